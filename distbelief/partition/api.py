@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, final
 
-import msgspec
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -88,19 +87,17 @@ def counts_of(machines: object) -> list[int]:
     return list(found)
 
 
-def _check_types(
-    *, model: object, loss: object, cluster: object, pins: object, exactly: object, profile: object
-) -> None:
+def _check_types(*, pins: object, **given: object) -> None:
     a_flag, a_cluster = "give True or False", "a name, such as 'rack-10g', the path of a file"
-    for name, value, kind, fix in (
-        ("model", model, nn.Module, "give a torch.nn.Module, which may be on the meta device"),
-        ("loss", loss, str, "give its name, such as 'cross_entropy', or '' for none"),
-        ("cluster", cluster, (str, Path, Cluster), f"give {a_cluster}, or a Cluster"),
-        ("exactly", exactly, bool, a_flag),
-        ("profile", profile, bool, a_flag),
+    for name, kind, fix in (
+        ("model", nn.Module, "give a torch.nn.Module, which may be on the meta device"),
+        ("loss", str, "give its name, such as 'cross_entropy', or '' for none"),
+        ("cluster", (str, Path, Cluster), f"give {a_cluster}, or a Cluster"),
+        ("exactly", bool, a_flag),
+        ("profile", bool, a_flag),
     ):
-        if not isinstance(value, kind):
-            raise _wrong(name, value, fix)
+        if not isinstance(given[name], kind):
+            raise _wrong(name, given[name], fix)
     if not isinstance(pins, Mapping) or not all(
         isinstance(word, str) for pair in pins.items() for word in pair
     ):
@@ -183,16 +180,15 @@ class PlanningResult:
             exact=done.solved.solution.exact,
             costs=report.costs_of(request),
         )
-        made = plan_for(
+        return plan_for(
             request.graph,
             done.best.placements,
             batch=request.batch,
             loss=request.loss,
             cluster=done.cluster,
             predicted=predicted,
-        )
-        return msgspec.structs.replace(
-            made, model=request.model, micro_batches=done.best.cost.micro_batches
+            model=request.model,
+            micro_batches=done.best.cost.micro_batches,
         )
 
     def save(self, path: Path | str) -> None:

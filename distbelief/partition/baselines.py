@@ -4,12 +4,13 @@ even           every layer over all machines: images in a grid, neurons in parts
 whole layers   runs of whole layers on one machine after the other: a pipeline
 """
 
+import itertools
 import math
 from collections.abc import Sequence
 
 from distbelief.graph.graph import Layer, LayerGraph
 from distbelief.partition.candidates import cuts_of, partial_sums, split, summed_dims, whole
-from distbelief.partition.grouping import groups
+from distbelief.partition.grouping import Group, groups
 from distbelief.program.cluster import Cluster
 from distbelief.program.placement import Placement
 from distbelief.program.step_cost import Costs
@@ -37,17 +38,12 @@ def whole_layers(
     """
     machines = machines or range(len(cluster))
     found = groups(graph)
-    seconds = [
-        [
-            math.fsum(
-                seconds
-                for layer in group.members
-                for seconds in costs.passes(layer, layer.region, machine)
-            )
-            for group in found
-        ]
-        for machine in machines
-    ]
+
+    def seconds_of(group: Group, machine: int) -> float:
+        passes = [costs.passes(layer, layer.region, machine) for layer in group.members]
+        return math.fsum(itertools.chain(*passes))
+
+    seconds = [[seconds_of(group, machine) for group in found] for machine in machines]
     placed: dict[str, Placement] = {}
     for group, place in zip(found, _balanced(seconds), strict=True):
         placed |= group.placements(whole(group.root, machines[place]).placement)

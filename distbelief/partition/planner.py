@@ -99,7 +99,7 @@ def lower_bound(graph: LayerGraph, cluster: Cluster, costs: Costs) -> float:
     efficient. The graph has its loss.
     """
     gradients = with_gradient(graph)
-    layers = [layer for layer in graph.layers if layer.kind != INPUT]
+    layers = graph.computed
     overheads = np.array([machine.overhead for machine in cluster.machines])
     passes = {layer.name: 1 + (layer.name in gradients) for layer in layers}
     whole = {layer.name: _seconds(layer, cluster, costs, passes[layer.name]) for layer in layers}
@@ -189,8 +189,20 @@ def planning_request(
         notify("measuring this machine")
     machines = machines or here(most)
     single = single_sample(graph)
-    costs = AnalyticCosts(machines, batch=batch, single=single)
-    request = PlanningRequest(
+    arithmetic = AnalyticCosts(machines, batch=batch, single=single)
+    costs: AnalyticCosts | ProfiledCosts = arithmetic
+    if measures:
+
+        def progress(n_done: int, n_wanted: int, name: str) -> None:
+            notify(f"measuring layer {n_done + 1} of {n_wanted}: {name}")
+
+        own = loss_module(graph, sample, loss) if loss else None
+        found = modules_of(graph, model, own)
+        modules = {path: copy.deepcopy(module) for path, module in found.items()}
+        measured = profiled(graph, batch=batch, modules=modules, progress=progress)
+        host = None if is_here else AnalyticCosts(here(1), batch=batch, single=single)
+        costs = ProfiledCosts(measured, machines=arithmetic, host=host, slower=slower)
+    return PlanningRequest(
         graph=graph,
         sample=sample,
         model=asked.model,
@@ -202,16 +214,6 @@ def planning_request(
         pins=asked.pins,
         exactly=asked.exactly,
     )
-    if not measures:
-        return request
-    host = None if is_here else AnalyticCosts(here(1), batch=batch, single=single)
-
-    def progress(n_done: int, n_wanted: int, name: str) -> None:
-        notify(f"measuring layer {n_done + 1} of {n_wanted}: {name}")
-
-    modules = _modules(request, model)
-    measured = profiled(graph, batch=batch, modules=modules, progress=progress)
-    return replace(request, costs=ProfiledCosts(measured, machines=costs, host=host, slower=slower))
 
 
 def _captured(model: nn.Module, asked: Request) -> tuple[Sample, LayerGraph]:
@@ -250,15 +252,6 @@ def _check_sizes(graph: LayerGraph, batch: int) -> None:
                 f"tensor {name!r} of shape {list(use.shape)} takes more than "
                 f"{_N_BYTES_MAX:.2g} bytes: use a smaller model"
             )
-
-
-def _modules(request: PlanningRequest, model: nn.Module) -> dict[str, nn.Module]:
-    # Copies of the modules of opaque layers, by path.
-    own = None
-    if request.loss and request.sample is not None:
-        own = loss_module(request.graph, request.sample, request.loss)
-    found = modules_of(request.graph, model, own)
-    return {path: copy.deepcopy(module) for path, module in found.items()}
 
 
 # --- plans ---
@@ -367,11 +360,8 @@ class _Planner:
         self._notify = notify
         self._simulator = PlanSimulator(request)
         self._best: SimulatedPlan | None = None
-        whole = {
-            layer.name: Placement.whole(len(layer.shape), 0)
-            for layer in request.graph.layers
-            if layer.kind != INPUT
-        }
+        layers = request.graph.computed
+        whole = {layer.name: Placement.whole(len(layer.shape), 0) for layer in layers}
         self._alone = self._simulator.way("one machine", whole, n_machines=1)
 
     def plan_for(self, count: int, *, is_shown: bool) -> Planned:

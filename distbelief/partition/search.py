@@ -118,7 +118,9 @@ def build(
             options = [pinned(root, cluster, pins[root.name], machines=machines)]
         else:
             options = candidates(root, cluster, machines=machines)
-            options += _missing(options, [plan[root.name] for plan in also])
+            known = {candidate.placement for candidate in options}
+            others = dict.fromkeys(plan[root.name] for plan in also)
+            options += [Candidate(other, str(other)) for other in others if other not in known]
         placed = tables.place(group, [option.placement for option in options])
         nodes.append(Node(group, tuple(options), placed))
     # Several values may go from one group to another: their costs add up.
@@ -137,12 +139,6 @@ def build(
         ),
         Decoder(tuple(nodes)),
     )
-
-
-def _missing(options: Sequence[Candidate], placements: Sequence[Placement]) -> list[Candidate]:
-    known = {candidate.placement for candidate in options}
-    wanted = dict.fromkeys(p for p in placements if p not in known)
-    return [Candidate(placement, str(placement)) for placement in wanted]
 
 
 # --- simulated plans ---

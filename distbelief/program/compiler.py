@@ -111,7 +111,7 @@ class Demands:
 
 def check(graph: LayerGraph, placements: Mapping[str, Placement]) -> None:
     """Raise GraphError if a layer has no placement, or a placement has no layer."""
-    computed = [layer.name for layer in graph.layers if layer.kind != INPUT]
+    computed = [layer.name for layer in graph.computed]
     for name in placements:
         if name in graph.by_name and graph[name].kind == INPUT:
             raise GraphError(
@@ -155,9 +155,7 @@ def demands(
     """Return what each rank computes and needs; GraphError if a placement is impossible."""
     by_layer: dict[str, _LayerDemands] = {}
     once = joined(graph)
-    for layer in graph.layers:
-        if layer.kind == INPUT:
-            continue
+    for layer in graph.computed:
         name, placement = layer.name, placements[layer.name]
         # A batch statistic has one sample, but it reads all of them.
         n_samples = 1 if once.issuperset((name, *layer.inputs)) else batch
@@ -322,9 +320,7 @@ def _forward(
 ) -> Iterator[Traffic]:
     # Tensors are in the order of the first layer that uses them.
     left = dict(parameters)
-    for layer in graph.layers:
-        if layer.kind == INPUT:
-            continue
+    for layer in graph.computed:
         for use in layer.tensors.values():
             if use.name in left:
                 yield left.pop(use.name)
@@ -405,7 +401,7 @@ def compile_plan(
     """
     cache = cache or CompilerCache(graph, n_plans=1)
     check(graph, placements)
-    placed = [placements[layer.name] for layer in graph.layers if layer.kind != INPUT]
+    placed = [placements[layer.name] for layer in graph.computed]
     both = [part for each in placed for part in (each, each.combine) if part is not None]
     order = tuple(dict.fromkeys(machine for part in both for machine in part.machines))
     needs = demands(graph, placements, batch=batch, n_machines=n_machines, cache=cache)

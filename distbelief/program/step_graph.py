@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, final
 
-from distbelief.graph.graph import INPUT, GraphError, Layer, LayerGraph
+from distbelief.graph.graph import GraphError, Layer, LayerGraph
 from distbelief.graph.operator import joined
 from distbelief.graph.ops.call import is_module
 from distbelief.program.compiler import Compiled
@@ -89,9 +89,8 @@ class _Builder:
         n_forward = len(compiled.demands.forward)
         forward = _by_layer(tasks[:n_forward])
         backward = _by_layer(tasks[n_forward:])
-        for layer in compiled.graph.layers:
-            if layer.kind != INPUT:
-                self._forward(layer, forward[layer.name])
+        for layer in compiled.graph.computed:
+            self._forward(layer, forward[layer.name])
         for layer in reversed(compiled.graph.layers):
             if layer.name in backward:
                 self._backward(layer, backward[layer.name])

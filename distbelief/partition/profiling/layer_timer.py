@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from distbelief.core.memory import keep_memory
-from distbelief.graph.graph import INPUT, Layer, LayerGraph
+from distbelief.graph.graph import Layer, LayerGraph
 from distbelief.graph.operator import Call, Operator, PartialSums, Step, joined, operator_of
 from distbelief.graph.region import Region
 from distbelief.partition.candidates import cuts_of, summed_dims
@@ -303,8 +303,8 @@ def is_too_large(layer: Layer, *, batch: int) -> bool:
 def unlike(graph: LayerGraph, *, batch: int, modules: Mapping[str, nn.Module]) -> dict[str, Layer]:
     """Return one layer of each signature that can be measured, by its key in a profile."""
     found: dict[str, Layer] = {}
-    for layer in graph.layers:
+    for layer in graph.computed:
         unknown = "module" in layer.options and layer.text("module") not in modules
-        if layer.kind != INPUT and not unknown and not is_too_large(layer, batch=batch):
+        if not unknown and not is_too_large(layer, batch=batch):
             found.setdefault(digest(layer.signature, batch=batch), layer)
     return found
