@@ -104,13 +104,16 @@ def _strike_in(seconds: float, dealt: DealtJob, stream: np.random.Generator) -> 
     what = int(stream.integers(8))
     if what == 6:
         struck = (role,) if simulation.is_alive(role) else ()
+    lives = {(name, simulation.incarnation(name)) for name in struck}
     if what in {2, 3} and host is not None:
+        if host in job.asked:  # asked twice, a host ends at once, with its roles (seed 1513)
+            dealt.struck |= lives
         job.leave(host)
     elif what == 7 or not struck:
         if job.n_hosts < N_HOSTS_MAX:
             job.come()
     else:
-        dealt.struck |= {(name, simulation.incarnation(name)) for name in struck}
+        dealt.struck |= lives
         for name in struck:
             if what == 4:
                 simulation.inject(Pause(at=simulation.now, role=name, seconds=seconds))
