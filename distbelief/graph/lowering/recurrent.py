@@ -5,7 +5,7 @@ from typing import Final
 from distbelief.graph.graph import Layer, Option
 from distbelief.graph.lowering.layers import refuse_integers
 from distbelief.graph.lowering.operation import Operation, lowers, plain_name
-from distbelief.graph.lowering.values import Filled, Held, NotSplitError, Results, Value
+from distbelief.graph.lowering.values import Held, Made, NotSplitError, Results, Value
 from distbelief.graph.lowering.views import joined, sliced
 from distbelief.graph.ops.recurrent import N_GATES, by_gate
 
@@ -32,7 +32,7 @@ def recurrent(op: Operation) -> object:
     if op.result[0].shape[2] < N_UNITS_MIN * n_directions:
         raise NotSplitError(f"it has fewer than {N_UNITS_MIN} units")
     given = op["hx"] if isinstance(op["hx"], list) else [op["hx"]]
-    before = [] if all(isinstance(x, Filled) and not x.number for x in given) else given
+    before = [] if all(isinstance(x, Made) and x.number == 0 for x in given) else given
     values = [op.context.as_value(x) for x in before]
     if any(x != Value(x.layer, batch=1) for x in values):
         raise NotSplitError("its first state has the batch elsewhere")

@@ -59,7 +59,8 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     # Each gradient is computed only if it is asked for.
     product: torch.Tensor = _Product.apply(rows, weight.detach())  # type: ignore[no-untyped-call]
     biases: torch.Tensor = _Biases.apply(weight, bias, rows.detach())  # type: ignore[no-untyped-call]
-    return (product + biases).unflatten(0, x.shape[:-1])
+    found: torch.Tensor = (product + biases).unflatten(0, x.shape[:-1])
+    return found
 
 
 def _by_onednn(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
