@@ -22,8 +22,7 @@ N_UNITS_MIN: Final = 256
 def recurrent(op: Operation) -> object:
     value, n_directions = op.value("input"), 1 + op["bidirectional"]
     refuse_integers(op, value)
-    if value != Value(value.layer, batch=0 if op["batch_first"] else 1) or value.n_dims != 3:
-        raise NotSplitError("its input has the batch elsewhere")
+    Value(value.layer, batch=1 - op["batch_first"]).refuse_others(value)
     if value.layer.shape[0] > N_STEPS_MAX:
         raise NotSplitError(f"it has more than {N_STEPS_MAX} steps")
     params, n_params = op["params"], 4 if op["has_biases"] else 2
@@ -34,8 +33,7 @@ def recurrent(op: Operation) -> object:
     given = op["hx"] if isinstance(op["hx"], list) else [op["hx"]]
     before = [] if all(isinstance(x, Made) and x.number == 0 for x in given) else given
     values = [op.context.as_value(x) for x in before]
-    if any(x != Value(x.layer, batch=1) for x in values):
-        raise NotSplitError("its first state has the batch elsewhere")
+    Value(value.layer, batch=1).refuse_others(*values)
     x, ends = value.layer, list[Layer]()
     for number in range(op["num_layers"]):
         if number and op["train"] and op["dropout"]:
