@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import torch
 from torch import fx
 
@@ -351,5 +352,8 @@ def lined_up(op: Operation, values: Sequence[Value]) -> tuple[list[Layer], Value
             shape[at : at + 1] = [1] * folded if at else []
             name = op.builder.free_name(f"{value.layer.name}.row")
             row = reshape_layer(name, value.layer, shape=tuple(shape))
+            use = value.layer.tensors.get("value")
+            if use is not None and not at and use.shape == value.layer.shape:  # one layer, not two
+                row = msgspec.structs.replace(value.layer, name=name, shape=tuple(shape))
             layers.append(op.builder.add_layer(row))
     return layers, replace(first, batch=n - last)
