@@ -25,9 +25,6 @@ from distbelief.graph.ops.call import packed
 _N_CHARACTERS_MAX: Final = 1 << 20  # of a constant that stands in the graph
 
 
-SYMBOLS: Final = (torch.SymInt, torch.SymFloat)  # numbers that depend on batch size or data
-
-
 class NotSplitError(Exception):
     """An operation has no split rule for these arguments."""
 
@@ -35,7 +32,7 @@ class NotSplitError(Exception):
 def refuse_symbols(given: Iterable[object]) -> None:
     """Raise `NotSplitError` if there is a number that depends on the batch size, or on data."""
     for number in given:
-        if isinstance(number, SYMBOLS):
+        if isinstance(number, torch.SymInt | torch.SymFloat):
             names = number.node.expr.free_symbols
             of_data = any(str(name).startswith(("u", "zuf")) for name in names)
             what = "the values of its data (`.item()`)" if of_data else "the batch size"
