@@ -11,10 +11,10 @@ once there are arrays of boxes, (n_boxes, n_dims, 2): start and stop of each dim
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Self, final
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 from typing_extensions import override
@@ -25,8 +25,7 @@ Shape = tuple[int, ...]
 
 
 @final
-@dataclass(frozen=True, slots=True)
-class Region:
+class Region(msgspec.Struct, frozen=True, cache_hash=True):
     """A box of indices: [start, stop) in each dimension; no dimension for a scalar."""
 
     intervals: tuple[Interval, ...]
