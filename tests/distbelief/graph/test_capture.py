@@ -753,9 +753,12 @@ STOCHASTIC_DEPTH: dict[str, Callable[[torch.Tensor, float], torch.Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("name", STOCHASTIC_DEPTH)
-def test_stochastic_depth_is_a_layer_that_draws_as_one_process_does(name: str) -> None:
-    """It was computed in evaluation too, with its last numbers."""
+@pytest.mark.parametrize(("name", "kept"), [*((n, 0.7) for n in STOCHASTIC_DEPTH), ("timm", 0.5)])
+def test_stochastic_depth_is_a_layer_that_draws_as_one_process_does(name: str, kept: float) -> None:
+    """It was computed in evaluation too, with its last numbers.
+
+    Half of it failed in a plan's first step: torch.export leaves out a probability of 0.5.
+    """
 
     class Deep(nn.Module):
         def __init__(self) -> None:
@@ -765,7 +768,7 @@ def test_stochastic_depth_is_a_layer_that_draws_as_one_process_does(name: str) -
         @override
         def forward(self, x: torch.Tensor) -> object:
             y = self.layer(x)
-            return x + (STOCHASTIC_DEPTH[name](y, 0.7) if self.training else y)
+            return x + (STOCHASTIC_DEPTH[name](y, kept) if self.training else y)
 
     case = Case(make=Deep, shape=(3, 4))
     model, graph = case.model(), capture(case.model(), case.specs)
