@@ -10,6 +10,7 @@ So a view that only moves the batch is no layer.
 """
 
 import json
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, final
@@ -53,6 +54,12 @@ class Value:
     def n_dims(self) -> int:
         """Number of torch's dimensions."""
         return len(self.layer.shape) - self.before - self.after + (self.batch is not None)
+
+    @property
+    def n_folded(self) -> int:
+        """Number of elements of each sample in the batch's dimension."""
+        first = self.batch or 0
+        return math.prod(self.layer.shape[first : first + self.before + self.after])
 
     @property
     def is_plain(self) -> bool:

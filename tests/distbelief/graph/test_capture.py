@@ -351,6 +351,12 @@ FUNCTIONS: dict[str, tuple[Function, Shape]] = {
     ),
     "rolled": (lambda x: torch.roll(x, (1, -1), (1, 2)), (3, 4)),
     "repeated": (lambda x: x.repeat(1, 2, 3), (3, 4)),
+    # Regression: a plan failed in its first step.
+    "copied and repeated": (lambda x: x.clone().copy_(x.mean(2, keepdim=True)) * x, (3, 4)),
+    "numbers beside tokens": (
+        lambda x: torch.cat([x.flatten(0, 1), x.new_ones(x.size(0) * 3, 2)], 1).view(-1, 3, 6),
+        (3, 4),
+    ),
     "chosen": (lambda x: torch.where(x > 0.5, torch.pow(x, 3.0), 0.0), (4,)),
     "chosen, own mask": (lambda x: torch.where(torch.ones(3, 3).tril() > 0, x, -1.0), (3, 3)),
     "masked": (lambda x: x.masked_fill(x < 0, 0.5).masked_fill(torch.eye(3) > 0, 2.0), (3, 3)),
