@@ -292,17 +292,18 @@ def needed(readers: _Readers, *, n_dims: int) -> Boxes:
     """
     found: list[Cells] = []
     for candidate in range(len(readers[0][0].placements)):
-        needs: dict[int, set[Region]] = {}
-        for reader, indices in readers:
-            for machine, reads in reader.reads[candidate]:
-                needs.setdefault(machine, set()).update(reads[i] for i in indices)
-        found.append(
-            [
-                (machine, region)
-                for machine, regions in needs.items()
-                for region in (disjoint(regions) if len(regions) > 1 else regions)
-            ]
-        )
+        cells = [
+            (machine, reads[i])
+            for reader, indices in readers
+            for machine, reads in reader.reads[candidate]
+            for i in indices
+        ]
+        if len(dict(cells)) < len(cells):
+            needs: dict[int, set[Region]] = {}
+            for machine, region in cells:
+                needs.setdefault(machine, set()).add(region)
+            cells = [(machine, region) for machine in needs for region in disjoint(needs[machine])]
+        found.append(cells)
     return Boxes.of(found, n_dims=n_dims)
 
 
