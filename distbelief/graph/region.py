@@ -58,7 +58,6 @@ class Region(msgspec.Struct, frozen=True, cache_hash=True):
 
     def __and__(self, other: "Region") -> "Region":
         """Return the intersection; empty dimensions begin at the later start."""
-        self._check(other)
         return Region(
             tuple(
                 (max(a, c), max(a, c, min(b, d)))
@@ -68,7 +67,6 @@ class Region(msgspec.Struct, frozen=True, cache_hash=True):
 
     def __contains__(self, other: "Region") -> bool:
         """Return whether every index of `other` lies in this region."""
-        self._check(other)
         return not other.n_elements or all(
             a <= c and d <= b
             for (a, b), (c, d) in zip(self.intervals, other.intervals, strict=True)
@@ -93,7 +91,6 @@ class Region(msgspec.Struct, frozen=True, cache_hash=True):
 
     def within(self, origin: "Region") -> "Region":
         """Return the same indices, counted from the start of `origin`."""
-        self._check(origin)
         return Region(
             tuple(
                 (a - start, b - start)
@@ -102,7 +99,10 @@ class Region(msgspec.Struct, frozen=True, cache_hash=True):
         )
 
     def replaced(self, dim: int, interval: Interval) -> "Region":
-        return Region((*self.intervals[:dim], interval, *self.intervals[dim + 1 :]))
+        """Return it with another interval; a negative dimension counts from the end."""
+        intervals = list(self.intervals)
+        intervals[dim] = interval
+        return Region(tuple(intervals))
 
     def without(self, dim: int) -> "Region":
         return Region((*self.intervals[:dim], *self.intervals[dim + 1 :]))
@@ -137,13 +137,6 @@ class Region(msgspec.Struct, frozen=True, cache_hash=True):
     @override
     def __str__(self) -> str:
         return "[" + ", ".join(f"{a}:{b}" for a, b in self.intervals) + "]"
-
-    def _check(self, other: "Region") -> None:
-        if len(self.intervals) != len(other.intervals):
-            raise ValueError(
-                f"{self} has {len(self.intervals)} dimensions, {other} has "
-                f"{len(other.intervals)}: they belong to different layers"
-            )
 
 
 def cuts(extent: int, weights: Sequence[float], *, unit: int = 1) -> list[int]:
