@@ -249,9 +249,7 @@ def improve(
 def _moves(problem: Problem, choice: Choice) -> list[tuple[int, int]]:
     # Changes of one node, those first that cost least in the model.
     found: list[tuple[float, int, int]] = []
-    for node, costs in enumerate(problem.costs):
-        if len(costs) == 1:
-            continue
+    for node in range(len(problem.costs)):
         totals = problem.around(node, choice)
         deltas = totals - totals[choice[node]]
         order = np.argsort(deltas, kind="stable")
@@ -262,9 +260,7 @@ def _moves(problem: Problem, choice: Choice) -> list[tuple[int, int]]:
 
 
 _EVENTS_MAX: Final = 250_000  # tasks and messages that one search simulates: a second or two
-
 _LAYERS_MAX: Final = 8_000  # layers of all plans that one search compiles: some seconds
-
 _NOTIFY_EVERY: Final = 5  # simulated plans
 _SEARCHED: Final = " + search"
 
