@@ -261,6 +261,7 @@ def _moves(problem: Problem, choice: Choice) -> list[tuple[int, int]]:
 
 _EVENTS_MAX: Final = 250_000  # tasks and messages that one search simulates: a second or two
 _LAYERS_MAX: Final = 8_000  # layers of all plans that one search compiles: some seconds
+_LARGE: Final = 500  # layers; a search in larger graphs tries fewer plans still, and gains little
 _NOTIFY_EVERY: Final = 5  # simulated plans
 _SEARCHED: Final = " + search"
 
@@ -343,11 +344,11 @@ def search(
     """
     count = len(cluster)
     start, first = min(solved.ways.items(), key=lambda item: item[1].rank)
-    compiled = first.cost.compiled
+    compiled, n_layers = first.cost.compiled, len(first.cost.compiled.graph.layers)
     tries = min(
         TRIES_MAX,
         _EVENTS_MAX // (len(compiled.tasks) + compiled.n_messages),
-        _LAYERS_MAX // len(compiled.graph.layers),
+        _LAYERS_MAX * min(n_layers, _LARGE) // n_layers**2,
     )
     if not tries or count == 1:
         return None
