@@ -68,7 +68,7 @@ class StepsFirst(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.gru = nn.GRU(8, N_UNITS_MIN, 2, batch_first=True, dropout=0.3)
+        self.gru = nn.GRU(8, N_UNITS_MIN["gru"], 2, batch_first=True, dropout=0.3)
 
     @override
     def forward(self, x: torch.Tensor) -> object:

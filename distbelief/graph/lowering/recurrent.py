@@ -14,8 +14,8 @@ from distbelief.graph.ops.recurrent import N_GATES, by_gate
 N_STEPS_MAX: Final = 128
 
 # With fewer, a step of 64 samples on one rank takes torch less time than its half on two ranks and
-# the messages between them: 0.4 ms with 128 units.
-N_UNITS_MIN: Final = 256
+# the messages between them: 0.4 ms with 128 units. torch has a faster kernel for an LSTM alone.
+N_UNITS_MIN: Final = {"lstm": 512, "gru": 256, "rnn_tanh": 256, "rnn_relu": 256}
 
 
 @lowers(*(f"{cell}.input" for cell in N_GATES))
@@ -28,8 +28,9 @@ def recurrent(op: Operation) -> object:
     params, n_params = op["params"], 4 if op["has_biases"] else 2
     if len(params) != n_params * op["num_layers"] * n_directions:
         raise NotSplitError("it projects its states")
-    if op.result[0].shape[2] < N_UNITS_MIN * n_directions:
-        raise NotSplitError(f"it has fewer than {N_UNITS_MIN} units")
+    n_units_min = N_UNITS_MIN[plain_name(op.target).partition(".")[0]]
+    if op.result[0].shape[2] < n_units_min * n_directions:
+        raise NotSplitError(f"it has fewer than {n_units_min} units")
     given = op["hx"] if isinstance(op["hx"], list) else [op["hx"]]
     before = [] if all(isinstance(x, Made) and x.number == 0 for x in given) else given
     values = [op.context.as_value(x) for x in before]

@@ -14,7 +14,7 @@ from distbelief.graph.capture import InputSpec, capture
 from distbelief.graph.graph import INPUT, LayerGraph
 from distbelief.graph.lowering import recurrent
 from distbelief.graph.operator import Step, operator_of
-from distbelief.graph.ops.recurrent import linear
+from distbelief.graph.ops.recurrent import N_GATES, linear
 from distbelief.graph.region import Region
 from tests.distbelief.graph.ops.comparison import check, close, leaf, random, randomised, values_of
 
@@ -56,7 +56,7 @@ def captured(kind: str, *, begins: bool, **options: bool | int) -> tuple[nn.Modu
     layer = KINDS[kind](SIZE, N_UNITS, **options)
     model = Recurrent(layer, begins=begins).double()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(recurrent, "N_UNITS_MIN", 1)
+        patch.setattr(recurrent, "N_UNITS_MIN", dict.fromkeys(N_GATES, 1))
         specs = [InputSpec(shape=(N_STEPS, SIZE)), InputSpec(shape=(4, N_UNITS))]
         return model, capture(model, specs)
 
@@ -111,7 +111,7 @@ def dropped(x: torch.Tensor, graph: LayerGraph, model: nn.Module, step: Step) ->
 
 
 def test_states_between_layers_are_dropped_in_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recurrent, "N_UNITS_MIN", 1)
+    monkeypatch.setattr(recurrent, "N_UNITS_MIN", dict.fromkeys(N_GATES, 1))
     model = randomised(nn.Sequential(nn.GRU(4, 5, 2, dropout=0.5, batch_first=True), First()))
     graph = capture(model, [InputSpec(shape=(3, 4))])
     assert [layer.kind for layer in graph.layers].count("dropout") == 1
