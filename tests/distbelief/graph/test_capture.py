@@ -254,6 +254,18 @@ OWNING: dict[str, tuple[Callable[[torch.Tensor, torch.Tensor], object], Shape, S
     "matrix, turned": (lambda x, w: x @ w.T, (2, 4), (4,)),
     "matrix, by letters": (lambda x, w: torch.einsum("bti,ij->btj", x, w), (4, 2), (3, 4)),
     "matrix, by other letters": (lambda x, w: torch.einsum("bi,oi->bo", x, w), (2, 4), (4,)),
+    "by letters, for each": (
+        lambda x, w: torch.einsum("bhi,hio->bho", x, w), (3, 4, 2), (3, 4),
+    ),
+    "by letters, from the left": (
+        lambda x, w: torch.einsum("oik, tbk -> bot", w, x.transpose(0, 1)), (2, 5, 4), (3, 4),
+    ),
+    "three by letters": (
+        lambda x, w: torch.einsum("bnd,bne,de->bn", x, x * 2, w), (4, 4), (3, 4),
+    ),
+    # Regression: accepted, and the plan failed in its first step.
+    "vector": (lambda x, w: x @ w, (4,), (3, 4)),
+    "vector from the left": (lambda x, w: w @ x, (3,), (3, 4)),
     "filters": (
         lambda x, w: functional.conv2d(x, w, stride=2, padding=1), (3, 2, 3, 3), (2, 5, 5),
     ),
@@ -320,6 +332,7 @@ FUNCTIONS: dict[str, tuple[Function, Shape]] = {
     "unbound": (lambda x: sum(part * i for i, part in enumerate(x.unbind(1))), (3, 4)),
     "looped": (lambda x: sum(x[:, i] for i in range(x.size(1))), (3, 4)),
     "split": (lambda x: torch.cat(x.split([1, 3], dim=1)[::-1], 1), (4, 2)),
+    "letters in another order": (lambda x: torch.einsum("bijk->bki", x), (2, 3, 4)),
     "narrowed": (lambda x: x.narrow(1, 1, 2) + x.select(2, 1).unsqueeze(2)[:, :2], (4, 2)),
     "padded": (lambda x: functional.pad(x, (1, 2, 0, 1), value=3.0), (2, 3)),
     "enlarged": (lambda x: functional.interpolate(x, scale_factor=3), (2, 3, 2)),
@@ -385,6 +398,10 @@ BY_TORCH: dict[str, tuple[Function, Shape, int]] = {
     "norms": (lambda x: functional.normalize(x, dim=-1), (3, 4), 0),
     "gated": (lambda x: functional.glu(x, dim=1), (4, 3), 0),
     "indices in a list": (lambda x: x[:, [1, 0, 1]], (4, 2), 0),
+    # Regression: an error without a word about the model.
+    "indices in two lists": (lambda x: x[:, [1, 0, -1], [[0], [1]]], (4, 2, 3), 0),
+    # Regression: the plan failed in its first step.
+    "indices from the end": (lambda x: x[:, [-1, 0]], (4, 2), 0),
     "indices in a table": (lambda x: x[:, torch.tensor([[1, 0], [3, 3]])], (4, 2), 0),
     "a slice of zeros": (lambda x: (y := x.clone(), y[:, 1:3].zero_(), y * 2)[2], (4, 2), 0),
     "indices of all samples": (lambda x: x[torch.arange(x.size(0)), 1:], (4,), 1),
