@@ -36,18 +36,16 @@ def _several(sizes: Any, n: int) -> Shape:  # noqa: ANN401 -- as torch takes the
     return found if len(found) == n else found * n
 
 
-@lowers("conv1d", "conv2d", "conv3d", "convolution")
+@lowers("convolution", *(f"conv{word}{n}d" for word in ("", "_transpose") for n in (1, 2, 3)))
 def convolution(op: Operation) -> object:
     value = op.plain("input")
-    if op.arguments.get("transposed"):
-        raise NotSplitError("it is transposed")
+    transposed = "transpose" in str(op.target) or bool(op.arguments.get("transposed"))
     computed = [op.value(word) for word in ("weight", "bias") if not _is_held(op[word])]
     sources = [value, *computed[: int(not _is_held(op["weight"]))]]
     tensors = op.uses(*(word for word in ("weight", "bias") if _is_held(op[word])))
     if any(source.batch is not None for source in computed):
         raise NotSplitError("its weight depends on the sample")
-    shape = tensors["weight"].shape if len(sources) == 1 else sources[1].layer.shape
-    sizes = shape[2:]
+    sizes = (tensors["weight"].shape if len(sources) == 1 else sources[1].layer.shape)[2:]
     n = len(sizes)
     dilation = _several(op["dilation"], n)
     around, extra = (0,) * n, (0,) * n
@@ -60,16 +58,16 @@ def convolution(op: Operation) -> object:
     options: dict[str, Option] = {
         "stride": _several(op["stride"], n),
         "padding": around,
-        "extra": extra,
         "dilation": dilation,
         "groups": op["groups"],
     }
-    if len(sources) > 1:
-        options["size"] = sizes
-    found = op.add("convolution", sources, _shape(op), options=options, tensors=tensors)
+    options |= {} if transposed else {"extra": extra}
+    options |= {"size": sizes} if transposed or len(sources) > 1 else {}
+    kind = "transposed_convolution" if transposed else "convolution"
+    found = op.add(kind, sources, _shape(op), options=options, tensors=tensors)
     if len(computed) < len(sources):
         return found
-    bias = computed[-1].to(op.reshaped(computed[-1], (shape[0], *(1,) * n)))
+    bias = computed[-1].to(op.reshaped(computed[-1], (found.layer.shape[0], *(1,) * n)))
     return elementwise(op, torch.ops.aten.add.Tensor, found, bias)
 
 

@@ -163,6 +163,12 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], Shape]] = {
     "weight norm": (lambda: weight_norm(nn.Conv1d(4, 6, 3, groups=2)), (4, 9)),
     "convolution 1d": (lambda: nn.Conv1d(4, 6, 3, groups=2, dilation=2), (4, 9)),
     "convolution 3d": (lambda: nn.Conv3d(2, 3, 2, padding=1), (2, 3, 4, 3)),
+    "convolution, transposed": (
+        lambda: weight_norm(nn.ConvTranspose1d(4, 6, 3, 2, 1, output_padding=1, groups=2)), (4, 5),
+    ),
+    "convolution, transposed 3d": (
+        lambda: nn.ConvTranspose3d(2, 3, 2, stride=(2, 3, 1), bias=False), (2, 3, 2, 2),
+    ),
     "convolution, reflected": (
         lambda: nn.Conv2d(2, 3, 3, padding=1, padding_mode="reflect"), (2, 4, 4),
     ),
