@@ -19,12 +19,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Siz
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, replace
 from io import StringIO
-from typing import TYPE_CHECKING, Final, Protocol, cast, final
+from typing import TYPE_CHECKING, Any, Final, Protocol, cast, final
 from unittest.mock import patch
 
 import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn import functional
 from torch.nn.modules import transformer
 from torch.nn.modules.batchnorm import _NormBase
 from torch.overrides import TorchFunctionMode
@@ -402,11 +403,29 @@ def _as_export_sees_it() -> Iterator[None]:
         patch.object(torch.autograd.Function, "apply", classmethod(applied)),
         patch.object(transformer, "_detect_is_causal_mask", as_told),
         patch.object(builtins, "len", _length),
+        patch.object(functional, "embedding_bag", _bags),
     ):
         yield
 
 
 _len = len
+_embedding_bag = functional.embedding_bag
+_BAGS: Final = inspect.signature(_embedding_bag)
+
+
+def _bags(*arguments: object, **keywords: object) -> torch.Tensor:
+    # Bags that are rows of words, as operations that are split: torch's own numbers the samples.
+    bound = _BAGS.bind(*arguments, **keywords)
+    bound.apply_defaults()
+    words, table, *_ = bound.args
+    given: dict[str, Any] = bound.arguments
+    more = ("offsets", "max_norm", "scale_grad_by_freq", "padding_idx")
+    if words.dim() != 2 or any(given[word] not in {None, False} for word in more):
+        return _embedding_bag(*arguments, **keywords)
+    rows = functional.embedding(words, table)
+    if given["per_sample_weights"] is not None:
+        rows = rows * given["per_sample_weights"].unsqueeze(-1)
+    return rows.max(1).values if given["mode"] == "max" else getattr(rows, given["mode"])(1)
 
 
 def _length(given: Sized) -> int:

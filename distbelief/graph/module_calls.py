@@ -98,7 +98,7 @@ class LeafCall:
         found = [x for x in leaves if isinstance(x, torch.Tensor)]
         self.shapes_found = [
             tuple(
-                batch * (n // n_samples) if i == _first(x, n_samples) else n
+                batch * (n // n_samples) if i in _samples(x, n_samples) else n
                 for i, n in enumerate(x.shape)
             )
             for x in found
@@ -228,9 +228,10 @@ def _changes_counted() -> AbstractContextManager[None]:
     return torch._C._ForceDispatchKeyGuard(included, excluded)  # noqa: SLF001
 
 
-def _first(x: torch.Tensor, n_samples: int) -> int:
-    # The dimension that holds the samples.
-    return next((i for i, n in enumerate(x.shape) if n and not n % n_samples), -1)
+def _samples(x: torch.Tensor, n_samples: int) -> Sequence[int]:
+    # The dimension that holds the samples; several if it mixes them.
+    found = [i for i, n in enumerate(x.shape) if n and not n % n_samples]
+    return found if n_samples == N_WITHOUT_MEMORY else found[:1]
 
 
 _CALLS: Final[dict[int, LeafCall]] = {}  # of running exports: the operation only gets a key

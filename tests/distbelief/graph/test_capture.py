@@ -651,6 +651,23 @@ WORDS: dict[str, tuple[Callable[[], nn.Module], int]] = {
             lambda x, w: w[x] + w[torch.arange(x.shape[1]).repeat(x.shape[0], 1)], (7, 3)
         ), 0,
     ),
+    "bags": (lambda: nn.EmbeddingBag(7, 3), 0),
+    "bags, largest": (lambda: nn.EmbeddingBag(7, 3, mode="max"), 0),
+    "bags, weighted": (
+        lambda: owning(
+            lambda x, w: functional.embedding_bag(
+                x, w, mode="sum", per_sample_weights=w[:4, 0].expand(x.shape[0], -1)
+            ), (7, 3)
+        ), 0,
+    ),
+    # Regression: refused, because torch's results that nobody reads number the samples.
+    "bags with offsets": (
+        lambda: owning(
+            lambda x, w: functional.embedding_bag(
+                x.flatten(), w, torch.arange(0, x.shape[0] * x.shape[1], x.shape[1])
+            ), (7, 3)
+        ), 1,
+    ),
     "whole numbers at other places": (
         lambda: owning(
             lambda x, w: functional.embedding(x[:, 1:].unsqueeze(1).transpose(1, 2), w), (7, 3)
