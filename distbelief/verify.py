@@ -28,7 +28,7 @@ from distbelief.graph.graph import Layer, LayerGraph
 from distbelief.graph.lowering.operation import by_name
 from distbelief.graph.operator import Step
 from distbelief.graph.ops.attention import Attention, scores_shape
-from distbelief.graph.ops.call import is_module
+from distbelief.graph.ops.call import default_dtype, is_module
 from distbelief.graph.ops.dropout import Dropout, mask
 from distbelief.graph.ops.linear import Embedding
 from distbelief.graph.region import Region, Shape
@@ -85,9 +85,11 @@ class SharedDropoutMasks(TorchDispatchMode):
         assert isinstance(drawn, torch.Tensor), func
         probability = args[1] if func is _DRAW and len(args) > 1 else _USUAL
         kept = self._mask(layer, drawn)
+        if "place" in layer.options:
+            kept = kept.movedim(0, layer.integer("place"))
         if kept.numel() != drawn.numel() or (func is _DRAW and probability != left):
             raise _refusal(repr(layer.name))  # the mask of another layer
-        drawn.copy_(kept.view_as(drawn) != 0)
+        drawn.copy_(kept.reshape(drawn.shape) != 0)
         return drawn if func is _DRAW else drawn * (1 - left / 2)
 
     def _mask(self, layer: Layer, like: torch.Tensor) -> torch.Tensor:
@@ -405,7 +407,7 @@ def _reference(
     # One process, with the dropout masks of this step.
     module.zero_grad()
     masks = SharedDropoutMasks(graph, seed=seed)
-    with masks:
+    with masks, default_dtype(module.parameters()):
         outputs = tensors_of(returned := batch.run(module))
         value = loss(returned, batch.targets)
         value.backward()

@@ -409,7 +409,7 @@ def _as_export_sees_it() -> Iterator[None]:
 
 
 _len = len
-_embedding_bag = functional.embedding_bag
+_embedding_bag: Callable[..., torch.Tensor] = functional.embedding_bag
 _BAGS: Final = inspect.signature(_embedding_bag)
 
 

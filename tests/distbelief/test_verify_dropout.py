@@ -62,8 +62,23 @@ class Folded(nn.Module):
         return y.view(x.shape).sum(1)
 
 
+class Turned(nn.Module):
+    """Regression: a right plan of torch's own transformers, words first, was called wrong."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encode = nn.TransformerEncoderLayer(8, 2, 16, 0.3)
+        self.last = nn.Linear(8, 3)
+
+    @override
+    def forward(self, x: torch.Tensor) -> object:
+        return self.last(self.encode(x.transpose(0, 1)).sum(0))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize(("net", "shape"), [(images, (2, 4, 4)), (Words, (5, 8)), (Folded, (5, 8))])
+@pytest.mark.parametrize(
+    ("net", "shape"), [(images, (2, 4, 4)), (Words, (5, 8)), (Folded, (5, 8)), (Turned, (5, 8))]
+)
 def test_one_process_draws_the_masks_of_the_ranks(
     net: type[nn.Module], shape: tuple[int, ...], dtype: torch.dtype
 ) -> None:

@@ -97,9 +97,7 @@ def _added(
     except NotSplitError as error:
         if not why:
             raise  # its module can be opaque
-        raise GraphError(
-            f"{name} mixes samples{why}: a layer must keep them separate"
-        ) from error
+        raise GraphError(f"{name} mixes samples{why}: a layer must keep them separate") from error
     batched = any(value.batch is not None for value in encoder.inputs)
     is_loss = context.joins and not result.shape
     if batch is None and batched and not is_loss:

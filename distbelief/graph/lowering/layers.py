@@ -18,7 +18,6 @@ from distbelief.graph.module_calls import EXPERTS, LeafCall, is_experts
 from distbelief.graph.ops.attention import attention_layer
 from distbelief.graph.ops.linear import product_layer
 from distbelief.graph.ops.reductions import reduction_layer
-from distbelief.graph.region import Shape
 
 
 _ADD: Final = torch.ops.aten.add.Tensor
@@ -173,32 +172,30 @@ def einsum(op: Operation) -> object:
         terms.append((rest, term))
     if len(batch) > 1 or not batch <= set(result) or any(batch & set(word) for word, _ in terms):
         raise NotSplitError("it works along the batch")
-    terms = [_summed(op, *term, kept=equation) for term in terms]
+    terms = [_summed(op, term, kept=equation) for term in terms]
     while len(terms) > 1:
         one, other, *later = terms
         kept = result + "".join(word for word, _ in later)
-        terms = [_contracted(op, *one, *other, kept=kept), *later]
+        terms = [_contracted(op, one, other, kept=kept), *later]
     word, found = terms[0]
     order = "".join(batch) + word
     return permuted(op, op.context.as_value(found), [order.index(letter) for letter in result])
 
 
-def _summed(op: Operation, word: str, given: Any, *, kept: str) -> _Term:  # noqa: ANN401 -- held, or a value
+def _summed(op: Operation, term: _Term, *, kept: str) -> _Term:
     # Sums over letters that stand nowhere else.
+    word, given = term
     alone = [index for index, letter in enumerate(word) if kept.count(letter) == 1]
     if not alone:
-        return word, given
+        return term
     value = op.context.as_value(given)
     layer = reduction_layer(op.free_name, [value.layer], function="sum", dims=alone, keep=False)
     rest = "".join(letter for letter in word if kept.count(letter) > 1)
     return rest, value.to(op.builder.add_layer(layer))
 
 
-def _contracted(
-    op: Operation, one: str, left: Any, other: str, right: Any, *, kept: str  # noqa: ANN401 -- as above
-) -> _Term:
-    if isinstance(left, Held):
-        one, left, other, right = other, right, one, left
+def _contracted(op: Operation, *terms: _Term, kept: str) -> _Term:
+    (one, left), (other, right) = terms[::-1] if isinstance(terms[0][1], Held) else terms
     lead = "".join(letter for letter in one if letter in other and letter in kept)
     rows = "".join(letter for letter in one if letter not in other)
     columns = "".join(letter for letter in other if letter not in one)

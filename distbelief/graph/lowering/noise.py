@@ -39,6 +39,8 @@ def dropout(op: Operation) -> object:
             raise NotSplitError("the batch is not its first dimension")
         n_shared = len(value.layer.shape) - 1 if channels else 0
         options: dict[str, Option] = {"probability": float(op["p"]), "n_shared": n_shared}
+        if place := (value.batch or 0) + value.before:
+            options["place"] = place
         value = op.add("dropout", [value], value.layer.shape, options=options)
     return [value, None] if isinstance(op.result, tuple | list) else value
 

@@ -36,6 +36,7 @@ class Dropout(Operator):
     # options   probability: of being dropped, 0 to 1
     #           n_shared: trailing dimensions that are dropped together (Dropout1d: 1,
     #           Dropout2d: 2, Dropout3d: 3); 0 for plain dropout
+    #           place: where torch's tensor has the samples, 0 if absent
     name: ClassVar[str] = "dropout"
     per_element: ClassVar[Work | None] = Work(forward=20.0, backward=1.0, n_elements=2.0)
 

@@ -458,7 +458,7 @@ _TRANSPOSED = (
 class TransposedConvolution(Operator):
     """What `torch.nn.ConvTranspose1d`, `ConvTranspose2d` and `ConvTranspose3d` compute."""
 
-    # Input i is added to outputs i * stride - padding + k * dilation, for each place k of the window.
+    # Input i is added to outputs i * stride - padding + k * dilation, k of each place in a window.
     # inputs    those of a convolution
     # tensors   weight (channels in, channels out / groups, *window); bias (channels out,)
     # options   size, stride, padding and dilation, a number per dimension of space; groups

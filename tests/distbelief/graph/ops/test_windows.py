@@ -240,10 +240,10 @@ def test_a_convolution_in_parts_is_the_whole(layer: Layer, data: st.DataObject) 
 TRANSPOSED = (functional.conv_transpose1d, functional.conv_transpose2d)
 
 
-@given(st.data(), st.integers(1, 2), st.booleans())
+@given(data=st.data(), n_dims=st.integers(1, 2), is_computed=st.booleans())
 @settings(max_examples=150)
 def test_a_transposed_convolution_in_parts_is_the_whole(
-    data: st.DataObject, n_dims: int, is_computed: bool
+    *, data: st.DataObject, n_dims: int, is_computed: bool
 ) -> None:
     """U-Nets and generators: one rank computed all of it."""
 
@@ -253,7 +253,11 @@ def test_a_transposed_convolution_in_parts_is_the_whole(
     size, extents = numbers(1, 4), numbers(1, 6)
     groups = data.draw(st.integers(1, 2))
     n_in, n_out = (groups * data.draw(st.integers(1, 3)) for _ in range(2))
-    own = {"stride": numbers(1, 4), "padding": numbers(0, 2), "dilation": numbers(1, 2)}
+    own: dict[str, Any] = {
+        "stride": numbers(1, 4),
+        "padding": numbers(0, 2),
+        "dilation": numbers(1, 2),
+    }
     more = tuple(
         data.draw(st.integers(0, max(s, d) - 1))
         for s, d in zip(own["stride"], own["dilation"], strict=True)
@@ -262,9 +266,7 @@ def test_a_transposed_convolution_in_parts_is_the_whole(
     words = {"bias": (n_out,)} | ({} if is_computed else {"weight": weight})
 
     def expected(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-        return TRANSPOSED[n_dims - 1](
-            x, w, bias, groups=groups, output_padding=list(more), **own
-        )  # type: ignore[arg-type]
+        return TRANSPOSED[n_dims - 1](x, w, bias, groups=groups, output_padding=list(more), **own)
 
     space = [
         (n - 1) * s - 2 * p + d * (k - 1) + 1 + e
