@@ -328,6 +328,7 @@ class Trainer:
         self._display = ProgressLine(job.name, console=console, report_every=report_every)
         self._view = JobView()
         self._status_at = 0.0
+        self._n_dealt = 0
         self._may_draw = False
         self._error: str | None = None
         self._model_error: str | None = None
@@ -490,6 +491,10 @@ class Trainer:
             ranks = tuple(record.ranks for record in supervisor.members.of("replica"))
             self._preflight = self._preflight.formed(ranks)
             log.disk.write(log.warned(self._keep_formed))
+        dealer = supervisor.allowances.dealer
+        if dealer is not None and dealer.n_dealt != self._n_dealt:
+            # Another supervisor would deal again what it finds nowhere.
+            self._n_dealt, self._status_at = dealer.n_dealt, 0.0
         if now - self._status_at >= STATUS_SECONDS:
             self._status_at = now
             if self._hand_over is not None:

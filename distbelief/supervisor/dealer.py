@@ -61,6 +61,11 @@ class Dealer:
         return len(self._applied) == self._n_shards
 
     @property
+    def n_dealt(self) -> int:
+        """Ranges dealt to the replicas present."""
+        return sum(hand.n_dealt for hand in self.hands.values())
+
+    @property
     def n_done(self) -> int:
         return len(self._done)
 
@@ -173,7 +178,7 @@ class Dealer:
         for record in self._members.of("replica"):
             hand = self.hands.get(record.name)
             # If it is only silent and goes on, its pushes of what others have pushed do not count.
-            if hand and (record.silence_reported or record.presence is not Presence.PRESENT):
+            if hand and (record.silence_reported or not _lives(record, hand)):
                 hand.held.clear()
             held += hand.held.values() if hand else ()
         return Spans([(0, self._limit)]) - self._done - Spans(held)
@@ -208,6 +213,13 @@ class Dealer:
             if len(whole - self._done) <= (1.0 - self._epoch_share) * n:
                 self._in_no_push |= whole - self._done
                 self._done |= whole
+
+
+def _lives(record: RoleRecord, hand: Hand) -> bool:
+    # One of a supervisor that was killed is not heard at first, and has what it was dealt.
+    if record.presence is Presence.LAUNCHED:
+        return record.incarnation == hand.incarnation
+    return record.presence is Presence.PRESENT
 
 
 def _count(record: RoleRecord, counter: str) -> float:

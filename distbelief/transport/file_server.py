@@ -32,14 +32,7 @@ from distbelief.roles.role import SUPERVISOR
 from distbelief.transport import authenticator as auth
 from distbelief.transport.address import Endpoint
 from distbelief.transport.config import ListenConfig
-from distbelief.transport.zmq_transport import (
-    HEARTBEAT_MS,
-    SILENCE_MS_MAX,
-    ZAP_ENDPOINT,
-    Log,
-    authenticate,
-    cannot_bind,
-)
+from distbelief.transport.zmq_transport import ZAP_ENDPOINT, Log, authenticate, cannot_bind
 
 
 INITIAL: Final = "initial.safetensors"  # the name of the file of initial values
@@ -353,9 +346,6 @@ class RemoteFolder:
 
     def _dial(self) -> auth.Socket:
         dealer = self._dealer = self._context.socket(zmq.DEALER)
-        if not self._endpoint.is_local:
-            dealer.heartbeat_ivl = dealer.connect_timeout = HEARTBEAT_MS
-            dealer.heartbeat_timeout = dealer.heartbeat_ttl = SILENCE_MS_MAX
         self._guard.dial(dealer, SUPERVISOR, self._endpoint)
         dealer.connect(self._endpoint.endpoint)
         return dealer

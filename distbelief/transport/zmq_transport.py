@@ -33,9 +33,6 @@ from distbelief.transport.address import LOOPBACK, Endpoint
 REFUSED: Final = (zmq.EVENT_HANDSHAKE_FAILED_AUTH,)
 # Events: the peer closed the connection in the handshake: it has another key, or none.
 ANOTHER: Final = (zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
-HEARTBEAT_MS: Final = 2_000
-# Silence of ZeroMQ's own heartbeats after which a link to another host is opened again.
-SILENCE_MS_MAX: Final = 8_000
 BATCH_MAX: Final = 64  # messages read by one call of `receive`
 ZAP_ENDPOINT: Final = "inproc://zeromq.zap.01"  # fixed by ZeroMQ's RFC 27
 _FRAME_BYTES_MAX: Final = max(wire.HEADER_BYTES_MAX, wire.FRAME_BYTES_MAX) + 64  # CURVE adds 42
@@ -178,7 +175,7 @@ class ZmqTransport:
         self.disconnect(peer)
         while len(self._sockets) >= _PEERS_MAX:  # the first is the least recently used
             self.disconnect(next(iter(self._sockets)))
-        link = PeerSocket(incarnation, endpoint, *self._outgoing(target, watched=watched))
+        link = PeerSocket(incarnation, endpoint, *self._outgoing(watched=watched))
         try:
             self._authenticator.dial(link.socket, peer, target)
             link.socket.connect(self._authenticator.address(target.endpoint))
@@ -192,9 +189,7 @@ class ZmqTransport:
             ) from None
         self._sockets[peer] = link
 
-    def _outgoing(
-        self, target: Endpoint, *, watched: bool
-    ) -> tuple[auth.Socket, auth.Socket | None]:
+    def _outgoing(self, *, watched: bool) -> tuple[auth.Socket, auth.Socket | None]:
         if self._context is None:
             raise LocalProtocolError(f"the transport of {self.name} is not running")
         outgoing = self._context.socket(zmq.PUSH)
@@ -202,10 +197,6 @@ class ZmqTransport:
         outgoing.sndhwm = self._messages_max
         outgoing.reconnect_ivl = 50
         outgoing.reconnect_ivl_max = 2000
-        if not target.is_local:
-            # Both ends notice a cut link and reopen it sooner than TCP, whose timeouts double.
-            outgoing.heartbeat_ivl = outgoing.connect_timeout = HEARTBEAT_MS
-            outgoing.heartbeat_timeout = outgoing.heartbeat_ttl = SILENCE_MS_MAX
         refusals = outgoing.get_monitor_socket(sum((*REFUSED, *ANOTHER))) if watched else None
         return outgoing, refusals
 

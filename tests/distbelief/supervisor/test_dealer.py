@@ -100,10 +100,14 @@ def test_a_replica_never_holds_more_than_twice_what_it_held() -> None:
 
 
 def test_another_dealer_goes_on_where_this_one_was_killed() -> None:
-    """It dealt anew what replicas held: they read most of two epochs twice."""
+    """It dealt anew what replicas held: they read most of two epochs twice.
+
+    And again, of those that it had not heard before it dealt to the first one.
+    """
     table = begun()
     table.deal(A, 24)
     table.deal(B, 24)
+    table.replica(B).presence = Presence.LAUNCHED
     other = begun()
     other.members, other.ranges = table.members, table.ranges
     other.dealer = Dealer(
@@ -134,7 +138,7 @@ def test_what_a_lost_replica_held_goes_to_others() -> None:
     table = begun()
     table.deal(A, 40)
     table.applied((0, 8))
-    table.replica(A).presence = Presence.LAUNCHED
+    table.replica(A).begin_incarnation(2, 0.0)
     table.deal(B, 42)
     assert table.ranges[B] == [(8, 50)]
 

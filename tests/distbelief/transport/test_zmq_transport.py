@@ -1,6 +1,7 @@
 """ZmqTransport over real sockets: what arrives, what is dropped, what does no harm."""
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from distbelief.errors import LocalProtocolError, TransportError
 from distbelief.protocol import HeartbeatAck, PushBlock, SaveCheckpoint, Stop
 from distbelief.protocol.codec import FRAME_BYTES_MAX, Codec, Envelope
 from distbelief.transport import zmq_transport
-from distbelief.transport.address import Endpoint
+from distbelief.transport.address import Endpoint, own_address
 from distbelief.transport.authenticator import Authenticator, DirectoryAuth, RunAuth
 from distbelief.transport.keys import KeyPair
 from distbelief.transport.zmq_transport import ZmqTransport
@@ -576,3 +577,78 @@ def test_the_last_messages_of_a_peer_arrive_though_it_ends_at_once(make_files: M
         # The peer closes at once after this reply; its linger lets it out.
         assert labels(take(a, 1)) == ["Stop"]
         assert process.wait(PATIENCE_SECONDS) == 0
+
+
+INBOX = """
+import sys, time
+from distbelief.transport.config import ListenConfig
+
+links = ListenConfig(host=sys.argv[1], secret=sys.argv[2])
+with links.transport(name="a", incarnation=1, run="run", log=print) as transport:
+    transport.connect("peer", 1, sys.argv[3])
+    print(transport.endpoint, flush=True)
+    while not list(transport.receive()):  # the handshake needs polls
+        transport.poll(0.1)
+    print(1, flush=True)
+    sys.stdin.readline()
+    n_read, until = 0, time.monotonic() + 2.0
+    while time.monotonic() < until:
+        transport.poll(0.1)
+        n_read += len(list(transport.receive()))
+    print(n_read)
+"""
+FLOOD = """
+import os, sys, time
+from distbelief.protocol import HeartbeatAck
+from distbelief.transport.config import ListenConfig
+
+links = ListenConfig(host=sys.argv[1], secret=sys.argv[2])
+with links.transport(name="peer", incarnation=1, run="run", log=print) as transport:
+    print(transport.endpoint, flush=True)
+    transport.connect("a", 1, sys.stdin.readline().strip())
+    for n_messages, seconds in ((1, 0.0), (60, 0.0), (20, 0.11), (60, 0.0), (20, 0.11)):
+        for _ in range(n_messages):
+            transport.send("a", HeartbeatAck())
+            time.sleep(seconds)
+        print(n_messages, flush=True)
+        if seconds == 0.0:
+            sys.stdin.readline()
+"""
+
+
+@pytest.mark.processes
+def test_a_full_inbox_outlives_the_host_of_its_peer() -> None:
+    # libzmq's own heartbeats, if one was in the buffer, made the process abort once it read on:
+    # a supervisor ended with a host.
+    def begin(script: str, *words: str) -> "subprocess.Popen[str]":
+        command = [sys.executable, "-c", script, own_address(), PAIR.secret.hex(), *words]
+        pipe = subprocess.PIPE
+        return subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
+
+    def line(process: "subprocess.Popen[str]") -> str:
+        assert process.stdout is not None
+        return process.stdout.readline().strip()
+
+    def tell(process: "subprocess.Popen[str]", text: str) -> None:
+        assert process.stdin is not None
+        process.stdin.write(f"{text}\n")
+        process.stdin.flush()
+
+    with begin(FLOOD) as peer, begin(INBOX, line(peer)) as inbox:
+        tell(peer, line(inbox))
+        assert line(peer) == line(inbox) == "1"
+        tell(peer, "more")
+        assert line(peer) == "60"
+        time.sleep(0.2)  # until they have arrived
+        os.kill(inbox.pid, signal.SIGSTOP)
+        tell(peer, "more")
+        assert line(peer) == "20"
+        assert line(peer) == "60"
+        tell(peer, "more")
+        assert line(peer) == "20"
+        peer.kill()
+        os.kill(inbox.pid, signal.SIGCONT)
+        time.sleep(0.3)  # until it is full
+        tell(inbox, "read")
+        assert int(line(inbox)) > 0
+        assert inbox.wait(PATIENCE_SECONDS) == 0
