@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Siz
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, replace
 from io import StringIO
-from typing import TYPE_CHECKING, Any, Final, Protocol, cast, final
+from typing import TYPE_CHECKING, Final, Protocol, cast, final
 from unittest.mock import patch
 
 import torch
@@ -40,7 +40,7 @@ from distbelief.graph.lowering.lower import Lowerer, NeedsFunctionalError
 from distbelief.graph.lowering.noise import replace_noise
 from distbelief.graph.lowering.operation import module_rule, place_of
 from distbelief.graph.lowering.values import Held, NotSplitError, Value
-from distbelief.graph.module_calls import LeafCall, OpaqueError, is_inside, is_outside, leaves
+from distbelief.graph.module_calls import LeafCall, OpaqueError, bags, is_inside, is_outside, leaves
 from distbelief.graph.region import Shape
 from distbelief.graph.unsupported import (
     attributes_kept,
@@ -403,29 +403,12 @@ def _as_export_sees_it() -> Iterator[None]:
         patch.object(torch.autograd.Function, "apply", classmethod(applied)),
         patch.object(transformer, "_detect_is_causal_mask", as_told),
         patch.object(builtins, "len", _length),
-        patch.object(functional, "embedding_bag", _bags),
+        patch.object(functional, "embedding_bag", bags),
     ):
         yield
 
 
 _len = len
-_embedding_bag: Callable[..., torch.Tensor] = functional.embedding_bag
-_BAGS: Final = inspect.signature(_embedding_bag)
-
-
-def _bags(*arguments: object, **keywords: object) -> torch.Tensor:
-    # Bags that are rows of words, as operations that are split: torch's own numbers the samples.
-    bound = _BAGS.bind(*arguments, **keywords)
-    bound.apply_defaults()
-    words, table, *_ = bound.args
-    given: dict[str, Any] = bound.arguments
-    more = ("offsets", "max_norm", "scale_grad_by_freq", "padding_idx")
-    if words.dim() != 2 or any(given[word] not in {None, False} for word in more):
-        return _embedding_bag(*arguments, **keywords)
-    rows = functional.embedding(words, table)
-    if given["per_sample_weights"] is not None:
-        rows = rows * given["per_sample_weights"].unsqueeze(-1)
-    return rows.max(1).values if given["mode"] == "max" else getattr(rows, given["mode"])(1)
 
 
 def _length(given: Sized) -> int:

@@ -376,3 +376,24 @@ def _attention(  # noqa: PLR0913, PLR0917 -- as torch's
     scores = reduce(torch.add, added, query @ key.mT * query.shape[-1] ** -0.5)
     shares = scores.softmax(-1)
     return found, shares.mean(1) if average_attn_weights else shares
+
+
+# --- bags of words ---
+
+_embedding_bag: Callable[..., torch.Tensor] = functional.embedding_bag
+_BAGS: Final = inspect.signature(_embedding_bag)
+
+
+def bags(*arguments: object, **keywords: object) -> torch.Tensor:
+    """Return what `embedding_bag` returns, by operations that are split if all bags have a size."""
+    bound = _BAGS.bind(*arguments, **keywords)
+    bound.apply_defaults()
+    words, table, *_ = bound.args
+    given: dict[str, Any] = bound.arguments
+    more = ("offsets", "max_norm", "scale_grad_by_freq", "padding_idx")
+    if words.dim() != 2 or any(given[word] not in {None, False} for word in more):
+        return _embedding_bag(*arguments, **keywords)
+    rows = functional.embedding(words, table)
+    if given["per_sample_weights"] is not None:
+        rows = rows * given["per_sample_weights"].unsqueeze(-1)
+    return rows.max(1).values if given["mode"] == "max" else getattr(rows, given["mode"])(1)
