@@ -325,11 +325,14 @@ def attention(op: Operation) -> object:
     if op.arguments.get("enable_gqa"):
         key, value = (_repeated_heads(op, x, query) for x in (key, value))
     causal, mask = _masked(op, query)
-    if any(x.layer.shape[:-2] != query.layer.shape[:-2] for x in (key, value)):
+    lead = query.layer.shape[:-2]
+    if any(len(x.layer.shape) != len(lead) + 2 for x in (key, value)):
         raise NotSplitError("its heads differ")
+    # One head of keys and values may serve all queries.
+    pair = [expanded_layer(op, x, (*lead, *x.layer.shape[-2:])).layer for x in (key, value)]
     layer = attention_layer(
         op.free_name,
-        [query.layer, key.layer, value.layer, *mask],
+        [query.layer, *pair, *mask],
         causal=causal or bool(op["is_causal"]),
         scale=op["scale"],
         dropout=float(op["dropout_p"]),

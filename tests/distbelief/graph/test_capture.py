@@ -363,6 +363,9 @@ FUNCTIONS: dict[str, tuple[Function, Shape]] = {
             x, x, x, torch.eye(3, dtype=torch.bool)
         ), (2, 3, 4),
     ),
+    "one head for all queries": (
+        lambda x: functional.scaled_dot_product_attention(x, x[:, :1], x[:, 1:2]), (4, 3, 5),
+    ),
     "grouped queries": (
         lambda x: functional.scaled_dot_product_attention(
             x, x[:, :2], x[:, 2:], enable_gqa=True
