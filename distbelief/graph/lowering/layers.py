@@ -127,6 +127,17 @@ def _product(op: Operation, one: Value, other: Value) -> Value:
         layer = product_layer(op.free_name, rows.layer, other.layer)
         found = one.to(op.builder.add_layer(layer))
         return one.to(op.reshaped(found, (*shape[:-1], other.layer.shape[-1])))
+    if one.batch == one.n_dims - 2 and other.batch is None and other.n_dims == one.n_dims:
+        # The rows are samples: what is folded into them are rows of a layer.
+        *lead, inner = one.layer.shape
+        folded, lead = lead[one.batch :], lead[: one.batch]
+        rows = op.reshaped(one, (*lead, math.prod(folded), inner))
+        lead = torch.broadcast_shapes(lead, other.layer.shape[:-2])
+        parts = [
+            expanded_layer(op, one.to(x), (*lead, *x.shape[-2:])).layer for x in (rows, other.layer)
+        ]
+        found = one.to(op.builder.add_layer(product_layer(op.free_name, *parts)))
+        return one.to(op.reshaped(found, (*lead, *folded, parts[1].shape[-1])))
     one.dim(-2), other.dim(-1), other.dim(-2)
     like, rest = (one, other) if one.batch is not None else (other, one)
     if rest.batch is not None:

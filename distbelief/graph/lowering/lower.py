@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from distbelief.graph.graph import Builder, GraphError
 from distbelief.graph.lowering.calls import call_in_parts, detached
+from distbelief.graph.lowering.complex_numbers import Complex, by_parts, has_complex
 from distbelief.graph.lowering.fallback import call_whole, whole_module
 from distbelief.graph.lowering.operation import (
     RULES,
@@ -138,7 +139,6 @@ class Lowerer:
             folded = _folded(target, args, keywords, result)
             if folded is not None:
                 return folded
-        _refuse_results(result)
         operation = Operation(
             name=self._name(node),
             target=target,
@@ -147,6 +147,9 @@ class Lowerer:
             context=self.context,
             node=node,
         )
+        if has_complex([list(arguments.values()), result]):
+            return by_parts(operation, self._lowered)
+        _refuse_results(result)
         return self._lowered(operation)
 
     def _rows(self, given: Any) -> Any:  # noqa: ANN401
@@ -193,6 +196,8 @@ class Lowerer:
 
     def _detached(self, value: object) -> object:
         # Without a gradient.
+        if isinstance(value, Complex):
+            return Complex(self._detached(value.real), self._detached(value.imaginary))
         if isinstance(value, Held):
             value = self.context.as_value(value)
         return detached(self.context.builder, value) if isinstance(value, Value) else value
@@ -319,7 +324,7 @@ def _functional(target: Any) -> Any:  # noqa: ANN401 -- an operation
 def _depends(value: object) -> bool:
     if isinstance(value, list):
         return any(_depends(item) for item in value)
-    return isinstance(value, Value | Held | Results)
+    return isinstance(value, Value | Held | Results | Complex)
 
 
 # The functions that write a changed view into its tensor.

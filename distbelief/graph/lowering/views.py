@@ -331,12 +331,19 @@ def pad(op: Operation) -> object:
 def repeat(op: Operation) -> object:
     value = op.value("self")
     times = list(op["repeats"])
-    if len(times) != value.n_dims or value.batch is None or times[value.batch] != 1:
+    if len(times) != value.n_dims or value.batch is None:
         raise NotSplitError("it repeats samples")
+    if (n_samples := times[value.batch]) != 1:  # (n, after) -> (times, n, after)
+        own, at = value.layer.shape, value.batch
+        row = value.to(op.reshaped(value, (*own[:at], 1, *own[at:])))
+        wide = expanded_layer(op, row, (*own[:at], n_samples, *own[at:]))
+        if value.before:
+            wide = value.to(op.reshaped(wide, (*own[:at], n_samples * own[at], *own[at + 1 :])))
+        value = replace(value, layer=wide.layer, before=1)
     for dim, n in enumerate(times):
         if dim != value.batch and n != 1:
-            own = value.dim(dim)
-            value = value.to(joined(op, [value.layer] * n, own))
+            own_dim = value.dim(dim)
+            value = value.to(joined(op, [value.layer] * n, own_dim))
     return value
 
 

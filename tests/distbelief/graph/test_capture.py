@@ -124,6 +124,15 @@ def numbers_in_parts(x: torch.Tensor) -> torch.Tensor:
     return y * x
 
 
+def rotated(x: torch.Tensor) -> torch.Tensor:
+    """Rotary embeddings by complex numbers."""
+    angles = torch.outer(torch.arange(3.0), torch.tensor([1.0, 0.1]))
+    waves = torch.polar(torch.ones_like(angles), angles)
+    pairs = torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2))
+    pairs = torch.polar(x[..., :2].abs(), x[..., 2:]) + pairs * waves[None] - pairs.conj() * 0.5
+    return torch.view_as_real(pairs.transpose(1, 2)).transpose(1, 2).flatten(2)
+
+
 def on_shapes(x: torch.Tensor) -> torch.Tensor:
     if x.dim() != 2 or x.shape[-1] > 8:
         raise ValueError("use at most 8 features")
@@ -299,6 +308,12 @@ OWNING: dict[str, tuple[Callable[[torch.Tensor, torch.Tensor], object], Shape, S
             *(x.flatten(0, 1), x.flatten(0, 1).mT), alpha=0.3,
         ).view(-1, 2, 3, 3), (2, 1, 3), (2, 3, 4),
     ),
+    "experts one by one": (
+        lambda x, w: (
+            (x.flatten(0, 1).repeat(2, 1).view(2, -1, 4) @ w).view(2, -1, 3, 2).sum(0)
+            + (x[:, 0].expand(2, -1, 4) @ w).transpose(0, 1)[:, :1]
+        ), (2, 4, 2), (3, 4),
+    ),
     "additive mask": (
         lambda x, w: functional.scaled_dot_product_attention(x, x, x, w), (1, 1, 3, 3), (2, 3, 4),
     ),
@@ -392,6 +407,8 @@ FUNCTIONS: dict[str, tuple[Function, Shape]] = {
     "a branch on shapes": (on_shapes, (3,)),
     "asking for the class": (matching, (4,)),
     "unused": (lambda x: (x * 2, torch.sort(x), x.mean())[0], (4,)),
+    # Regression: one rank computed all of a model with such positions, as Llama 4.
+    "turned positions": (rotated, (3, 4)),
     "several outputs": (lambda x: {"a": x + 1, "b": x * 2}, (4,)),
 }  # fmt: skip
 
