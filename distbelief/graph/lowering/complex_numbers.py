@@ -1,6 +1,6 @@
 """Lowers operations on complex numbers, as of rotary embeddings, to those on their two parts."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Final, final
 
@@ -12,13 +12,14 @@ from distbelief.graph.lowering.values import NotSplitError
 
 
 _ATEN: Final = torch.ops.aten
-# Operations that do to a complex tensor what they do to each part.
-_BY_PARTS: Final = frozenset(
-    """
-    view reshape flatten unflatten _unsafe_view unsqueeze squeeze permute transpose expand slice
-    select narrow index index_select cat stack split unbind chunk contiguous clone alias detach to
-    _to_copy lift_fresh_copy neg sum mean
-    """.split()
+# Operations that do to a complex tensor what they do to each of its parts.
+_ALIKE: Final = frozenset(
+    {
+        *("view", "reshape", "flatten", "unflatten", "_unsafe_view", "unsqueeze", "squeeze"),
+        *("permute", "transpose", "expand", "slice", "select", "narrow", "index", "index_select"),
+        *("cat", "stack", "split", "unbind", "chunk", "contiguous", "clone", "alias", "detach"),
+        *("to", "_to_copy", "lift_fresh_copy", "neg", "sum", "mean"),
+    }
 )
 
 
@@ -32,65 +33,90 @@ class Complex:
 
 
 def has_complex(given: object) -> bool:
-    leaves = pytree.tree_leaves(given)
-    return any(isinstance(x, Complex) or (_is_tensor(x) and x.is_complex()) for x in leaves)
-
-
-def _is_tensor(given: object) -> bool:
-    return isinstance(given, torch.Tensor)
+    return any(
+        isinstance(one, Complex) or (isinstance(one, torch.Tensor) and one.is_complex())
+        for one in pytree.tree_leaves(given)
+    )
 
 
 def by_parts(op: Operation, lower: Callable[[Operation], Any]) -> object:
     """Lower an operation on complex numbers by operations on floats; NotSplitError if unknown."""
-    result = _real(op.result)
-
-    def done(target: Any, arguments: Mapping[str, Any], found: Any = result) -> Any:  # noqa: ANN401 -- as torch
-        return lower(replace(op, target=target, arguments=arguments, result=found))
-
-    def product(one: object, other: object) -> Any:  # noqa: ANN401
-        return done(_ATEN.mul.Tensor, {"self": one, "other": other})
-
     packet = plain_name(op.target).partition(".")[0]
-    given = {word: _in_parts(value) for word, value in op.arguments.items()}
-    one, other = given.get("self"), given.get("other")
-    match packet:
-        case "view_as_complex":
-            parts = [done(_ATEN.select.int, {"self": one, "dim": -1, "index": i}) for i in (0, 1)]
-            return Complex(*parts)
-        case "view_as_real" if isinstance(one, Complex):
-            parts = [one.real, one.imaginary]
-            return done(_ATEN.stack.default, {"tensors": parts, "dim": -1}, op.result)
-        case "complex":
-            return Complex(given["real"], given["imag"])
-        case "polar":
-            waves = (
-                done(word.default, {"self": given["angle"]}) for word in (_ATEN.cos, _ATEN.sin)
-            )
-            return Complex(*(product(given["abs"], wave) for wave in waves))
-        case "_conj" | "conj" if isinstance(one, Complex):
-            return Complex(one.real, done(_ATEN.neg.default, {"self": one.imaginary}))
-        case "mul" if isinstance(one, Complex) and isinstance(other, Complex):
-            pairs = [(one.real, other.real), (one.imaginary, other.imaginary)]
-            crossed = [(one.real, other.imaginary), (one.imaginary, other.real)]
-            sums = []
-            for target, terms in ((_ATEN.sub.Tensor, pairs), (_ATEN.add.Tensor, crossed)):
-                left, right = (product(*pair) for pair in terms)
-                sums.append(done(target, {"self": left, "other": right, "alpha": 1}))
-            return Complex(*sums)
-        case "mul":
-            value, factor = (one, other) if isinstance(one, Complex) else (other, one)
-            assert isinstance(value, Complex), op.name
-            return Complex(product(value.real, factor), product(value.imaginary, factor))
-        case "add" | "sub" if isinstance(one, Complex) and isinstance(other, Complex):
-            pass
-        case "div" if not isinstance(other, Complex):
-            pass
-        case _ if packet not in _BY_PARTS:
-            raise NotSplitError("its result has complex numbers")
-    real, imaginary = (done(op.target, _parts(given, word)) for word in ("real", "imaginary"))
+    arguments = {word: _in_parts(value) for word, value in op.arguments.items()}
+    operation = _ByParts(replace(op, arguments=arguments), lower)
+    if packet in _RULES:
+        return _RULES[packet](operation)
+    one, other = arguments.get("self"), arguments.get("other")
+    both = isinstance(one, Complex) and isinstance(other, Complex)
+    if not (packet in _ALIKE or (packet in {"add", "sub"} and both)):
+        raise NotSplitError("its result has complex numbers")
+    real, imaginary = (
+        operation.done(op.target, **_parts(arguments, word)) for word in ("real", "imaginary")
+    )
     if isinstance(real, list):
         return [Complex(*pair) for pair in zip(real, imaginary, strict=True)]
     return Complex(real, imaginary)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _ByParts:
+    op: Operation
+    lower: Callable[[Operation], Any]
+
+    def __getitem__(self, word: str) -> Any:  # noqa: ANN401 -- of any type
+        return self.op[word]
+
+    def done(self, target: Any, /, **arguments: object) -> Any:  # noqa: ANN401 -- an operation
+        result = pytree.tree_map_only(torch.Tensor, _real, self.op.result)
+        return self.lower(replace(self.op, target=target, arguments=arguments, result=result))
+
+    def product(self, one: object, other: object) -> Any:  # noqa: ANN401 -- a value
+        return self.done(_ATEN.mul.Tensor, self=one, other=other)
+
+
+def _viewed_as_complex(op: _ByParts) -> object:
+    parts = (op.done(_ATEN.select.int, self=op["self"], dim=-1, index=i) for i in range(2))
+    return Complex(*parts)
+
+
+def _viewed_as_real(op: _ByParts) -> object:
+    parts = [op["self"].real, op["self"].imaginary]
+    return op.done(_ATEN.stack.default, tensors=parts, dim=-1)
+
+
+def _polar(op: _ByParts) -> object:
+    waves = [op.done(word, self=op["angle"]) for word in (_ATEN.cos.default, _ATEN.sin.default)]
+    return Complex(*(op.product(op["abs"], wave) for wave in waves))
+
+
+def _conjugate(op: _ByParts) -> object:
+    return Complex(op["self"].real, op.done(_ATEN.neg.default, self=op["self"].imaginary))
+
+
+def _product(op: _ByParts) -> object:
+    one, other = op["self"], op["other"]
+    if not isinstance(other, Complex):
+        one, other = other, one
+    if not isinstance(one, Complex):
+        return Complex(op.product(one, other.real), op.product(one, other.imaginary))
+    real = op.product(one.real, other.real), op.product(one.imaginary, other.imaginary)
+    crossed = op.product(one.real, other.imaginary), op.product(one.imaginary, other.real)
+    return Complex(
+        op.done(_ATEN.sub.Tensor, self=real[0], other=real[1], alpha=1),
+        op.done(_ATEN.add.Tensor, self=crossed[0], other=crossed[1], alpha=1),
+    )
+
+
+_RULES: Final[dict[str, Callable[[_ByParts], object]]] = {
+    "view_as_complex": _viewed_as_complex,
+    "view_as_real": _viewed_as_real,
+    "complex": lambda op: Complex(op["real"], op["imag"]),
+    "polar": _polar,
+    "_conj": _conjugate,
+    "conj": _conjugate,
+    "mul": _product,
+}
 
 
 def _in_parts(given: Any) -> Any:  # noqa: ANN401 -- of any type
@@ -101,7 +127,7 @@ def _in_parts(given: Any) -> Any:  # noqa: ANN401 -- of any type
     return given
 
 
-def _parts(given: Any, word: str) -> Any:  # noqa: ANN401
+def _parts(given: Any, word: str) -> Any:  # noqa: ANN401 -- as above
     if isinstance(given, dict):
         return {name: _parts(one, word) for name, one in given.items()}
     if isinstance(given, list):
@@ -109,8 +135,5 @@ def _parts(given: Any, word: str) -> Any:  # noqa: ANN401
     return getattr(given, word) if isinstance(given, Complex) else given
 
 
-def _real(result: Any) -> Any:  # noqa: ANN401
-    def one(x: Any) -> Any:  # noqa: ANN401
-        return x.real if x.is_complex() else x
-
-    return pytree.tree_map_only(torch.Tensor, one, result)
+def _real(result: torch.Tensor) -> torch.Tensor:
+    return result.real if result.is_complex() else result

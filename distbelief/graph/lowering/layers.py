@@ -129,15 +129,10 @@ def _product(op: Operation, one: Value, other: Value) -> Value:
         return one.to(op.reshaped(found, (*shape[:-1], other.layer.shape[-1])))
     if one.batch == one.n_dims - 2 and other.batch is None and other.n_dims == one.n_dims:
         # The rows are samples: what is folded into them are rows of a layer.
-        *lead, inner = one.layer.shape
-        folded, lead = lead[one.batch :], lead[: one.batch]
-        rows = op.reshaped(one, (*lead, math.prod(folded), inner))
-        lead = torch.broadcast_shapes(lead, other.layer.shape[:-2])
-        parts = [
-            expanded_layer(op, one.to(x), (*lead, *x.shape[-2:])).layer for x in (rows, other.layer)
-        ]
-        found = one.to(op.builder.add_layer(product_layer(op.free_name, *parts)))
-        return one.to(op.reshaped(found, (*lead, *folded, parts[1].shape[-1])))
+        groups, folded = one.layer.shape[: one.batch], one.layer.shape[one.batch : -1]
+        rows = one.to(op.reshaped(one, (*groups, math.prod(folded), one.layer.shape[-1])))
+        found = one.to(_broadcast_product(op, rows, other))
+        return one.to(op.reshaped(found, (*found.layer.shape[:-2], *folded, found.layer.shape[-1])))
     one.dim(-2), other.dim(-1), other.dim(-2)
     like, rest = (one, other) if one.batch is not None else (other, one)
     if rest.batch is not None:
@@ -146,9 +141,13 @@ def _product(op: Operation, one: Value, other: Value) -> Value:
         alike = like.batch is None or rest.n_dims < like.n_dims - like.batch
     if not alike:
         raise NotSplitError("its tensors are arranged in different ways")
-    lead = tuple(torch.broadcast_shapes(one.layer.shape[:-2], other.layer.shape[:-2]))
-    layers = [expanded_layer(op, x, (*lead, *x.layer.shape[-2:])).layer for x in (one, other)]
-    return like.to(op.builder.add_layer(product_layer(op.free_name, *layers)))
+    return like.to(_broadcast_product(op, one, other))
+
+
+def _broadcast_product(op: Operation, *pair: Value) -> Layer:
+    lead = tuple(torch.broadcast_shapes(*(x.layer.shape[:-2] for x in pair)))
+    one, other = (expanded_layer(op, x, (*lead, *x.layer.shape[-2:])).layer for x in pair)
+    return op.builder.add_layer(product_layer(op.free_name, one, other))
 
 
 # --- einsum: products, with permutations before and after ---

@@ -8,7 +8,7 @@ import torch
 from distbelief.graph.graph import GraphError, TensorUse
 from distbelief.graph.lowering.calls import elementwise
 from distbelief.graph.lowering.operation import Operation, lowers
-from distbelief.graph.lowering.values import NotSplitError, Value
+from distbelief.graph.lowering.values import Held, NotSplitError, Value
 from distbelief.graph.ops.losses import cross_entropy_layers, elementwise_loss_layer
 from distbelief.graph.ops.norms import batch_norm_layers, group_norm_layers, norm_layers
 from distbelief.graph.ops.reductions import reduction_layer, softmax_layers
@@ -83,16 +83,22 @@ def layer_norm(op: Operation) -> object:
     epsilon = op["eps"]
     if epsilon is None:  # torch: what its numbers are precise to
         epsilon = torch.finfo(op.result.dtype).eps
-    words = [word for word in ("weight", "bias") if word in op.arguments]
+    words = {word: op[word] for word in ("weight", "bias") if word in op.arguments}
+    # As Nemotron's weight plus one.
+    computed = any(given is not None and not isinstance(given, Held) for given in words.values())
     layers = norm_layers(
         op.free_name,
         value.layer,
         over=range(n - n_dims, n),
-        tensors=op.uses(*words),
+        tensors={} if computed else op.uses(*words),
         epsilon=float(epsilon),
         centred="bias" in words,
     )
     found = op.extend(value, layers)
+    if computed:
+        for word, given in words.items():
+            target = _ATEN.add.Tensor if word == "bias" else _ATEN.mul.Tensor
+            found = found if given is None else elementwise(op, target, found, given)
     return [found, None, None] if isinstance(op.result, tuple | list) else found
 
 

@@ -203,7 +203,7 @@ def unbind(op: Operation) -> object:
     return [_one(op, value, dim, index) for index in range(len(op.result))]
 
 
-@lowers("cat", "concat")
+@lowers("cat", "concat", "concatenate")
 def cat(op: Operation) -> object:
     # torch joins empty tensors of any shape.
     parts = [one for one in op["tensors"] if not isinstance(one, torch.Tensor) or one.numel()]

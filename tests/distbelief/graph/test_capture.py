@@ -295,6 +295,9 @@ OWNING: dict[str, tuple[Callable[[torch.Tensor, torch.Tensor], object], Shape, S
         lambda x, w: functional.conv2d(x, w.exp(), w[:, 0, 0, 0] * 2, padding=1, groups=2),
         (4, 1, 3, 3), (2, 5, 5),
     ),
+    "norm, computed": (
+        lambda x, w: functional.layer_norm(x, (4,), w[0] + 1, w[1]), (2, 4), (3, 4),
+    ),
     "filters, standardised": (
         lambda x, w: functional.conv2d(
             x, functional.batch_norm(
