@@ -31,7 +31,10 @@ from distbelief.graph.unsupported import lost_change, opaque_reason
 
 
 LEAF: Final = "distbelief::leaf"
-EXPERTS: Final = ("hidden_states", "top_k_index", "top_k_weights")
+EXPERTS: Final = (
+    ("hidden_states", "top_k_index", "top_k_weights"),
+    ("hidden_states", "router_indices", "routing_weights"),
+)
 _PLAIN: Final = (NoneType, bool, int, float, str, torch.dtype, torch.device, torch.SymInt)
 _LIBRARY: Final = torch.library.Library("distbelief", "DEF")
 _LIBRARY.define("leaf(Tensor[] inputs, int key) -> Tensor[]")
@@ -171,15 +174,15 @@ def _with(tree: object, tensors: Sequence[object]) -> Any:  # noqa: ANN401 -- a 
 def is_experts(module: nn.Module) -> bool:
     """Return whether a module is the experts of a mixture, as transformers builds them.
 
-    Its tensors have one row for each expert; it returns, for each token, the sum of the experts at
-    `top_k_index` times `top_k_weights`, and computes the first `num_experts`.
+    Its tensors have one row for each expert; it returns, for each token, the sum of the experts of
+    these numbers times their weights, and computes the first `num_experts`.
     """
     n_experts = getattr(module, "num_experts", None)
     tensors = [*module.parameters(), *module.buffers()]
     rows = {tensor.shape[0] if tensor.dim() > 1 else 0 for tensor in tensors}
     if not isinstance(n_experts, int) or rows != {n_experts}:
         return False
-    return tuple(inspect.signature(type(module).forward).parameters)[1:] == EXPERTS
+    return tuple(inspect.signature(type(module).forward).parameters)[1:] in EXPERTS
 
 
 def n_samples_in(extent: Any, n: int) -> int:  # noqa: ANN401 -- an int or a symbol

@@ -130,23 +130,17 @@ def _product(op: Operation, one: Value, other: Value) -> Value:
     if one.batch == one.n_dims - 2 and other.batch is None and other.n_dims == one.n_dims:
         # The rows are samples: what is folded into them are rows of a layer.
         groups, folded = one.layer.shape[: one.batch], one.layer.shape[one.batch : -1]
-        rows = one.to(op.reshaped(one, (*groups, math.prod(folded), one.layer.shape[-1])))
-        found = one.to(_broadcast_product(op, rows, other))
+        left = op.reshaped(one, (*groups, math.prod(folded), one.layer.shape[-1]))
+        found = one.to(_broadcast_product(op, left, other.layer))
         return one.to(op.reshaped(found, (*found.layer.shape[:-2], *folded, found.layer.shape[-1])))
     one.dim(-2), other.dim(-1), other.dim(-2)
-    like, rest = (one, other) if one.batch is not None else (other, one)
-    if rest.batch is not None:
-        alike = replace(one, layer=other.layer) == other and one.n_dims == other.n_dims
-    else:  # its dimensions are after the batch
-        alike = like.batch is None or rest.n_dims < like.n_dims - like.batch
-    if not alike:
-        raise NotSplitError("its tensors are arranged in different ways")
-    return like.to(_broadcast_product(op, one, other))
+    layers, like = lined_up(op, [one, other])
+    return like.to(_broadcast_product(op, *layers))
 
 
-def _broadcast_product(op: Operation, *pair: Value) -> Layer:
-    lead = tuple(torch.broadcast_shapes(*(x.layer.shape[:-2] for x in pair)))
-    one, other = (expanded_layer(op, x, (*lead, *x.layer.shape[-2:])).layer for x in pair)
+def _broadcast_product(op: Operation, *pair: Layer) -> Layer:
+    lead = tuple(torch.broadcast_shapes(*(layer.shape[:-2] for layer in pair)))
+    one, other = (expanded_layer(op, Value(x), (*lead, *x.shape[-2:])).layer for x in pair)
     return op.builder.add_layer(product_layer(op.free_name, one, other))
 
 
@@ -397,7 +391,7 @@ def experts(
 ) -> object:
     arguments, keywords = call.arguments(inputs)
     given = [*arguments, *keywords.values()]
-    if list(keywords) not in ([], list(EXPERTS[len(arguments) :])):
+    if not any(list(keywords) in ([], list(names[len(arguments) :])) for names in EXPERTS):
         raise NotSplitError("its arguments are in another order")
     x, chosen, weights = (context.as_value(value) for value in given)
     if any(x.to(value.layer) != value for value in (chosen, weights)):

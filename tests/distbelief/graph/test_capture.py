@@ -266,6 +266,8 @@ OWNING: dict[str, tuple[Callable[[torch.Tensor, torch.Tensor], object], Shape, S
     "weight": (functional.linear, (2, 4), (4,)),
     "weight of one": (functional.linear, (1, 4), (4,)),
     "matrix": (lambda x, w: x @ w, (4, 2), (3, 4)),
+    "matrix for all samples": (lambda x, w: x @ w.expand(1, -1, -1), (4, 2), (3, 4)),
+    "matrices for all samples": (lambda x, w: w.mT @ x, (1, 2, 3, 4), (2, 3, 4)),
     "matrix, turned": (lambda x, w: x @ w.T, (2, 4), (4,)),
     "matrix, by letters": (lambda x, w: torch.einsum("bti,ij->btj", x, w), (4, 2), (3, 4)),
     "matrix, by other letters": (lambda x, w: torch.einsum("bi,oi->bo", x, w), (2, 4), (4,)),
@@ -453,6 +455,11 @@ BY_TORCH: dict[str, tuple[Function, Shape, int]] = {
     "variance": (lambda x: x.var(dim=2, correction=0), (3, 4), 0),
     "deviation": (lambda x: x.std(dim=1, keepdim=True), (3, 4), 0),
     "variance of a whole sample": (lambda x: x.var(dim=(1, 2), correction=0), (3, 4), 1),
+    # Regression: the plan of DeBERTa failed in its first step.
+    "gathered at the same places": (
+        lambda x: x.gather(2, torch.tensor([[2, 0], [1, 1]]).expand(x.size(0), -1, -1)), (2, 3), 0,
+    ),
+    "by another name": (lambda x: torch.multiply(x, torch.subtract(x, 2)), (4,), 0),
     "repeated elements": (lambda x: x.repeat_interleave(2, 1), (3, 4), 0),
     "filled for all samples": (lambda x: torch.cat([x, torch.ones(x.size(0), 2)], 1), (4,), 0),
     "the number of samples in a shape": (
