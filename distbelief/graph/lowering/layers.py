@@ -283,7 +283,8 @@ def index(op: Operation) -> object:
         # Words that are the same for every sample may stand for all of them.
         if not any(isinstance(extent, torch.SymInt) for extent in op.result.shape[n:][:n_dims]):
             return _at_places(op, op.context.as_value(table), n, words[n:])
-    if not (isinstance(table, Held) and len(table.use.shape) == 2 and len(words) == 1):
+    has_rows = isinstance(table, Held) and len(table.use.shape) == 2 and not table.turned
+    if not (has_rows and len(words) == 1):
         raise NotSplitError("it is no choice of rows of a table")
     return _looked_up(op, table.use, op.context.as_value(words[0]))
 

@@ -681,6 +681,8 @@ WORDS: dict[str, tuple[Callable[[], nn.Module], int]] = {
             lambda x, w: w[x] + w[torch.arange(x.shape[1]).repeat(x.shape[0], 1)], (7, 3)
         ), 0,
     ),
+    # Regression: rows were taken for columns.
+    "columns of a table": (lambda: owning(lambda x, w: w.T[x], (7, 7)), 1),
     "bags": (lambda: nn.EmbeddingBag(7, 3), 0),
     "bags, largest": (lambda: nn.EmbeddingBag(7, 3, mode="max"), 0),
     "bags, weighted": (
