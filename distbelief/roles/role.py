@@ -200,6 +200,14 @@ class Connect(msgspec.Struct, frozen=True, kw_only=True):
     host: str
 
 
+class Probe(msgspec.Struct, frozen=True, kw_only=True):
+    """Deliver `PeerLost` if nothing listens at this endpoint: its process has ended."""
+
+    peer: Address
+    incarnation: int
+    endpoint: str
+
+
 class Launch(msgspec.Struct, frozen=True, kw_only=True):
     """Start the role `name` with this incarnation (supervisor only)."""
 
@@ -235,6 +243,7 @@ Action = (
     | Persist
     | Report
     | Connect
+    | Probe
     | Launch
     | AssignName
     | Terminate

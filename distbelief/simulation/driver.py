@@ -297,8 +297,8 @@ class Driver:
                 self.connect(process, action.peer, action.incarnation)
             case rl.Launch():
                 self.launch(action.name, incarnation=action.incarnation, launcher=process)
-            case rl.AssignName():
-                pass  # simulated roles need no proof of identity
+            case rl.AssignName() | rl.Probe():
+                pass  # simulated roles need no proof of identity; hosts are lost with their power
             case rl.Terminate():
                 self.terminate(action.name, process)
             case rl.Exit():

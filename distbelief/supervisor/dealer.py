@@ -24,7 +24,7 @@ from distbelief.supervisor.membership import Membership, Presence, RoleRecord
 
 # For shards to tell of the last pushes of a range; then what is missing is dealt anew.
 SETTLE_SECONDS: Final = 3.0
-N_BATCHES_FIRST: Final = 64  # that a replica holds at first at most; later twice what it held
+N_BATCHES_FIRST: Final = 64  # that a replica holds at first at most; later twice what it has read
 N_RANGES_MAX: Final = 64  # in a message, and so at most dealt at once
 
 
@@ -34,7 +34,7 @@ class Hand:
 
     incarnation: int
     n_dealt: int = 0  # ranges
-    n_most: int = 0  # samples that it has held at once
+    n_samples: int = 0  # in these; by this supervisor only
     unheard: list[Span] = field(default_factory=list)  # the last ones, until it reports them
     held: dict[int, Span] = field(default_factory=dict)  # by number
     read_at: dict[int, Seconds] = field(default_factory=dict)  # when it had pushed all of them
@@ -93,6 +93,7 @@ class Dealer:
         """Go on where another supervisor has come to."""
         self.hands = dict(hands)
         for hand in self.hands.values():
+            hand.n_samples = 0
             hand.read_at.clear()  # by another clock
 
     def began(self, record: RoleRecord) -> None:
@@ -142,8 +143,8 @@ class Dealer:
         n_held = len(Spans(hand.held.values()) - self._done)
         # What is wanted may be far too much: by a speed that was measured in messages which had
         # waited for another supervisor, or as those that come soon are not there yet.
-        most = max(2 * hand.n_most, N_BATCHES_FIRST * self._epochs.batch_size)
-        wanted = min(wanted, most)
+        n_read = hand.n_samples - n_held
+        wanted = min(wanted, max(2 * n_read, N_BATCHES_FIRST * self._epochs.batch_size))
         if n_held > wanted // 2:
             return
         cuts = self._cuts()
@@ -157,7 +158,7 @@ class Dealer:
                 hand.unheard.append((at, end))
                 hand.n_dealt += 1
                 n_held, at = n_held + end - at, end
-        hand.n_most = max(hand.n_most, n_held)
+        hand.n_samples = n_read + n_held
 
     def _cuts(self) -> list[int]:
         """Return where ranges must end within a push: shards had applied pushes cut otherwise.

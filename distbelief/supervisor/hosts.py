@@ -175,6 +175,10 @@ class Host:
     def takes_roles(self) -> bool:
         return self.ready and not (self.leaving or self.is_silent or self.is_blocked)
 
+    def is_missed(self, incarnation: int) -> bool:
+        """Return whether this incarnation is silent; the answer to a probe may come too late."""
+        return self.present and self.is_silent and self.offer.incarnation == incarnation
+
     @property
     def free(self) -> int:
         return max(0, self.slots - self.used) if self.takes_roles else 0

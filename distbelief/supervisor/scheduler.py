@@ -7,7 +7,8 @@
       terminate(replica-1) ---->  Assignments (without it) -->  ends its process
 
 On the supervisor's own host its launcher starts and ends the process. A silent host gets nothing
-more; after `dead_seconds` its roles count as lost and start elsewhere.
+more; after `dead_seconds`, or once it answers that nothing listens there, its roles count as lost
+and start elsewhere.
 """
 
 import math
@@ -233,10 +234,13 @@ class Scheduler:
         if self.hosts.leave(name) in {None, self.hosts.here}:
             self._out.add(rl.Terminate(name=name))
 
-    def ended_here(self, name: rl.Address, incarnation: int) -> None:
-        """Free the slot of a role whose process has ended on the supervisor's host."""
-        if self.hosts.here.roles.get(name) == incarnation:
-            self.hosts.leave(name)
+    def ended(self, event: rl.PeerLost) -> None:
+        """Free the slot of a role whose process has ended here; give up a host's that has."""
+        host = self.hosts.joined.get(event.peer)
+        if self.hosts.here.roles.get(event.peer) == event.incarnation:
+            self.hosts.leave(event.peer)
+        elif host is not None and host.is_missed(event.incarnation):
+            self._lose_host(host, f"is lost ({event.reason})")
 
     def place(self) -> None:
         """Start waiting roles, as far as there are hosts for them; tell the hosts what is new."""
@@ -564,7 +568,12 @@ class Scheduler:
             silent = host.silence.silent(now)
             if not host.present:
                 continue
-            host.is_silent = silent > self._cluster.silent_seconds
+            was_silent, host.is_silent = host.is_silent, silent > self._cluster.silent_seconds
+            if host.is_silent and not was_silent:
+                peer, offer = host.name, host.offer
+                self._out.add(
+                    rl.Probe(peer=peer, incarnation=offer.incarnation, endpoint=offer.endpoint)
+                )
             if silent > self._cluster.dead_seconds:
                 self._lose_host(host, f"is lost (silent for {silent:.1f} s)")
         for name in [name for name, until in self._moving.items() if now > until]:

@@ -126,7 +126,7 @@ class Supervisor:
             case rl.PeerJoined():
                 self._process_begins(event)
             case rl.PeerLost():
-                self.scheduler.ended_here(event.peer, event.incarnation)
+                self.scheduler.ended(event)
                 self._ended(event.peer, event.incarnation, event.reason)
             case _:
                 pass

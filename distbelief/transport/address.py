@@ -92,6 +92,19 @@ def number_of(host: str) -> str:
     return str(found[0][4][0])
 
 
+def refuses(endpoint: str) -> bool:
+    """Return whether a host answers that nothing listens at this endpoint; blocks for 1 s."""
+    try:
+        place = Endpoint.parse(endpoint)
+        if place.host:
+            socket.create_connection((place.host, place.port), timeout=1.0).close()
+    except ConnectionRefusedError:
+        return True
+    except (OSError, TransportError):  # no route, or no answer: it may come back
+        pass
+    return False
+
+
 def own_address_towards(host: str) -> str:
     """Return the address at which `host` can reach this host, by the routing table."""
     if host == ANYWHERE or ipaddress.IPv4Address(host).is_loopback:

@@ -42,6 +42,7 @@ class Verdict:
     status: bytes = b"200"  # status code of RFC 27
     user: str = ""  # User-Id of all messages of this connection
     remark: str = ""  # reason for the log if the connection is rejected
+    may_change: bool = False  # within a moment: the request may wait for that
 
     @property
     def admitted(self) -> bool:
@@ -407,7 +408,7 @@ class CurveAuth(_Encrypted):
         if not self._permissions.admit(key):
             if self._permissions.believes:
                 text = f"rejected {address} until the supervisor introduces its key"
-                return Verdict(status=NOT_NOW, remark=text)
+                return Verdict(status=NOT_NOW, remark=text, may_change=True)
             role = " --role host" if self._permissions.is_of_job else ""
             text = (
                 f"rejected {address}: its key is not allowed: "

@@ -32,7 +32,7 @@ from distbelief.roles.role import SUPERVISOR
 from distbelief.transport import authenticator as auth
 from distbelief.transport.address import Endpoint
 from distbelief.transport.config import ListenConfig
-from distbelief.transport.zmq_transport import ZAP_ENDPOINT, Log, authenticate, cannot_bind
+from distbelief.transport.zmq_transport import ZAP_ENDPOINT, Log, answer, cannot_bind
 
 
 INITIAL: Final = "initial.safetensors"  # the name of the file of initial values
@@ -121,7 +121,9 @@ class FileServer:
             poller.register(source, zmq.POLLIN)
         while self._ends[0] not in (ready := dict(poller.poll(1000))):
             if self._zap in ready:
-                verdict = authenticate(self._zap, self._guard)
+                request = self._zap.recv_multipart()
+                verdict = self._guard.judge(request)
+                self._zap.send_multipart(answer(request, verdict))
                 if not verdict.admitted:
                     self._log_rarely(verdict.remark)
             if self._curve is not None:

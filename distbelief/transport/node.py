@@ -26,6 +26,7 @@ from typing import Protocol, Self, assert_never, final
 from distbelief.errors import DistBeliefError, RemoteProtocolError, StorageError, TransportError
 from distbelief.protocol import Stop
 from distbelief.roles import role as rl
+from distbelief.transport.address import refuses
 from distbelief.transport.zmq_transport import Log, ZmqTransport
 
 
@@ -348,11 +349,10 @@ class RoleRunner:
         match action:
             case rl.Send():
                 self._transport.send(action.receiver, action.message, lent=action.lent)
-            case rl.SetTimer():
+            case rl.SetTimer() | rl.CancelTimer():
                 self._timers.pop(action.name, None)
-                self._timers[action.name] = action.at
-            case rl.CancelTimer():
-                self._timers.pop(action.name, None)
+                if isinstance(action, rl.SetTimer):
+                    self._timers[action.name] = action.at
             case rl.Compute():
                 self._executors.add(action.executor, action.name, partial(_compute, action))
             case rl.Persist():
@@ -360,7 +360,7 @@ class RoleRunner:
                 self._executors.add(rl.Executor.COMPUTE, f"saving {action.snapshot.label}", task)
             case rl.Report():
                 self._log(action.level, action.text)
-            case rl.Connect():
+            case rl.Connect() | rl.Probe():
                 self._connect(action)
             case rl.Launch():
                 self._launch(action)
@@ -374,11 +374,21 @@ class RoleRunner:
             case _:
                 assert_never(action)
 
-    def _connect(self, action: rl.Connect) -> None:
+    def _connect(self, action: rl.Connect | rl.Probe) -> None:
+        if isinstance(action, rl.Probe):  # it waits for an answer
+            name = f"{self._name}-probe"
+            threading.Thread(target=self._probe, args=(action,), name=name, daemon=True).start()
+            return
         try:
             self._transport.connect(action.peer, action.incarnation, action.endpoint)
         except TransportError as error:  # the role limits how long it waits for a peer
             self._log("error", str(error))
+
+    def _probe(self, action: rl.Probe) -> None:
+        if refuses(action.endpoint):
+            reason = "nothing listens there any more"
+            peer, incarnation = action.peer, action.incarnation
+            self.post(rl.PeerLost(peer=peer, incarnation=incarnation, reason=reason))
 
     def _launch(self, action: rl.Launch) -> None:
         assert self._launcher is not None

@@ -11,7 +11,8 @@ messages. Nothing blocks but `poll` (its timeout) and `close` (its linger).
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, Self, final
 
@@ -37,6 +38,7 @@ BATCH_MAX: Final = 64  # messages read by one call of `receive`
 ZAP_ENDPOINT: Final = "inproc://zeromq.zap.01"  # fixed by ZeroMQ's RFC 27
 _FRAME_BYTES_MAX: Final = max(wire.HEADER_BYTES_MAX, wire.FRAME_BYTES_MAX) + 64  # CURVE adds 42
 _SOCKETS_MAX: Final = 4096
+_INTRODUCTION_SECONDS_MAX: Final = 3.0  # by the supervisor; less than `HANDSHAKE_SECONDS_MAX`
 _PEERS_MAX = _SOCKETS_MAX // 4  # a watched peer has three sockets
 
 Log = Callable[[str, str], None]  # level, text
@@ -106,6 +108,7 @@ class ZmqTransport:
         self._codec = wire.Codec(run=run, strangers=strangers)
         self._supervisor_host = LOOPBACK
         self._extra_fds: frozenset[int] = frozenset()
+        self._requests: list[tuple[float, list[bytes]]] = []  # of peers, since when
         self._sockets: dict[str, PeerSocket] = {}
         self._context: zmq.Context[auth.Socket] | None = None
 
@@ -114,7 +117,7 @@ class ZmqTransport:
         assert self._context is None, "started twice"
         self._context = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, _SOCKETS_MAX)
-        self._zap = self._context.socket(zmq.REP)  # the address is private to this context
+        self._zap = self._context.socket(zmq.ROUTER)  # the address is private to this context
         self._zap.linger = 0
         self._zap.bind(ZAP_ENDPOINT)
         self._inbox = self._context.socket(zmq.PULL)
@@ -239,6 +242,7 @@ class ZmqTransport:
 
     def poll(self, timeout_seconds: float, extra_fds: Iterable[int] = ()) -> set[int]:
         """Wait for a message or `extra_fds`; return which of them are ready. May return early."""
+        self._answer_requests()
         wanted = frozenset(extra_fds)
         if wanted != self._extra_fds:
             for fd in self._extra_fds - wanted:
@@ -249,7 +253,8 @@ class ZmqTransport:
         timeout = math.ceil(1000 * max(0.0, timeout_seconds))  # rounding down would busy-wait
         ready = {source for source, _ in self._poller.poll(timeout)}
         if self._zap in ready:
-            self._authenticate()
+            self._requests.append((time.monotonic(), self._zap.recv_multipart()))
+            self._answer_requests()
         if self._curve is not None:
             self._curve.refresh()
         return ready & wanted
@@ -296,11 +301,19 @@ class ZmqTransport:
             if not part.more:  # much faster than asking the socket (RCVMORE)
                 return frames, None if self._curve is None else self._curve.source(part)
 
-    def _authenticate(self) -> None:
-        verdict = authenticate(self._zap, self._authenticator)
-        if not verdict.admitted:
-            self.n_refused += 1
-            self._log_rarely(self.n_refused, verdict.remark)
+    def _answer_requests(self) -> None:
+        # A shard may connect to a replica before the supervisor's word about it has come. Rejected,
+        # it would try again when the time for the handshake is over.
+        waiting, self._requests = self._requests, []
+        for at, frames in waiting:
+            verdict = self._authenticator.judge(frames[2:])
+            if verdict.may_change and time.monotonic() - at < _INTRODUCTION_SECONDS_MAX:
+                self._requests.append((at, frames))
+                continue
+            self._zap.send_multipart([*frames[:2], *answer(frames[2:], verdict)])
+            if not verdict.admitted:
+                self.n_refused += 1
+                self._log_rarely(self.n_refused, verdict.remark)
 
     def _log_rarely(self, count: int, text: str) -> None:
         # The 1st, 2nd, 4th, 8th, ...: a flood must not fill the disk.
@@ -308,13 +321,10 @@ class ZmqTransport:
             self._log("warning", f"{text} (so far {count})")
 
 
-def authenticate(zap: auth.Socket, guard: auth.Authenticator) -> auth.Verdict:
-    """Answer a ZAP request (ZeroMQ's RFC 27): may this peer connect?"""
-    request = zap.recv_multipart()
-    verdict = guard.judge(request)
+def answer(request: Sequence[bytes], verdict: auth.Verdict) -> list[bytes]:
+    """Return the reply to a ZAP request (ZeroMQ's RFC 27): may this peer connect?"""
     text = b"OK" if verdict.admitted else b"not admitted"
-    zap.send_multipart([*request[:2], verdict.status, text, verdict.user.encode(), b""])
-    return verdict
+    return [*request[:2], verdict.status, text, verdict.user.encode(), b""]
 
 
 def cannot_bind(address: str, error: zmq.ZMQError) -> str:

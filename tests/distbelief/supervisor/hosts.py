@@ -53,6 +53,7 @@ class Machine:
     processes: dict[rl.Address, int] = field(default_factory=dict)
     is_cut: bool = False
     is_dead: bool = False
+    has_power: bool = True  # if it is dead, its system still answers
     is_paused: bool = False
     waiting: deque[rl.Event] = field(default_factory=deque)  # meanwhile
     halted: bool = False
@@ -74,6 +75,7 @@ class Town:
         self.slow_words = False  # what roles say last comes after their machine's word
         self.late: deque[tuple[rl.Address, int, rl.Address, Message]] = deque()
         self.mail: deque[tuple[rl.Address, int, rl.Address, Message]] = deque()
+        self.answers: list[rl.PeerLost] = []  # to probes
         self.wire = Codec(run="t")
         self.begin_another(roster, config or config_of())
 
@@ -121,8 +123,8 @@ class Town:
         stop = Stop(reason="Ctrl+C")
         self._deliver(machine, rl.Received(sender=rl.USER, incarnation=0, message=stop))
 
-    def kill(self, machine: Machine) -> None:
-        machine.is_dead = True
+    def kill(self, machine: Machine, *, has_power: bool = False) -> None:
+        machine.is_dead, machine.has_power = True, has_power
         machine.processes.clear()
 
     def die(self, machine: Machine, name: str) -> None:
@@ -148,6 +150,8 @@ class Town:
                 for name in due:
                     del machine.timers[name]
                     self._deliver(machine, rl.TimerFired(name=name))
+            while self.answers:
+                self._deliver(self.here, self.answers.pop())
             self._carry()
             self.mail += self.late
             self.late.clear()
@@ -226,6 +230,10 @@ class Town:
                 machine.timers[action.name] = action.at
             case rl.AssignName(name=name, to=to):
                 self.places[name] = to
+            case rl.Probe(peer=peer, incarnation=incarnation):
+                if self.machines[peer].is_dead and self.machines[peer].has_power:
+                    lost = rl.PeerLost(peer=peer, incarnation=incarnation, reason="refused")
+                    self.answers.append(lost)
             case rl.Launch(name=name):
                 assert name not in machine.processes, "begun twice"
                 machine.processes[name] = action.incarnation

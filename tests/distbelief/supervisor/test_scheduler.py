@@ -186,6 +186,30 @@ def test_a_host_that_dies_takes_its_roles_along_for_a_while_only() -> None:
     assert town.runs()["host-b"] == ["replica-1", "replica-3"]
 
 
+def test_a_host_whose_processes_have_ended_is_given_up_at_once() -> None:
+    town = Town(roster(4), config_of(slots_here=4, n_hosts=1))
+    one = town.come("a")
+    town.kill(one, has_power=True)
+    town.pass_time(1.5)
+    assert town.runs() == {
+        "here": ["evaluator", "replica-0", "replica-1", "replica-2", "replica-3", "shard-0"]
+    }
+    assert "a (host-a) is lost (refused)" in str(town.said)
+
+
+def test_a_host_that_is_heard_again_is_not_given_up() -> None:
+    """The answer to a probe may be late, or about its process before."""
+    town, machine = one_host(3, config_of(n_hosts=1))
+    late = rl.PeerLost(peer=machine.name, incarnation=1, reason="refused")
+    town._deliver(town.here, late)
+    machine.is_cut = True
+    town.pass_time(2.0)
+    town._deliver(town.here, rl.PeerLost(peer=machine.name, incarnation=0, reason="refused"))
+    machine.is_cut = False
+    town.pass_time(2.0)
+    assert not any("is lost" in text for text in town.said)
+
+
 @pytest.mark.parametrize("seconds", [2.0, 12.0, 40.0])
 def test_a_host_that_was_cut_off_is_used_again(seconds: float) -> None:
     """Short: nothing happens. Longer: it begins anew, on either side."""

@@ -277,3 +277,24 @@ def test_a_replica_there_and_a_shard_here_speak_once_they_are_introduced(keys: K
         assert replica.send("shard-0", HeartbeatAck())
         assert take(shard, 1)[0].sender == "replica-1"
         assert Endpoint.parse(replica.endpoint).key == keys.its_key
+
+
+def test_a_connection_waits_for_the_supervisors_introduction(keys: Keys, tmp_path: Path) -> None:
+    """It was rejected, and a replica that had moved to another host stood still for 5 s."""
+    third = KeyFiles(tmp_path / "third")
+    third.make()
+    ring = KeyConfig(
+        directory=str(third.directory), role="host", server_key=keys.key, believes=True
+    )
+    reach = ListenConfig(host="127.0.0.1", keys=ring)
+    shard = reach.transport(name="shard-0", incarnation=1, run="run", log=lambda _l, _t: None)
+    replica = keys.transport("replica-1", "host", run="run")
+    with shard, replica:
+        shard.connect("replica-1", 1, replica.endpoint)
+        assert shard.send("replica-1", HeartbeatAck())
+        for _ in range(10):
+            replica.poll(0.05)
+            assert not list(replica.receive())
+        replica.connect("shard-0", 1, shard.endpoint)
+        assert take(replica, 1)[0].sender == "shard-0"
+        assert replica.n_refused == 0

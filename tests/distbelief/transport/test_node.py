@@ -20,6 +20,7 @@ from distbelief.roles import role as rl
 from distbelief.supervisor.config import SupervisorConfig
 from distbelief.supervisor.supervisor import Supervisor
 from distbelief.transport import node as node_module
+from distbelief.transport.address import LOOPBACK
 from distbelief.transport.authenticator import DirectoryAuth
 from distbelief.transport.node import POSTED_MAX, BackgroundRunner, RoleRunner
 from distbelief.transport.zmq_transport import ZmqTransport
@@ -452,6 +453,31 @@ def test_an_event_posted_before_the_start_comes_after_started(build: Build) -> N
     assert isinstance(last, rl.Received)
     assert isinstance(last.message, Stop)
     assert (last.sender, last.message.reason) == (rl.USER, "Ctrl+C")
+
+
+def test_a_probe_tells_of_an_endpoint_at_which_nothing_listens(build: Build) -> None:
+    with (
+        socket.create_server((LOOPBACK, 0)) as listener,
+        socket.create_server((LOOPBACK, 0)) as one,
+    ):
+        open_port, port = listener.getsockname()[1], one.getsockname()[1]
+        one.close()
+        probes = [
+            rl.Probe(peer=rl.Address(name), incarnation=1, endpoint=endpoint)
+            for name, endpoint in (
+                ("listens", f"tcp://{LOOPBACK}:{open_port}"),
+                ("of files", "ipc:///dev/shm/x/.a.1"),
+                ("none", "tcp://nowhere"),
+                ("ended", f"tcp://{LOOPBACK}:{port}"),
+            )
+        ]
+        node, role = build(on_start(*probes, end=lambda event: isinstance(event, rl.PeerLost)))
+        assert node.run() is None
+    for thread in threading.enumerate():
+        if thread.name == "me-probe":
+            thread.join()
+    (lost,) = [event for event in role.events if isinstance(event, rl.PeerLost)]
+    assert (lost.peer, lost.incarnation) == ("ended", 1)
 
 
 def test_a_post_from_another_thread_wakes_the_node(build: Build) -> None:
