@@ -16,9 +16,10 @@ import math
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass, replace
 from io import StringIO
+from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol, cast, final
 from unittest.mock import patch
 
@@ -311,16 +312,25 @@ class _RefusedError(Exception):
 
 
 def reason_of(error: Exception) -> str:
-    """Return in a few words why torch.export refuses a function."""
+    """Return in a few words why torch.export refuses a function, and where."""
     if isinstance(error, _RefusedError):
         return str(error)
     words = f"{type(error).__name__}: {error}"
-    if "data-dependent" in words or "DataDependent" in words:
-        return "it depends on the values of its data (an `if`, a loop, `.item()`)"
-    if "specialized" in words or "Constraints violated" in words:
-        return "it needs the number of samples (as int(x.shape[0]) does, unlike x.shape[0])"
     lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
+    found = f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
+    if "data-dependent" in words or "DataDependent" in words:
+        found = "it depends on the values of its data (an `if`, a loop, `.item()`)"
+    elif "specialized" in words or "Constraints violated" in words:
+        found = "it needs the number of samples (as int(x.shape[0]) does, unlike x.shape[0])"
+    return found + _line_of(error)
+
+
+def _line_of(error: BaseException) -> str:
+    # The line of the forward, in brackets.
+    frames = traceback.extract_tb(error.__traceback__)
+    inside = (Path(torch.__file__).parent, Path(__file__).parents[1])
+    own = [f for f in frames if not any(Path(f.filename).is_relative_to(each) for each in inside)]
+    return f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
 
 
 def _example(spec: InputSpec, module: nn.Module) -> torch.Tensor:
@@ -450,7 +460,8 @@ def _lowered(
             if values is not None:  # layers read floats, indices are known to rules
                 known = values
                 if values.is_floating_point():
-                    known = context.constant(values, path)
+                    with suppress(GraphError):  # too large, but perhaps only a part is read
+                        known = context.constant(values, path)
         elif node.name in signature.inputs_to_lifted_tensor_constants:
             known = program.constants[signature.inputs_to_lifted_tensor_constants[node.name]]
         else:

@@ -156,10 +156,14 @@ class LeafCall:
             arguments, keywords = self.arguments([like(x) for x in inputs])
             before = dict(state)
             counter = FlopCounterMode(display=False)
+            # Ranks run it without compiling; a forward may ask.
+            is_eager = patch.multiple(
+                torch.compiler, _is_compiling_flag=False, _is_exporting_flag=False
+            )
             # torch.export replaces `__call__` to count calls of modules; this one is only for
             # shapes, and `_call_impl` is what it replaced.
             plain_calls = patch.object(nn.Module, "__call__", nn.Module._call_impl)  # noqa: SLF001
-            with plain_calls, _changes_counted(), counter:
+            with plain_calls, _changes_counted(), is_eager, counter:
                 result: object = functional_call(self.module, state, tuple(arguments), keywords)
             self.operations = counter.get_total_flops() / n_samples
             _refuse_change(self.module, before, state)

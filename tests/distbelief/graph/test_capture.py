@@ -788,10 +788,13 @@ def test_buffers_that_are_not_saved_are_constants() -> None:
             self.register_buffer("places", torch.arange(3, 6), persistent=False)
             self.register_buffer("factors", torch.rand(4), persistent=False)
             self.register_buffer("saved", torch.rand(4))
+            # Regression: as a whole it is too large for a graph, and the model was refused.
+            self.large: torch.Tensor
+            self.register_buffer("large", torch.rand(1 << 20, 4), persistent=False)
 
         @override
         def forward(self, x: torch.Tensor) -> object:
-            return (x + self.table(self.places)) * self.factors.cos() + self.saved
+            return (x + self.table(self.places)) * self.factors.cos() + self.saved * self.large[5:8]
 
     case = Case(make=Placed, shape=(3, 4))
     model = case.model()
