@@ -77,6 +77,8 @@ class SharedDropoutMasks(TorchDispatchMode):
         idle = "attention" in str(func) and not by_name(func, list(args), kwargs or {})["dropout_p"]
         if idle or torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **(kwargs or {}))
+        if func is _DRAW and not self._left:
+            raise _refusal("dropout in a part that is computed whole, or whose result is not used")
         if (func is not _DRAW and func not in _UNIFORM) or not self._left:
             raise _refusal(f"torch's {func}")
         layer = self._left.pop(0)

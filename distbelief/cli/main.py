@@ -6,10 +6,8 @@
 * `--json` prints JSON, and nothing else, to standard output.
 """
 
-import os
 import sys
 from contextlib import closing
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
@@ -316,41 +314,29 @@ def partition(  # noqa: PLR0913 -- options
     with closing(LocalLauncher()) as launcher:
         if verify:
             launcher.start()  # it imports torch while the plan is made
+        from distbelief.cli import run_partition  # noqa: PLC0415 -- torch
         from distbelief.partition import api, planner  # noqa: PLC0415 -- torch
-        from distbelief.task.task import ModelSpec, build_on_meta  # noqa: PLC0415 -- torch
 
         o.look_up_modules_here()
         asked = planner.Request(
             model=model,
-            inputs=api.input_specs(inputs),
+            inputs=run_partition.input_specs(inputs),
             batch=batch,
             loss=loss,
-            counts=api.counts(machines),
+            counts=run_partition.counts(machines),
             cluster=cluster or "rack-10g",
             pins=api.pins(pins or ()),
             exactly=exactly,
             profile=profile,
         )
-        trial = None
-        if verify:
-            from distbelief import verify as verify_module  # noqa: PLC0415 -- start quickly
-
-            trial = partial(
-                verify_module.verify,
-                factory=model,
-                loss=loss,
-                n_cores=len(os.sched_getaffinity(0)),
-                launcher=launcher,
-            )
-        fits = api.run(
+        fits = run_partition.run(
             asked,
-            partial(build_on_meta, ModelSpec(factory=model)),
             explain=explain or (),
             out=out,
             picture=picture,
             timeline=timeline,
             as_json=as_json,
-            verify=trial,
+            launcher=launcher if verify else None,
         )
         return 0 if fits else FAILED
 

@@ -6,6 +6,8 @@ terminal. The driver says when to draw; the clock is read only for the time of d
 """
 
 import datetime as dt
+import math
+import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -13,7 +15,9 @@ from typing import Final, Self, final
 
 from rich.console import Console
 from rich.live import Live
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.status import Status
 from rich.text import Text
 
 from distbelief.core import formatting
@@ -22,6 +26,7 @@ from distbelief.supervisor.view import JobView
 
 
 LINE_SECONDS: Final = 5.0  # between two plain lines
+_STATUS_SECONDS: Final = 2.0
 
 
 @final
@@ -81,6 +86,25 @@ class WaitProgress:
     def __exit__(self, *_: object) -> None:
         if self._bar.live.is_started:  # else rich ends it with an empty line
             self._bar.stop()
+
+
+def status_line(console: Console, status: Status) -> Callable[[str], None]:
+    """Return a function that shows an activity: in one line that changes, or a line now and then.
+
+    The lines go to standard error.
+    """
+    printed_at = -math.inf
+
+    def show(what: str) -> None:
+        nonlocal printed_at
+        now = time.monotonic()
+        if console.is_terminal:
+            status.update(escape(what))
+        elif now - printed_at >= _STATUS_SECONDS:
+            printed_at = now
+            print(what, file=sys.stderr, flush=True)  # noqa: T201 -- progress
+
+    return show
 
 
 _STYLES = {"info": "", "warning": "yellow", "error": "bold red"}

@@ -41,7 +41,15 @@ from distbelief.graph.lowering.lower import Lowerer, NeedsFunctionalError
 from distbelief.graph.lowering.noise import replace_noise
 from distbelief.graph.lowering.operation import module_rule, place_of
 from distbelief.graph.lowering.values import Held, NotSplitError, Value
-from distbelief.graph.module_calls import LeafCall, OpaqueError, bags, is_inside, is_outside, leaves
+from distbelief.graph.module_calls import (
+    LeafCall,
+    OpaqueError,
+    bags,
+    is_inside,
+    is_outside,
+    leaves,
+    own_path,
+)
 from distbelief.graph.region import Shape
 from distbelief.graph.unsupported import (
     attributes_kept,
@@ -61,7 +69,6 @@ if TYPE_CHECKING:
 # Of one sample of an input: layers are larger, and torch counts elements in 64 bits.
 N_ELEMENTS_MAX: Final = 10**12
 _N_SAMPLES: Final = 3  # of the example; the result is for any number
-_INNER: Final = "inner"
 _WORD_ONLY: Final = inspect.Parameter.KEYWORD_ONLY
 
 
@@ -110,13 +117,6 @@ class _Model(nn.Module):
             return result
 
 
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Exported:
-    program: "ExportedProgram"
-    calls: Mapping[int, LeafCall]
-
-
 def capture(
     module: nn.Module, inputs: Sequence[InputSpec] | Inputs, *, call: ModelCall | None = None
 ) -> LayerGraph:
@@ -131,9 +131,8 @@ def capture(
     _refuse_plain_averages(module)
     named = _named(module, inputs)
     _check_sizes(named.values())
-    with attributes_kept(module), _in_mode(module, training=True):
-        graph, _ = _captured(_Model(module, call), named, {})
-    return graph
+    with _in_mode(module, training=True):
+        return _captured(_Model(module, call), named, {})[0]
 
 
 def evaluation_difference(
@@ -146,14 +145,13 @@ def evaluation_difference(
     """
     whole: dict[str, str] = {}
     named, model = _named(module, inputs), _Model(module, call)
-    with attributes_kept(module):
-        with _in_mode(module, training=True):
-            training, _ = _captured(model, named, whole)
-        if "" in whole:
-            return None
-        with _in_mode(module, training=False):
-            model.training = False
-            evaluating, nodes = _captured(model, named, whole)
+    with _in_mode(module, training=True):
+        training, _ = _captured(model, named, whole)
+    if "" in whole:
+        return None
+    with _in_mode(module, training=False):
+        model.training = False
+        evaluating, nodes = _captured(model, named, whole)
     for layer in evaluating.layers:
         if layer.kind == "dropout" or layer.options.get("dropout"):
             return (
@@ -201,14 +199,13 @@ def _captured(model: _Model, inputs: Inputs, whole: dict[str, str]) -> _Captured
             whole[path] = "it has hooks on its gradients, so it cannot be split"
     while True:  # ends: every round makes one more module opaque
         try:
-            exported = _exported(model, inputs, whole)
+            program, calls = _exported(model, inputs, whole)
             try:
-                return _lowered(model, exported, inputs, whole)
+                return _lowered(model, program, calls, inputs, whole)
             except NeedsFunctionalError:
                 with _quietly(), warnings.catch_warnings(action="ignore"):
-                    functional = exported.program.run_decompositions({})
-                again = _Exported(program=functional, calls=exported.calls)
-                return _lowered(model, again, inputs, whole)
+                    program = program.run_decompositions({})
+                return _lowered(model, program, calls, inputs, whole)
         except (OpaqueError, NotSplitError, NeedsFunctionalError) as error:
             path = error.path if isinstance(error, OpaqueError) else ""
             if path in whole:
@@ -216,8 +213,10 @@ def _captured(model: _Model, inputs: Inputs, whole: dict[str, str]) -> _Captured
             whole[path] = str(error)
 
 
-def _exported(model: _Model, inputs: Inputs, whole: Mapping[str, str]) -> _Exported:
-    """Export a module.
+def _exported(
+    model: _Model, inputs: Inputs, whole: Mapping[str, str]
+) -> tuple["ExportedProgram", Mapping[int, LeafCall]]:
+    """Export a module; return also the calls of its leaves.
 
     OpaqueError if a module in it cannot be exported. GraphError if even an opaque module could not
     do it.
@@ -230,8 +229,7 @@ def _exported(model: _Model, inputs: Inputs, whole: Mapping[str, str]) -> _Expor
     dim = Dim("batch", min=2)
 
     def is_leaf(path: str, part: nn.Module) -> bool:
-        own = path.removeprefix(_INNER).removeprefix(".")
-        return own in whole or (module_rule(part) is not None and opaque_reason(part) is None)
+        return path in whole or (module_rule(part) is not None and opaque_reason(part) is None)
 
     try:
         with (
@@ -257,9 +255,7 @@ def _exported(model: _Model, inputs: Inputs, whole: Mapping[str, str]) -> _Expor
             path = path.rpartition(".")[0]
         raise OpaqueError(path, reason_of(error)) from error
     replace_noise(program.graph)
-    for call in calls.values():
-        call.path = call.path.removeprefix(_INNER).removeprefix(".")
-    return _Exported(program=program, calls=calls)
+    return program, calls
 
 
 def _innermost(error: BaseException | None, module: nn.Module) -> str:
@@ -432,19 +428,19 @@ def _length(given: Sized) -> int:
 
 
 def _lowered(
-    model: _Model, exported: _Exported, inputs: Inputs, whole: Mapping[str, str]
+    model: _Model,
+    program: "ExportedProgram",
+    calls: Mapping[int, LeafCall],
+    inputs: Inputs,
+    whole: Mapping[str, str],
 ) -> _Captured:
     module, call = model.inner, model.call
     builder = Builder(aliases=_aliases(module))
     joins = call is not None and call.joins
-    lowerer = Lowerer(builder, calls=exported.calls, whole=whole, joins=joins)
+    lowerer = Lowerer(builder, calls=calls, whole=whole, joins=joins)
     context = lowerer.context
-    program = exported.program
     signature = program.graph_signature
-    tensors = {
-        **dict(module.named_parameters(remove_duplicate=False)),
-        **dict(module.named_buffers(remove_duplicate=False)),
-    }
+    tensors = _tensors(module)
     own = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
     given = iter(inputs.items())
     for node in program.graph.nodes:
@@ -452,16 +448,16 @@ def _lowered(
             continue
         known: object
         if node.name in own:
-            path = own[node.name].removeprefix(f"{_INNER}.")
+            path = own_path(own[node.name])
             tensor = tensors[path]
-            values = getattr(tensor, "values_of_buffer", None)
-            use = TensorUse(name=path, shape=tuple(tensor.shape), trains=tensor.requires_grad)
-            known = Held(use, tensor.dtype)
-            if values is not None:  # layers read floats, indices are known to rules
-                known = values
-                if values.is_floating_point():
-                    with suppress(GraphError):  # too large, but perhaps only a part is read
-                        known = context.constant(values, path)
+            known = getattr(tensor, "values_of_buffer", None)
+            if known is None:
+                use = TensorUse(name=path, shape=tuple(tensor.shape), trains=tensor.requires_grad)
+                known = Held(use, tensor.dtype)
+            elif isinstance(known, torch.Tensor) and known.is_floating_point():
+                # Layers read floats, indices are known to rules.
+                with suppress(GraphError):  # too large, but perhaps only a part is read
+                    known = context.constant(known, path)
         elif node.name in signature.inputs_to_lifted_tensor_constants:
             known = program.constants[signature.inputs_to_lifted_tensor_constants[node.name]]
         else:
@@ -470,9 +466,10 @@ def _lowered(
             context.inputs.append(builder.input(name, spec.shape, is_integer=integer, is_mask=mask))
             known = Value(context.inputs[-1])
         lowerer.known[node] = known
-    _check_changes(program)
+    for path in map(own_path, signature.buffers_to_mutate.values()):
+        if not path.endswith(("running_mean", "running_var", "num_batches_tracked")):
+            raise GraphError(lost_change(path))
     results = lowerer.run(program.graph, program.graph_module)
-    assert isinstance(results, list)
     found = pytree.tree_leaves(results[len(signature.buffers_to_mutate) :])
     if call is None:
         return builder.finish(_outputs(found)), lowerer.nodes
@@ -488,13 +485,6 @@ def _lowered(
     outputs = _outputs([found[i] for i in kept]) if kept or not losses else []
     graph = builder.finish([*outputs, *losses])
     return replace(graph, fields=tuple(call.fields[i] for i in kept)), lowerer.nodes
-
-
-def _check_changes(program: "ExportedProgram") -> None:
-    for path in program.graph_signature.buffers_to_mutate.values():
-        word = path.rpartition(".")[2]
-        if word not in {"running_mean", "running_var", "num_batches_tracked"}:
-            raise GraphError(lost_change(path.removeprefix(f"{_INNER}.")))
 
 
 def _outputs(results: Sequence[object]) -> list[str]:
@@ -519,15 +509,11 @@ def _outputs(results: Sequence[object]) -> list[str]:
 
 @contextmanager
 def _in_mode(module: nn.Module, *, training: bool) -> Iterator[None]:
-    modes = [(part, part.training) for part in module.modules()]
-    if module.training != training:
-        for part, _ in modes:
-            part.training = training
-    try:
+    with attributes_kept(module):
+        if module.training != training:
+            for part in module.modules():
+                part.training = training
         yield
-    finally:
-        for part, mode in modes:
-            part.training = mode
 
 
 def _refuse_plain_averages(module: nn.Module) -> None:
@@ -577,13 +563,15 @@ def input_names(module: nn.Module, n_inputs: int) -> list[str]:
 def _aliases(module: nn.Module) -> dict[str, str]:
     # For tensors with several names, the first one stands for all.
     first: dict[int, str] = {}
-    aliases = {}
-    tensors = [
-        *module.named_parameters(remove_duplicate=False),
-        *module.named_buffers(remove_duplicate=False),
-    ]
-    for name, tensor in tensors:
-        known = first.setdefault(id(tensor), name)
-        if known != name:
-            aliases[name] = known
-    return aliases
+    return {
+        name: first[id(tensor)]
+        for name, tensor in _tensors(module).items()
+        if first.setdefault(id(tensor), name) != name
+    }
+
+
+def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {
+        **dict(module.named_parameters(remove_duplicate=False)),
+        **dict(module.named_buffers(remove_duplicate=False)),
+    }

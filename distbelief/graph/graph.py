@@ -152,6 +152,11 @@ class LayerGraph:
         return MappingProxyType({layer.name: layer for layer in self.layers})
 
     @cached_property
+    def computed(self) -> tuple[Layer, ...]:
+        """All layers except inputs."""
+        return tuple(layer for layer in self.layers if layer.kind != INPUT)
+
+    @cached_property
     def consumers(self) -> Mapping[str, tuple[Layer, ...]]:
         """For each layer, the layers that read it, each once."""
         found: dict[str, list[Layer]] = {layer.name: [] for layer in self.layers}

@@ -27,7 +27,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
 from distbelief.graph.graph import GraphError
-from distbelief.graph.unsupported import lost_change, opaque_reason
+from distbelief.graph.unsupported import attributes_kept, lost_change, opaque_reason
 
 
 LEAF: Final = "distbelief::leaf"
@@ -65,10 +65,9 @@ class LeafCall:
         """Raise `OpaqueError` for the caller if an argument may hide a tensor."""
         for given in pytree.tree_leaves(self._given):
             if not isinstance(given, (torch.Tensor, *_PLAIN)):
-                path = self.path.removeprefix("inner").removeprefix(".")
                 raise OpaqueError(
-                    path.rpartition(".")[0],
-                    f"its part {path} cannot be split and gets an object of type "
+                    self.path.rpartition(".")[0],
+                    f"its part {self.path} cannot be split and gets an object of type "
                     f"{type(given).__name__}, which cannot be sent",
                 )
 
@@ -84,19 +83,15 @@ class LeafCall:
         extent: Any = next(symbols, 1)
         batch = extent if type(extent) is int else extent // n_samples_in(extent, 1)
         with disable_proxy_modes_tracing(), unset_fake_temporarily():
-            n_samples = N_WITHOUT_MEMORY
-            try:
-                self._returned = self._run(inputs, n_samples, torch.device("meta"))
-            except LostChangeError:
-                raise
-            except Exception:  # noqa: BLE001 -- a forward that needs values may raise anything
-                n_samples = N_TRIED
+            for device, n_samples in (("meta", N_WITHOUT_MEMORY), ("cpu", N_TRIED)):
                 try:
-                    self._returned = self._run(inputs, n_samples, torch.device("cpu"))
+                    self._returned = self._run(inputs, n_samples, torch.device(device))
+                    break
                 except LostChangeError:
                     raise
-                except Exception as error:
-                    raise GraphError(self._refusal(inputs, error)) from error
+                except Exception as error:  # a forward that needs values may raise anything
+                    if device == "cpu":
+                        raise GraphError(self._refusal(inputs, error)) from error
         leaves = pytree.tree_leaves(self._returned)
         found = [x for x in leaves if isinstance(x, torch.Tensor)]
         self.shapes_found = [
@@ -115,7 +110,6 @@ class LeafCall:
         ]
 
     def _refusal(self, inputs: Sequence[torch.Tensor], error: Exception) -> str:
-        path = self.path.removeprefix("inner").removeprefix(".")
         kind = type(self.module).__name__
         shapes = ", ".join(
             "x".join(str(n) if type(n) is int else "batch" for n in x.shape) for x in inputs
@@ -131,29 +125,25 @@ class LeafCall:
                 )
         why = next(iter(str(error).strip().splitlines()), "").rstrip(".")
         why = why if type(error) is RuntimeError and why else f"{type(error).__name__}: {why}"
-        what = f"{path} ({kind})" if path else kind
+        what = f"{self.path} ({kind})" if self.path else kind
         return f"{what} cannot be run on {shapes}: {why}. {hint}"
 
     def _run(self, inputs: Sequence[torch.Tensor], n_samples: int, device: torch.device) -> object:
         # On zeros in place of the module's tensors; without memory, or for real on a few samples.
-        def like(x: torch.Tensor) -> torch.Tensor:
+        def like(x: torch.Tensor, *, is_input: bool) -> torch.Tensor:
             shape = [n_samples_in(n, n_samples) for n in x.shape]
-            if x.is_floating_point() and device.type != "meta":
+            if is_input and x.is_floating_point() and device.type != "meta":
                 return torch.rand(shape)
             dtype = torch.float32 if x.is_floating_point() else x.dtype
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        def zeros(x: torch.Tensor) -> torch.Tensor:
-            dtype = torch.float32 if x.is_floating_point() else x.dtype
-            return torch.zeros(tuple(map(int, x.shape)), dtype=dtype, device=device)
-
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(0)
             state = {
-                name: zeros(x)
+                name: like(x, is_input=False)
                 for name, x in (*self.module.named_parameters(), *self.module.named_buffers())
             }
-            arguments, keywords = self.arguments([like(x) for x in inputs])
+            arguments, keywords = self.arguments([like(x, is_input=True) for x in inputs])
             before = dict(state)
             counter = FlopCounterMode(display=False)
             # Ranks run it without compiling; a forward may ask.
@@ -260,6 +250,11 @@ def _leaf(inputs: Sequence[torch.Tensor], key: int) -> list[torch.Tensor]:
             call.module.__dict__["forward"] = forward
 
 
+def own_path(path: str) -> str:
+    """Return the path in the model of what torch.export names with its wrapper, "inner"."""
+    return path.removeprefix("inner").removeprefix(".")
+
+
 def is_inside() -> bool:
     """Return whether a leaf runs, to find the shapes of its result."""
     return bool(_INSIDE)
@@ -275,35 +270,23 @@ def leaves(
     module: nn.Module, calls: dict[int, LeafCall], is_leaf: Callable[[str, nn.Module], bool]
 ) -> Iterator[None]:
     """Make each call of a leaf one operation; `calls` gets the calls, by the operation's key."""
-    changed: list[tuple[nn.Module, object]] = []
-    hooks: list[tuple[nn.Module, dict[str, object]]] = []
     above: list[str] = []
-    for path, part in module.named_modules():
-        if not path or any(path.startswith(f"{other}.") for other in above):
-            continue
-        if is_leaf(path, part):
-            above.append(path)
-            changed.append((part, part.__dict__.get("forward")))
-            part.__dict__["forward"] = _forward(part, path, calls)
-            # An opaque module runs its hooks itself.
-            for inner in part.modules():
-                hooks.append((inner, {word: inner.__dict__[word] for word in _HOOKS}))
-                inner.__dict__.update({word: OrderedDict() for word in _HOOKS})
-        elif _has_plain_heads(part):
-            changed.append((part, None))
-            part.__dict__["forward"] = partial(_attention, part)
-    try:
-        yield
-    finally:
-        for part, before in changed:
-            if before is None:
-                del part.__dict__["forward"]
-            else:
-                part.__dict__["forward"] = before
-        for part, own in hooks:
-            part.__dict__.update(own)
-        for key in calls:
-            _CALLS.pop(key, None)
+    with attributes_kept(module):
+        for path, part in module.named_modules():
+            if not path or any(path.startswith(f"{other}.") for other in above):
+                continue
+            if is_leaf(own_path(path), part):
+                above.append(path)
+                part.__dict__["forward"] = _forward(part, own_path(path), calls)
+                for inner in part.modules():  # an opaque module runs its hooks itself
+                    inner.__dict__.update({word: OrderedDict() for word in _HOOKS})
+            elif _has_plain_heads(part):
+                part.__dict__["forward"] = partial(_attention, part)
+        try:
+            yield
+        finally:
+            for key in calls:
+                _CALLS.pop(key, None)
 
 
 def _forward(part: nn.Module, path: str, calls: dict[int, LeafCall]) -> object:

@@ -11,10 +11,10 @@ once there are arrays of boxes, (n_boxes, n_dims, 2): start and stop of each dim
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Self, final
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 from typing_extensions import override
@@ -25,8 +25,7 @@ Shape = tuple[int, ...]
 
 
 @final
-@dataclass(frozen=True, slots=True)
-class Region:
+class Region(msgspec.Struct, frozen=True, cache_hash=True):
     """A box of indices: [start, stop) in each dimension; no dimension for a scalar."""
 
     intervals: tuple[Interval, ...]
@@ -59,7 +58,6 @@ class Region:
 
     def __and__(self, other: "Region") -> "Region":
         """Return the intersection; empty dimensions begin at the later start."""
-        self._check(other)
         return Region(
             tuple(
                 (max(a, c), max(a, c, min(b, d)))
@@ -69,7 +67,6 @@ class Region:
 
     def __contains__(self, other: "Region") -> bool:
         """Return whether every index of `other` lies in this region."""
-        self._check(other)
         return not other.n_elements or all(
             a <= c and d <= b
             for (a, b), (c, d) in zip(self.intervals, other.intervals, strict=True)
@@ -94,7 +91,6 @@ class Region:
 
     def within(self, origin: "Region") -> "Region":
         """Return the same indices, counted from the start of `origin`."""
-        self._check(origin)
         return Region(
             tuple(
                 (a - start, b - start)
@@ -103,7 +99,10 @@ class Region:
         )
 
     def replaced(self, dim: int, interval: Interval) -> "Region":
-        return Region((*self.intervals[:dim], interval, *self.intervals[dim + 1 :]))
+        """Return it with another interval; a negative dimension counts from the end."""
+        intervals = list(self.intervals)
+        intervals[dim] = interval
+        return Region(tuple(intervals))
 
     def without(self, dim: int) -> "Region":
         return Region((*self.intervals[:dim], *self.intervals[dim + 1 :]))
@@ -138,13 +137,6 @@ class Region:
     @override
     def __str__(self) -> str:
         return "[" + ", ".join(f"{a}:{b}" for a, b in self.intervals) + "]"
-
-    def _check(self, other: "Region") -> None:
-        if len(self.intervals) != len(other.intervals):
-            raise ValueError(
-                f"{self} has {len(self.intervals)} dimensions, {other} has "
-                f"{len(other.intervals)}: they belong to different layers"
-            )
 
 
 def cuts(extent: int, weights: Sequence[float], *, unit: int = 1) -> list[int]:

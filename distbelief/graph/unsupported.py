@@ -1,9 +1,12 @@
 """Refuses what a graph of operations would lose, and restores what a forward writes.
 
-random numbers   of Python or NumPy: the graph would keep those that were drawn once
-attributes       that the forward writes: restored
-hooks            on parameters: they would never run
-tables           with `max_norm`: they rewrite rows behind the parameter server's back
+random numbers             of Python or NumPy: the graph would keep those that were drawn once
+attributes                 that the forward writes: restored
+hooks on a forward         are traced, or run with an opaque module
+hooks on a gradient        run with an opaque module only
+hooks on a parameter       never run: an error
+a replaced forward         is traced like any other
+max_norm of an embedding   would change rows behind the parameter server's back: an error
 """
 
 import random  # noqa: TID251 -- to see whether a forward has used it
@@ -16,15 +19,6 @@ import torch
 from torch import nn
 
 from distbelief.graph.graph import GraphError
-
-
-# --- altered modules ---
-#
-# hooks on a forward         are traced, or run with an opaque module
-# hooks on a gradient        run with an opaque module only
-# hooks on a parameter       never run: an error
-# a replaced forward         is traced like any other
-# max_norm of an embedding   would change rows behind the parameter server's back: an error
 
 
 def has_gradient_hooks(module: nn.Module) -> bool:

@@ -10,20 +10,13 @@ one, whose layers are measured.
 """
 
 import json
-import math
-import re
-import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Protocol, final
+from typing import Final, final
 
-import msgspec
 import torch
 from rich.console import Console
-from rich.markup import escape
-from rich.status import Status
 from rich.table import Table
 from torch import nn
 from typing_extensions import override
@@ -94,19 +87,17 @@ def counts_of(machines: object) -> list[int]:
     return list(found)
 
 
-def _check_types(
-    *, model: object, loss: object, cluster: object, pins: object, exactly: object, profile: object
-) -> None:
+def _check_types(*, pins: object, **given: object) -> None:
     a_flag, a_cluster = "give True or False", "a name, such as 'rack-10g', the path of a file"
-    for name, value, kind, fix in (
-        ("model", model, nn.Module, "give a torch.nn.Module, which may be on the meta device"),
-        ("loss", loss, str, "give its name, such as 'cross_entropy', or '' for none"),
-        ("cluster", cluster, (str, Path, Cluster), f"give {a_cluster}, or a Cluster"),
-        ("exactly", exactly, bool, a_flag),
-        ("profile", profile, bool, a_flag),
+    for name, kind, fix in (
+        ("model", nn.Module, "give a torch.nn.Module, which may be on the meta device"),
+        ("loss", str, "give its name, such as 'cross_entropy', or '' for none"),
+        ("cluster", (str, Path, Cluster), f"give {a_cluster}, or a Cluster"),
+        ("exactly", bool, a_flag),
+        ("profile", bool, a_flag),
     ):
-        if not isinstance(value, kind):
-            raise _wrong(name, value, fix)
+        if not isinstance(given[name], kind):
+            raise _wrong(name, given[name], fix)
     if not isinstance(pins, Mapping) or not all(
         isinstance(word, str) for pair in pins.items() for word in pair
     ):
@@ -189,16 +180,15 @@ class PlanningResult:
             exact=done.solved.solution.exact,
             costs=report.costs_of(request),
         )
-        made = plan_for(
+        return plan_for(
             request.graph,
             done.best.placements,
             batch=request.batch,
             loss=request.loss,
             cluster=done.cluster,
             predicted=predicted,
-        )
-        return msgspec.structs.replace(
-            made, model=request.model, micro_batches=done.best.cost.micro_batches
+            model=request.model,
+            micro_batches=done.best.cost.micro_batches,
         )
 
     def save(self, path: Path | str) -> None:
@@ -294,144 +284,6 @@ def planning_result(
     planned = make_plans(request, counts, notify=notify)
     skipped = sorted(set(counts) - {each.n_machines for each in planned})  # pins need more machines
     return PlanningResult(request, tuple(planned), skipped)
-
-
-# --- `distbelief partition` ---
-
-_PRINT_EVERY_SECONDS: Final = 2.0
-
-
-class Trial(Protocol):
-    """The result of running a plan."""
-
-    @property
-    def passed(self) -> bool: ...
-
-    def plain(self) -> Mapping[str, object]: ...
-
-    def show(self, console: Console) -> None: ...
-
-
-def run(
-    asked: Request,
-    make: Callable[[], nn.Module],
-    *,
-    explain: Sequence[str] = (),
-    out: Path | None = None,
-    picture: Path | None = None,
-    timeline: Path | None = None,
-    as_json: bool = False,
-    verify: Callable[[PlanningResult, Callable[[str], None]], Trial] | None = None,
-) -> bool:
-    """Plan and print; return whether the plan for the most machines fits.
-
-    `make` makes the model, without memory for its parameters; `explain` names layers whose
-    candidates are shown. Files are of the plan for the most machines; `verify` runs it, and
-    tells what it is doing: if its result is wrong, the plan does not fit.
-
-    GraphError if the model cannot be captured, a pin is impossible, or a count is too high.
-    StorageError if a file cannot be written.
-    """
-    console = _console(stderr=as_json)
-    # Wrong paths and layers are reported now, not after minutes of planning.
-    for path in (out, picture, timeline):
-        if path is not None and path.is_dir():
-            raise GraphError(f"{path} is a directory: name a file in it")
-        if path is not None and not path.parent.is_dir():
-            raise GraphError(f"{path}: there is no directory {path.parent}: create it first")
-    with console.status("") as status:
-        notify = _progress_line(console, status)
-        notify("capturing the model")
-        planning = planning_request(make(), asked, notify=notify)
-        for layer in explain:
-            report.check_layer(planning.graph, layer)
-        result = planning_result(
-            planning, asked.counts, notify=lambda what: notify(f"planning: {what}")
-        )
-        explained = [result.explain(layer) for layer in explain]
-        trial: Trial | None = None
-        if verify is not None:
-            trial = verify(result, lambda what: notify(f"running the plan: {what}"))
-    if as_json:
-        tried = {} if trial is None else {"verified": trial.plain()}
-        print(json.dumps({**result.plain(), **tried}))  # noqa: T201 -- the output of the command
-    else:
-        result.show(console)
-        if trial is not None:
-            trial.show(console)
-    for table in explained:
-        console.print(table)
-    if out is not None:
-        result.save(out)
-    if timeline is not None:
-        result.trace(timeline)
-    if picture is not None:
-        result.draw(picture)
-    return result.fits and (trial is None or trial.passed)
-
-
-def _progress_line(console: Console, status: Status) -> Notify:
-    # Shows progress: one line that changes on a terminal, else a line every few seconds.
-    printed_at = -math.inf
-
-    def notify(what: str) -> None:
-        nonlocal printed_at
-        now = time.monotonic()
-        if console.is_terminal:
-            status.update(escape(what))
-        elif now - printed_at >= _PRINT_EVERY_SECONDS:
-            printed_at = now
-            print(what, file=sys.stderr, flush=True)  # noqa: T201 -- progress
-
-    return notify
-
-
-def _console(*, stderr: bool = False) -> Console:
-    # Without a terminal nothing says how wide a line may be: use a fixed width.
-    console = Console(stderr=stderr, highlight=False)
-    if not console.is_terminal:
-        console.width = WIDTH
-    return console
-
-
-_INPUT: Final = re.compile(r"(\d+(?:x\d+)*)?(?::(\d+|bool))?")
-
-
-def input_specs(texts: Sequence[str]) -> list[InputSpec] | dict[str, InputSpec]:
-    """Return the inputs in texts like "3x200x200", or by keyword: "mask=128:bool"."""
-    named = [text.rpartition("=") for text in texts]
-    if all(name for name, _, _ in named):
-        return {name.strip(): input_spec(shape) for name, _, shape in named}
-    if any(name for name, _, _ in named):
-        raise JobError(f"--input {', '.join(texts)}: name all inputs, as in ids=128:30000, or none")
-    return [input_spec(text) for text in texts]
-
-
-def input_spec(text: str) -> InputSpec:
-    """Return the input that "3x200x200" means, or "128:30000" for integers below 30000."""
-    match = _INPUT.fullmatch(text.strip())
-    if match is None or not text.strip():
-        raise JobError(
-            f"--input {text!r} is not a shape: write the extents without the batch, like "
-            "3x200x200; for integers also their number, like 128:30000; for a mask 128:bool"
-        )
-    shape = tuple(int(extent) for extent in (match[1] or "").split("x") if extent)
-    if 0 in shape:
-        raise JobError(f"--input {text!r} has an extent of 0: use 1 or more")
-    if match[2] == "bool":
-        return InputSpec(shape=shape, n_values=2, is_mask=True)
-    return InputSpec(shape=shape, n_values=int(match[2]) if match[2] else None)
-
-
-def counts(text: str) -> list[int]:
-    """Return the numbers in "1,2,4,8"; raise JobError if there are none."""
-    try:
-        found = sorted({int(part) for part in text.split(",")})
-    except ValueError:
-        found = []
-    if not found or found[0] < 1:
-        raise JobError(f"--machines {text!r} has no numbers of machines: write for example 1,2,4,8")
-    return found
 
 
 def pins(texts: Sequence[str]) -> dict[str, str]:

@@ -4,13 +4,13 @@ even           every layer over all machines: images in a grid, neurons in parts
 whole layers   runs of whole layers on one machine after the other: a pipeline
 """
 
+import itertools
 import math
 from collections.abc import Sequence
 
 from distbelief.graph.graph import Layer, LayerGraph
-from distbelief.graph.operator import operator_of
-from distbelief.partition.candidates import partial_sums, split, summed_dims, whole
-from distbelief.partition.grouping import groups
+from distbelief.partition.candidates import cuts_of, partial_sums, split, summed_dims, whole
+from distbelief.partition.grouping import Group, groups
 from distbelief.program.cluster import Cluster
 from distbelief.program.placement import Placement
 from distbelief.program.step_cost import Costs
@@ -38,17 +38,12 @@ def whole_layers(
     """
     machines = machines or range(len(cluster))
     found = groups(graph)
-    seconds = [
-        [
-            math.fsum(
-                seconds
-                for layer in group.members
-                for seconds in costs.passes(layer, layer.region, machine)
-            )
-            for group in found
-        ]
-        for machine in machines
-    ]
+
+    def seconds_of(group: Group, machine: int) -> float:
+        passes = [costs.passes(layer, layer.region, machine) for layer in group.members]
+        return math.fsum(itertools.chain(*passes))
+
+    seconds = [[seconds_of(group, machine) for group in found] for machine in machines]
     placed: dict[str, Placement] = {}
     for group, place in zip(found, _balanced(seconds), strict=True):
         placed |= group.placements(whole(group.root, machines[place]).placement)
@@ -57,11 +52,7 @@ def whole_layers(
 
 def _even(layer: Layer, cluster: Cluster) -> Placement:
     n_machines, n_dims = len(cluster), len(layer.shape)
-    most = (
-        {}
-        if layer.whole
-        else {cut.dim: layer.shape[cut.dim] // cut.unit for cut in operator_of(layer).cuts(layer)}
-    )
+    most = {cut.dim: layer.shape[cut.dim] // cut.unit for cut in cuts_of(layer)}
     if n_dims >= 3 and {n_dims - 2, n_dims - 1} <= set(most):
         rows, columns = layer.shape[-2:]
         pairs = [

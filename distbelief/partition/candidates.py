@@ -18,6 +18,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
+import msgspec
 import numpy as np
 
 from distbelief.graph.graph import INPUT, GraphError, Layer, LayerGraph
@@ -56,8 +57,8 @@ def candidates(
     """
     machines = machines or range(len(cluster))
     wholes = [whole(layer, machine) for machine in _whole_machines(cluster, machines)]
-    splits = [] if layer.whole else list(_families(layer, cluster, machines))
-    return [*wholes, *_thinned(splits, N_CANDIDATES_MAX - len(wholes))]
+    families = [[each for each in family if each] for family in _families(layer, cluster, machines)]
+    return [*wholes, *_thinned(families, N_CANDIDATES_MAX - len(wholes))]
 
 
 def whole(layer: Layer, machine: int) -> Candidate:
@@ -69,9 +70,8 @@ def split(
     layer: Layer, cluster: Cluster, parts: Sequence[int], *, machines: Sequence[int] | None = None
 ) -> Candidate | None:
     """Return a layer with its output cut into these numbers of parts; None if impossible."""
-    cuts = () if layer.whole else operator_of(layer).cuts(layer)
     machines = machines or range(len(cluster))
-    placement = _cut(layer.shape, cuts, cluster, parts, machines)
+    placement = _cut(layer.shape, cuts_of(layer), cluster, parts, machines)
     if placement is None:
         return None
     names = dimension_names(layer)
@@ -79,12 +79,9 @@ def split(
     if not in_two:
         return whole(layer, machines[0])
     if len(in_two) == 1:
-        label = f"{names[in_two[0]]} {parts[in_two[0]]}"
-    elif min(in_two) >= len(parts) - 2:
-        label = f"grid {parts[-2]}x{parts[-1]}"
-    else:
-        label = f"grid {'x'.join(map(str, parts))}"
-    return Candidate(placement, label)
+        return Candidate(placement, f"{names[in_two[0]]} {parts[in_two[0]]}")
+    shown = parts[-2:] if min(in_two) >= len(parts) - 2 else parts
+    return Candidate(placement, f"grid {'x'.join(map(str, shown))}")
 
 
 def partial_sums(
@@ -108,12 +105,9 @@ def partial_sums(
         longest = max(range(len(layer.shape)), key=lambda other: layer.shape[other])
         parts = [n_parts if o == longest else 1 for o in range(len(layer.shape))]
         combine = _cut(layer.shape, (Cut(longest),), cluster, parts, machines)
-    combined = Placement(
-        cuts=placement.cuts,
-        machines=placement.machines,
-        combine=combine or Placement.whole(len(layer.shape), machines[0]),
-    )
+    combine = combine or Placement.whole(len(layer.shape), machines[0])
     place = "" if dim == summed_dims(layer)[0] else f" of dimension {dim}"
+    combined = msgspec.structs.replace(placement, combine=combine)
     return Candidate(combined, f"inputs {n_parts}{place}")
 
 
@@ -132,6 +126,11 @@ def summed_dims(layer: Layer) -> tuple[int, ...]:
         if len({partial.writes(layer, part) for part in parts}) == 1:
             found.append(cut.dim)
     return tuple(sorted(found, reverse=True))
+
+
+def cuts_of(layer: Layer) -> tuple[Cut, ...]:
+    """Return the dimensions along which the output may be split; none if the layer is opaque."""
+    return () if layer.whole else operator_of(layer).cuts(layer)
 
 
 def dimension_names(layer: Layer) -> tuple[str, ...]:
@@ -164,10 +163,12 @@ def _whole_machines(cluster: Cluster, machines: Sequence[int]) -> list[int]:
     return [index for index in machines if index in chosen][:_N_WHOLE_MAX]
 
 
-def _families(layer: Layer, cluster: Cluster, machines: Sequence[int]) -> Iterator[list[Candidate]]:
-    # Candidates of each sort, by number of parts.
+def _families(
+    layer: Layer, cluster: Cluster, machines: Sequence[int]
+) -> Iterator[list[Candidate | None]]:
+    # Candidates of each sort, by number of parts; None if impossible.
     n_dims = len(layer.shape)
-    cuttable = [cut.dim for cut in operator_of(layer).cuts(layer)]
+    cuttable = [cut.dim for cut in cuts_of(layer)]
     counts = sizes(len(cluster))
     tried: list[list[tuple[int, ...]]] = []
     for dim in cuttable:
@@ -179,11 +180,9 @@ def _families(layer: Layer, cluster: Cluster, machines: Sequence[int]) -> Iterat
     if n_dims >= 3 and {0, n_dims - 2} <= set(cuttable):
         tried.append(_grids(layer.shape, 0, n_dims - 2, counts, n_each=1))
     for family in tried:
-        found = [split(layer, cluster, parts, machines=machines) for parts in family]
-        yield [candidate for candidate in found if candidate is not None]
+        yield [split(layer, cluster, parts, machines=machines) for parts in family]
     for dim in summed_dims(layer):
-        found = [partial_sums(layer, cluster, k, dim=dim, machines=machines) for k in counts]
-        yield [candidate for candidate in found if candidate is not None]
+        yield [partial_sums(layer, cluster, k, dim=dim, machines=machines) for k in counts]
 
 
 def _parts(n_dims: int, parts: dict[int, int]) -> tuple[int, ...]:
@@ -214,7 +213,7 @@ def _cut(
     machines: Sequence[int],
 ) -> Placement | None:
     # One cell for each of the first machines, as large as the machine is fast.
-    units = {cut.dim: cut.unit for cut in cuts}
+    units = dict(cuts)
     n_cells = math.prod(parts)
     if n_cells > len(cluster):
         return None
@@ -230,7 +229,6 @@ def _cut(
 
 def _thinned(families: list[list[Candidate]], limit: int) -> list[Candidate]:
     # Drop every second candidate of the largest family until `limit` is met.
-    families = [family for family in families if family]
     while sum(map(len, families)) > limit:
         largest = max(range(len(families)), key=lambda i: len(families[i]))
         family = families[largest]
@@ -268,7 +266,7 @@ def near(graph: LayerGraph, name: str) -> str:
     found = difflib.get_close_matches(name, list(graph.by_name), n=3)
     if found:
         return f": do you mean {' or '.join(map(repr, found))}?"
-    some = [layer.name for layer in graph.layers if layer.kind != INPUT][:8]
+    some = [layer.name for layer in graph.computed[:8]]
     return f" (there are {', '.join(some)}, ...)"
 
 
@@ -309,7 +307,7 @@ def possible(layer: Layer, cluster: Cluster) -> list[str]:
     if n_machines > 1:
         found.append(f"whole@0 to whole@{n_machines - 1}")
     names, most = dimension_names(layer), {}
-    for cut in () if layer.whole else operator_of(layer).cuts(layer):
+    for cut in cuts_of(layer):
         most[cut.dim] = min(n_machines, layer.shape[cut.dim] // cut.unit)
         if most[cut.dim] >= 2:
             found.append(f"{names[cut.dim]}:2 to {names[cut.dim]}:{most[cut.dim]}")

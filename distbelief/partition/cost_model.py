@@ -9,14 +9,13 @@ from collections.abc import Mapping, Sequence
 from typing import Final, final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from distbelief.graph.graph import INPUT, Layer, LayerGraph
 from distbelief.graph.operator import joined
 from distbelief.graph.region import Region
 from distbelief.partition.candidates import summed_dims
 from distbelief.partition.profiling.profile import INPUTS, SAMPLES, WHOLE, Profile, Slices, digest
-from distbelief.program.cluster import Cluster, Machine
+from distbelief.program.cluster import Cluster, FloatArray, Machine
 from distbelief.program.step_cost import Passes, StepCost
 from distbelief.program.tasks import rule_of, work_of
 
@@ -50,7 +49,7 @@ class AnalyticCosts:
         # Equal machines share the index of the first: it is a quicker key than the machine.
         self._first = [cluster.machines.index(machine) for machine in cluster.machines]
         self._single = single
-        self._known: dict[tuple[bytes, int, bool, bool], dict[Region, Passes]] = {}
+        self._known: dict[tuple[bytes, Region, int, bool, bool], Passes] = {}
 
     def with_batch(self, n_samples: int) -> "AnalyticCosts":
         return AnalyticCosts(self._cluster, batch=n_samples, single=self._single)
@@ -58,22 +57,21 @@ class AnalyticCosts:
     def passes(
         self, layer: Layer, region: Region, machine: int, *, partial: bool = False
     ) -> Passes:
-        if layer.kind == INPUT or not region.n_elements:
-            return Passes(0.0, 0.0)
         first, single = self._first[machine], layer.name in self._single
-        key = (layer.signature, first, partial, single)
-        known = self._known.setdefault(key, {})
-        seconds = known.get(region)
-        if seconds is None:
+        key = (layer.signature, region, first, partial, single)
+        if key not in self._known:
             n_samples = 1 if single else self.batch
-            seconds = _roofline(layer, region, self._machines[first], n_samples, partial=partial)
-            known[region] = seconds
-        return seconds
+            self._known[key] = _roofline(
+                layer, region, self._machines[first], n_samples, partial=partial
+            )
+        return self._known[key]
 
 
 def _roofline(
     layer: Layer, region: Region, machine: Machine, n_samples: int, *, partial: bool
 ) -> Passes:
+    if layer.kind == INPUT or not region.n_elements:
+        return Passes(0.0, 0.0)
     work = work_of(layer, region, partial=partial)
     # A tensor that several layers use counts for each of them.
     tensors, trained = 0, 0
@@ -97,7 +95,8 @@ def _roofline(
 N_DRAWS: Final = 100
 QUANTILES: Final = (0.1, 0.5, 0.9)
 
-Floats = NDArray[np.float64]
+_BACKWARD: Final = frozenset({"backward", "partial_backward"})
+_N_TOGETHER: Final = 64  # phases whose draws fit in a cache
 
 
 @final
@@ -115,42 +114,44 @@ class Variance:
         self._layers = {layer.name: index for index, layer in enumerate(graph.layers)}
         self._sigmas = np.array([machine.jitter for machine in cluster.machines])
         self._seed = seed
-        self._drawn: dict[tuple[int, bool], Floats] = {}
+        self._drawn: tuple[int, FloatArray] = (0, np.empty(0))
 
     def quantiles(
         self, step_cost: StepCost, quantiles: Sequence[float] = QUANTILES
     ) -> tuple[float, ...]:
-        tasks = step_cost.tasks
-        durations = (
-            step_cost.simulated.ends[: len(tasks)] - step_cost.simulated.starts[: len(tasks)]
-        )
-        rows: dict[tuple[int, bool], dict[int, float]] = {}
-        for task, seconds in zip(tasks, durations.tolist(), strict=True):
-            backward = task.phase in {"backward", "partial_backward"}
-            row = rows.setdefault((self._layers[task.layer], backward), {})
-            # One draw for all regions of a layer on a machine.
-            row[task.machine] = row.get(task.machine, 0.0) + seconds
-        added: Floats = np.zeros(N_DRAWS)
-        for (layer, backward), row in rows.items():
-            machines = np.array(list(row))
-            seconds_each = np.array(list(row.values()))
-            factors = self._factors(layer, backward=backward)[:, machines]
-            added += (factors * seconds_each).max(axis=1) - seconds_each.max()
+        tasks, n_machines = step_cost.tasks, step_cost.compiled.n_machines
+        durations = (step_cost.simulated.ends - step_cost.simulated.starts)[: len(tasks)]
+        # Seconds by phase and machine: one draw for all regions of a layer on a machine.
+        phases = [2 * self._layers[task.layer] + (task.phase in _BACKWARD) for task in tasks]
+        cells = np.array(phases) * n_machines + [task.machine for task in tasks]
+        n_phases = 2 * len(self._layers)
+        totals = np.bincount(cells, durations, minlength=n_phases * n_machines)
+        seconds = totals.reshape(n_phases, n_machines, 1)
+        factors = self._factors(n_machines)
         # Only what the draws add to phases, as if they followed each other, is added to the step.
-        totals = step_cost.step_seconds + added
-        return tuple(float(q) for q in np.quantile(totals, quantiles))
+        step = np.full(N_DRAWS, step_cost.step_seconds)
+        for first in range(0, n_phases, _N_TOGETHER):
+            part = seconds[first : first + _N_TOGETHER]
+            slowest = (factors[first : first + _N_TOGETHER] * part).max(axis=1)
+            step += (slowest - part.max(axis=1)).sum(axis=0)
+        return tuple(float(q) for q in np.quantile(step, quantiles))
 
-    def _factors(self, layer: int, *, backward: bool) -> Floats:
-        # Cached draws of a phase, (N_DRAWS, n_machines).
-        key = (layer, backward)
-        if key not in self._drawn:
-            generator = np.random.default_rng((self._seed, layer, int(backward)))
+    def _factors(self, n_machines: int) -> FloatArray:
+        # The draws of each phase: (2 * n_layers, n_machines, N_DRAWS).
+        if self._drawn[0] != n_machines:
+            generators = [
+                np.random.default_rng((self._seed, layer, backward))
+                for layer in range(len(self._layers))
+                for backward in (0, 1)
+            ]
             # One row per machine: fewer machines have the first rows of more.
-            half = generator.standard_normal((len(self._sigmas), N_DRAWS // 2)).T
+            size = (n_machines, N_DRAWS // 2)
+            half = np.array([generator.standard_normal(size) for generator in generators])
             # Antithetic, with a median of 1: a machine does not become slower by itself, a step
             # does because it waits for the slowest machine.
-            self._drawn[key] = np.exp(self._sigmas * np.concatenate([half, -half]))
-        return self._drawn[key]
+            both = np.concatenate([half, -half], axis=2)
+            self._drawn = (n_machines, np.exp(self._sigmas[:n_machines, np.newaxis] * both))
+        return self._drawn[1]
 
 
 # --- measured ---

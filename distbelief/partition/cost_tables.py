@@ -12,18 +12,17 @@ from operator import itemgetter
 from typing import Final, Self, TypeVar, final
 
 import numpy as np
-import numpy.typing as npt
 
 from distbelief.graph.graph import Layer, LayerGraph
 from distbelief.graph.operator import Operator, PartialSums
-from distbelief.graph.region import Region, disjoint
+from distbelief.graph.region import IntArray, Region, disjoint
 from distbelief.partition.cost_model import N_BYTES, single_sample
 from distbelief.partition.grouping import Group, reads_its_own
-from distbelief.program.cluster import Cluster
+from distbelief.program.cluster import Cluster, FloatArray
 from distbelief.program.compiler import index_bytes, with_gradient
 from distbelief.program.placement import Placement
 from distbelief.program.step_cost import Costs
-from distbelief.program.tasks import rule_of
+from distbelief.program.tasks import rule_of, written_by
 
 
 # --- replicated parameters ---
@@ -77,8 +76,6 @@ def _phase_seconds(region: Region, users: Sequence[int], cluster: Cluster) -> fl
 
 # --- transfers ---
 
-Floats = npt.NDArray[np.float64]
-Indices = npt.NDArray[np.int64]
 # Disjoint regions and their machines; a machine may have several.
 Cells = Sequence[tuple[int, Region]]
 
@@ -94,10 +91,10 @@ class Boxes:
     Sorted by candidate, then by machine; every candidate has at least one box.
     """
 
-    intervals: Indices  # [start, stop) of each box: (boxes, dims, 2)
-    counts: Floats  # (boxes,): 0 for empty boxes, else 1
-    candidates: Indices  # (boxes,)
-    machines: Indices  # (boxes,)
+    intervals: IntArray  # [start, stop) of each box: (boxes, dims, 2)
+    counts: FloatArray  # (boxes,): 0 for empty boxes, else 1
+    candidates: IntArray  # (boxes,)
+    machines: IntArray  # (boxes,)
     n_candidates: int
 
     @classmethod
@@ -135,7 +132,9 @@ class Boxes:
         )
 
 
-def transfer_seconds(owned: Boxes, needed: Boxes, *, cluster: Cluster, bytes_each: float) -> Floats:
+def transfer_seconds(
+    owned: Boxes, needed: Boxes, *, cluster: Cluster, bytes_each: float
+) -> FloatArray:
     """Return the cost of one phase: (candidates of the owner, candidates of the reader).
 
         owned by machine  0        1        2
@@ -154,7 +153,7 @@ def transfer_seconds(owned: Boxes, needed: Boxes, *, cluster: Cluster, bytes_eac
     return result
 
 
-def own_seconds(owned: Boxes, needed: Boxes, *, cluster: Cluster, bytes_each: float) -> Floats:
+def own_seconds(owned: Boxes, needed: Boxes, *, cluster: Cluster, bytes_each: float) -> FloatArray:
     """Return the cost of one phase if both have the same candidate: (candidates,)."""
     found = transfer_seconds(owned, needed, cluster=cluster, bytes_each=bytes_each)
     return np.diagonal(found)
@@ -172,7 +171,7 @@ def _blocks(boxes: Boxes) -> Iterator[tuple[int, int]]:
             first = index + 1
 
 
-def _phase(owned: Boxes, needed: Boxes, cluster: Cluster, bytes_each: float) -> Floats:
+def _phase(owned: Boxes, needed: Boxes, cluster: Cluster, bytes_each: float) -> FloatArray:
     shared = _overlaps(owned, needed)
     shared, sender, of_owner = _per_machine(shared, owned, axis=0)
     shared, receiver, of_reader = _per_machine(shared, needed, axis=1)
@@ -193,7 +192,7 @@ def _phase(owned: Boxes, needed: Boxes, cluster: Cluster, bytes_each: float) -> 
     return np.asarray(busiest + cluster.latency * (busiest > 0))
 
 
-def _overlaps(owned: Boxes, needed: Boxes) -> Floats:
+def _overlaps(owned: Boxes, needed: Boxes) -> FloatArray:
     # The number of indices that two boxes share: (boxes owned, boxes needed).
     shared = np.outer(owned.counts, needed.counts)
     for dim in range(owned.intervals.shape[1]):
@@ -207,7 +206,9 @@ def _overlaps(owned: Boxes, needed: Boxes) -> Floats:
     return shared
 
 
-def _per_machine(shared: Floats, boxes: Boxes, *, axis: int) -> tuple[Floats, Indices, Indices]:
+def _per_machine(
+    shared: FloatArray, boxes: Boxes, *, axis: int
+) -> tuple[FloatArray, IntArray, IntArray]:
     # Adds up the boxes of each machine in each candidate. Returns the sums, their machines, and
     # where each candidate begins.
     change = np.diff(boxes.candidates) | np.diff(boxes.machines)
@@ -251,27 +252,19 @@ class NodeCosts:
     @cached_property
     def reads(self) -> list[list[tuple[int, tuple[Region, ...]]]]:
         # Per candidate, what each machine needs of each input.
-        return [
-            [(machine, rule.reads(self.layer, cell)) for machine, cell in cells]
-            for rule, cells in self._ruled
-        ]
+        return self._each(lambda rule, cell: rule.reads(self.layer, cell))
 
     @cached_property
     def uses(self) -> list[list[tuple[int, Mapping[str, Region]]]]:
         # Per candidate, what each machine uses of the tensors.
-        return [
-            [(machine, rule.uses(self.layer, cell)) for machine, cell in cells]
-            for rule, cells in self._ruled
-        ]
+        return self._each(lambda rule, cell: rule.uses(self.layer, cell))
 
     @cached_property
-    def writes(self) -> list[Cells]:
+    def writes(self) -> list[list[tuple[int, Region]]]:
         # Per candidate, the part of the output to which each machine adds, if partial.
         return [
-            [(machine, rule.writes(self.layer, cell)) for machine, cell in cells]
-            if isinstance(rule, PartialSums)
-            else []
-            for rule, cells in self._ruled
+            [(machine, written_by(self.layer, cell)) for machine, cell in cells if p.combine]
+            for p, cells in zip(self.placements, self.computed, strict=True)
         ]
 
     @cached_property
@@ -279,10 +272,14 @@ class NodeCosts:
         # Per candidate, the machines that add up the output, if partial.
         return [p.owners(self.layer) if p.combine else [] for p in self.placements]
 
-    @property
-    def _ruled(self) -> list[tuple[Operator | PartialSums, list[tuple[int, Region]]]]:
+    def _each(
+        self, found: Callable[[Operator | PartialSums, Region], _T]
+    ) -> list[list[tuple[int, _T]]]:
         rules = [rule_of(self.layer, partial=p.combine is not None) for p in self.placements]
-        return list(zip(rules, self.computed, strict=True))
+        return [
+            [(machine, found(rule, cell)) for machine, cell in cells]
+            for rule, cells in zip(rules, self.computed, strict=True)
+        ]
 
 
 _Readers = tuple[tuple[NodeCosts, tuple[int, ...]], ...]
@@ -324,10 +321,12 @@ class Tables:
         self._alike: dict[Hashable, NodeCosts] = {}
         self._followed: dict[Hashable, list[Placement]] = {}
         self._boxes: dict[Hashable, Boxes] = {}
-        self._numbers: dict[Hashable, Floats] = {}
+        self._numbers: dict[Hashable, FloatArray] = {}
 
-    def place(self, group: Group, placements: Sequence[Placement]) -> None:
-        """Set the candidates of the root of a group."""
+    def place(
+        self, group: Group, placements: Sequence[Placement]
+    ) -> tuple[Mapping[str, Placement], ...]:
+        """Set the candidates of the root of a group; return those of all members."""
         self._placed[group.root.name] = self._shared(group.root, placements)
         for follower in group.followers:
             leader, layer = self._placed[follower.leader.name], follower.layer
@@ -335,11 +334,14 @@ class Tables:
             if key not in self._followed:
                 self._followed[key] = list(map(follower.placement, leader.placements))
             self._placed[layer.name] = self._shared(layer, self._followed[key])
+        names = [layer.name for layer in group.members]
+        rows = zip(*(self._placed[name].placements for name in names), strict=True)
+        return tuple(dict(zip(names, row, strict=True)) for row in rows)
 
-    def costs(self, group: Group) -> Floats:
+    def costs(self, group: Group) -> FloatArray:
         """Return the seconds of each candidate of a group, without transfers to other groups."""
         computing = sum(map(self._computing, group.members), np.zeros(()))
-        total: Floats = computing.max(axis=1)
+        total: FloatArray = computing.max(axis=1)
         for layer in group.members:
             total = total + self._combining(layer) + self._sync(layer)
             readers = [
@@ -349,7 +351,7 @@ class Tables:
                 total = total + self._transfer(layer, readers, inside=True)
         return total
 
-    def transfers(self, groups: Sequence[Group]) -> Iterator[tuple[tuple[int, int], Floats]]:
+    def transfers(self, groups: Sequence[Group]) -> Iterator[tuple[tuple[int, int], FloatArray]]:
         """Yield pairs of groups and the cost of transfers between their candidates, in seconds.
 
         A pair occurs once for each value that goes from one to the other.
@@ -364,7 +366,7 @@ class Tables:
                     table = self._transfer(self._graph[name], layers)
                     yield ((own, other), table) if own < other else ((other, own), table.T)
 
-    def memory(self, group: Group) -> Floats:
+    def memory(self, group: Group) -> FloatArray:
         """Return the bytes on each machine: (candidates, machines).
 
         Tensors and their gradients, states that are computed, and states that are read, even if the
@@ -378,11 +380,11 @@ class Tables:
         key = (layer.signature, tuple(placements))
         return _once(self._alike, key, lambda: NodeCosts(layer, placements))
 
-    def _computing(self, layer: Layer) -> Floats:
+    def _computing(self, layer: Layer) -> FloatArray:
         # Seconds of each machine: (candidates, machines).
         placed, backward = self._placed[layer.name], layer.name in self._backward
 
-        def compute() -> Floats:
+        def compute() -> FloatArray:
             seconds = np.zeros((len(placed.placements), len(self._cluster)))
             for index, cells in enumerate(placed.computed):
                 partial = placed.placements[index].combine is not None
@@ -394,12 +396,12 @@ class Tables:
         key = ("computing", placed, backward, layer.name in self._single)
         return _once(self._numbers, key, compute)
 
-    def _combining(self, layer: Layer) -> Floats:
+    def _combining(self, layer: Layer) -> FloatArray:
         # Sending partial outputs and adding them up: (candidates,).
         placed, backward = self._placed[layer.name], layer.name in self._backward
         each = float(self._bytes_each[layer.name])
 
-        def compute() -> Floats:
+        def compute() -> FloatArray:
             if not any(placement.combine for placement in placed.placements):
                 return np.zeros(len(placed.placements))
             written, combined = (
@@ -411,7 +413,7 @@ class Tables:
 
         return _once(self._numbers, ("combining", placed, backward, each), compute)
 
-    def _adding(self, placed: NodeCosts, bytes_each: float) -> Floats:
+    def _adding(self, placed: NodeCosts, bytes_each: float) -> FloatArray:
         seconds = np.zeros(len(placed.placements))
         for index, cells in enumerate(placed.combined):
             written = sum(region.n_elements for _, region in placed.writes[index])
@@ -423,7 +425,7 @@ class Tables:
                 seconds[index] = max(seconds[index], taken)
         return seconds
 
-    def _sync(self, layer: Layer) -> Floats:
+    def _sync(self, layer: Layer) -> FloatArray:
         # Synchronising replicated tensors: (candidates,).
         placed = self._placed[layer.name]
         if not layer.tensors:
@@ -437,7 +439,9 @@ class Tables:
             ),
         )
 
-    def _transfer(self, layer: Layer, readers: Sequence[Layer], *, inside: bool = False) -> Floats:
+    def _transfer(
+        self, layer: Layer, readers: Sequence[Layer], *, inside: bool = False
+    ) -> FloatArray:
         # Seconds to send a layer to its readers in one group: (candidates, candidates of the
         # readers), or (candidates,) if they are `inside` its own group.
         owner, n_dims = self._placed[layer.name], len(layer.shape)
@@ -447,14 +451,14 @@ class Tables:
         n_phases = 2 if layer.name in self._backward and goes_back else 1
         each = float(self._bytes_each[layer.name])
 
-        def compute() -> Floats:
+        def compute() -> FloatArray:
             place = own_seconds if inside else transfer_seconds
             wanted = _once(self._boxes, reading, lambda: needed(reading, n_dims=n_dims))
             return n_phases * place(owner.owned, wanted, cluster=self._cluster, bytes_each=each)
 
         return _once(self._numbers, (owner, reading, n_phases, each, inside), compute)
 
-    def _memory(self, layer: Layer, leader: str | None) -> Floats:
+    def _memory(self, layer: Layer, leader: str | None) -> FloatArray:
         placed = self._placed[layer.name]
         # A state is stored with its gradient: twice the bytes.
         own, *sizes = (
@@ -480,7 +484,7 @@ def _once(known: dict[Hashable, _T], key: Hashable, make: Callable[[], _T]) -> _
     return found
 
 
-def _bytes(placed: NodeCosts, read: Sequence[float], *, own: float, n_machines: int) -> Floats:
+def _bytes(placed: NodeCosts, read: Sequence[float], *, own: float, n_machines: int) -> FloatArray:
     # The bytes on each machine, (candidates, machines); `read` and `own` are bytes per element.
     used = np.zeros((len(placed.placements), n_machines))
     tensors = placed.layer.tensors

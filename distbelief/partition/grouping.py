@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Literal, final
 
-from distbelief.graph.graph import INPUT, Layer, LayerGraph
+from distbelief.graph.graph import Layer, LayerGraph
 from distbelief.graph.operator import joined, operator_of, sums_of
 from distbelief.graph.region import Interval, Region, Shape
 from distbelief.program.placement import Cuts, Placement
@@ -71,9 +71,7 @@ def groups(graph: LayerGraph, *, pinned: Collection[str] = ()) -> tuple[Group, .
     statistics = joined(graph)
     found: list[tuple[Layer, list[Follower]]] = []
     index_of: dict[str, int] = {}
-    for layer in graph.layers:
-        if layer.kind == INPUT:
-            continue
+    for layer in graph.computed:
         options = []
         if layer.name not in pinned:
             for index, name in enumerate(layer.inputs):

@@ -11,14 +11,12 @@ with the best of all. Hence more machines are never estimated slower, and no bas
 import copy
 import gc
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final, final
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import nn
 
 from distbelief.config.cluster_file import load_cluster
@@ -40,7 +38,7 @@ from distbelief.partition.search import (
     search,
     solve_problem,
 )
-from distbelief.program.cluster import Cluster
+from distbelief.program.cluster import Cluster, FloatArray
 from distbelief.program.compiler import with_gradient
 from distbelief.program.placement import Placement
 from distbelief.program.step_cost import Costs, Seconds
@@ -86,8 +84,6 @@ def machine_orders(cluster: Cluster) -> list[tuple[int, ...]]:
 
 # --- lower bound ---
 
-Floats = NDArray[np.float64]
-
 
 def lower_bound(graph: LayerGraph, cluster: Cluster, costs: Costs) -> float:
     """Return seconds that every plan takes at least.
@@ -103,7 +99,7 @@ def lower_bound(graph: LayerGraph, cluster: Cluster, costs: Costs) -> float:
     efficient. The graph has its loss.
     """
     gradients = with_gradient(graph)
-    layers = [layer for layer in graph.layers if layer.kind != INPUT]
+    layers = graph.computed
     overheads = np.array([machine.overhead for machine in cluster.machines])
     passes = {layer.name: 1 + (layer.name in gradients) for layer in layers}
     whole = {layer.name: _seconds(layer, cluster, costs, passes[layer.name]) for layer in layers}
@@ -125,18 +121,15 @@ def lower_bound(graph: LayerGraph, cluster: Cluster, costs: Costs) -> float:
     return max(_busy(beyond, fixed), *chain.values())
 
 
-def _seconds(layer: Layer, cluster: Cluster, costs: Costs, passes: int) -> Floats:
+def _seconds(layer: Layer, cluster: Cluster, costs: Costs, passes: int) -> FloatArray:
     # What each machine takes for a whole layer: (n_machines,).
-    known: dict[object, float] = {}
-    for index, machine in enumerate(cluster.machines):
-        if machine not in known:
-            known[machine] = sum(costs.passes(layer, layer.region, index)[:passes])
-    return np.array([known[machine] for machine in cluster.machines])
+    each = (costs.passes(layer, layer.region, index) for index in range(len(cluster)))
+    return np.array([sum(both[:passes]) for both in each])
 
 
-def _busy(beyond: dict[str, Floats], fixed: dict[str, Floats]) -> float:
+def _busy(beyond: dict[str, FloatArray], fixed: dict[str, FloatArray]) -> float:
     # The bound by the total work, whatever its order.
-    totals: Floats = np.sum(list(beyond.values()), axis=0)
+    totals: FloatArray = np.sum(list(beyond.values()), axis=0)
     # A second of a faster machine counts more.
     weights = 1.0 / np.maximum(totals, 1e-300)
     weights /= weights.sum()
@@ -196,8 +189,20 @@ def planning_request(
         notify("measuring this machine")
     machines = machines or here(most)
     single = single_sample(graph)
-    costs = AnalyticCosts(machines, batch=batch, single=single)
-    request = PlanningRequest(
+    arithmetic = AnalyticCosts(machines, batch=batch, single=single)
+    costs: AnalyticCosts | ProfiledCosts = arithmetic
+    if measures:
+
+        def progress(n_done: int, n_wanted: int, name: str) -> None:
+            notify(f"measuring layer {n_done + 1} of {n_wanted}: {name}")
+
+        own = loss_module(graph, sample, loss) if loss else None
+        found = modules_of(graph, model, own)
+        modules = {path: copy.deepcopy(module) for path, module in found.items()}
+        measured = profiled(graph, batch=batch, modules=modules, progress=progress)
+        host = None if is_here else AnalyticCosts(here(1), batch=batch, single=single)
+        costs = ProfiledCosts(measured, machines=arithmetic, host=host, slower=slower)
+    return PlanningRequest(
         graph=graph,
         sample=sample,
         model=asked.model,
@@ -209,16 +214,6 @@ def planning_request(
         pins=asked.pins,
         exactly=asked.exactly,
     )
-    if not measures:
-        return request
-    host = None if is_here else AnalyticCosts(here(1), batch=batch, single=single)
-
-    def progress(n_done: int, n_wanted: int, name: str) -> None:
-        notify(f"measuring layer {n_done + 1} of {n_wanted}: {name}")
-
-    modules = _modules(request, model)
-    measured = profiled(graph, batch=batch, modules=modules, progress=progress)
-    return replace(request, costs=ProfiledCosts(measured, machines=costs, host=host, slower=slower))
 
 
 def _captured(model: nn.Module, asked: Request) -> tuple[Sample, LayerGraph]:
@@ -257,15 +252,6 @@ def _check_sizes(graph: LayerGraph, batch: int) -> None:
                 f"tensor {name!r} of shape {list(use.shape)} takes more than "
                 f"{_N_BYTES_MAX:.2g} bytes: use a smaller model"
             )
-
-
-def _modules(request: PlanningRequest, model: nn.Module) -> dict[str, nn.Module]:
-    # Copies of the modules of opaque layers, by path.
-    own = None
-    if request.loss and request.sample is not None:
-        own = loss_module(request.graph, request.sample, request.loss)
-    found = modules_of(request.graph, model, own)
-    return {path: copy.deepcopy(module) for path, module in found.items()}
 
 
 # --- plans ---
@@ -330,16 +316,9 @@ def plan(
 ) -> list[Planned]:
     """Return the best plan for each number of machines, ascending: the first ones of the cluster.
 
-    `notify` is called with a line of progress. GraphError for an impossible number of machines or
-    pin.
+    `notify` is called with a line of progress, which begins with the number of machines. GraphError
+    for an impossible number of machines or pin.
     """
-    return list(each_plan(request, counts, notify=notify))
-
-
-def each_plan(
-    request: PlanningRequest, counts: Sequence[int], *, notify: Notify = lambda _: None
-) -> Iterator[Planned]:
-    """Yield what `plan` returns, each plan as soon as it is found."""
     for count in counts:
         request.cluster.first(count)  # raises before anything that takes long
     if not counts:
@@ -350,29 +329,22 @@ def each_plan(
     # Smaller counts are planned too, by the solver alone: more machines may use a plan for fewer,
     # and a row must not depend on the other rows.
     fewer = [] if request.exactly else [n for n in _FEWER if n < most]
-    for count in sorted({*counts, *fewer}):
-        try:
-            with _no_garbage_collection():
-                done = planner.plan_for(count, is_shown=count in counts)
-        except GraphError:
-            if request.pins and count < most:
-                continue  # a pin needs more machines
-            raise
-        if count in counts:
-            yield done
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
+    found = {}
     # Plans of large models are millions of objects without cycles; looking for cycles among them
     # would take a third of the time.
     was_enabled = gc.isenabled()
     gc.disable()
     try:
-        yield
+        for count in sorted({*counts, *fewer}):
+            try:
+                found[count] = planner.plan_for(count, is_shown=count in counts)
+            except GraphError:
+                if not request.pins or count == most:
+                    raise  # else a pin needs more machines
     finally:
         if was_enabled:
             gc.enable()
+    return [done for count, done in found.items() if count in counts]
 
 
 def divisors(batch: int, *, n_machines: int) -> list[int]:
@@ -388,11 +360,8 @@ class _Planner:
         self._notify = notify
         self._simulator = PlanSimulator(request)
         self._best: SimulatedPlan | None = None
-        whole = {
-            layer.name: Placement.whole(len(layer.shape), 0)
-            for layer in request.graph.layers
-            if layer.kind != INPUT
-        }
+        layers = request.graph.computed
+        whole = {layer.name: Placement.whole(len(layer.shape), 0) for layer in layers}
         self._alone = self._simulator.way("one machine", whole, n_machines=1)
 
     def plan_for(self, count: int, *, is_shown: bool) -> Planned:

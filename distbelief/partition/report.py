@@ -137,21 +137,19 @@ def lack(done: Planned) -> str:
 def costs_of(request: PlanningRequest) -> str:
     """Say where the costs are from, for the table and the plan."""
     cluster, costs = request.cluster, request.costs
-    if not isinstance(costs, ProfiledCosts):
-        text = f"Costs: {cluster.origin} figures of cluster {cluster.name!r}, no measured layer."
-        return f"{text} {cluster.note}".strip()
-    layers = [layer for layer in request.graph.layers if layer.kind != INPUT]
-    n_known = sum(map(costs.knows, layers))
-    text = (
-        f"Costs: {'layer times' if costs.is_absolute else 'layer efficiency'} measured on this "
-        f"host on {costs.profile.date[:10]} ({n_known} of {len(layers)} layers), machines of "
-        f"cluster {cluster.name!r} ({cluster.origin})."
-    )
-    if costs.slower > 1.0:
-        text += (
-            f" This host is now {costs.slower:.1f} times as slow as then: to measure again, "
-            f"delete {costs.profile.host.path}."
+    text = f"Costs: {cluster.origin} figures of cluster {cluster.name!r}, no measured layer."
+    if isinstance(costs, ProfiledCosts):
+        layers = request.graph.computed
+        text = (
+            f"Costs: {'layer times' if costs.is_absolute else 'layer efficiency'} measured on this "
+            f"host on {costs.profile.date[:10]} ({sum(map(costs.knows, layers))} of {len(layers)} "
+            f"layers), machines of cluster {cluster.name!r} ({cluster.origin})."
         )
+        if costs.slower > 1.0:
+            text += (
+                f" This host is now {costs.slower:.1f} times as slow as then: to measure again, "
+                f"delete {costs.profile.host.path}."
+            )
     return f"{text} {cluster.note}".strip()
 
 
@@ -218,12 +216,10 @@ def explain(planned: Planned, name: str) -> tuple[str, list[Alternative]]:
     transfers = sum(
         (table[:, choice[other]] for other, table in problem.neighbours[node]), 0.0 * own
     )
-    chosen = choice[node]
+    chosen, together = choice[node], own + transfers
     rows = []
     for index, candidate in enumerate(solved.decoder.nodes[node].candidates):
-        more = float(own[index]) + float(transfers[index])
-        together = more
-        more -= float(own[chosen]) + float(transfers[chosen])
+        more = float(together[index] - together[chosen])
         choice[node] = index
         reason = f"{seconds(more)} more"
         if index == chosen:
@@ -233,7 +229,7 @@ def explain(planned: Planned, name: str) -> tuple[str, list[Alternative]]:
         elif more <= 0:
             reason = f"{seconds(-more)} less, but more elsewhere" if more else "as good"
         costs = float(own[index]), float(transfers[index])
-        rows.append(Alternative(together, index, *costs, candidate.label, reason))
+        rows.append(Alternative(sum(costs), index, *costs, candidate.label, reason))
     return group.root.name, sorted(rows)
 
 

@@ -10,7 +10,7 @@ time, cheapest in the model first, simulates the plan, and keeps it if it is fas
 randomness and no clock: equal problems end in equal plans.
 """
 
-import math
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, final
@@ -20,11 +20,11 @@ import numpy as np
 from distbelief.graph.graph import LayerGraph
 from distbelief.partition.candidates import Candidate, candidates, check_pins, pinned
 from distbelief.partition.cost_model import AnalyticCosts, ProfiledCosts, Variance, single_sample
-from distbelief.partition.cost_tables import Floats, Tables
+from distbelief.partition.cost_tables import Tables
 from distbelief.partition.grouping import Group, groups
 from distbelief.partition.solvers.problem import Choice, Problem, Solution
 from distbelief.partition.solvers.solve import solve
-from distbelief.program.cluster import UNLIMITED, Cluster
+from distbelief.program.cluster import UNLIMITED, Cluster, FloatArray
 from distbelief.program.compiler import CompilerCache, compile_plan
 from distbelief.program.placement import Placement
 from distbelief.program.step_cost import Costs, StepCost, step_cost
@@ -61,6 +61,7 @@ class PlanningRequest:
 class Node:
     group: Group
     candidates: tuple[Candidate, ...]
+    placements: tuple[Mapping[str, Placement], ...]  # of all members, by candidate
 
 
 @final
@@ -74,7 +75,7 @@ class Decoder:
         """Return the placement of every layer except inputs."""
         placed: dict[str, Placement] = {}
         for node, index in zip(self.nodes, choice, strict=True):
-            placed |= node.group.placements(node.candidates[index].placement)
+            placed |= node.placements[index]
         return placed
 
     def choice(self, placements: Mapping[str, Placement]) -> tuple[int, ...] | None:
@@ -109,6 +110,7 @@ def build(
     check_pins(graph, pins)
     costs = costs or AnalyticCosts(cluster, batch=batch, single=single_sample(graph))
     found = groups(graph, pinned=pins)
+    tables = Tables(graph, cluster, batch=batch, costs=costs)
     nodes = []
     for group in found:
         root = group.root
@@ -116,13 +118,13 @@ def build(
             options = [pinned(root, cluster, pins[root.name], machines=machines)]
         else:
             options = candidates(root, cluster, machines=machines)
-            options += _missing(options, [plan[root.name] for plan in also])
-        nodes.append(Node(group, tuple(options)))
-    tables = Tables(graph, cluster, batch=batch, costs=costs)
-    for node in nodes:
-        tables.place(node.group, [option.placement for option in node.candidates])
+            known = {candidate.placement for candidate in options}
+            others = dict.fromkeys(plan[root.name] for plan in also)
+            options += [Candidate(other, str(other)) for other in others if other not in known]
+        placed = tables.place(group, [option.placement for option in options])
+        nodes.append(Node(group, tuple(options), placed))
     # Several values may go from one group to another: their costs add up.
-    edges: dict[tuple[int, int], Floats] = {}
+    edges: dict[tuple[int, int], FloatArray] = {}
     for pair, table in tables.transfers(found):
         edges[pair] = edges[pair] + table if pair in edges else table
     caps = np.array([machine.memory for machine in cluster.machines])
@@ -137,12 +139,6 @@ def build(
         ),
         Decoder(tuple(nodes)),
     )
-
-
-def _missing(options: Sequence[Candidate], placements: Sequence[Placement]) -> list[Candidate]:
-    known = {candidate.placement for candidate in options}
-    wanted = dict.fromkeys(p for p in placements if p not in known)
-    return [Candidate(placement, str(placement)) for placement in wanted]
 
 
 # --- simulated plans ---
@@ -174,28 +170,25 @@ class PlanSimulator:
 
     def __init__(self, request: PlanningRequest) -> None:
         self._request = request
-        self._costs: dict[int, Costs] = {1: request.costs}
-        self._caches: dict[int, CompilerCache] = {}
+        self._known: dict[int, tuple[Costs, CompilerCache]] = {}  # by number of micro-batches
         self._variance = Variance(request.graph, request.cluster)
 
     def cost(
         self, placements: Mapping[str, Placement], *, n_machines: int, micro_batches: int = 1
     ) -> StepCost:
         request, batch = self._request, self._request.batch // micro_batches
-        if micro_batches not in self._costs:
-            self._costs[micro_batches] = request.costs.with_batch(batch)
-        if micro_batches not in self._caches:
-            # With micro-batches there is one plan each and no search: a small cache is enough.
-            n_plans = 4 if micro_batches == 1 else 1
-            self._caches[micro_batches] = CompilerCache(request.graph, n_plans=n_plans)
+        if micro_batches not in self._known:
+            is_one = micro_batches == 1
+            self._known[micro_batches] = (
+                request.costs if is_one else request.costs.with_batch(batch),
+                # With micro-batches there is one plan each and no search: a small cache is enough.
+                CompilerCache(request.graph, n_plans=4 if is_one else 1),
+            )
+        costs, cache = self._known[micro_batches]
         compiled = compile_plan(
-            request.graph,
-            placements,
-            batch=batch,
-            n_machines=n_machines,
-            cache=self._caches[micro_batches],
+            request.graph, placements, batch=batch, n_machines=n_machines, cache=cache
         )
-        cluster, costs = request.cluster.first(n_machines), self._costs[micro_batches]
+        cluster = request.cluster.first(n_machines)
         return step_cost(compiled, cluster, costs, micro_batches=micro_batches)
 
     def way(
@@ -348,9 +341,7 @@ def search(
 ) -> SimulatedPlan | None:
     """Improve the best plan by local search; None if nothing better was found.
 
-    It minimises the median with variance, by which plans are ranked. With variances of 0.05 and 0.3
-    it ends in the same plans as without (AlexNet, VGG-16, MobileNet on 2, 4 and 8 machines), so one
-    measure is enough.
+    It minimises the median with variance, by which plans are ranked.
     """
     count = len(cluster)
     start, first = min(solved.ways.items(), key=lambda item: item[1].rank)
@@ -363,25 +354,21 @@ def search(
     if not tries or count == 1:
         return None
     method = f"{first.method.removesuffix(_SEARCHED)}{_SEARCHED}"
-    n_played = 0
-    fastest: tuple[float, SimulatedPlan] = (math.inf, first)  # all of them take too much memory
+    numbers = itertools.count()
+
+    def way_of(choice: Choice) -> SimulatedPlan:
+        placements = solved.decoder(choice)
+        return solved.ways.get(choice) or simulator.way(method, placements, n_machines=count)
 
     def seconds_of(choice: Choice) -> float:
-        nonlocal n_played, fastest
+        n_played = next(numbers)
         if n_played % _NOTIFY_EVERY == 0:
             notify(f"{count} machines: search, {n_played} of {tries} plans")
-        n_played += 1
-        way = solved.ways.get(choice) or simulator.way(
-            method, solved.decoder(choice), n_machines=count
-        )
-        seconds = way.seconds[1] * (1.0 + 1e3 * way.overrun)  # much longer if memory is short
-        # By more than rounding, as `improve` counts.
-        if seconds < fastest[0] * (1 - _ROUNDING):
-            fastest = (seconds, way)
-        return seconds
+        way = way_of(choice)
+        return way.seconds[1] * (1.0 + 1e3 * way.overrun)  # much longer if memory is short
 
     better, _ = improve(solved.problem, start, seconds_of, tries=tries)
     if better == start:
         return None
     cost = solved.problem.cost(better)
-    return replace(fastest[1], method=method, model_seconds=cost)
+    return replace(way_of(better), method=method, model_seconds=cost)

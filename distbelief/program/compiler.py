@@ -67,11 +67,13 @@ class LruCache(Generic[_T]):
 
     def get(self, key: Hashable, make: Callable[[], _T]) -> _T:
         # Popping and inserting again moves the entry to the end: the first one is the oldest.
-        found = self._kept.pop(key) if key in self._kept else make()
-        self._kept[key] = found
-        if len(self._kept) > self._n_max:
-            del self._kept[next(iter(self._kept))]
-        return found
+        kept = self._kept.pop(key, None)
+        if kept is None:
+            kept = make()
+            if len(self._kept) >= self._n_max:
+                del self._kept[next(iter(self._kept))]
+        self._kept[key] = kept
+        return kept
 
 
 @final
@@ -81,7 +83,6 @@ class CompilerCache:
     def __init__(self, graph: LayerGraph, *, n_plans: int = 4) -> None:
         # Room for `n_plans` plans that share nothing.
         n_parts = n_plans * (2 * len(graph.layers) + len(graph.tensors))
-        self.checked = LruCache[None](n_parts)
         self.layers = LruCache[_LayerDemands](n_parts)
         self.unions = LruCache[Mapping[int, tuple[Region, ...]]](n_parts)
         self.pieces = LruCache[list[tuple[int, Region]]](n_parts)
@@ -92,6 +93,7 @@ class CompilerCache:
 # --- demands: states, tensors and sums that each rank needs ---
 
 Needs = Mapping[str, Mapping[int, tuple[Region, ...]]]
+Kept = Mapping[str, list[tuple[int, Region]]]
 
 
 @final
@@ -104,17 +106,12 @@ class Demands:
     states: Needs  # by layer that is read, then by rank that reads it
     tensors: Needs  # by tensor, then by rank that uses it
     contributions: Needs  # by partial layer, then by rank: where it adds to the output
+    owners: Kept  # of each layer except inputs, once it is computed
 
 
-def check(
-    graph: LayerGraph,
-    placements: Mapping[str, Placement],
-    *,
-    n_machines: int,
-    cache: LruCache[None],
-) -> None:
-    """Raise GraphError if a layer has no valid placement, or a placement has no layer."""
-    computed = [layer.name for layer in graph.layers if layer.kind != INPUT]
+def check(graph: LayerGraph, placements: Mapping[str, Placement]) -> None:
+    """Raise GraphError if a layer has no placement, or a placement has no layer."""
+    computed = [layer.name for layer in graph.computed]
     for name in placements:
         if name in graph.by_name and graph[name].kind == INPUT:
             raise GraphError(
@@ -132,9 +129,6 @@ def check(
             f"the plan has no placement for {', '.join(map(repr, missing))}: every "
             "layer except inputs needs one"
         )
-    for name, placement in placements.items():
-        check_one = partial(placement.check, graph[name], n_machines=n_machines)
-        cache.get((name, placement, n_machines), check_one)
 
 
 _Found = dict[str, dict[int, set[Region]]]
@@ -147,34 +141,40 @@ class _LayerDemands:
     forward: tuple[Task, ...]
     backward: tuple[Task, ...]  # the last cell first
     needs: Mapping[_Sort, _Found]
+    owners: list[tuple[int, Region]]
 
 
 def demands(
-    graph: LayerGraph, placements: Mapping[str, Placement], *, batch: int, cache: CompilerCache
+    graph: LayerGraph,
+    placements: Mapping[str, Placement],
+    *,
+    batch: int,
+    n_machines: int,
+    cache: CompilerCache,
 ) -> Demands:
-    """Return what each rank computes and needs; the placements have been checked."""
+    """Return what each rank computes and needs; GraphError if a placement is impossible."""
     by_layer: dict[str, _LayerDemands] = {}
     once = joined(graph)
-    for layer in graph.layers:
-        if layer.kind == INPUT:
-            continue
-        name = layer.name
+    for layer in graph.computed:
+        name, placement = layer.name, placements[layer.name]
         # A batch statistic has one sample, but it reads all of them.
         n_samples = 1 if once.issuperset((name, *layer.inputs)) else batch
         backward = name in cache.gradients
-        make = partial(_layer_demands, layer, placements[name], batch=n_samples, backward=backward)
-        by_layer[name] = cache.layers.get((name, placements[name]), make)
+        make = partial(_layer_demands, layer, placement, n_machines, n_samples, backward=backward)
+        by_layer[name] = cache.layers.get((name, placement, n_machines), make)
     united = {sort: _united(by_layer, sort, placements, cache=cache) for sort in get_args(_Sort)}
     return Demands(
         forward=tuple(task for each in by_layer.values() for task in each.forward),
         backward=tuple(task for each in reversed(by_layer.values()) for task in each.backward),
+        owners={name: each.owners for name, each in by_layer.items()},
         **united,
     )
 
 
 def _layer_demands(
-    layer: Layer, placement: Placement, *, batch: int, backward: bool
+    layer: Layer, placement: Placement, n_machines: int, batch: int, *, backward: bool
 ) -> _LayerDemands:
+    placement.check(layer, n_machines=n_machines)
     tasks = list(tasks_of(layer, placement, batch=batch))
     # Combining adds up messages; it reads no layer and no tensor.
     computing = [task for task in tasks if task.phase != "combine"]
@@ -191,8 +191,11 @@ def _layer_demands(
             if region.n_elements:
                 needs[sort].setdefault(name, {}).setdefault(task.machine, set()).add(region)
     phases: dict[bool, Phase] = {False: "backward", True: "partial_backward"}
-    back = [msgspec.structs.replace(task, phase=phases[task.is_partial]) for task in computing]
-    return _LayerDemands(tuple(tasks), tuple(reversed(back)) if backward else (), needs)
+    back = [
+        msgspec.structs.replace(task, phase=phases[task.is_partial])
+        for task in (reversed(computing) if backward else ())
+    ]
+    return _LayerDemands(tuple(tasks), tuple(back), needs, placement.owners(layer))
 
 
 def _united(
@@ -256,8 +259,6 @@ def _cut(users: Sequence[int], region: Region) -> list[tuple[int, Region]]:
 NUMBER_BYTES: Final = 4
 INTEGER_BYTES: Final = 8
 
-Kept = Mapping[str, list[tuple[int, Region]]]
-
 
 def index_bytes(graph: LayerGraph, *, batch: int) -> dict[str, int]:
     """Return the bytes of one index of each layer's output, all samples together."""
@@ -270,13 +271,7 @@ def index_bytes(graph: LayerGraph, *, batch: int) -> dict[str, int]:
 
 
 def route(
-    graph: LayerGraph,
-    placements: Mapping[str, Placement],
-    needs: Demands,
-    kept: Kept,
-    *,
-    batch: int,
-    cache: CompilerCache,
+    graph: LayerGraph, needs: Demands, kept: Kept, *, batch: int, cache: CompilerCache
 ) -> tuple[Traffic, ...]:
     """Return all messages of a step, the most urgent first.
 
@@ -290,7 +285,7 @@ def route(
     def between(
         kind: MessageKind, name: str, owners: list[tuple[int, Region]], wanted: Needs, n_dims: int
     ) -> Traffic:
-        subject, users = (kind, name), wanted.get(name, {})
+        subject, users = (kind, name), wanted[name]
         n_bytes = NUMBER_BYTES if kind == "parameter" else each[name]
         return cache.traffic.get(
             (subject, tuple(owners), tuple(users.items())),
@@ -300,11 +295,9 @@ def route(
     def flows(kind: MessageKind, wanted: Needs) -> dict[str, Traffic]:
         # Input layers are left out: each rank reads its part from the data.
         return {
-            layer.name: between(
-                kind, layer.name, placements[layer.name].owners(layer), wanted, len(layer.shape)
-            )
-            for layer in graph.layers
-            if layer.kind != INPUT
+            name: between(kind, name, owners, wanted, len(graph[name].shape))
+            for name, owners in needs.owners.items()
+            if name in wanted
         }
 
     states, sums = flows("state", needs.states), flows("partial_gradient", needs.contributions)
@@ -327,15 +320,14 @@ def _forward(
 ) -> Iterator[Traffic]:
     # Tensors are in the order of the first layer that uses them.
     left = dict(parameters)
-    for layer in graph.layers:
-        if layer.kind == INPUT:
-            continue
+    for layer in graph.computed:
         for use in layer.tensors.values():
             if use.name in left:
                 yield left.pop(use.name)
-        contributing = needs.contributions.get(layer.name, {})
-        yield sums[layer.name].back("partial", senders=contributing)
-        yield states[layer.name]
+        if layer.name in sums:
+            yield sums[layer.name].back("partial", senders=needs.contributions[layer.name])
+        if layer.name in states:
+            yield states[layer.name]
 
 
 def _back(
@@ -351,9 +343,11 @@ def _back(
         return {m for layer in layers for m in going_back.get(layer.name, ())}
 
     for layer in reversed(backward):
-        readers = machines(graph.consumers[layer.name])
-        yield states[layer.name].back("gradient", senders=readers)
-        yield sums[layer.name]
+        if layer.name in states:
+            readers = machines(graph.consumers[layer.name])
+            yield states[layer.name].back("gradient", senders=readers)
+        if layer.name in sums:
+            yield sums[layer.name]
     users: dict[str, list[Layer]] = {}
     for layer in backward:
         for use in layer.tensors.values():
@@ -406,17 +400,16 @@ def compile_plan(
     placement, or cannot be computed there.
     """
     cache = cache or CompilerCache(graph, n_plans=1)
-    check(graph, placements, n_machines=n_machines, cache=cache.checked)
-    placed = [placements[layer.name] for layer in graph.layers if layer.kind != INPUT]
+    check(graph, placements)
+    placed = [placements[layer.name] for layer in graph.computed]
     both = [part for each in placed for part in (each, each.combine) if part is not None]
     order = tuple(dict.fromkeys(machine for part in both for machine in part.machines))
-    needs = demands(graph, placements, batch=batch, cache=cache)
+    needs = demands(graph, placements, batch=batch, n_machines=n_machines, cache=cache)
     kept = {}
     averages = running_averages(graph)
     for name, by_machine in needs.tensors.items():
         if name in averages:  # the rank that computes a running statistic owns it
-            layer = graph[averages[name]]
-            kept[name] = placements[layer.name].owners(layer)
+            kept[name] = needs.owners[averages[name]]
             continue
         # In the order of the plan, so that the numbers of the machines do not matter.
         users = {m: by_machine[m] for m in order if m in by_machine}
@@ -433,5 +426,5 @@ def compile_plan(
         gradients=cache.gradients,
         demands=needs,
         kept=kept,
-        traffic=route(graph, placements, needs, kept, batch=batch, cache=cache),
+        traffic=route(graph, needs, kept, batch=batch, cache=cache),
     )

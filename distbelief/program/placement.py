@@ -28,7 +28,7 @@ Cuts = tuple[tuple[int, ...], ...]
 
 
 @final
-class Placement(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class Placement(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, cache_hash=True):
     """A grid of cells and the machine of each cell."""
 
     cuts: Cuts  # per dimension, ascending; 0 and the extent are left out

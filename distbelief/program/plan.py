@@ -123,7 +123,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             if n == n_planned and figures != self.cluster.fingerprint:
                 planned = f"{self.cluster.name} ({self.cluster.fingerprint})"
                 compared.append(("the cluster", planned, f"{cluster.name} ({figures})"))
-        placed = {layer.name: "placed" for layer in graph.layers if layer.kind != INPUT}
+        placed = {layer.name: "placed" for layer in graph.computed}
         # Another loss or input changes the graph too: it is compared only if those agree.
         differences = _differences(compared) or _differences(
             [
@@ -154,6 +154,8 @@ def plan_for(
     loss: str,
     cluster: Cluster,
     predicted: Prediction | None = None,
+    model: str = "",
+    micro_batches: int = 1,
 ) -> Plan:
     """Return a checked plan with these placements.
 
@@ -165,6 +167,7 @@ def plan_for(
     # In the order of the graph, so that equal plans are equal files.
     names = sorted(placements, key=lambda name: order.get(name, len(order)))
     plan = Plan(
+        model=model,
         graph=graph.fingerprint,
         inputs=_inputs(graph),
         batch=batch,
@@ -172,6 +175,7 @@ def plan_for(
         cluster=target,
         placements={name: placements[name] for name in names},
         predicted=predicted,
+        micro_batches=micro_batches,
         captured=packed(graph),
     )
     plan.check(graph, batch=batch, loss=loss, cluster=cluster)

@@ -16,10 +16,10 @@ import numpy.typing as npt
 
 from distbelief.graph.graph import INPUT, GraphError, Layer
 from distbelief.graph.region import IntArray, Region
-from distbelief.program.cluster import Cluster
+from distbelief.program.cluster import Cluster, FloatArray
 from distbelief.program.compiler import NUMBER_BYTES, Compiled, index_bytes
 from distbelief.program.step_graph import schedule
-from distbelief.program.step_simulator import FloatArray, SimulatedStep, StepSimulator
+from distbelief.program.step_simulator import SimulatedStep, StepSimulator
 from distbelief.program.tasks import Task
 from distbelief.program.traffic import Traffic
 
@@ -73,7 +73,7 @@ def _states(compiled: Compiled) -> Iterator[tuple[int, int]]:
             held = needs.states.get(layer.name, {})
         else:
             held = needs.contributions.get(layer.name, {})
-            for machine, region in compiled.placements[layer.name].owners(layer):
+            for machine, region in needs.owners[layer.name]:
                 yield machine, each * region.n_elements
         for machine, regions in held.items():
             yield machine, each * _n_elements(regions)
@@ -83,8 +83,8 @@ def _received(compiled: Compiled) -> Iterator[tuple[int, int]]:
     for flow in compiled.traffic:
         if flow.kind == "state":
             both = 2 if flow.name in compiled.gradients else 1
-            for machine, which in flow.receiving.items():
-                yield machine, both * int(flow.n_bytes[which].sum())
+            for machine, n_bytes in flow.received_bytes.items():
+                yield machine, both * n_bytes
 
 
 def _n_elements(regions: Sequence[Region]) -> int:

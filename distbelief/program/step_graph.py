@@ -12,11 +12,11 @@ as they can (Narayanan et al. 2019, "PipeDream", section 3.2).
 """
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, final
 
-from distbelief.graph.graph import INPUT, GraphError, Layer, LayerGraph
+from distbelief.graph.graph import GraphError, Layer, LayerGraph
 from distbelief.graph.operator import joined
 from distbelief.graph.ops.call import is_module
 from distbelief.program.compiler import Compiled
@@ -32,22 +32,22 @@ class Dependencies:
     task     of one rank, in a phase; also waits until its rank is free
     sending  the messages of one kind and name from one rank; each also waits for the network
     arrival  all messages of one kind and name have reached one rank
-    gate     takes no time: "layer v is computed on rank q"
+    gate     takes no time: "layer v is computed on rank q", if by several tasks
     """
 
     n_tasks: int
     n_before: list[int]  # per node, the number of nodes that it waits for
     after: list[list[int]]  # per node, the nodes that wait for it
-    # By index of the traffic and rank.
-    sending: dict[tuple[int, int], int] = field(default_factory=dict)
-    # By index of the traffic and rank.
-    arrival: dict[tuple[int, int], int] = field(default_factory=dict)
+    # By node: index of the traffic, and rank.
+    sending: dict[int, tuple[int, int]] = field(default_factory=dict)
+    arrival: dict[int, tuple[int, int]] = field(default_factory=dict)
 
-    def new(self) -> int:
-        """Add a node without dependencies and return it."""
-        self.n_before.append(0)
-        self.after.append([])
-        return len(self.after) - 1
+    def new(self, n: int = 1) -> range:
+        """Add nodes without dependencies and return them."""
+        first = len(self.after)
+        self.n_before += [0] * n
+        self.after += [[] for _ in range(n)]
+        return range(first, first + n)
 
     def wait(self, node: int, others: Iterable[int]) -> None:
         for other in others:
@@ -71,10 +71,10 @@ class _Builder:
                 (self._sending, self._nodes.sending, flow.sending),
                 (self._arrival, self._nodes.arrival, flow.receiving),
             ):
-                nodes = {machine: self._nodes.new() for machine in machines}
+                nodes = dict(zip(machines, self._nodes.new(len(machines)), strict=True))
                 found[flow.kind][flow.name] = nodes
-                numbered |= {(index, machine): node for machine, node in nodes.items()}
-        for node in self._nodes.arrival.values():
+                numbered |= {node: (index, machine) for machine, node in nodes.items()}
+        for node in self._nodes.arrival:
             self._nodes.n_before[node] = 1  # the last of its messages
         # Gates, by layer and rank: its contributions are computed; its output; its gradient is
         # complete; its backward tasks are done.
@@ -89,9 +89,8 @@ class _Builder:
         n_forward = len(compiled.demands.forward)
         forward = _by_layer(tasks[:n_forward])
         backward = _by_layer(tasks[n_forward:])
-        for layer in compiled.graph.layers:
-            if layer.kind != INPUT:
-                self._forward(layer, forward[layer.name])
+        for layer in compiled.graph.computed:
+            self._forward(layer, forward[layer.name])
         for layer in reversed(compiled.graph.layers):
             if layer.name in backward:
                 self._backward(layer, backward[layer.name])
@@ -136,7 +135,8 @@ class _Builder:
         # The gradient is complete on a rank when its own readers are done and all others have sent.
         self._gradient[name] = {}
         for machine, computed in self._computed[name].items():
-            node = self._gate([computed])
+            (node,) = self._nodes.new()
+            self._nodes.wait(node, [computed])
             self._wait(node, self._gone_back, readers, machine)
             self._wait(node, self._arrival["gradient"], [name], machine)
             self._gradient[name][machine] = node
@@ -157,8 +157,10 @@ class _Builder:
                 found.setdefault(use.name, {})[layer.name] = None
         return found
 
-    def _gate(self, others: Iterable[int]) -> int:
-        node = self._nodes.new()
+    def _gate(self, others: Sequence[int]) -> int:
+        if len(others) == 1:
+            return others[0]
+        (node,) = self._nodes.new()
         self._nodes.wait(node, others)
         return node
 
@@ -241,14 +243,14 @@ def _repeated(once: Schedule, n: int) -> Schedule:
     shared = {
         node
         for numbered in (own.sending, own.arrival)
-        for (flow, _), node in numbered.items()
+        for node, (flow, _) in numbered.items()
         if once.traffic[flow].kind in _ONCE
     }
     first: list[int] = []  # the numbers of the nodes in the first copy
     for copy in range(n):
         here = [copy * n_tasks + task for task in range(n_tasks)]
         here += [
-            first[node] if copy and node in shared else nodes.new()
+            first[node] if copy and node in shared else nodes.new()[0]
             for node in range(n_tasks, len(own.after))
         ]
         first = first or here
@@ -259,10 +261,10 @@ def _repeated(once: Schedule, n: int) -> Schedule:
         added = len(once.traffic) + (copy - 1) * len(each)
         index = {flow: added + place if copy else flow for place, flow in enumerate(each)}
         for numbered, mine in ((own.sending, nodes.sending), (own.arrival, nodes.arrival)):
-            for (flow, machine), node in numbered.items():
+            for node, (flow, machine) in numbered.items():
                 if not (copy and node in shared):
-                    mine[index.get(flow, flow), machine] = here[node]
-        for node in own.arrival.values():
+                    mine[here[node]] = (index.get(flow, flow), machine)
+        for node in own.arrival:
             nodes.n_before[here[node]] = 1  # the last of its messages
     return Schedule(
         tasks=once.tasks * n,

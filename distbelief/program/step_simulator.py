@@ -18,14 +18,11 @@ from dataclasses import dataclass
 from typing import Final, final
 
 import numpy as np
-import numpy.typing as npt
 
 from distbelief.graph.region import IntArray
-from distbelief.program.cluster import Cluster
+from distbelief.program.cluster import Cluster, FloatArray
 from distbelief.program.step_graph import Schedule
 
-
-FloatArray = npt.NDArray[np.float64]
 
 # Kinds that the receiver adds to what it has. Partial outputs are added by tasks (`combine`).
 _SUMS: Final = frozenset({"gradient", "parameter_gradient"})
@@ -60,7 +57,7 @@ class StepSimulator:
         n, nodes, traffic = len(order), step.nodes, step.traffic
         machines = [cluster.machines[machine] for machine in order]
         place = {machine: index for index, machine in enumerate(order)}
-        self._machines = np.array(order, dtype=np.int64)
+        self._order = order
         self._place = place
         self._nodes = nodes
         self._places = [place[task.machine] for task in step.tasks]
@@ -70,22 +67,21 @@ class StepSimulator:
         self._rates: list[list[float]] = rates.tolist()
         self._latency = cluster.latency
         self._overhead = cluster.message_overhead
-        # Per machine, processor seconds per byte of a message, and per message.
-        self._handling = [1.0 / machine.message_rate for machine in machines]
-        self._each = [machine.handling / machine.cores for machine in machines]
+        # Per machine, half of the processor seconds per byte of a message, and per message.
+        self._handling = [0.5 / machine.message_rate for machine in machines]
+        self._each = [0.5 * machine.handling / machine.cores for machine in machines]
         self._handles = any(self._handling) or any(self._each)
         self._adding = [dict[int, float]() for _ in traffic]
         self._sending = {
-            node: (flow, place[machine]) for (flow, machine), node in nodes.sending.items()
+            node: (flow, place[machine]) for node, (flow, machine) in nodes.sending.items()
         }
         self._arrival = [dict[int, int]() for _ in traffic]
         self._missing = [[0] * n for _ in traffic]
-        for (flow, machine), node in nodes.arrival.items():
+        for node, (flow, machine) in nodes.arrival.items():
             self._arrival[flow][place[machine]] = node
-            received = traffic[flow].receiving[machine]
-            self._missing[flow][place[machine]] = len(received)
+            self._missing[flow][place[machine]] = len(traffic[flow].receiving[machine])
             if traffic[flow].kind in _SUMS:
-                n_bytes = int(traffic[flow].n_bytes[received].sum())
+                n_bytes = traffic[flow].received_bytes[machine]
                 per_byte = _ADDING / cluster.machines[machine].memory_rate
                 self._adding[flow][place[machine]] = n_bytes * per_byte
         # Heap of (time, code): a code below the number of nodes is a node, else a message.
@@ -184,17 +180,14 @@ class StepSimulator:
 
     def _offer(self, flow: int, sender: int) -> None:
         traffic = self._traffic[flow]
-        which = traffic.sending[int(self._machines[sender])]
-        part = slice(which.start, which.stop)
-        rates, waiting = self._rates[sender], self._waiting[sender]
-        receivers, sizes = traffic.receivers[part].tolist(), traffic.n_bytes[part].tolist()
-        for machine, n_bytes in zip(receivers, sizes, strict=True):
+        sent = traffic.sent[self._order[sender]]
+        rates, waiting, overhead = self._rates[sender], self._waiting[sender], self._overhead
+        for machine, n_bytes in sent:
             receiver = self._place[machine]
-            seconds = self._overhead + n_bytes / rates[receiver]
-            insort(waiting[receiver], (-flow, seconds, n_bytes))
+            insort(waiting[receiver], (-flow, overhead + n_bytes / rates[receiver], n_bytes))
             self._outgoing[sender] |= 1 << receiver
             self._incoming[receiver] |= 1 << sender
-        self._n_left[sender][flow] = len(sizes)
+        self._n_left[sender][flow] = len(sent)
         heapq.heappush(self._urgent[sender], flow)
         self._touched_senders |= 1 << sender
 
@@ -269,12 +262,11 @@ class StepSimulator:
                         return found
         return found
 
-    def _handle(self, n_bytes: int, *ends: int) -> None:
+    def _handle(self, n_bytes: int, sender: int, receiver: int) -> None:
         # The tasks at both ends take longer.
-        for place in ends:
+        for place in (sender, receiver):
             if self._is_busy[place]:
-                taken = self._each[place] + n_bytes * self._handling[place]
-                self._owed[place] += taken / 2
+                self._owed[place] += self._each[place] + n_bytes * self._handling[place]
 
     def _end_message(self, index: int, now: float) -> None:
         sender, receiver = self._senders[index], self._receivers[index]
@@ -296,7 +288,7 @@ class StepSimulator:
             heapq.heappush(self._queue, (arrival, node))
 
     def _played(self) -> SimulatedStep:
-        n_tasks = self._nodes.n_tasks
+        n_tasks, machines = self._nodes.n_tasks, np.array(self._order, dtype=np.int64)
         starts = np.array([*self._task_starts, *self._starts])
         task_ends = starts[:n_tasks] + np.array(self._seconds)
         expected = sum(map(len, self._traffic))
@@ -308,8 +300,8 @@ class StepSimulator:
             arrivals=np.append(task_ends, self._arrivals),
             n_tasks=n_tasks,
             flows=np.array(self._flows, dtype=np.int64),
-            senders=self._machines[np.array(self._senders, dtype=np.int64)],
-            receivers=self._machines[np.array(self._receivers, dtype=np.int64)],
+            senders=machines[np.array(self._senders, dtype=np.int64)],
+            receivers=machines[np.array(self._receivers, dtype=np.int64)],
             n_bytes=np.array(self._sizes, dtype=np.int64),
         )
 

@@ -128,9 +128,18 @@ class Traffic:
             for machine, start, stop in zip(machines.tolist(), starts.tolist(), stops, strict=True)
         }
 
+    @cached_property  # by rank: the receiver and the bytes of each message that it sends
+    def sent(self) -> Mapping[int, list[tuple[int, int]]]:
+        messages = list(zip(self.receivers.tolist(), self.n_bytes.tolist(), strict=True))
+        return {machine: messages[i.start : i.stop] for machine, i in self.sending.items()}
+
     @cached_property  # by rank: the messages that it receives, by sender
     def receiving(self) -> Mapping[int, IntArray]:
         order = np.argsort(self.receivers, kind="stable")
         machines, starts = np.unique(self.receivers[order], return_index=True)
         pieces = np.split(order, starts[1:])
         return dict(zip(machines.tolist(), pieces, strict=bool(len(self))))
+
+    @cached_property  # by rank: the bytes of all messages that it receives
+    def received_bytes(self) -> Mapping[int, int]:
+        return {machine: int(self.n_bytes[i].sum()) for machine, i in self.receiving.items()}

@@ -514,9 +514,9 @@ class Scheduler:
         copies = self._copies(record)
         if len(copies) == 1:  # only the coordinator knows when its shards can be saved
             return self._members.coordinator is None
-        if not self._failover.is_primary(record):
-            return False
-        # Its backup must have been heard since then: it could have died a moment ago.
+        if self._failover.copy_role(record) not in {"primary", "backup"}:
+            return False  # it holds no more than the primary
+        # The other copy must have been heard since then: it could have died a moment ago.
         since = self._moving.get(record.name, math.inf) - cluster.leave_seconds_max
         is_new = any(copy.heard_at <= since for copy in copies)
         return is_new or self._failover.is_irreplaceable(record)

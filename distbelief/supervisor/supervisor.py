@@ -766,9 +766,8 @@ class Supervisor:
         self.shutdown.stage = ShutdownStage.OVER
         self.metrics.ended_at = self._now
         self.scheduler.release_all()
-        self.out.add(
-            rl.Exit(error="interrupted" if self.shutdown.interrupted else self.shutdown.error)
-        )
+        error = "interrupted" if self.shutdown.interrupted else self.shutdown.error
+        self.out.add(rl.Exit(error=error))
 
     # --- view
 

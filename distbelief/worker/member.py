@@ -89,6 +89,7 @@ class JobMember:
         self._runs = False  # the wrapped role has been started
         self._peers: dict[str, wire.PeerEntry] | None = None
         self._gone: set[str] = set()  # peers that are lost for good
+        self._unlisted: dict[str, int] = {}  # senders since the last Peers, which it did not list
         self._early: deque[rl.Event] = deque(maxlen=N_EARLY_MAX)
         self._silence = Silence()  # of the supervisor
         self.reported_failure = False
@@ -125,8 +126,12 @@ class JobMember:
                 return self._supervised(event, now)
             case rl.PeerLost(peer=peer) if peer == rl.SUPERVISOR:
                 return self._supervisor_lost(event.reason, now)
+            case rl.Received(sender=sender) if sender not in (self._peers or {}):
+                if len(self._unlisted) < N_EARLY_MAX:
+                    self._unlisted[sender] = max(event.incarnation, self._unlisted.get(sender, 0))
             case _:
-                return self._forward(event, now)
+                pass
+        return self._forward(event, now)
 
     def status(self) -> tuple[str, Mapping[str, float]]:
         if self.role is None:
@@ -216,10 +221,13 @@ class JobMember:
         before = self._peers or {}
         after = {entry.name: entry for entry in message.entries}
         self._peers = after
+        known = {name: entry.incarnation for name, entry in before.items()}
+        # A message of a peer that is lost may come late. Then it is lost anew.
+        heard, self._unlisted = self._unlisted, {}
         left = "it is no longer a member of the job"
         events: list[rl.Event] = [
-            rl.PeerLost(peer=rl.Address(name), incarnation=entry.incarnation, reason=left)
-            for name, entry in before.items()
+            rl.PeerLost(peer=rl.Address(name), incarnation=incarnation, reason=left)
+            for name, incarnation in {**known, **heard}.items()
             if name not in after and name not in message.gone
         ]
         events += [
@@ -233,7 +241,6 @@ class JobMember:
             if name not in self._gone
         ]
         self._gone.update(message.gone)
-        known = {name: entry.incarnation for name, entry in before.items()}
         connects, joined = new_peers(message, known)
         events += joined
         actions = [*connects, *self._run_role(now)]

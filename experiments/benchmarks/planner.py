@@ -33,7 +33,7 @@ import torch
 
 from distbelief.config.cluster_file import load_cluster
 from distbelief.partition.cost_model import Variance
-from distbelief.partition.planner import Planned, each_plan, plan
+from distbelief.partition.planner import Planned, plan
 from distbelief.partition.search import PlanningRequest, PlanSimulator
 from distbelief.partition.solvers.problem import Choice, Problem
 from distbelief.program.cluster import Cluster
@@ -180,25 +180,28 @@ def over_search(order: PlanningRequest, done: Planned, *, tries: int, seed: int 
 def _table(name: str, net: Net, cluster: Cluster, counts: Sequence[int]) -> dict[str, float]:
     begun = time.perf_counter()
     order = net.order(cluster)
-    last = time.perf_counter()
+    starts: dict[int, float] = {}
+
+    def note(what: str) -> None:
+        starts.setdefault(int(what.partition(" ")[0]), time.perf_counter())
+
+    found = plan(order, counts, notify=note)
+    times = [*starts.values(), time.perf_counter()]
+    taken = dict(zip(starts, np.diff(times).tolist(), strict=True))
     figures: dict[str, float] = {}
     rows = {}
-    for done in each_plan(order, counts):
-        # Some smaller numbers of machines are planned though not asked for: their time
-        # counts as that of the next row.
-        now = time.perf_counter()
-        seconds, last = now - last, now
+    for done in found:
         rows[f"{done.n_machines}"] = {
             "used": f"{len(done.used)}",
             "step, s": f"{done.median:.4g}",
             "speed-up": f"{done.speed_up:.2f}",
             "over bound": f"{done.best.cost.step_seconds / done.lower_bound:.2f}",
             "by": done.best.method,
-            "planned in, s": f"{seconds:.1f}",
+            "planned in, s": f"{taken[done.n_machines]:.1f}",
         }
         figures[f"speed_up_{name}_{done.n_machines}"] = done.speed_up
-        figures[f"seconds_last_{name}"] = seconds
-    figures[f"seconds_table_{name}"] = last - begun
+        figures[f"seconds_last_{name}"] = taken[done.n_machines]
+    figures[f"seconds_table_{name}"] = times[-1] - begun
     measurement.show(f"{name} on {cluster.name}", rows)
     return figures
 

@@ -103,8 +103,24 @@ class Noisy(nn.Module):
         return x + torch.rand_like(x)
 
 
+class Unread(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = nn.Dropout(0.3)
+
+    @override
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.drop(x)
+        return x
+
+
 @pytest.mark.parametrize(
-    ("part", "said"), [(Noisy(), "rand_like"), (nn.RReLU(), "rrelu_with_noise")]
+    ("part", "said"),
+    [
+        (Noisy(), "rand_like"),
+        (nn.RReLU(), "rrelu_with_noise"),
+        (Unread(), "dropout in a part .* whose result is not used"),
+    ],
 )
 def test_other_random_numbers_are_rejected_by_name(part: nn.Module, said: str) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), part)

@@ -114,6 +114,7 @@ class HostedJob(JobCluster):
         places.job = self
         self.n_hosts = 0
         self.n_awaited = n_hosts
+        self.asked: set[Address] = set()  # hosts that were asked to leave
         self.acknowledged = Acknowledged()
         self.simulation.observe(self.acknowledged)
         self.simulation.observe(CopiesApart(self))
@@ -139,6 +140,7 @@ class HostedJob(JobCluster):
             self.simulation.kill(name)
 
     def leave(self, host: Address) -> None:
+        self.asked.add(host)
         stop = Stop(reason="Ctrl+C")
         self.simulation.post(host, rl.Received(sender=USER, incarnation=0, message=stop))
 

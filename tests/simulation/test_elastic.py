@@ -14,7 +14,7 @@ from distbelief.config.job import ShardPlacement
 from distbelief.core.spans import NOTHING, Spans
 from distbelief.parameter_server.policy import ExchangePolicy, Round
 from distbelief.parameter_server.store import ShardStore
-from distbelief.roles.role import SUPERVISOR
+from distbelief.roles.role import SUPERVISOR, Address
 from distbelief.simulation.faults import CutOff, Pause
 from distbelief.supervisor import placement as placement_module
 from distbelief.supervisor.dealer import Dealer
@@ -104,13 +104,16 @@ def _strike_in(seconds: float, dealt: DealtJob, stream: np.random.Generator) -> 
     what = int(stream.integers(8))
     if what == 6:
         struck = (role,) if simulation.is_alive(role) else ()
+    lives = {(name, simulation.incarnation(name)) for name in struck}
     if what in {2, 3} and host is not None:
+        if host in job.asked:  # asked twice, a host ends at once, with its roles (seed 1513)
+            dealt.struck |= lives
         job.leave(host)
     elif what == 7 or not struck:
         if job.n_hosts < N_HOSTS_MAX:
             job.come()
     else:
-        dealt.struck |= {(name, simulation.incarnation(name)) for name in struck}
+        dealt.struck |= lives
         for name in struck:
             if what == 4:
                 simulation.inject(Pause(at=simulation.now, role=name, seconds=seconds))
@@ -170,6 +173,24 @@ def hosts_leave_at_the_end() -> None:
 
 def test_hosts_that_leave_at_the_end_save_first() -> None:
     hosts_leave_at_the_end()
+
+
+def test_nobody_waits_for_a_worker_whose_last_message_comes_late() -> None:
+    """Its host stood still and was given up; a last message left it before its processes ended.
+
+    So its shards took it for one that works, and the others waited for it for ever.
+    """
+    cluster = partial(HostedJob, placement="here", n_hosts=1)
+    dealt = DealtJob(n_replicas=2, cluster=cluster, exchange=ExchangePolicy(staleness=0))
+    job, simulation = cast("HostedJob", dealt.job), dealt.job.simulation
+    job.run_until(lambda: job.view.samples > 20)
+    (host,) = job.hosts
+    for role, seconds in ((host, 8.5), (Address("replica-1"), 8.4)):
+        simulation.inject(Pause(at=simulation.now, role=role, seconds=seconds))
+    job.leave(host)
+    job.run_until(lambda: SUPERVISOR in simulation.halted, within=60.0)
+    assert "replica 1 waits for a host with free cores (distbelief join)" in job.told
+    dealt.check_end(Spans([(0, dealt.total)]))
 
 
 def test_samples_are_lost_only_with_both_copies_before_the_last_checkpoint() -> None:

@@ -120,6 +120,22 @@ def test_a_primary_waits_for_its_backup_before_it_leaves() -> None:
     end(job)
 
 
+def test_a_backup_waits_for_its_primary_before_it_leaves() -> None:
+    """The host of its primary had just died: its own left with what nobody else had any more."""
+    job = HostedJob(seed=7, placement="spread", n_hosts=3, n_shards=1)
+    job.run_until(job.is_whole)
+    trains_on(job)
+    host, other = (job.host_of(job.copy_that_is(part)) for part in ("backup", "primary"))
+    assert host not in {HERE, None}
+    assert other not in {HERE, None}
+    assert host is not None
+    assert other is not None
+    job.kill_host(other)
+    job.leave(host)
+    job.run_until(partial(job.has_left, host), within=25.0)
+    end(job)
+
+
 def test_a_single_copy_saves_before_its_host_leaves() -> None:
     """It was ended at once: what it had acknowledged after its checkpoint was lost."""
     job = HostedJob(seed=6, placement="spread", n_hosts=2, shard_copies=1)

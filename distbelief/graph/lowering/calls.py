@@ -5,17 +5,16 @@ Elementwise operations are split by all dimensions, others by those that they do
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Final
 
 import torch
 
-from distbelief.graph.graph import Builder, Layer, Option
-from distbelief.graph.lowering.operation import Operation, by_name, lowers, plain_name
+from distbelief.graph.graph import Layer, Option
+from distbelief.graph.lowering.operation import Context, Operation, by_name, lowers, plain_name
 from distbelief.graph.lowering.values import (
     Encoder,
-    Filled,
     Held,
+    Made,
     NotSplitError,
     Results,
     Value,
@@ -92,39 +91,38 @@ def _elementwise(
     dtype: torch.dtype,
 ) -> Value:
     given = {word: _number(value) for word, value in arguments.items()}
-    tensors = (Value, Held, torch.Tensor)
-    values = {w: op.context.as_value(x) for w, x in given.items() if isinstance(x, tensors)}
+    values = {
+        word: op.context.as_value(x)
+        for word, x in given.items()
+        if isinstance(x, Value | Held) or (isinstance(x, torch.Tensor) and x.dim())
+    }
     layers, like = lined_up(op, list(values.values()))
     shape = tuple(torch.broadcast_shapes(*(layer.shape for layer in layers)))
     operands = dict(zip(values, layers, strict=True))
-    return _added(op.builder, op.name, target, {**given, **operands}, like, shape, dtype)
+    return _added(op.context, op.name, target, {**given, **operands}, like, shape, dtype)
 
 
 def _number(given: object) -> object:
     # Tensors of one number stay in the call, without dimensions.
     refuse_symbols([given])
-    if isinstance(given, Filled):
-        return replace(given, shape=())
-    if isinstance(given, torch.Tensor) and given.numel() == 1:
-        return Filled(given.item(), (), given.dtype)
-    return given
+    if isinstance(given, Made):
+        return torch.tensor(given.number, dtype=given.result.dtype)
+    return given.reshape(()) if isinstance(given, torch.Tensor) and given.numel() == 1 else given
 
 
 def _along(op: Operation, word: str | Sequence[int]) -> object:
     arguments = dict(op.arguments)
     refuse_symbols(arguments.values())
     # Indices that the forward makes stay in the call.
-    words = [w for w, given in arguments.items() if isinstance(given, Value | Held | Filled)]
+    words = [w for w, given in arguments.items() if isinstance(given, Value | Held | Made)]
     values = [op.context.as_value(arguments[w]) for w in words]
     # Those that have a place for each number of another are cut with it.
-    places = {w: x for w, x in arguments.items() if isinstance(x, torch.Tensor)}
-    for place, given in places.items():
-        if given.dim() == values[0].n_dims:
+    like = values[0]
+    for place, given in op.arguments.items():
+        if isinstance(given, torch.Tensor) and given.dim() == like.n_dims:
             words.append(place)
-            values.append(_for_each_sample(op, given, values[0]))
-    like, *others = values
-    if any(like.to(value.layer) != value for value in others):
-        raise NotSplitError("its tensors are arranged in different ways")
+            values.append(_for_each_sample(op, given, like))
+    like.refuse_others(*values)
     torchs = _dims(arguments, word, like.n_dims)
     own = tuple(like.dim(dim) for dim in torchs)
     shape = list(like.layer.shape)
@@ -144,7 +142,7 @@ def _along(op: Operation, word: str | Sequence[int]) -> object:
             shape[dim] = 1 if "keepdim" in arguments else int(result.shape[given])
         more: dict[str, Option] = {"along": own} | ({} if index is None else {"output": index})
         found = _added(
-            op.builder, op.name, op.target, arguments, like, tuple(shape), result.dtype, **more
+            op.context, op.name, op.target, arguments, like, tuple(shape), result.dtype, **more
         )
         if drops:
             left = tuple(extent for dim, extent in enumerate(shape) if dim not in own)
@@ -173,16 +171,16 @@ def _dims(arguments: Mapping[str, Any], along: str | Sequence[int], n_dims: int)
     return sorted(dim % n_dims for dim in dims)
 
 
-def detached(builder: Builder, value: Value, name: str = "detach") -> Value:
+def detached(context: Context, value: Value, name: str = "detach") -> Value:
     if value.layer.is_integer:
         return value
     shape, target = value.layer.shape, torch.ops.aten.detach.default
-    return _added(builder, name, target, {"self": value.layer}, value, shape, torch.float32)
+    return _added(context, name, target, {"self": value.layer}, value, shape, torch.float32)
 
 
 @lowers("detach")
 def detach(op: Operation) -> object:
-    return detached(op.builder, op.value("self"), op.name)
+    return detached(op.context, op.value("self"), op.name)
 
 
 @lowers("to", "_to_copy", "type_as", "float", "double", "half", "bfloat16")
@@ -190,9 +188,8 @@ def converted(op: Operation) -> object:
     """A value whose numbers are floats keeps its precision: a graph is computed in one."""
     value = op.value("self")
     layer, dtype = value.layer, op.result.dtype
-    if not (layer.is_integer or op.is_integer):
-        return value
-    if layer.is_integer and op.is_integer and is_mask(op.builder, layer) == (dtype == torch.bool):
+    same_kind = layer.is_integer != dtype.is_floating_point
+    if same_kind and is_mask(op.builder, layer) == (dtype == torch.bool):
         return value
     return elementwise(op, torch.ops.aten.to.dtype, value, dtype, dtype=dtype)
 
@@ -201,7 +198,7 @@ lowers("_assert_tensor_metadata")(lambda _: None)
 
 
 def _added(
-    builder: Builder,
+    context: Context,
     name: str,
     target: Any,  # noqa: ANN401 -- an operation
     arguments: Mapping[str, Any],
@@ -213,17 +210,11 @@ def _added(
     # A layer whose inputs are the layers among its arguments.
     batch = None if like.batch is None else 0
     places = {w: Value(x, batch) if isinstance(x, Layer) else x for w, x in arguments.items()}
-    encoder = Encoder(builder)
+    encoder = Encoder(context.builder)
     text = encoder.text([], places)
-    options: dict[str, Option] = {"operation": str(target), "arguments": text, "along": ()}
-    options |= {"batch": -1 if batch is None else batch, **more}
-    if dtype == torch.bool:
-        options["mask"] = True
+    options: dict[str, Option] = {"operation": str(target), "arguments": text, "along": (), **more}
     sources = [value.layer for value in encoder.inputs]
-    is_integer = not dtype.is_floating_point
-    return like.to(
-        builder.add(name, "call", sources, shape, options=options, is_integer=is_integer)
-    )
+    return like.to(context.call(name, sources, shape, dtype, options, batch=batch))
 
 
 def _check_extents(found: Value, result: torch.Tensor) -> None:

@@ -15,6 +15,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.utils import _pytree as pytree
 
 from distbelief.graph.graph import GraphError, Layer, Option, TensorUse, uses
 from distbelief.graph.lowering.operation import Context, Operation
@@ -72,13 +73,10 @@ def call_whole(operation: Operation, reason: str) -> object:
 def per_sample(context: Context, mean: Value) -> Layer:
     """Add a layer that has a mean over the samples for each of them: a loss."""
     keywords = {"self": {"input": 0, "batch": None}, "size": [{"samples": 1}], "implicit": False}
-    options: dict[str, Option] = {
-        "operation": "aten.expand.default",
-        "arguments": json.dumps({"arguments": [], "keywords": keywords}),
-        "batch": 0,
-    }
+    text = json.dumps({"arguments": [], "keywords": keywords})
+    options = {"operation": "aten.expand.default", "arguments": text}
     sources = [mean.layer, context.first]
-    return context.builder.add("loss", "call", sources, (), options=options)
+    return context.call("loss", sources, (), torch.float32, options, batch=0)
 
 
 def _added(
@@ -102,29 +100,14 @@ def _added(
     is_loss = context.joins and not result.shape
     if batch is None and batched and not is_loss:
         raise GraphError(f"{name} joins samples{why}: a layer must keep them separate")
-    if result.dtype == torch.bool:
-        options["mask"] = True
     sources = [value.layer for value in encoder.inputs]
     if batch is not None and not batched:  # noise, say: an input tells the number of samples
         sources.append(context.first)
-    shape: list[int] = []
-    for dim, extent in enumerate(result.shape):
-        if dim != batch:
-            shape.append(int(extent))
-        elif factor(extent) > 1:
-            shape.append(factor(extent))
-    added = context.builder.add(
-        name,
-        "call",
-        sources,
-        tuple(shape),
-        options=options | {"batch": -1 if batch is None else batch},
-        tensors=tensors,
-        is_integer=not result.is_floating_point(),
-        whole=reason,
-    )
-    inside = 0 if batch is None else int(factor(result.shape[batch]) > 1)
-    return Value(added, batch, after=inside)
+    # Dimensions of the layer: all but that of the samples, unless that has further elements.
+    shape = tuple(factor(n) or int(n) for n in result.shape if factor(n) != 1)
+    more = {"tensors": tensors, "whole": reason}
+    added = context.call(name, sources, shape, result.dtype, options, batch=batch, **more)
+    return Value(added, batch, after=int(any(factor(n) > 1 for n in result.shape)))
 
 
 # --- modules ---
@@ -183,17 +166,12 @@ def _add_statistics(
             f"{call.path} is opaque ({reason}) and called twice: the running statistics of the "
             "first call would be lost: put its norms into eval mode, or move them outside"
         )
-    options: dict[str, Option] = {"module": call.path, "arguments": text, "batch": -1}
+    options: dict[str, Option] = {"module": call.path, "arguments": text}
     options["statistics"] = ",".join(words)
     sizes = [math.prod(tensors[word].shape) for word in words]
-    every = context.builder.add(
-        f"{name}.statistics",
-        "call",
-        sources,
-        (sum(sizes),),
-        options=options,
-        tensors=tensors,
-        whole=reason,
+    shape, more = (sum(sizes),), {"tensors": tensors, "whole": reason}
+    every = context.call(
+        f"{name}.statistics", sources, shape, torch.float32, options, batch=None, **more
     )
     for index, (word, size) in enumerate(zip(words, sizes, strict=True)):
         options = {"starts": (sum(sizes[:index]),), "steps": (1,)}
@@ -256,9 +234,7 @@ def _keeps_samples_apart(operation: Operation, encoder: Encoder, text: str) -> b
 
     def run(some: list[torch.Tensor], n: int) -> list[torch.Tensor]:
         with torch.no_grad():
-            found = evaluated(str(target), text, inputs=some, tensors=tensors, n_samples=n)
-        several = found if isinstance(found, tuple | list) else [found]
-        return [one for one in several if isinstance(one, torch.Tensor)]
+            return _tensors(evaluated(str(target), text, inputs=some, tensors=tensors, n_samples=n))
 
     try:
         together = run(values, 2)
@@ -268,10 +244,9 @@ def _keeps_samples_apart(operation: Operation, encoder: Encoder, text: str) -> b
         ]
     except Exception:  # noqa: BLE001 -- noise may be no valid input
         return is_torchs
-    results = operation.result if isinstance(operation.result, tuple | list) else [operation.result]
-    results = [one for one in results if isinstance(one, torch.Tensor)]
     # Of several results only those that are used: others may number the samples.
     parts = [node for node in operation.node.users if node.target is operator.getitem]
+    results = _tensors(operation.result)
     used = {node.args[1] for node in parts if node.users} or range(len(results))
     for index, result in enumerate(results):
         batch = batch_of(result.shape)
@@ -286,3 +261,7 @@ def _keeps_samples_apart(operation: Operation, encoder: Encoder, text: str) -> b
                 "and recurrent layers batch_first=True, and normalise with torch.nn.BatchNorm"
             )
     return True
+
+
+def _tensors(result: object) -> list[torch.Tensor]:
+    return [one for one in pytree.tree_leaves(result) if isinstance(one, torch.Tensor)]

@@ -13,9 +13,8 @@ from distbelief.graph.graph import GraphError, Layer, Option, TensorUse, uses
 from distbelief.graph.lowering.calls import call_in_parts, elementwise
 from distbelief.graph.lowering.operation import Context, Operation, lowers, lowers_module
 from distbelief.graph.lowering.values import Held, NotSplitError, Value, is_mask
-from distbelief.graph.lowering.views import expanded_layer, lined_up, permuted, viewed
+from distbelief.graph.lowering.views import expanded_layer, lined_up, permuted, sliced, viewed
 from distbelief.graph.module_calls import EXPERTS, LeafCall, is_experts
-from distbelief.graph.ops.attention import attention_layer
 from distbelief.graph.ops.linear import product_layer
 from distbelief.graph.ops.reductions import reduction_layer
 
@@ -263,12 +262,7 @@ def _rows_of_table(op: Operation, use: TensorUse, words: torch.Tensor) -> Value 
     if listed != list(range(first, first + len(listed))) or words.shape[:-1].numel() > 1:
         return None
     table = op.context.as_value(Held(use))
-    part = op.add(
-        "slice",
-        [table],
-        (len(listed), use.shape[1]),
-        options={"starts": (first, 0), "steps": (1, 1)},
-    )
+    part = sliced(op, table, 0, first, first + len(listed))
     return part.to(op.reshaped(part, (*words.shape, use.shape[1])))
 
 
@@ -335,24 +329,19 @@ def attention(op: Operation) -> object:
         raise NotSplitError("its heads differ")
     # One head of keys and values may serve all queries.
     pair = [expanded_layer(op, x, (*lead, *x.layer.shape[-2:])).layer for x in (key, value)]
-    layer = attention_layer(
-        op.free_name,
-        [query.layer, *pair, *mask],
-        causal=causal or bool(op["is_causal"]),
-        scale=op["scale"],
-        dropout=float(op["dropout_p"]),
-    )
-    return query.to(op.builder.add_layer(layer))
+    layers = [query.layer, *pair, *mask]
+    options: dict[str, Option] = {"causal": causal or bool(op["is_causal"])}
+    options |= {"scale": op["scale"], "dropout": float(op["dropout_p"])}
+    shape = (*query.layer.shape[:-1], value.layer.shape[-1])
+    return query.to(op.builder.add(op.name, "attention", layers, shape, options=options))
 
 
 def _repeated_heads(op: Operation, value: Value, query: Value) -> Value:
     # Each key-value head serves a group of query heads.
-    if not value.is_plain:
-        raise NotSplitError("the batch is not its first dimension")
-    heads, *rest = value.layer.shape
+    heads, *rest = value.plain().layer.shape
     group = query.layer.shape[0] // heads
     apart = value.to(op.reshaped(value, (heads, 1, *rest)))
-    repeated = op.add("expand", [apart], (heads, group, *rest))
+    repeated = op.moved("expand", apart, (heads, group, *rest))
     return repeated.to(op.reshaped(repeated, (heads * group, *rest)))
 
 
@@ -395,8 +384,7 @@ def experts(
     if not any(list(keywords) in ([], list(names[len(arguments) :])) for names in EXPERTS):
         raise NotSplitError("its arguments are in another order")
     x, chosen, weights = (context.as_value(value) for value in given)
-    if any(x.to(value.layer) != value for value in (chosen, weights)):
-        raise NotSplitError("its tensors are arranged in different ways")
+    x.refuse_others(chosen, weights)
     tensors = uses(module, call.path)
     shape = (*chosen.layer.shape[:-1], next(iter(tensors.values())).shape[0])
     read = [chosen.layer, weights.layer]

@@ -27,7 +27,6 @@ from distbelief.graph.lowering.operation import (
     plain_name,
 )
 from distbelief.graph.lowering.values import (
-    Filled,
     Held,
     Made,
     NotSplitError,
@@ -36,7 +35,7 @@ from distbelief.graph.lowering.values import (
     batch_of,
     factor,
 )
-from distbelief.graph.module_calls import LEAF, LeafCall, OpaqueError
+from distbelief.graph.module_calls import LEAF, LeafCall, OpaqueError, own_path
 from distbelief.graph.unsupported import lost_change
 
 
@@ -68,7 +67,7 @@ class Lowerer:
         self.nodes: dict[str, fx.Node] = {}  # of layers, by name
         self._named: dict[str, str] = {}
 
-    def run(self, graph: fx.Graph, owner: nn.Module) -> object:
+    def run(self, graph: fx.Graph, owner: nn.Module) -> list[object]:
         """Lower all operations of a graph whose inputs are known; return its outputs."""
         nodes = list(graph.nodes)
         last = {source: i for i, node in enumerate(nodes) for source in node.all_input_nodes}
@@ -78,7 +77,7 @@ class Lowerer:
             if node not in live:
                 continue
             if node.op == "output":
-                return self.argument(node.args[0])
+                return list(self._argument(node.args[0]))
             if node.op == "get_attr":
                 self.known[node] = getattr(owner, str(node.target))
             elif node.op == "call_function":
@@ -96,19 +95,13 @@ class Lowerer:
                     raise GraphError(f"{error}{place_of(node)}") from error
         raise AssertionError("a graph without outputs")
 
-    def argument(self, given: object) -> Any:  # noqa: ANN401 -- of any type
-        if isinstance(given, fx.Node):
-            return self.known[given]
-        if isinstance(given, list | tuple):
-            return [self.argument(item) for item in given]
-        if isinstance(given, dict):
-            return {key: self.argument(item) for key, item in given.items()}
-        return given
+    def _argument(self, given: Any) -> Any:  # noqa: ANN401 -- of any type
+        return fx.map_arg(given, self.known.__getitem__)
 
     def _called(self, node: fx.Node) -> object:
         target: Any = node.target
         result = node.meta.get("val")
-        args = [self.argument(value) for value in node.args]
+        args = list(self._argument(node.args))
         if target is operator.getitem:
             return args[0][args[1]]
         if isinstance(result, torch.SymInt | torch.SymFloat | torch.SymBool | int | float | bool):
@@ -119,7 +112,7 @@ class Lowerer:
         target = _functional(target)
         if "assert" in name or name.startswith("sym_"):
             return None
-        keywords = {word: self.argument(value) for word, value in node.kwargs.items()}
+        keywords = dict(self._argument(node.kwargs))
         if str(target) == f"{LEAF.replace('::', '.')}.default":
             return self._leaf(args, result)
         if not isinstance(target, torch._ops.OpOverload):  # noqa: SLF001 -- as above
@@ -135,7 +128,9 @@ class Lowerer:
         result: Any,  # noqa: ANN401 -- fake tensors
     ) -> object:
         arguments = by_name(target, args, keywords)
-        if not any(_depends(value) for value in arguments.values()) or _is_filling(target):
+        given = pytree.tree_leaves(arguments)
+        depends = any(isinstance(one, Value | Held | Results | Complex) for one in given)
+        if not depends or _is_filling(target):
             folded = _folded(target, args, keywords, result)
             if folded is not None:
                 return folded
@@ -152,22 +147,17 @@ class Lowerer:
         _refuse_results(result)
         return self._lowered(operation)
 
-    def _rows(self, given: Any) -> Any:  # noqa: ANN401
-        if isinstance(given, list):
-            return [self._rows(one) for one in given]
-        if not isinstance(given, Made):
+    def _row(self, given: Made) -> object:
+        if given.number is not None:
             return given
-        batch, row = batch_of(given.result.shape), given.row()
-        if batch is None or factor(given.result.shape[batch]) == 1:
-            return row
-        return Value(self.context.constant(row).layer, batch, after=1)
+        return self.context.as_value(given) if given.is_folded else given.row()
 
     def _lowered(self, operation: Operation) -> object:
         packet, _, overload = plain_name(operation.target).partition(".")
         rule = RULES.get(f"{packet}.{overload}", RULES.get(packet))
         reason = f"{packet} has no split rule"
         try:
-            rows = {word: self._rows(value) for word, value in operation.arguments.items()}
+            rows = pytree.tree_map_only(Made, self._row, dict(operation.arguments))
             with_rows = replace(operation, arguments=rows)
             if rule is not None:
                 try:
@@ -191,7 +181,6 @@ class Lowerer:
         placeholders = [n for n in inner.graph.nodes if n.op == "placeholder"]
         self.known.update(zip(placeholders, given, strict=True))
         results = self.run(inner.graph, inner)
-        assert isinstance(results, list)
         return results if enabled else [self._detached(value) for value in results]
 
     def _detached(self, value: object) -> object:
@@ -200,7 +189,7 @@ class Lowerer:
             return Complex(self._detached(value.real), self._detached(value.imaginary))
         if isinstance(value, Held):
             value = self.context.as_value(value)
-        return detached(self.context.builder, value) if isinstance(value, Value) else value
+        return detached(self.context, value) if isinstance(value, Value) else value
 
     def _leaf(self, args: list[Any], result: object) -> object:
         inputs, key = args
@@ -261,7 +250,7 @@ class Lowerer:
         # A layer of a module of torch is called like it; others add the operation's name.
         stack = list((node.meta.get("nn_module_stack") or {}).values())
         path, kind = stack[-1] if stack else ("", "")
-        path = path.removeprefix("inner").removeprefix(".")
+        path = own_path(path)
         word = plain_name(node.target).split(".")[-2].strip("_")
         simple = str(getattr(kind, "__module__", kind)).startswith("torch.nn.modules")
         if path and simple and self._named.setdefault(path, word) == word:
@@ -300,17 +289,19 @@ def _live(nodes: Sequence[fx.Node]) -> set[fx.Node]:
     # Outputs, changes in place, and all they read.
     live: set[fx.Node] = set()
     for node in reversed(nodes):
-        schema = getattr(node.target, "_schema", None)
-        changes = schema is not None and schema.is_mutable
-        if node.op == "output" or changes or not live.isdisjoint(node.users):
+        if node.op == "output" or _is_mutable(node.target) or not live.isdisjoint(node.users):
             live.add(node)
     return live
 
 
+def _is_mutable(target: object) -> bool:
+    schema = getattr(target, "_schema", None)
+    return schema is not None and schema.is_mutable
+
+
 def _functional(target: Any) -> Any:  # noqa: ANN401 -- an operation
     # The operation that returns what this one writes into its first argument.
-    schema = getattr(target, "_schema", None)
-    if schema is None or not schema.is_mutable:
+    if not _is_mutable(target):
         return target
     packet, _, overload = str(target).removeprefix("aten.").partition(".")
     if target is torch.ops.aten.bernoulli_.float:
@@ -319,12 +310,6 @@ def _functional(target: Any) -> Any:  # noqa: ANN401 -- an operation
     if not packet.endswith("_") or found is None:
         raise NotSplitError(f"{packet} changes a tensor in place")
     return found
-
-
-def _depends(value: object) -> bool:
-    if isinstance(value, list):
-        return any(_depends(item) for item in value)
-    return isinstance(value, Value | Held | Results | Complex)
 
 
 # The functions that write a changed view into its tensor.
@@ -353,29 +338,22 @@ def _folded(target: Any, args: list[Any], keywords: Mapping[str, Any], result: o
         return None
     packet = plain_name(target).partition(".")[0]
     said = {word: value for word, value in keywords.items() if word not in _PLACES}
-    made = Made(target, args, said, result)
-    number = _FILLED.get(packet)
-    if packet in _FULL:
-        number = float(args[-1])
+    number = float(args[-1]) if packet in _FULL else _FILLED.get(packet)
+    if number is not None:
+        args, said = [list(result.shape), number], {"dtype": result.dtype}
+        target = torch.ops.aten.full.default
+    made = Made(target, args, said, result, number)
     if any(factor(extent) for extent in result.shape):
-        return made if number is None else Filled(number, tuple(result.shape), result.dtype)
+        return made
     if math.prod(result.shape) > _N_ELEMENTS_MAX:
         return None
-    if number is not None:
-        return torch.full(result.shape, number, dtype=result.dtype)
-    return made if _any_made([args, list(keywords.values())]) else made.at(1)
-
-
-def _any_made(given: object) -> bool:
-    if isinstance(given, list | tuple):
-        return any(_any_made(one) for one in given)
-    return isinstance(given, Made | Filled | torch.SymInt)
+    given = pytree.tree_leaves((args, said))
+    return made if any(isinstance(one, Made | torch.SymInt) for one in given) else made.at(1)
 
 
 def _changes(node: fx.Node) -> bool:
     # Whether it changes its first argument in place.
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and schema.is_mutable and "detach_" not in str(node.target)
+    return _is_mutable(node.target) and "detach_" not in str(node.target)
 
 
 def _storage(node: fx.Node) -> int | None:
@@ -403,4 +381,4 @@ def _same_place(one: fx.Node, other: fx.Node) -> bool:
 
 def _inside(node: fx.Node) -> str:
     stack = list((node.meta.get("nn_module_stack") or {}).values())
-    return str(stack[-1][0]).removeprefix("inner").removeprefix(".") if stack else ""
+    return own_path(str(stack[-1][0])) if stack else ""

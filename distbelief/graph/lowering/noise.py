@@ -15,7 +15,7 @@ from torch import fx
 
 from distbelief.graph.graph import Option
 from distbelief.graph.lowering.operation import Operation, lowers, plain_name
-from distbelief.graph.lowering.values import NotSplitError, factor
+from distbelief.graph.lowering.values import factor
 
 
 _LIBRARY: Final = torch.library.Library("distbelief", "FRAGMENT")
@@ -35,9 +35,7 @@ def dropout(op: Operation) -> object:
     value = op.value("self" if "self" in op.arguments else "input")
     if op["train"] and op["p"]:
         channels = "feature" in str(op.target)
-        if channels and not value.is_plain:
-            raise NotSplitError("the batch is not its first dimension")
-        n_shared = len(value.layer.shape) - 1 if channels else 0
+        n_shared = len(value.plain().layer.shape) - 1 if channels else 0
         options: dict[str, Option] = {"probability": float(op["p"]), "n_shared": n_shared}
         if place := (value.batch or 0) + value.before:
             options["place"] = place

@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 from typing import Any, Final, final
 
@@ -11,15 +11,7 @@ import torch
 from torch import fx, nn
 
 from distbelief.graph.graph import Builder, Layer, Option, TensorUse
-from distbelief.graph.lowering.values import (
-    Encoder,
-    Filled,
-    Held,
-    NotSplitError,
-    Value,
-    batch_of,
-    factor,
-)
+from distbelief.graph.lowering.values import Encoder, Held, Made, NotSplitError, Value, batch_of
 from distbelief.graph.module_calls import LeafCall, is_experts
 from distbelief.graph.ops.call import CONSTANT
 from distbelief.graph.ops.views import reshape_layer
@@ -49,29 +41,38 @@ class Context:
             return self._parameter(given)
         if isinstance(given, torch.Tensor):
             return self.constant(given)
-        if isinstance(given, Filled):
-            batch = batch_of(given.shape)
-            if batch is not None and factor(given.shape[batch]) > 1:
-                raise NotSplitError("it has several elements for each sample")
-            shape = [int(n) for dim, n in enumerate(given.shape) if dim != batch]  # type: ignore[call-overload] # ints
-            value = self.constant(torch.full(shape, given.number, dtype=given.dtype))
-            return Value(value.layer, batch)
+        if isinstance(given, Made):
+            batch, row = batch_of(given.result.shape), given.row()
+            row = row if batch is None or given.is_folded else row.squeeze(batch)
+            return replace(self.constant(row), batch=batch, after=int(given.is_folded))
         raise NotSplitError(f"{type(given).__name__} is not the output of a layer")
 
     def constant(self, tensor: torch.Tensor, name: str = "constant") -> Value:
         """Return a layer for a tensor that the forward makes of numbers."""
-        options: dict[str, Option] = {
-            "operation": CONSTANT,
-            "arguments": Encoder(self.builder).text([tensor], {}),
-            "along": (),
-            "batch": -1,
-        }
-        if tensor.dtype == torch.bool:
-            options["mask"] = True
-        is_integer = not tensor.is_floating_point()
-        shape = tuple(tensor.shape)
-        layer = self.builder.add(name, "call", [], shape, options=options, is_integer=is_integer)
+        text = Encoder(self.builder).text([tensor], {})
+        options: dict[str, Option] = {"operation": CONSTANT, "arguments": text, "along": ()}
+        layer = self.call(name, [], tuple(tensor.shape), tensor.dtype, options, batch=None)
         return Value(layer, batch=None)
+
+    def call(
+        self,
+        name: str,
+        sources: Sequence[Layer],
+        shape: Shape,
+        dtype: torch.dtype,
+        options: Mapping[str, Option],
+        *,
+        batch: int | None,
+        **more: Any,  # noqa: ANN401 -- as `Builder.add` takes them
+    ) -> Layer:
+        """Add a layer "call" whose result has this type, and the samples in dimension `batch`."""
+        options = {**options, "batch": -1 if batch is None else batch}
+        if dtype == torch.bool:
+            options["mask"] = True
+        is_integer = not dtype.is_floating_point
+        return self.builder.add(
+            name, "call", sources, shape, options=options, is_integer=is_integer, **more
+        )
 
     def _parameter(self, held: Held) -> Value:
         use = held.use
@@ -110,20 +111,13 @@ class Operation:
     def __getitem__(self, word: str) -> Any:  # noqa: ANN401 -- of any type
         return self.arguments[word]
 
-    @property
-    def is_integer(self) -> bool:
-        return isinstance(self.result, torch.Tensor) and not self.result.is_floating_point()
-
     def value(self, word: str) -> Value:
         """Return an argument as a value: a layer is added for a tensor of the model."""
         return self.context.as_value(self.arguments[word])
 
     def plain(self, word: str) -> Value:
         """Return a value whose batch is first and alone; NotSplitError if it is not."""
-        value = self.value(word)
-        if not value.is_plain:
-            raise NotSplitError("the batch is not its first dimension")
-        return value
+        return self.value(word).plain()
 
     def use(self, word: str) -> TensorUse | None:
         """Return a tensor of the model, None if there is none; NotSplitError if computed."""
@@ -146,6 +140,11 @@ class Operation:
         """Add a layer; its value is arranged like the first source."""
         layers = [source.layer for source in sources]
         return sources[0].to(self.builder.add(self.name, kind, layers, shape, **more))
+
+    def moved(self, kind: str, value: Value, shape: Shape, /, **options: Option) -> Value:
+        """Add a layer that has a value's numbers at other places."""
+        is_integer = value.layer.is_integer
+        return self.add(kind, [value], shape, options=options, is_integer=is_integer)
 
     def extend(self, like: Value, layers: Sequence[Layer]) -> Value:
         """Add layers in order; return the last one, arranged like a value."""

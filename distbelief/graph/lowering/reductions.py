@@ -21,17 +21,12 @@ _MEAN: Final = 1  # torch's number of the reduction
 def _reduced(
     op: Operation, value: Value, function: str, dims: Sequence[int] | None, *, keep: bool
 ) -> Value:
-    """Add a reduction over torch's dimensions, by default all."""
+    # Over torch's dimensions, by default all.
     if value.layer.is_integer:
         raise NotSplitError("its input is integers")
     torchs = [dim % value.n_dims for dim in dims or range(value.n_dims)]
-    layer = reduction_layer(
-        op.free_name,
-        [value.layer],
-        function=function,
-        dims=sorted(value.dim(dim) for dim in torchs),
-        keep=keep,
-    )
+    own = sorted(value.dim(dim) for dim in torchs)
+    layer = reduction_layer(op.free_name, [value.layer], function=function, dims=own, keep=keep)
     layer = op.builder.add_layer(layer)
     return value.to(layer) if keep else value.without(layer, torchs)
 
@@ -50,16 +45,9 @@ def mean_or_sum(op: Operation) -> object:
 
 def _over_samples(op: Operation, value: Value, function: str, name: str = "") -> Value:
     # Of all elements of all samples.
-    own = range(len(value.layer.shape))
-    layer = reduction_layer(
-        op.builder.free_name(name or op.name),
-        [value.layer],
-        function=function,
-        dims=own,
-        keep=False,
-        batch=True,
-    )
-    return Value(op.builder.add_layer(layer), batch=None)
+    name, own = op.builder.free_name(name or op.name), range(len(value.layer.shape))
+    sums = reduction_layer(name, [value.layer], function=function, dims=own, keep=False, batch=True)
+    return Value(op.builder.add_layer(sums), batch=None)
 
 
 @lowers("softmax", "_softmax", "log_softmax", "_log_softmax")
@@ -144,8 +132,8 @@ def batch_norm(op: Operation) -> object:
     folds = value.batch == 0 and value.after and not value.before
     if folds:  # statistics of all tokens: (tokens, channels, ...) -> (channels, tokens, ...)
         value = _swapped(op, value)
-    elif not value.is_plain:
-        raise NotSplitError("the batch is not its first dimension")
+    else:
+        value.plain()
     tensors = op.uses("weight", "bias", "running_mean", "running_var")
     layers = batch_norm_layers(
         op.free_name,
@@ -164,7 +152,7 @@ def batch_norm(op: Operation) -> object:
 def _swapped(op: Operation, value: Value) -> Value:
     dims = (1, 0, *range(2, len(value.layer.shape)))
     shape = tuple(value.layer.shape[dim] for dim in dims)
-    return op.add("permute", [value], shape, options={"dims": dims})
+    return op.moved("permute", value, shape, dims=dims)
 
 
 def _standardised(op: Operation, value: Value) -> Value:
@@ -239,17 +227,11 @@ def elementwise_loss(op: Operation) -> object:
 
 def _pair(op: Operation) -> tuple[Value, Value]:
     reduction = op["reduction"]
-    if (
-        not op.context.joins
-        or reduction not in {0, _MEAN}
-        or op.arguments.get("weight") is not None
-    ):
+    weighted = op.arguments.get("weight") is not None
+    if not op.context.joins or reduction not in {0, _MEAN} or weighted:
         raise NotSplitError("it is no plain mean over the batch")
     scores, targets = op.value("self"), op.value("target")
-    if scores.batch is None or (scores.batch, scores.before, scores.after) != (
-        targets.batch,
-        targets.before,
-        targets.after,
-    ):
-        raise NotSplitError("its targets are arranged in another way")
+    if scores.batch is None:
+        raise NotSplitError("its scores have no samples")
+    scores.refuse_others(targets)
     return scores, targets

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final, final
 
 import torch
+from torch.utils import _pytree as pytree
 
 from distbelief.graph.graph import Builder, GraphError, Layer, TensorUse
 from distbelief.graph.module_calls import n_samples_in
@@ -61,6 +62,12 @@ class Value:
         """Whether the batch is first, and alone in its dimension."""
         return self.batch == 0 and not self.before and not self.after
 
+    def plain(self) -> "Value":
+        """Return it if it is plain, else raise `NotSplitError`."""
+        if not self.is_plain:
+            raise NotSplitError("the batch is not its first dimension")
+        return self
+
     def dim(self, given: int) -> int:
         """Return the layer's dimension for one of torch's; NotSplitError if it is the batch."""
         dim = given % max(1, self.n_dims)
@@ -73,6 +80,11 @@ class Value:
     def to(self, layer: Layer) -> "Value":
         """Return another layer in the same arrangement."""
         return replace(self, layer=layer)
+
+    def refuse_others(self, *values: "Value") -> None:
+        """Raise `NotSplitError` if any of these values is arranged in another way."""
+        if any(self.to(value.layer) != value for value in values):
+            raise NotSplitError("its tensors are arranged in different ways")
 
     def without(self, layer: Layer, torchs: Sequence[int]) -> "Value":
         """Return a layer that lacks some of torch's dimensions."""
@@ -92,16 +104,6 @@ class Held:
 
 @final
 @dataclass(frozen=True, slots=True)
-class Filled:
-    """A tensor of one number, with the batch among its dimensions."""
-
-    number: float
-    shape: tuple[object, ...]
-    dtype: torch.dtype
-
-
-@final
-@dataclass(frozen=True, slots=True)
 class Made:
     """A tensor that depends on the number of samples and on nothing else."""
 
@@ -109,6 +111,7 @@ class Made:
     args: list[Any]
     keywords: dict[str, Any]
     result: Any  # a fake tensor
+    number: float | None = None  # that of all its elements
     known: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def at(self, n: int) -> torch.Tensor:
@@ -117,6 +120,11 @@ class Made:
             args, said = _for(self.args, n), _for(self.keywords, n)
             self.known[n] = self.target(*args, **said)
         return self.known[n]
+
+    @property
+    def is_folded(self) -> bool:
+        """Whether it has several elements for each sample in the batch's dimension."""
+        return any(factor(extent) > 1 for extent in self.result.shape)
 
     def row(self) -> torch.Tensor:
         """Return it for any number of samples; without them, but for what each has of its own.
@@ -133,21 +141,16 @@ class Made:
         return row if batch is None else row.squeeze(batch).contiguous()
 
 
-def _for(given: Any, n: int) -> Any:  # noqa: ANN401, PLR0911 -- one for each type
-    # An argument for n samples.
-    if isinstance(given, list | tuple):
-        return [_for(one, n) for one in given]
-    if isinstance(given, dict):
-        return {word: _for(one, n) for word, one in given.items()}
-    if isinstance(given, Made):
-        return given.at(n).clone()
-    if isinstance(given, Filled):
-        return torch.full(_for(given.shape, n), given.number, dtype=given.dtype)
-    if isinstance(given, torch.Tensor):
-        return given.clone()
-    if isinstance(given, torch.SymInt):
-        return n_samples_in(given, n)
-    return given
+def _for(given: Any, n: int) -> Any:  # noqa: ANN401 -- arguments
+    # For n samples.
+    def one(value: object) -> object:
+        if isinstance(value, Made):
+            return value.at(n).clone()
+        if isinstance(value, torch.Tensor):
+            return value.clone()
+        return n_samples_in(value, n) if isinstance(value, torch.SymInt) else value
+
+    return pytree.tree_map(one, given)
 
 
 @final
@@ -259,9 +262,6 @@ class Encoder:
                         "buffer of its module"
                     )
                 return {"constant": text, "shape": list(value.shape)} | self.encoded(value.dtype)
-            case Filled():
-                shape = [self.encoded(extent) for extent in value.shape]
-                return {"filled": value.number, "shape": shape} | self.encoded(value.dtype)
             case Made():
                 keywords = {word: self.encoded(item) for word, item in value.keywords.items()}
                 given = {"arguments": self.encoded(value.args), "keywords": keywords}

@@ -5,14 +5,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import msgspec
 import torch
 from torch import fx
 
-from distbelief.graph.graph import Layer, Option
+from distbelief.graph.graph import Layer
 from distbelief.graph.lowering.operation import Operation, lowers
 from distbelief.graph.lowering.values import Held, NotSplitError, Value, batch_of, factor
-from distbelief.graph.ops.views import cat_layer, reshape_layer
+from distbelief.graph.ops.views import reshape_layer
 from distbelief.graph.region import Shape
 
 
@@ -52,10 +51,7 @@ def permuted(op: Operation, value: Value, dims: Sequence[int]) -> Value:
     layer = value.layer
     if order != sorted(order):
         shape = tuple(layer.shape[dim] for dim in order)
-        options = {"dims": tuple(order)}
-        layer = op.add(
-            "permute", [value], shape, options=options, is_integer=layer.is_integer
-        ).layer
+        layer = op.moved("permute", value, shape, dims=tuple(order)).layer
     batch = None if value.batch is None else dims.index(value.batch)
     return replace(value, layer=layer, batch=batch)
 
@@ -68,13 +64,7 @@ def sliced(op: Operation, value: Value, dim: int, start: int, stop: int, step: i
         return value
     starts, steps = [0] * len(shape), [1] * len(shape)
     starts[dim], steps[dim] = start, step
-    return op.add(
-        "slice",
-        [value],
-        tuple(shape),
-        options={"starts": tuple(starts), "steps": tuple(steps)},
-        is_integer=value.layer.is_integer,
-    )
+    return op.moved("slice", value, tuple(shape), starts=tuple(starts), steps=tuple(steps))
 
 
 def same(op: Operation) -> Value:
@@ -142,7 +132,7 @@ def expanded_layer(op: Operation, value: Value, shape: Shape) -> Value:
         value = value.to(op.reshaped(value, (*(1,) * missing, *value.layer.shape)))
     if value.layer.shape == shape:
         return value
-    return op.add("expand", [value], shape, is_integer=value.layer.is_integer)
+    return op.moved("expand", value, shape)
 
 
 @lowers("slice")
@@ -214,8 +204,7 @@ def _joined(op: Operation, values: list[Value], dim: int) -> Value:
     values = [value for value in values if 0 not in value.layer.shape]
     first = next((value for value in values if value.batch is not None), values[0])
     own = first.dim(dim % op.result.dim())
-    if any(replace(value, layer=first.layer) != first for value in values):
-        raise NotSplitError("its tensors are arranged in different ways")
+    first.refuse_others(*values)
     layers = [value.layer for value in values]
     return first.to(joined(op, layers, own))
 
@@ -225,9 +214,12 @@ def joined(op: Operation, layers: Sequence[Layer], dim: int) -> Layer:
     kinds = {layer.is_integer for layer in layers}
     if len(kinds) > 1:
         raise NotSplitError("it joins integers and floats")
-    layer = cat_layer(op.free_name, layers, dim=dim)
-    layer = msgspec.structs.replace(layer, is_integer=kinds.pop())
-    return op.builder.add_layer(layer)
+    shape = list(layers[0].shape)
+    shape[dim] = sum(layer.shape[dim] for layer in layers)
+    options, is_integer = {"dim": dim}, kinds.pop()
+    return op.builder.add(
+        op.name, "cat", layers, tuple(shape), options=options, is_integer=is_integer
+    )
 
 
 @lowers("stack")
@@ -291,8 +283,7 @@ def select_scatter(op: Operation) -> object:
 
 def _replaced(op: Operation, whole: Value, part: Value, dim: int, start: int, stop: int) -> Value:
     # Another part of a value, from start to stop of a layer's dimension.
-    if part.to(whole.layer) != whole:
-        raise NotSplitError("its tensors are arranged in different ways")
+    whole.refuse_others(part)
     extent = whole.layer.shape[dim]
     pieces = [part.layer]
     if start:
@@ -318,13 +309,8 @@ def pad(op: Operation) -> object:
     if min([0, *before, *after]) < 0:
         raise NotSplitError("it cuts")
     shape = tuple(b + e + a for b, e, a in zip(before, value.layer.shape, after, strict=True))
-    number = op["value"] or 0.0
-    options: dict[str, Option] = {
-        "before": tuple(before),
-        "after": tuple(after),
-        "value": float(number),
-    }
-    return op.add("pad", [value], shape, options=options, is_integer=value.layer.is_integer)
+    number = float(op["value"] or 0.0)
+    return op.moved("pad", value, shape, before=tuple(before), after=tuple(after), value=number)
 
 
 @lowers("repeat")
@@ -365,21 +351,12 @@ def lined_up(op: Operation, values: Sequence[Value]) -> tuple[list[Layer], Value
             layers.append(value.layer)
         elif value.n_dims < last:
             layers.append(value.layer)
-        else:
-            layers.append(_without_batch(op, value, value.n_dims - last, folded).layer)
+        else:  # it has a dimension of extent 1 where the others have the batch
+            at, shape = value.n_dims - last, list(value.layer.shape)
+            if shape[at] != 1:
+                raise NotSplitError("a tensor without samples has as many as the batch")
+            shape[at : at + 1] = [1] * folded if at else []
+            name = op.builder.free_name(f"{value.layer.name}.row")
+            row = reshape_layer(name, value.layer, shape=tuple(shape))
+            layers.append(op.builder.add_layer(row))
     return layers, replace(first, batch=n - last)
-
-
-def _without_batch(op: Operation, value: Value, at: int, folded: int) -> Value:
-    # A tensor without samples has a dimension of extent 1 where the others have the batch.
-    layer = value.layer
-    if layer.shape[at] != 1:
-        raise NotSplitError("a tensor without samples has as many as the batch")
-    ones = (1,) * folded if at else ()
-    shape = (*layer.shape[:at], *ones, *layer.shape[at + 1 :])
-    if layer.kind == "parameter" and not at and layer.tensors["value"].shape == layer.shape:
-        name = op.builder.free_name(f"{layer.name}.row")
-        row = msgspec.structs.replace(layer, name=name, shape=shape)
-        return value.to(op.builder.add_layer(row))
-    reshaped = reshape_layer(op.builder.free_name(f"{layer.name}.row"), layer, shape=shape)
-    return value.to(op.builder.add_layer(reshaped))

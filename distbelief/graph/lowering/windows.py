@@ -146,7 +146,7 @@ def enlarged(op: Operation) -> object:
         thin += [extent, 1]
         wide += [extent, size // extent]
     apart = value.to(op.reshaped(value, tuple(thin)))
-    repeated = op.add("expand", [apart], tuple(wide))
+    repeated = op.moved("expand", apart, tuple(wide))
     return repeated.to(op.reshaped(repeated, (n_channels, *sizes)))
 
 
@@ -170,9 +170,7 @@ _MODULES: Final[Mapping[type[nn.Module], tuple[str, Mapping[str, str]]]] = {
 def of_module(
     context: Context, module: nn.Module, call: LeafCall, inputs: Sequence[object]
 ) -> object:
-    value = context.as_value(inputs[0])
-    if not value.is_plain:
-        raise NotSplitError("the batch is not its first dimension")
+    value = context.as_value(inputs[0]).plain()
     kind, attributes = _MODULES[type(module)]
     options: dict[str, Option] = {word: getattr(module, name) for word, name in attributes.items()}
     if isinstance(module, L2Pool2d):

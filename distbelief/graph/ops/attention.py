@@ -1,7 +1,6 @@
 """Scaled dot-product attention, split by heads and by queries."""
 
 import math
-from collections.abc import Sequence
 from typing import ClassVar, final
 
 import torch
@@ -93,25 +92,6 @@ class Attention(Operator):
         return functional.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, scale=scale
         )
-
-
-def attention_layer(
-    name: str,
-    sources: Sequence[Layer],
-    *,
-    causal: bool = False,
-    scale: float | None = None,
-    dropout: float = 0.0,
-) -> Layer:
-    """Return an attention layer for query, key, value and an optional mask."""
-    query, _, value, *_ = sources
-    return Layer.of(
-        name,
-        Attention.name,
-        sources,
-        (*query.shape[:-1], value.shape[-1]),
-        options={"causal": causal, "scale": scale, "dropout": dropout},
-    )
 
 
 def scores_shape(layer: Layer) -> Shape:

@@ -242,12 +242,10 @@ def decoded(  # noqa: C901 -- a case for each kind of argument
                 return factor * n_samples + int(value.get("plus", 0))
             case {"constant": str(packed), "dtype": str(dtype), "shape": shape}:
                 numbers = _unpacked(packed, dtype).reshape(shape)
-                return numbers.to(device=device, dtype=_typed(dtype, floats))
-            case {"filled": number, "dtype": str(dtype), "shape": shape}:
-                return torch.full(one(shape), number, dtype=_typed(dtype, floats), device=device)
+                return numbers.to(device=device, dtype=_typed(numbers.dtype, floats))
             case {"made": str(name), "arguments": given, "keywords": keywords}:
                 made = operation_of(name)(*one(given), **{w: one(v) for w, v in keywords.items()})
-                return made.to(device)
+                return made.to(device=device, dtype=_typed(made.dtype, floats))
             case {"device": _}:
                 return device
             case {"dtype": str(dtype)}:
@@ -284,9 +282,8 @@ def _unpacked(text: str, dtype: str) -> torch.Tensor:
     return torch.frombuffer(content, dtype=kind) if content else torch.empty(0, dtype=kind)
 
 
-def _typed(name: str, floats: Sequence[torch.dtype]) -> torch.dtype:
+def _typed(dtype: torch.dtype, floats: Sequence[torch.dtype]) -> torch.dtype:
     # Numbers that the forward makes have the precision of what they meet.
-    dtype: torch.dtype = getattr(torch, name)
     return floats[0] if dtype.is_floating_point and floats else dtype
 
 

@@ -29,7 +29,7 @@ class Routing(Operator):
     @override
     def reads(self, layer: Layer, output: Region) -> tuple[Region, ...]:
         chosen = (0, layer.input_shapes[0][-1])
-        return (output.replaced(len(layer.shape) - 1, chosen),) * 2
+        return (output.replaced(-1, chosen),) * 2
 
     @override
     def compute(self, call: Call) -> torch.Tensor:
@@ -50,7 +50,7 @@ class Experts(Sums):
 
     @override
     def reduced(self, layer: Layer, output: Region) -> Region:
-        return output.replaced(len(layer.shape) - 1, (0, layer.input_shapes[0][-1]))
+        return output.replaced(-1, (0, layer.input_shapes[0][-1]))
 
     @override
     def cuts_of_output(self, layer: Layer) -> tuple[Cut, ...]:
@@ -58,9 +58,7 @@ class Experts(Sums):
 
     @override
     def reads(self, layer: Layer, part: Region) -> tuple[Region, ...]:
-        last = len(layer.shape) - 1
-        tokens = [part.replaced(last, (0, shape[-1])) for shape in layer.input_shapes[1:]]
-        return (part, *tokens)
+        return (part, *(part.replaced(-1, (0, shape[-1])) for shape in layer.input_shapes[1:]))
 
     @override
     def uses(self, layer: Layer, part: Region) -> Mapping[str, Region]:
@@ -71,8 +69,7 @@ class Experts(Sums):
 
     @override
     def writes(self, layer: Layer, part: Region) -> Region:
-        last = len(layer.shape) - 1
-        return part.replaced(last, (0, layer.shape[last]))
+        return part.replaced(-1, (0, layer.shape[-1]))
 
     @override
     def compute(self, call: Call) -> torch.Tensor:

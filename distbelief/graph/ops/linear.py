@@ -54,7 +54,7 @@ class LinearSums(PartialSums):
 
     @override
     def writes(self, layer: Layer, part: Region) -> Region:
-        return part.replaced(len(layer.shape) - 1, (0, layer.shape[-1]))
+        return part.replaced(-1, (0, layer.shape[-1]))
 
     @override
     def compute(self, call: Call) -> torch.Tensor:
@@ -75,8 +75,7 @@ class Linear(Operator):
 
     @override
     def reads(self, layer: Layer, output: Region) -> tuple[Region, ...]:
-        last = len(layer.shape) - 1
-        return (output.replaced(last, (0, layer.input_shapes[0][-1])),)
+        return (output.replaced(-1, (0, layer.input_shapes[0][-1])),)
 
     @override
     def uses(self, layer: Layer, output: Region) -> Mapping[str, Region]:

@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from distbelief.graph.graph import Layer
 from distbelief.graph.operator import Call, Operator, Work
-from distbelief.graph.ops.windows import Weights, Window, gaussian, read_by, safe_sqrt, window_sums
+from distbelief.graph.ops.windows import Window, gaussian, read_by, safe_sqrt, sums_along
 from distbelief.graph.region import Region
 
 
@@ -118,14 +118,12 @@ def _local_mean(maps: torch.Tensor, given: Region, output: Region, size: int) ->
         padding = (*pads, 0, 0) if dim == 1 else (0, 0, *pads)
         inside = [1, 1, 1, 1]
         inside[dim + 2] = span[1] - span[0]
-        sums = _along(dim, functional.pad(maps, padding), weights)
-        maps = sums / _along(dim, functional.pad(maps.new_ones(inside), padding), weights)
+        sums, all_weights = (
+            sums_along(functional.pad(values, padding), dim - 2, weights)
+            for values in (maps, maps.new_ones(inside))
+        )
+        maps = sums / all_weights
     return maps
-
-
-def _along(dim: int, maps: torch.Tensor, weights: Weights) -> torch.Tensor:
-    rows, columns = (weights, (1.0,)) if dim == 0 else ((1.0,), weights)
-    return window_sums(maps, rows=rows, columns=columns)
 
 
 def _with_halo(places: Region, radius: int, extents: Sequence[int]) -> Region:

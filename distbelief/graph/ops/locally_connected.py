@@ -1,7 +1,8 @@
 """Locally connected layers: convolutions whose weights are not shared between positions."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import ClassVar, Final, NamedTuple, Protocol, final
 
 import torch
@@ -30,33 +31,25 @@ N_ELEMENTS_MAX: Final = 1 << 19
 
 
 def local_product(
-    x: torch.Tensor, weight: torch.Tensor, *, size: Sequence[int], stride: Sequence[int]
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    size: Sequence[int],
+    stride: Sequence[int],
 ) -> torch.Tensor:
     """Multiply every patch of an image with a matrix of its own, in bounded memory.
 
         y[n, o, r, q] = sum over c, i, j of w[r, q, o, (c, i, j)] x[n, c, r s + i, q t + j]
 
     x is padded, and no larger than what is read; the weight is (rows out, columns out, outputs,
-    channels * window rows * columns).
+    channels * window rows * columns), the bias that is added (rows out, columns out, outputs).
     """
-    last: torch.Tensor = _Moved.apply(x, _samples_last, _samples_first)  # type: ignore[no-untyped-call]
-    geometry = _Geometry(*size, *stride)
+    last, geometry = _samples_last(x.detach()), _Geometry(*size, *stride)
     # Two functions, so that a caller that needs one gradient does not compute the other.
-    product: torch.Tensor = _JoinGradients.apply(  # type: ignore[no-untyped-call]
-        _ImageProduct.apply(last, weight.detach(), geometry),  # type: ignore[no-untyped-call]
-        _WeightGradient.apply(weight, last.detach(), geometry),  # type: ignore[no-untyped-call]
-    )
-    result: torch.Tensor = _Moved.apply(product, _as_images, _as_product)  # type: ignore[no-untyped-call]
-    return result
-
-
-class _Tile(NamedTuple):
-    # Outputs that are computed together: [row, row_end), [column, column_end).
-
-    row: int
-    row_end: int
-    column: int
-    column_end: int
+    product: torch.Tensor = _ImageProduct.apply(x, last, weight.detach(), geometry)  # type: ignore[no-untyped-call]
+    product = product + _WeightGradient.apply(weight, last, geometry)  # type: ignore[no-untyped-call]
+    return product if bias is None else product + bias.permute(2, 0, 1)
 
 
 class _Geometry(NamedTuple):
@@ -68,35 +61,14 @@ class _Geometry(NamedTuple):
     column_stride: int
 
 
-_Move = Callable[[torch.Tensor], torch.Tensor]
-
-
 class _Context(Protocol):
     # What autograd keeps between the passes.
 
     geometry: _Geometry
     shape: torch.Size
-    back: _Move
     saved_tensors: tuple[torch.Tensor]
 
     def save_for_backward(self, *tensors: torch.Tensor) -> None: ...
-
-
-@final
-class _Moved(torch.autograd.Function):
-    # Elements in another order, contiguous in both passes.
-
-    @staticmethod
-    @override
-    def forward(ctx: _Context, x: torch.Tensor, there: _Move, back: _Move) -> torch.Tensor:
-        ctx.back = back
-        return there(x)
-
-    @staticmethod
-    @override
-    @once_differentiable
-    def backward(ctx: _Context, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return ctx.back(gradient), None, None
 
 
 def _samples_last(x: torch.Tensor) -> torch.Tensor:
@@ -105,48 +77,48 @@ def _samples_last(x: torch.Tensor) -> torch.Tensor:
     return x.flatten(1).t().contiguous().view(*x.shape[1:], x.shape[0])
 
 
-def _samples_first(x: torch.Tensor) -> torch.Tensor:
-    return x.flatten(0, 2).t().contiguous().view(x.shape[3], *x.shape[:3])
-
-
-def _as_images(product: torch.Tensor) -> torch.Tensor:
-    # Products (rows, columns, outputs, samples) as images.
-    return product.permute(3, 2, 0, 1).contiguous()
-
-
 def _as_product(images: torch.Tensor) -> torch.Tensor:
+    # Images as products: (rows, columns, outputs, samples).
     return images.permute(2, 3, 1, 0).contiguous()
 
 
 @final
 class _ImageProduct(torch.autograd.Function):
-    # The product, with a gradient for images only.
+    # The product, with a gradient for images only; `last` are the images with samples last.
 
     @staticmethod
     @override
     def forward(
-        ctx: _Context, x: torch.Tensor, weight: torch.Tensor, geometry: _Geometry
+        ctx: _Context,
+        x: torch.Tensor,
+        last: torch.Tensor,
+        weight: torch.Tensor,
+        geometry: _Geometry,
     ) -> torch.Tensor:
         ctx.save_for_backward(weight)
-        ctx.geometry, ctx.shape = geometry, x.shape
-        product = x.new_empty(*weight.shape[:3], x.shape[3])
-        for tile in _tiles(weight, x):
-            patches = _patches(x, tile, geometry)
+        ctx.geometry, ctx.shape = geometry, last.shape
+        product = last.new_empty(*weight.shape[:3], x.shape[0])
+        for tile in _tiles(weight, last):
+            patches = _patches(last, tile, geometry)
             torch.bmm(_part(weight, tile), patches, out=_part(product, tile))
-        return product
+        return product.permute(3, 2, 0, 1).contiguous()
 
     @staticmethod
     @override
     @once_differentiable
-    def backward(ctx: _Context, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: _Context, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         (weight,) = ctx.saved_tensors
-        gradient = gradient.contiguous()
+        gradient = _as_product(gradient)
         for_x = gradient.new_zeros(ctx.shape)
         for tile in _tiles(weight, for_x):
-            products = _part(gradient, tile)
-            patches = torch.bmm(_part(weight, tile).transpose(1, 2), products)
-            _add_patches(for_x, patches, tile, ctx.geometry)
-        return for_x, None, None
+            patches = torch.bmm(_part(weight, tile).transpose(1, 2), _part(gradient, tile))
+            # Targets do not overlap if one column of each window is added at a time.
+            places = _windows(for_x, ctx.geometry)[tile]
+            for row, part in zip(places, patches.view(places.shape), strict=True):
+                for column in range(ctx.geometry.columns):
+                    row[:, :, :, column].add_(part[:, :, :, column])
+        images = for_x.flatten(0, 2).t().contiguous()
+        return images.view(for_x.shape[3], *for_x.shape[:3]), None, None, None
 
 
 @final
@@ -156,102 +128,56 @@ class _WeightGradient(torch.autograd.Function):
     @staticmethod
     @override
     def forward(
-        ctx: _Context, weight: torch.Tensor, x: torch.Tensor, geometry: _Geometry
+        ctx: _Context, weight: torch.Tensor, last: torch.Tensor, geometry: _Geometry
     ) -> torch.Tensor:
-        ctx.save_for_backward(x)
+        ctx.save_for_backward(last)
         ctx.geometry, ctx.shape = geometry, weight.shape
-        return x.new_zeros(()).expand(*weight.shape[:3], x.shape[3])
+        rows, columns, outputs = weight.shape[:3]
+        return last.new_zeros(()).expand(last.shape[3], outputs, rows, columns)
 
     @staticmethod
     @override
     @once_differentiable
     def backward(ctx: _Context, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        (x,) = ctx.saved_tensors
-        gradient = gradient.contiguous()
+        (last,) = ctx.saved_tensors
+        gradient = _as_product(gradient)
         for_weight = gradient.new_empty(ctx.shape)
-        for tile in _tiles(for_weight, x):
-            patches = _patches(x, tile, ctx.geometry).transpose(1, 2)
+        for tile in _tiles(for_weight, last):
+            patches = _patches(last, tile, ctx.geometry).transpose(1, 2)
             torch.bmm(_part(gradient, tile), patches, out=_part(for_weight, tile))
         return for_weight, None, None
 
 
-@final
-class _JoinGradients(torch.autograd.Function):
-    # Returns the first argument; both get the gradient.
-
-    @staticmethod
-    @override
-    def forward(ctx: object, product: torch.Tensor, zeros: torch.Tensor) -> torch.Tensor:
-        del ctx, zeros
-        return product.view_as(product)
-
-    @staticmethod
-    @override
-    def backward(ctx: object, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        del ctx
-        return gradient, gradient
+# Outputs that are computed together: of some rows and columns.
+_Tile = tuple["slice[int, int, None]", "slice[int, int, None]"]
 
 
-def _part(of: torch.Tensor, tile: _Tile) -> torch.Tensor:
-    # Matrices of a tile of (rows, columns, *, *): (n positions, *, *).
-    part = of[tile.row : tile.row_end, tile.column : tile.column_end]
-    return part.flatten(0, 1)
-
-
-def _tiles(weight: torch.Tensor, x: torch.Tensor) -> Iterator[_Tile]:
+def _tiles(weight: torch.Tensor, last: torch.Tensor) -> Iterator[_Tile]:
     # Whole rows, or pieces of one row, whose patches fit the cache.
     n_rows, n_columns, _, n_weights = weight.shape
-    n_positions = max(1, N_ELEMENTS_MAX // max(1, n_weights * x.shape[3]))
-    if x.is_meta:  # no memory, so one tile
+    n_positions = max(1, N_ELEMENTS_MAX // max(1, n_weights * last.shape[3]))
+    if last.is_meta:  # no memory, so one tile
         n_positions = n_rows * n_columns
     rows, columns = max(1, n_positions // n_columns), min(n_positions, n_columns)
     for row in range(0, n_rows, rows):
         for column in range(0, n_columns, columns):
-            yield _Tile(row, min(row + rows, n_rows), column, min(column + columns, n_columns))
+            yield slice(row, row + rows), slice(column, column + columns)
 
 
-def _patches(x: torch.Tensor, tile: _Tile, window: _Geometry) -> torch.Tensor:
+def _part(of: torch.Tensor, tile: _Tile) -> torch.Tensor:
+    # Matrices of a tile of (rows, columns, *, *): (n positions, *, *).
+    return of[tile].flatten(0, 1)
+
+
+def _windows(last: torch.Tensor, window: _Geometry) -> torch.Tensor:
+    # A view: (rows out, columns out, channels, window rows, window columns, samples).
+    views = last.unfold(1, window.rows, window.row_stride)
+    return views.unfold(2, window.columns, window.column_stride).permute(1, 2, 0, 4, 5, 3)
+
+
+def _patches(last: torch.Tensor, tile: _Tile, window: _Geometry) -> torch.Tensor:
     # Patches of a tile: (n positions, channels * window, samples).
-    channels, rows, columns, samples = x.stride()
-    view = x.as_strided(
-        (
-            tile.row_end - tile.row,
-            tile.column_end - tile.column,
-            x.shape[0],
-            window.rows,
-            window.columns,
-            x.shape[3],
-        ),
-        (
-            rows * window.row_stride,
-            columns * window.column_stride,
-            channels,
-            rows,
-            columns,
-            samples,
-        ),
-        x.storage_offset()
-        + tile.row * window.row_stride * rows
-        + tile.column * window.column_stride * columns,
-    )
-    n_positions = view.shape[0] * view.shape[1]
-    return view.reshape(n_positions, math.prod(view.shape[2:5]), x.shape[3])
-
-
-def _add_patches(x: torch.Tensor, patches: torch.Tensor, tile: _Tile, window: _Geometry) -> None:
-    # The inverse of _patches: adds them to where they were copied from.
-    n_rows, n_columns = tile.row_end - tile.row, tile.column_end - tile.column
-    parts = patches.view(n_rows, n_columns, x.shape[0], window.rows, window.columns, x.shape[3])
-    width = (n_columns - 1) * window.column_stride + 1
-    for index in range(n_rows):
-        row = (tile.row + index) * window.row_stride
-        band = x[:, row : row + window.rows]
-        part = parts[index].permute(1, 2, 0, 3, 4)
-        for offset in range(window.columns):
-            # Targets do not overlap if one column of each window is added at a time.
-            column = tile.column * window.column_stride + offset
-            target = band[:, :, column : column + width : window.column_stride]
-            target += part[:, :, :, offset]
+    return _windows(last, window)[tile].flatten(2, 4).flatten(0, 1)
 
 
 @final
@@ -322,7 +248,7 @@ class LocallyConnected2d(nn.Module):
         rows, columns = self.padding
         if rows or columns:
             x = functional.pad(x, (columns, columns, rows, rows))
-        return _connected(x, self.weight, self.bias, size=self.kernel_size, stride=self.stride)
+        return local_product(x, self.weight, self.bias, size=self.kernel_size, stride=self.stride)
 
     @override
     def extra_repr(self) -> str:
@@ -359,34 +285,17 @@ class LocallyConnected(Windowed):
     @override
     def work(self, layer: Layer, output: Region) -> Work:
         n_weights = layer.tensors["weight"].shape[-1]
-        operations = 2.0 * output.n_elements * n_weights
-        (read,) = self.reads(layer, output)
+        work = self.product_work(layer, output, 2.0 * output.n_elements * n_weights)
         n_patches = output.n_elements // max(1, output.shape[0])
-        return Work(
-            forward=operations,
-            backward=2 * operations,
-            n_elements=float(output.n_elements + read.n_elements + n_patches * n_weights),
-        )
+        return replace(work, n_elements=work.n_elements + n_patches * n_weights)
 
     @override
     def compute(self, call: Call) -> torch.Tensor:
         layer = call.layer
-        return _connected(
+        return local_product(
             tile_of(call),
             call.tensors["weight"],
             call.tensors.get("bias"),
             size=layer.integers("size"),
             stride=layer.integers("stride"),
         )
-
-
-def _connected(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    *,
-    size: Sequence[int],
-    stride: Sequence[int],
-) -> torch.Tensor:
-    product = local_product(x, weight, size=size, stride=stride)
-    return product if bias is None else product + bias.permute(2, 0, 1)

@@ -143,12 +143,7 @@ def batch_norm_layers(
     space = range(1, len(source.shape))
     mean = reduction_layer(f"{name}.mean", [source], function="mean", dims=space, batch=True)
     variance = reduction_layer(
-        f"{name}.variance",
-        [source, mean],
-        function="variance",
-        dims=space,
-        batch=True,
-        correction=1,
+        f"{name}.variance", [source, mean], function="unbiased_variance", dims=space, batch=True
     )
     layers = [mean, variance]
     for statistic, key in ((mean, "running_mean"), (variance, "running_var")):

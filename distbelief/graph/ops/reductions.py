@@ -23,13 +23,12 @@ class Reduction(Sums):
     # inputs    x, and for some functions a statistic that broadcasts against x
     # options   function:
     #             "sum"  "mean"  "mean_square"  "maximum"    of x
-    #             "variance"   mean of (x - mean)^2    inputs x, mean
+    #             "variance"   mean of (x - mean)^2    inputs x, mean; also "unbiased_variance"
     #             "sum_exp"    sum of exp(x - maximum) inputs x, maximum
     #           dims: dimensions of x, without the batch, from 0
     #           keep: whether they stay, with extent 1
     #           batch: whether samples are summed over too
-    #           correction: subtracted from the count of a mean (1 in an unbiased "variance")
-    #           gradient: False for a maximum, which softmax needs; absent for others
+    #           gradient: whether it has one; a maximum, which softmax needs, has none
     name: ClassVar[str] = "reduction"
 
     @override
@@ -74,21 +73,21 @@ class Reduction(Sums):
         dims = (0, *own) if layer.options["batch"] else own
         if function == "maximum":
             total = x.detach().amax(dims, keepdim=True) if dims else x.detach()
-        elif function not in _SUMMANDS:
-            raise ValueError(f"{layer.name!r} has an unknown function {function!r}")
         else:
             summands = _SUMMANDS[function](call.inputs)
             total = summands.sum(dims, keepdim=True) if dims else summands
-        if function in {"mean", "mean_square", "variance"}:
+        if function not in {"sum", "sum_exp", "maximum"}:
             count = math.prod((x.shape[0], *layer.input_shapes[0])[dim] for dim in dims)
-            total = total / float(max(1, count - layer.integer("correction")))
+            total = total / float(max(1, count - function.startswith("unbiased")))
         return total if layer.options["keep"] else total.squeeze(own)
 
 
 _SUMMANDS: Final[Mapping[str, Callable[[Sequence[torch.Tensor]], torch.Tensor]]] = {
     **dict.fromkeys(("sum", "mean"), lambda inputs: inputs[0]),
     "mean_square": lambda inputs: inputs[0].square(),
-    "variance": lambda inputs: (inputs[0] - inputs[1]).square(),
+    **dict.fromkeys(
+        ("variance", "unbiased_variance"), lambda inputs: (inputs[0] - inputs[1]).square()
+    ),
     "sum_exp": lambda inputs: (inputs[0] - inputs[1]).exp(),
 }
 
@@ -101,19 +100,11 @@ def reduction_layer(
     dims: Sequence[int],
     keep: bool = True,
     batch: bool = False,
-    correction: int = 0,
 ) -> Layer:
     """Return a layer "reduction"; options as there."""
     shape = sources[0].shape
-    options: dict[str, Option] = {
-        "function": function,
-        "dims": tuple(dims),
-        "keep": keep,
-        "batch": batch,
-        "correction": correction,
-    }
-    if function == "maximum":
-        options["gradient"] = False
+    options: dict[str, Option] = {"function": function, "gradient": function != "maximum"}
+    options |= {"dims": tuple(dims), "keep": keep, "batch": batch}
     return Layer.of(
         name,
         Reduction.name,

@@ -103,8 +103,7 @@ def _borders(layer: Layer) -> list[Window]:
 class Parameter(Operator):
     """A tensor of the model as a layer: position embeddings, class tokens, scales."""
 
-    # tensors   value: of the layer's shape, or with a dimension of extent 1 before it, which is
-    #           then the batch (as position embeddings often have)
+    # tensors   value: of the layer's shape
     # output    does not depend on the sample: (1, *shape), which broadcasts
     name: ClassVar[str] = "parameter"
     per_element: ClassVar[Work | None] = Work(n_elements=1.0)
@@ -119,19 +118,12 @@ class Parameter(Operator):
 
     @override
     def uses(self, layer: Layer, output: Region) -> Mapping[str, Region]:
-        batch = ((0, 1),) if _has_batch(layer) else ()
-        return {"value": Region((*batch, *output.intervals))}
+        return {"value": output}
 
     @override
     def compute(self, call: Call) -> torch.Tensor:
-        value = call.tensors["value"]
-        if call.layer.is_integer:
-            value = value.to(torch.int64)
-        return value if _has_batch(call.layer) else value.unsqueeze(0)
-
-
-def _has_batch(layer: Layer) -> bool:
-    return len(layer.tensors["value"].shape) > len(layer.shape)
+        value = call.tensors["value"].unsqueeze(0)
+        return value.to(torch.int64) if call.layer.is_integer else value
 
 
 class Block(NamedTuple):
@@ -275,16 +267,3 @@ class Cat(Operator):
         n_samples = max(value.shape[0] for value in call.inputs)
         expanded = [value.expand(n_samples, *value.shape[1:]) for value in call.inputs]
         return torch.cat(expanded, dim=call.layer.integer("dim") + 1)
-
-
-def cat_layer(name: str, sources: Sequence[Layer], *, dim: int) -> Layer:
-    """Return the layer that joins these along a dimension, the batch not counted."""
-    shapes = tuple(source.shape for source in sources)
-    extent = sum(shape[dim] for shape in shapes)
-    return Layer.of(
-        name,
-        Cat.name,
-        sources,
-        (*shapes[0][:dim], extent, *shapes[0][dim + 1 :]),
-        options={"dim": dim},
-    )

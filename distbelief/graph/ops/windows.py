@@ -128,9 +128,6 @@ def _taps_of(
 # all maps in the order of memory: a 5 x 5 pooling takes a third of the time of `avg_pool2d`, and a
 # Gaussian mean of one map less than `conv2d`, whose gradient is made for many channels.
 
-_ROWS, _COLUMNS = -2, -1
-
-
 # Weights of a window along one dimension.
 Weights = tuple[float, ...]
 
@@ -151,17 +148,19 @@ def window_sums(
 
     x is (*maps, rows, columns); the strides are s and t. ValueError if no window fits.
     """
-    sums: torch.Tensor = _WindowSums.apply(  # type: ignore[no-untyped-call]
-        x, rows, columns, tuple(stride)
-    )
+    return sums_along(sums_along(x, -2, rows, stride[0]), -1, columns, stride[1])
+
+
+def sums_along(x: torch.Tensor, dim: int, weights: Weights, stride: int = 1) -> torch.Tensor:
+    """Return weighted sums over windows along the last dimension or that before it."""
+    sums: torch.Tensor = _WindowSums.apply(x, dim, weights, stride)  # type: ignore[no-untyped-call]
     return sums
 
 
 class _Context(Protocol):
     # What autograd keeps between the passes.
 
-    weights: tuple[Weights, Weights]
-    stride: tuple[int, int]
+    window: tuple[int, Weights, int]
     shape: torch.Size
 
 
@@ -172,53 +171,32 @@ class _WindowSums(torch.autograd.Function):
     @staticmethod
     @override
     def forward(
-        ctx: _Context, x: torch.Tensor, rows: Weights, columns: Weights, stride: tuple[int, int]
+        ctx: _Context, x: torch.Tensor, dim: int, weights: Weights, stride: int
     ) -> torch.Tensor:
-        ctx.weights, ctx.stride, ctx.shape = (rows, columns), stride, x.shape
-        sums = _summed(x, _ROWS, weights=rows, stride=stride[0])
-        return _summed(sums, _COLUMNS, weights=columns, stride=stride[1])
+        ctx.window, ctx.shape = (dim, weights, stride), x.shape
+        n_windows = (x.shape[dim] - len(weights)) // stride + 1
+        if n_windows < 1:
+            raise ValueError(f"a window of {len(weights)} does not fit into {x.shape[dim]} places")
+        total = _strided(x, dim, 0, n_windows, stride) * weights[0]
+        for i, weight in enumerate(weights[1:], 1):
+            total.add_(_strided(x, dim, i, n_windows, stride), alpha=weight)
+        return total
 
     @staticmethod
     @override
     @once_differentiable
     def backward(ctx: _Context, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        for dim in (_COLUMNS, _ROWS):
-            gradient = _scattered(
-                gradient,
-                dim,
-                weights=ctx.weights[dim],
-                stride=ctx.stride[dim],
-                extent=ctx.shape[dim],
-            )
-        return gradient, None, None, None
-
-
-def _summed(x: torch.Tensor, dim: int, *, weights: Weights, stride: int) -> torch.Tensor:
-    n_windows = (x.shape[dim] - len(weights)) // stride + 1
-    if n_windows < 1:
-        raise ValueError(f"a window of {len(weights)} does not fit into {x.shape[dim]} places")
-    total = _strided(x, dim, 0, n_windows, stride) * weights[0]
-    for i, weight in enumerate(weights[1:], 1):
-        total.add_(_strided(x, dim, i, n_windows, stride), alpha=weight)
-    return total
-
-
-def _scattered(
-    gradient: torch.Tensor, dim: int, *, weights: Weights, stride: int, extent: int
-) -> torch.Tensor:
-    # What each of `extent` places gets from the windows that contain it.
-    shape = list(gradient.shape)
-    shape[dim] = extent
-    total = gradient.new_zeros(shape)
-    for i, weight in enumerate(weights):
-        part = _strided(total, dim, i, gradient.shape[dim], stride)
-        part.add_(gradient, alpha=weight)
-    return total
+        dim, weights, stride = ctx.window
+        total = gradient.new_zeros(ctx.shape)
+        for i, weight in enumerate(weights):
+            part = _strided(total, dim, i, gradient.shape[dim], stride)
+            part.add_(gradient, alpha=weight)
+        return total, None, None, None
 
 
 def _strided(x: torch.Tensor, dim: int, first: int, n: int, stride: int) -> torch.Tensor:
     indices = slice(first, first + (n - 1) * stride + 1, stride)
-    return x[..., indices, :] if dim == _ROWS else x[..., indices]
+    return x[..., indices, :] if dim == -2 else x[..., indices]
 
 
 # --- index arithmetic ---
@@ -575,30 +553,14 @@ def _recounted(call: Call, mean: torch.Tensor) -> torch.Tensor:
     layer, sizes = call.layer, call.layer.integers("size")
     if layer.options["divisor"] is not None:
         return mean * (math.prod(sizes) / layer.number("divisor"))
-    counts = [
-        _counts(layer, dim, window, interval)
-        for dim, (window, interval) in enumerate(
-            zip(_windows(layer), call.region.intervals[1:], strict=True), start=1
-        )
-    ]
-    if all(set(count) == {size} for size, count in zip(sizes, counts, strict=True)):
-        return mean
-    factor = mean.new_full((), float(math.prod(sizes)))
-    for count in counts:
-        factor = factor.unsqueeze(-1) / mean.new_tensor(count)
-    return mean * factor
-
-
-def _counts(layer: Layer, dim: int, window: Window, interval: Interval) -> list[int]:
-    # The number of places along `dim` that torch divides each output by.
-    extent = layer.input_shapes[0][dim]
-    pads = window.padding if layer.options["count_include_pad"] else 0
-    counts = []
-    for output in range(*interval):
-        first = output * window.stride - window.padding
-        last = min(first + window.size, extent + pads)
-        counts.append(last - max(first, -pads))
-    return counts
+    factor = torch.full((), float(math.prod(sizes)), dtype=mean.dtype)
+    places = zip(_windows(layer), call.region.intervals[1:], layer.input_shapes[0][1:], strict=True)
+    for window, interval, extent in places:
+        pads = window.padding if layer.options["count_include_pad"] else 0
+        first = torch.arange(*interval) * window.stride - window.padding
+        counts = (first + window.size).clamp(max=extent + pads) - first.clamp(min=-pads)
+        factor = factor.unsqueeze(-1) / counts
+    return mean if bool((factor == 1).all()) else mean * factor.to(mean.device)
 
 
 @final

@@ -20,10 +20,10 @@ import torch
 from torch import nn
 
 from distbelief.core.memory import keep_memory
-from distbelief.graph.graph import INPUT, Layer, LayerGraph
+from distbelief.graph.graph import Layer, LayerGraph
 from distbelief.graph.operator import Call, Operator, PartialSums, Step, joined, operator_of
 from distbelief.graph.region import Region
-from distbelief.partition.candidates import summed_dims
+from distbelief.partition.candidates import cuts_of, summed_dims
 from distbelief.partition.cost_model import N_BYTES
 from distbelief.partition.profiling.profile import (
     INPUTS,
@@ -188,8 +188,7 @@ def _cuts(layer: Layer, batch: int) -> Iterator[_Cut]:
     # (extent, region, samples). Slices are from the middle, where halos are complete.
     kind = operator_of(layer)
     dims: list[tuple[str, Operator | PartialSums, Region, int, int]] = [
-        (str(cut.dim), kind, layer.region, cut.dim, cut.unit)
-        for cut in (() if layer.whole else kind.cuts(layer))
+        (str(cut.dim), kind, layer.region, cut.dim, cut.unit) for cut in cuts_of(layer)
     ]
     for dim in summed_dims(layer)[:1]:
         assert kind.partial is not None, layer.name
@@ -238,7 +237,7 @@ N_PASSES_MAX: Final = 4
 _N_BYTES_MAX: Final = 1 << 30  # memory of one measurement
 
 # A module may reject random numbers, or memory may be too small.
-_FAILURES: Final = (RuntimeError, ValueError, TypeError, IndexError)
+FAILURES: Final = (RuntimeError, ValueError, TypeError, IndexError)
 
 Progress = Callable[[int, int, str], None]  # progress(n_done, n_layers, next layer)
 
@@ -260,7 +259,7 @@ def profiled(
     known = load(host)
     wanted = [
         (key, layer)
-        for key, layer in _unlike(graph, batch, modules).items()
+        for key, layer in unlike(graph, batch=batch, modules=modules).items()
         if known is None or key not in known.layers
     ]
     # The most work first.
@@ -276,7 +275,7 @@ def profiled(
                         break
                     if progress is not None and not n_passes:
                         progress(index, len(wanted), layer.name)
-                    with suppress(*_FAILURES):
+                    with suppress(*FAILURES):
                         _add(bench.slices(layer), samples.setdefault(key, {}))
                 # Each is measured twice, and once more while it differs.
                 found = [(key, layer) for key, layer in wanted if samples.get(key)]
@@ -292,30 +291,6 @@ def _add(times: Mapping[str, Mapping[int, Passes]], samples: _Samples) -> None:
             samples.setdefault(key, {}).setdefault(extent, []).append(taken)
 
 
-def present(graph: LayerGraph, *, batch: int) -> Callable[[], dict[str, Passes]]:
-    """Return a function that times all whole layers once, by their keys in a profile.
-
-    A call takes no longer than a step; the inputs are kept for the next call. Opaque layers are
-    left out.
-    """
-    runs: dict[str, Callable[[], Passes]] = {}
-    with undisturbed():
-        bench = Bench(graph, batch, {}, Limits(timer=busy_seconds))
-        for key, layer in _unlike(graph, batch, {}).items():
-            with suppress(*_FAILURES):
-                runs[key] = bench.ready(layer)
-
-    def measure() -> dict[str, Passes]:
-        found: dict[str, Passes] = {}
-        with undisturbed():
-            for key, run in runs.items():
-                with suppress(*_FAILURES):
-                    found[key] = run()
-        return found
-
-    return measure
-
-
 def is_too_large(layer: Layer, *, batch: int) -> bool:
     """Return whether measuring a layer takes more memory than allowed."""
     kind = operator_of(layer)
@@ -325,11 +300,11 @@ def is_too_large(layer: Layer, *, batch: int) -> bool:
     return 2 * N_BYTES * (states + tensors) > _N_BYTES_MAX
 
 
-def _unlike(graph: LayerGraph, batch: int, modules: Mapping[str, nn.Module]) -> dict[str, Layer]:
-    # One layer of each signature that can be measured, by key.
+def unlike(graph: LayerGraph, *, batch: int, modules: Mapping[str, nn.Module]) -> dict[str, Layer]:
+    """Return one layer of each signature that can be measured, by its key in a profile."""
     found: dict[str, Layer] = {}
-    for layer in graph.layers:
+    for layer in graph.computed:
         unknown = "module" in layer.options and layer.text("module") not in modules
-        if layer.kind != INPUT and not unknown and not is_too_large(layer, batch=batch):
+        if not unknown and not is_too_large(layer, batch=batch):
             found.setdefault(digest(layer.signature, batch=batch), layer)
     return found

@@ -90,21 +90,24 @@ def here(n: int, *, network: Network = ASSUMED, clock: Clock = busy_seconds) -> 
 
 def figures(*, clock: Clock = busy_seconds) -> Figures:
     """Return the figures of this host; measure them if its profile has none."""
-    host = this_host()
-    known = load(host)
-    if known is not None and known.figures is not None:
-        return known.figures
-    found = measured(clock=clock)
-    add(host, figures=found)
-    return found
+    known = _known()
+    if known is None:
+        known = measured(clock=clock)
+        add(this_host(), figures=known)
+    return known
 
 
 def flops(*, clock: Clock = busy_seconds) -> float:
     """Return `flops` only: in a few tenths of a second, and not kept."""
-    known = load(this_host())
-    if known is not None and known.figures is not None:
-        return known.figures.flops
+    known = _known()
+    if known is not None:
+        return known.flops
     return 2.0 * _WIDTH**3 / median(_products(clock, seconds_max=_SECONDS_OF_ONE))
+
+
+def _known() -> Figures | None:
+    profile = load(this_host())
+    return None if profile is None else profile.figures
 
 
 def measured(*, clock: Clock = busy_seconds) -> Figures:

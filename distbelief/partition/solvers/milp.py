@@ -26,10 +26,11 @@ from distbelief.partition.solvers.problem import (
     TOLERANCE,
     Array,
     Choice,
-    Deadline,
     Indices,
+    Left,
     Problem,
     Solution,
+    time_left,
     trivial_bound,
 )
 
@@ -56,19 +57,19 @@ def milp(problem: Problem, *, seconds: float = 60.0, start: Choice | None = None
     If none fits the caps, the cheapest of those that overrun them least. If `start` fits the caps,
     nothing more expensive is searched. GraphError if none was found in time.
     """
-    program, deadline = _Program(problem), Deadline(seconds)
+    program, left = _Program(problem), time_left(seconds)
     fits = start is not None and problem.fits(start)
-    answer = program.cheapest(start if fits else None, limit=1.0, deadline=deadline)
+    answer = program.cheapest(start if fits else None, limit=1.0, left=left)
     known = [choice for choice in (answer.choice, start) if choice is not None]
     proven = fits or answer.choice is not None  # else out of time: a choice may fit
     bound = answer.bound
     if answer.infeasible:
-        least = program.least_overrun(deadline=deadline)
+        least = program.least_overrun(left=left)
         known += [] if least.choice is None else [least.choice]
         if known:
             best = min(known, key=problem.badness)
             limit = problem.overrun(best)
-            cheap = program.cheapest(best, limit=limit, deadline=deadline)
+            cheap = program.cheapest(best, limit=limit, left=left)
             known += [] if cheap.choice is None else [cheap.choice]
             proven, bound = least.bound >= limit * (1 - PROOF), cheap.bound
     if not known:
@@ -107,7 +108,7 @@ class _Program:
         self._sums = np.zeros(n_rows)
         self._sums[: len(problem.sizes)] = 1
 
-    def cheapest(self, start: Choice | None, *, limit: float, deadline: Deadline) -> _Answer:
+    def cheapest(self, start: Choice | None, *, limit: float, left: Left) -> _Answer:
         """Minimise costs, with no machine above `limit` of its cap.
 
         `start` is known to fit: nothing more expensive is searched.
@@ -121,20 +122,20 @@ class _Program:
             most = cutoff + PROOF * abs(cutoff)
             rows.append(LinearConstraint(csr_array(costs[None, :]), -np.inf, most))
         # HiGHS tolerates small violations: if its choice breaks a cap, ask for a little less.
-        first = answer = self._solve(costs, [*rows, *self._memory(limit)], deadline)
+        first = answer = self._solve(costs, [*rows, *self._memory(limit)], left)
         if not self._within(answer.choice, limit):
-            answer = self._solve(costs, [*rows, *self._memory(limit - _SLACK)], deadline)
+            answer = self._solve(costs, [*rows, *self._memory(limit - _SLACK)], left)
         return _Answer(
             choice=answer.choice if self._within(answer.choice, limit) else None,
             bound=max(trivial_bound(self.problem), first.bound / scale),
             infeasible=first.infeasible and start is None,
         )
 
-    def least_overrun(self, *, deadline: Deadline) -> _Answer:
+    def least_overrun(self, *, left: Left) -> _Answer:
         """Minimise the largest share of its cap that any machine uses."""
         objective = np.zeros(len(self._costs) + 1)
         objective[-1] = 1
-        return self._solve(objective, self._memory(None), deadline)
+        return self._solve(objective, self._memory(None), left)
 
     def _within(self, choice: Choice | None, limit: float) -> bool:
         return choice is None or self.problem.overrun(choice) <= limit * (1 + TOLERANCE)
@@ -155,9 +156,7 @@ class _Program:
         rows = _matrix(values, (machines, candidates), (n_machines, n_columns))
         return [LinearConstraint(rows, -np.inf, 0 if limit is None else limit)]
 
-    def _solve(
-        self, objective: Array, rows: Sequence[LinearConstraint], deadline: Deadline
-    ) -> _Answer:
+    def _solve(self, objective: Array, rows: Sequence[LinearConstraint], left: Left) -> _Answer:
         marginals = _matrix(self._signs, self._places, (len(self._sums), len(objective)))
         integer = np.zeros(len(objective), np.intp)
         integer[: self._n_s] = 1
@@ -169,7 +168,7 @@ class _Program:
                 integrality=integer,
                 bounds=Bounds(0, upper),
                 constraints=[LinearConstraint(marginals, self._sums, self._sums), *rows],
-                options={"time_limit": deadline.left, "mip_rel_gap": 0},
+                options={"time_limit": left(), "mip_rel_gap": 0},
             )
         bound = result.get("mip_dual_bound")
         choice: Choice | None = None

@@ -20,24 +20,13 @@ from numpy.typing import NDArray
 from distbelief.graph.graph import GraphError
 
 
-# --- deadline ---
+Left = Callable[[], float]  # seconds until a search returns the best so far
 
 
-@final
-class Deadline:
-    """A time after which a search returns the best so far; `clock` is monotonic, in seconds."""
-
-    def __init__(self, seconds: float, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._end = clock() + seconds
-
-    @property
-    def left(self) -> float:
-        return max(0.0, self._end - self._clock())
-
-    @property
-    def passed(self) -> bool:
-        return self.left <= 0
+def time_left(seconds: float, clock: Callable[[], float] = time.monotonic) -> Left:
+    """Return a function that counts down, and stays at 0."""
+    end = clock() + seconds
+    return lambda: max(0.0, end - clock())
 
 
 # --- problem ---

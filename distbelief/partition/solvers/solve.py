@@ -19,10 +19,11 @@ from distbelief.partition.solvers.problem import (
     TOLERANCE,
     Array,
     Choice,
-    Deadline,
+    Left,
     Problem,
     Solution,
     first_lowest,
+    time_left,
     trivial_bound,
 )
 
@@ -51,7 +52,7 @@ def solve(
     If none fits, the cheapest of those that overrun the caps least. A local search begins from
     `known` choices, too. The time is approximate: elimination alone takes some.
     """
-    deadline = Deadline(seconds, clock=clock)
+    left = time_left(seconds, clock)
     order = elimination_order(problem)
     if order.fits:
         free = eliminate(problem, order)
@@ -61,11 +62,11 @@ def solve(
     else:
         start, bound = _descended(problem, known), trivial_bound(problem)
         n_max = DENSE_VARIABLES_MAX
-    start = _fitted(problem, start, deadline)
-    if deadline.passed or n_variables(problem) > n_max:
+    start = _fitted(problem, start, left)
+    if not left() or n_variables(problem) > n_max:
         fits = problem.fits(start)  # else a lower overrun may be possible
         return problem.solution(start, bound=bound, solver="repair", proven=fits)
-    found = milp(problem, seconds=deadline.left, start=start)
+    found = milp(problem, seconds=left(), start=start)
     return problem.solution(
         found.choice, bound=max(bound, found.bound), solver=found.solver, proven=found.exact
     )
@@ -78,14 +79,14 @@ def _descended(problem: Problem, known: Sequence[Choice]) -> Choice:
     return min(ends, key=problem.badness)
 
 
-def _fitted(problem: Problem, start: Choice, deadline: Deadline) -> Choice:
+def _fitted(problem: Problem, start: Choice, left: Left) -> Choice:
     # A choice that fits the caps or, by bisection over what repairs reach, overruns them little.
     best, low, high = start, 1.0, problem.overrun(start)
     limit = low
     for _ in range(_BISECTIONS):
         if high <= 1 + TOLERANCE:
             break
-        found = repair(problem, best, limit=limit, deadline=deadline)
+        found = repair(problem, best, limit=limit, left=left)
         if found is None:
             low = limit
         else:
@@ -127,9 +128,7 @@ def descend(problem: Problem, choice: Sequence[int], *, limit: float = 1.0) -> C
     return tuple(chosen)
 
 
-def repair(
-    problem: Problem, choice: Sequence[int], *, limit: float, deadline: Deadline
-) -> Choice | None:
+def repair(problem: Problem, choice: Sequence[int], *, limit: float, left: Left) -> Choice | None:
     """Return a choice that fits, by moves that free most memory for their cost, or None."""
     chosen = list(choice)
     deltas = [_deltas(problem, node, chosen) for node in range(len(chosen))]
@@ -138,7 +137,7 @@ def repair(
         used = problem.used(chosen)
         if (used <= limit * (1 + TOLERANCE)).all():
             return tuple(chosen)
-        if deadline.passed:
+        if not left():
             return None
         # Pricing all nodes is slow; the best ones stay good for some moves.
         prices = _prices(problem, chosen, deltas, nodes, limit=limit)

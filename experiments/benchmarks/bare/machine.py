@@ -12,6 +12,7 @@ that are compared share everything else: processes, memory, cores, and the momen
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Final
@@ -23,9 +24,18 @@ import torch
 from distbelief.core.memory import keep_memory
 from distbelief.execution.dataflow import dataflow
 from distbelief.execution.executor import PartitionExecutor, StepResult
-from distbelief.partition.profiling.layer_timer import present
+from distbelief.graph.graph import LayerGraph
+from distbelief.partition.profiling.layer_timer import (
+    FAILURES,
+    Bench,
+    Limits,
+    busy_seconds,
+    undisturbed,
+    unlike,
+)
 from distbelief.program import plan as plans
 from distbelief.program.compiler import Compiled, compile_plan
+from distbelief.program.step_cost import Passes
 from distbelief.protocol import TransferAck, TransferBlock
 from distbelief.roles.role import (
     ALL_MESSAGES,
@@ -231,6 +241,30 @@ def machine_of(setting: Setting, machine: int) -> Machine:
         )
     names = [Address(f"machine-{index}") for index in range(setting.n_machines)]
     return Machine(found, names)
+
+
+def present(graph: LayerGraph, *, batch: int) -> Callable[[], dict[str, Passes]]:
+    """Return a function that times all whole layers once, by their keys in a profile.
+
+    A call takes no longer than a step; the inputs are kept for the next call. Opaque layers are
+    left out.
+    """
+    runs: dict[str, Callable[[], Passes]] = {}
+    with undisturbed():
+        bench = Bench(graph, batch, {}, Limits(timer=busy_seconds))
+        for key, layer in unlike(graph, batch=batch, modules={}).items():
+            with suppress(*FAILURES):
+                runs[key] = bench.ready(layer)
+
+    def measure() -> dict[str, Passes]:
+        found: dict[str, Passes] = {}
+        with undisturbed():
+            for key, run in runs.items():
+                with suppress(*FAILURES):
+                    found[key] = run()
+        return found
+
+    return measure
 
 
 def main(given: str, machine: int, address: str) -> None:

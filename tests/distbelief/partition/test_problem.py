@@ -11,10 +11,9 @@ import pytest
 from distbelief.graph.graph import INPUT, GraphError, Layer, LayerGraph
 from distbelief.partition.baselines import even, whole_layers
 from distbelief.partition.cost_model import AnalyticCosts
-from distbelief.partition.cost_tables import Floats
 from distbelief.partition.search import Decoder, build
 from distbelief.partition.solvers.problem import Problem
-from distbelief.program.cluster import Cluster
+from distbelief.program.cluster import Cluster, FloatArray
 from distbelief.program.compiler import compile_plan
 from distbelief.program.placement import Placement
 from tests.distbelief.partition.plans import (
@@ -40,7 +39,9 @@ def sent_between_nodes(
     whose = {
         layer.name: index for index, node in enumerate(decode.nodes) for layer in node.group.members
     }
-    phases: defaultdict[tuple[str, str], Floats] = defaultdict(lambda: np.zeros((2, len(cluster))))
+    phases: defaultdict[tuple[str, str], FloatArray] = defaultdict(
+        lambda: np.zeros((2, len(cluster)))
+    )
     for message in compiled.messages:
         if message.kind not in {"state", "gradient"}:
             continue

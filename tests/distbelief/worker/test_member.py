@@ -169,10 +169,11 @@ def test_early_messages_wait_and_a_rejected_one_drops_no_other(driver: Driver) -
     driver.say(wire.StartTraining())
     driver.say(peers("shard-0"))
     reports = [a.text for a in driver.build() if isinstance(a, rl.Report)]
-    assert reports == ["heard", "refused: of another life", "heard", "heard", "heard"]
+    assert reports == ["heard", "refused: of another life", *["heard"] * 4]
     started, *others = driver.inner.events
     assert started == rl.Started(incarnation=2)
     assert [e.sender for e in others if isinstance(e, rl.Received)] == ["shard-0", "supervisor"]
+    assert [e.peer for e in others if isinstance(e, rl.PeerLost)] == ["replica-0.1"]  # not listed
 
 
 def test_a_message_that_the_role_within_does_not_accept_never_reaches_it(driver: Driver) -> None:
@@ -196,6 +197,24 @@ def test_the_wrapped_role_learns_of_changed_peers(driver: Driver) -> None:
     assert connected(driver.say(both)) == ["shard-0", "shard-1"]
     assert [type(event) for event in driver.inner.events] == [rl.PeerJoined, rl.PeerJoined]
     assert not connected(driver.say(peers("shard-0", "shard-1")))  # older news
+
+
+def test_a_peer_whose_last_message_comes_late_is_lost_anew() -> None:
+    """Its shard took it for one that is there, and let the others wait for it for ever."""
+    driver = Driver(name="shard-0").running("replica-0", "replica-1")
+    driver.say(peers("replica-0"))
+    driver.inner.events.clear()
+    for sender in ("replica-0", "replica-1"):
+        driver.say(wire.HeartbeatAck(), sender=sender)
+    for _ in range(2):
+        driver.say(peers("replica-0"))
+    _, _, lost = driver.inner.events  # once, and not the other one
+    assert isinstance(lost, rl.PeerLost)
+    assert (lost.peer, lost.incarnation) == ("replica-1", 1)
+    driver.say(wire.HeartbeatAck(), sender="replica-1")
+    driver.inner.events.clear()
+    driver.say(peers("replica-0", "replica-1"))  # it was silent, and is back
+    assert [type(event) for event in driver.inner.events] == [rl.PeerJoined]
 
 
 def test_a_peer_lost_for_good_is_reported_once(driver: Driver) -> None:

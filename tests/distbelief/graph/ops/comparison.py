@@ -77,6 +77,27 @@ def layer_of(
     )
 
 
+def attention_layer(
+    name: str,
+    sources: Sequence[Layer],
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    dropout: float = 0.0,
+) -> Layer:
+    """Return an attention layer for query, key, value and an optional mask."""
+    options = {"causal": causal, "scale": scale, "dropout": dropout}
+    shape = (*sources[0].shape[:-1], sources[2].shape[-1])
+    return Layer.of(name, "attention", sources, shape, options=options)
+
+
+def cat_layer(name: str, sources: Sequence[Layer], *, dim: int) -> Layer:
+    """Return the layer that joins these along a dimension, the batch not counted."""
+    shape = list(sources[0].shape)
+    shape[dim] = sum(source.shape[dim] for source in sources)
+    return Layer.of(name, "cat", sources, tuple(shape), options={"dim": dim})
+
+
 def call_of(operation: str, shape: Shape, *input_shapes: Shape, **numbers: float) -> Layer:
     """Return an elementwise operation of torch, such as "aten.add.Tensor", as a layer."""
     words = [argument.name for argument in operation_of(operation)._schema.arguments]

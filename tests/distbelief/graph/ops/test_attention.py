@@ -11,10 +11,10 @@ from typing_extensions import override
 from distbelief.graph.capture import InputSpec, capture
 from distbelief.graph.graph import INPUT, LayerGraph
 from distbelief.graph.operator import Step, operator_of
-from distbelief.graph.ops.attention import attention_layer
 from distbelief.graph.region import Region
 from tests.distbelief.graph.ops.comparison import (
     assert_reads_are_tight,
+    attention_layer,
     check,
     leaf,
     random,

@@ -10,13 +10,7 @@ from typing_extensions import override
 
 from distbelief.errors import StorageError
 from distbelief.graph.graph import LayerGraph
-from distbelief.partition.profiling.layer_timer import (
-    Limits,
-    busy_seconds,
-    is_too_large,
-    present,
-    profiled,
-)
+from distbelief.partition.profiling.layer_timer import Limits, busy_seconds, is_too_large, profiled
 from distbelief.partition.profiling.profile import Profile, add, digest, load, this_host
 from tests.distbelief.graph.zoo.catalogue import ZOO
 from tests.distbelief.partition.clocks import Clock
@@ -238,15 +232,6 @@ def test_a_busy_machine_is_measured_a_limited_number_of_times(graph: LayerGraph)
 
     profile = profiled(graph, batch=3, limits=Limits(seconds=1e3, clock=Clock(), timer=Worse()))
     assert profile.layers
-
-
-def test_whole_layers_can_be_measured_again_without_being_kept(graph: LayerGraph) -> None:
-    profile = profiled(graph, batch=3, limits=limits())
-    measure = present(graph, batch=3)
-    for now in (measure(), measure()):
-        assert now.keys() == profile.layers.keys()
-        assert all(seconds >= 0.0 for time in now.values() for seconds in time)
-    assert load(this_host()) == profile
 
 
 def test_one_thread_is_measured_in_time_of_its_processor(monkeypatch: pytest.MonkeyPatch) -> None:

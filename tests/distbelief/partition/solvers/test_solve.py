@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 
 from distbelief.partition.solvers import dynamic_programming, solve as solve_module
-from distbelief.partition.solvers.problem import PROOF, TOLERANCE, Deadline, Problem
+from distbelief.partition.solvers.problem import PROOF, TOLERANCE, Problem, time_left
 from distbelief.partition.solvers.solve import descend, independent, repair, solve
 from tests.distbelief.partition.solvers.problems import best, chain, crowded, problems
 
@@ -136,7 +136,7 @@ def test_without_a_program_repairs_overrun_little(monkeypatch: pytest.MonkeyPatc
 
 # --- local search ---
 
-FOREVER = Deadline(math.inf)
+FOREVER = time_left(math.inf)
 
 
 @given(problems())
@@ -153,7 +153,7 @@ def test_repair_returns_nothing_or_what_fits(problem: Problem) -> None:
     if problem.shares is None:
         return
     start = independent(problem)
-    mended = repair(problem, start, limit=1, deadline=FOREVER)
+    mended = repair(problem, start, limit=1, left=FOREVER)
     if problem.overrun(start) <= 1:
         assert mended == start
     if mended is not None:
@@ -167,9 +167,9 @@ def test_repair_takes_what_is_cheap_for_its_memory() -> None:
         memory=(np.eye(2), np.eye(2)),
         caps=np.ones(2),
     )
-    assert repair(problem, (0, 0), limit=1, deadline=FOREVER) == (0, 1)
+    assert repair(problem, (0, 0), limit=1, left=FOREVER) == (0, 1)
 
 
 def test_repair_gives_up_if_nothing_helps_or_time_is_over() -> None:
-    assert repair(crowded(3, caps=1), (0, 0, 0), limit=1, deadline=FOREVER) is None
-    assert repair(crowded(2, caps=1), (0, 0), limit=1, deadline=Deadline(0)) is None
+    assert repair(crowded(3, caps=1), (0, 0, 0), limit=1, left=FOREVER) is None
+    assert repair(crowded(2, caps=1), (0, 0), limit=1, left=time_left(0)) is None

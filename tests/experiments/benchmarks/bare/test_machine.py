@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from distbelief.partition.cost_model import AnalyticCosts, single_sample
+from distbelief.partition.profiling.layer_timer import Limits, profiled
+from distbelief.partition.profiling.profile import load, this_host
 from distbelief.partition.search import PlanningRequest
 from distbelief.program.cluster import Cluster, Machine
 from distbelief.program.compiler import compile_plan
@@ -21,9 +23,12 @@ from experiments.benchmarks.bare.machine import (
     Machine as PlansMachine,
     Setting,
     machine_of,
+    present,
 )
 from experiments.benchmarks.measuring.workload import NetName, Workload
 from experiments.benchmarks.plans.machines import Way, plan_of, ways
+from tests.distbelief.partition.clocks import Clock
+from tests.distbelief.partition.plans import fully_connected
 
 
 MACHINE = Machine(flops=1e11, memory_rate=2e10, overhead=1e-5, bandwidth=1e9)
@@ -170,3 +175,16 @@ def test_a_late_message_reaches_the_plan_that_it_is_of() -> None:
     machine.handle(STEP, 0.0)
     assert one.events == [late]
     assert other.events == [STEP]
+
+
+def test_whole_layers_can_be_measured_again_without_being_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    graph = fully_connected(12, 8, 8, 8, 6)
+    profile = profiled(graph, batch=3, limits=Limits(seconds=1e3, clock=Clock()))
+    measure = present(graph, batch=3)
+    for now in (measure(), measure()):
+        assert now.keys() == profile.layers.keys()
+        assert all(seconds >= 0.0 for time in now.values() for seconds in time)
+    assert load(this_host()) == profile
