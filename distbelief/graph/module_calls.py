@@ -26,7 +26,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
-from distbelief.graph.graph import GraphError
+from distbelief.graph.graph import GraphError, below
 from distbelief.graph.unsupported import attributes_kept, lost_change, opaque_reason
 
 
@@ -156,7 +156,7 @@ class LeafCall:
             with plain_calls, _changes_counted(), is_eager, counter:
                 result: object = functional_call(self.module, state, tuple(arguments), keywords)
             self.operations = counter.get_total_flops() / n_samples
-            _refuse_change(self.module, before, state)
+            _refuse_change(self.path, self.module, before, state)
             return result
 
 
@@ -188,19 +188,19 @@ def n_samples_in(extent: Any, n: int) -> int:  # noqa: ANN401 -- an int or a sym
 
 
 def _refuse_change(
-    module: nn.Module, before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]
+    path: str, module: nn.Module, before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]
 ) -> None:
     # Running statistics may change: `whole` refuses them where they would be lost.
     apart = {
-        f"{path}.{word}".lstrip(".")
-        for path, part in module.named_modules()
+        below(inner, word)
+        for inner, part in module.named_modules()
         if isinstance(part, _NormBase)
         for word, _ in (*part.named_buffers(), *part.named_parameters())
     }
     for name, tensor in before.items():
         same = after[name] is tensor and not tensor._version  # noqa: SLF001 -- counts changes in place
         if not same and name not in apart:
-            raise LostChangeError(lost_change(name))
+            raise LostChangeError(lost_change(below(path, name)))
 
 
 class LostChangeError(GraphError):
