@@ -46,9 +46,10 @@ N_WITHOUT_MEMORY: Final = 1009  # a prime that no model uses
 class LeafCall:
     """One call of the leaf module at `path`; `arguments` are positional and keyword arguments."""
 
-    def __init__(self, module: nn.Module, path: str, arguments: object) -> None:
+    def __init__(self, module: nn.Module, path: str, arguments: object, hooks: "_Hooks") -> None:
         self.module = module
         self.path = path
+        self.hooks = hooks
         self.operations = 0.0  # floating point operations for one sample, if known
         self.shapes_found: list[tuple[int, ...]] = []  # extents of the batch are symbols
         self._returned: object = None
@@ -234,6 +235,7 @@ def _samples(x: torch.Tensor, n_samples: int) -> Sequence[int]:
 _CALLS: Final[dict[int, LeafCall]] = {}  # of running exports: the operation only gets a key
 _KEYS: Final = count()
 _HOOKS: Final = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_Hooks = list[tuple[dict[str, Any], dict[str, Any]]]  # attributes of modules, their hooks
 _INSIDE: Final[list[nn.Module]] = []  # modules whose shapes are being found
 
 
@@ -241,11 +243,15 @@ _INSIDE: Final[list[nn.Module]] = []  # modules whose shapes are being found
 def _leaf(inputs: Sequence[torch.Tensor], key: int) -> list[torch.Tensor]:
     call = _CALLS[key]
     forward = call.module.__dict__.pop("forward", None)
+    for attributes, own in call.hooks:
+        attributes.update(own)
     _INSIDE.append(call.module)
     try:
         return call.shapes(inputs)
     finally:
         _INSIDE.pop()
+        for attributes, own in call.hooks:
+            attributes.update({word: OrderedDict() for word in own})
         if forward is not None:
             call.module.__dict__["forward"] = forward
 
@@ -277,9 +283,12 @@ def leaves(
                 continue
             if is_leaf(own_path(path), part):
                 above.append(path)
-                part.__dict__["forward"] = _forward(part, own_path(path), calls)
-                for inner in part.modules():  # an opaque module runs its hooks itself
-                    inner.__dict__.update({word: OrderedDict() for word in _HOOKS})
+                hooks: _Hooks = []  # an opaque module runs its hooks itself
+                for inner in part.modules():
+                    attributes = inner.__dict__
+                    hooks.append((attributes, {word: attributes[word] for word in _HOOKS}))
+                    attributes.update({word: OrderedDict() for word in _HOOKS})
+                part.__dict__["forward"] = _forward(part, own_path(path), calls, hooks)
             elif _has_plain_heads(part):
                 part.__dict__["forward"] = partial(_attention, part)
         try:
@@ -289,9 +298,9 @@ def leaves(
                 _CALLS.pop(key, None)
 
 
-def _forward(part: nn.Module, path: str, calls: dict[int, LeafCall]) -> object:
+def _forward(part: nn.Module, path: str, calls: dict[int, LeafCall], hooks: _Hooks) -> object:
     def forward(*arguments: object, **keywords: object) -> object:
-        call = LeafCall(part, path, (arguments, keywords))
+        call = LeafCall(part, path, (arguments, keywords), hooks)
         if not call.tensors:
             raise GraphError(f"{path} is called without a tensor")
         call.check_arguments()
