@@ -117,7 +117,10 @@ class LeafCall:
         )
         wants_words = isinstance(self.module, nn.Embedding | nn.EmbeddingBag)
         hint = f"Is the shape of the input right, for any number of samples ({N_TRIED} here)?"
-        if any(x.is_floating_point() == wants_words for x in inputs):
+        embeds = not wants_words and any(
+            isinstance(part, nn.Embedding | nn.EmbeddingBag) for part in self.module.modules()
+        )
+        if not embeds and any(x.is_floating_point() == wants_words for x in inputs):
             hint = "It gets integers: embed them first, or give the input as floats"
             if wants_words:
                 hint = (

@@ -527,6 +527,13 @@ def test_models_that_would_be_wrong_are_refused(
         captured(module, *shape)
 
 
+def test_a_part_that_embeds_its_words_is_not_told_to_embed_them() -> None:
+    module = Applied(lambda x, f: f(x).view(2, len(x) // 2, 4), part=nn.Embedding(5, 4))
+    with pytest.raises(GraphError, match=r"shape of the input right") as caught:
+        capture(module, [InputSpec(shape=(), n_values=5)])
+    assert "embed them" not in str(caught.value)
+
+
 class Mixing(nn.Module):
     @override
     def forward(self, x: torch.Tensor) -> object:
@@ -548,6 +555,35 @@ def test_tensors_that_a_forward_replaces_are_put_back() -> None:
     assert module.weight is weight
     assert module.running_mean is mean
     assert not hasattr(module, "seen")
+
+
+class Recording(nn.Module):
+    """Registers a hook in its first forward, as models of transformers that return all layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.seen: list[torch.Tensor] = []
+
+    @override
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not getattr(self, "has_hooks", False):
+            self.has_hooks = True
+            self.layer.register_forward_hook(lambda _, __, y: self.seen.append(y))
+        self.seen.clear()
+        self.layer(x)
+        return torch.stack(self.seen).sum(0)
+
+
+def test_hooks_that_a_forward_registers_are_taken_back() -> None:
+    """The flag was restored, the hook was not: a captured model computed something else."""
+    model, x = Recording(), torch.ones(2, 4)
+    kept = model.register_forward_hook(lambda _, __, y: y + 1)
+    captured(model, 4)
+    assert torch.equal(model(x), model.layer(x) + 1)
+    kept.remove()
+    assert torch.equal(model(x), model.layer(x))
+    assert evaluation_difference(model, [InputSpec(shape=(4,))]) is None
 
 
 class Fading(nn.Module):
