@@ -38,7 +38,16 @@ def _several(sizes: Any, n: int) -> Shape:  # noqa: ANN401 -- as torch takes the
 
 @lowers("convolution", *(f"conv{word}{n}d" for word in ("", "_transpose") for n in (1, 2, 3)))
 def convolution(op: Operation) -> object:
-    value = op.plain("input")
+    value, weight = op.value("input"), op["weight"]
+    n_dims = len(weight.use.shape) if isinstance(weight, Held) else op.value("weight").n_dims
+    if value.batch is None and value.n_dims == n_dims and value.layer.shape[0] == 1:
+        # Positions, the same for all samples.
+        found = _convolved(op, Value(op.reshaped(value, value.layer.shape[1:])))
+        return Value(op.reshaped(found, (1, *found.layer.shape)), batch=None)
+    return _convolved(op, value.plain())
+
+
+def _convolved(op: Operation, value: Value) -> Value:
     transposed = "transpose" in str(op.target) or bool(op.arguments.get("transposed"))
     computed = [op.value(word) for word in ("weight", "bias") if not _is_held(op[word])]
     sources = [value, *computed[: int(not _is_held(op["weight"]))]]

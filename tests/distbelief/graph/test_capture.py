@@ -286,6 +286,10 @@ OWNING: dict[str, tuple[Callable[[torch.Tensor, torch.Tensor], object], Shape, S
     "filters": (
         lambda x, w: functional.conv2d(x, w, stride=2, padding=1), (3, 2, 3, 3), (2, 5, 5),
     ),
+    "filters of positions": (
+        lambda x, w: x + functional.conv1d(torch.arange(8.0).view(1, 2, 4).to(x), w, padding=1),
+        (2, 2, 3), (2, 4),
+    ),
     "filters, same": (
         lambda x, w: functional.conv1d(x, w, padding="same", groups=2), (4, 1, 3), (2, 5),
     ),
