@@ -56,6 +56,13 @@ def permuted(op: Operation, value: Value, dims: Sequence[int]) -> Value:
     return replace(value, layer=layer, batch=batch)
 
 
+def swapped(op: Operation, value: Value) -> Value:
+    """Return a value whose layer has its first two dimensions in the other order."""
+    dims = (1, 0, *range(2, len(value.layer.shape)))
+    shape = tuple(value.layer.shape[dim] for dim in dims)
+    return op.moved("permute", value, shape, dims=dims)
+
+
 def sliced(op: Operation, value: Value, dim: int, start: int, stop: int, step: int = 1) -> Value:
     """Return a part of a value along a layer's dimension."""
     shape = list(value.layer.shape)

@@ -286,6 +286,12 @@ OWNING: dict[str, tuple[Callable[[torch.Tensor, torch.Tensor], object], Shape, S
     "filters": (
         lambda x, w: functional.conv2d(x, w, stride=2, padding=1), (3, 2, 3, 3), (2, 5, 5),
     ),
+    "filters of each frame": (
+        lambda x, w: functional.conv_transpose2d(
+            functional.conv2d(x.flatten(0, 1), w, w[:, 0, 0, 0] * 1, stride=2, padding=1),
+            w, w[0, :, 0, 0] * 1, padding=(1, 0),
+        ).view(-1, 2, 2, 3, 3), (3, 2, 3, 2), (2, 2, 6, 3),
+    ),
     "filters of positions": (
         lambda x, w: x + functional.conv1d(torch.arange(8.0).view(1, 2, 4).to(x), w, padding=1),
         (2, 2, 3), (2, 4),
