@@ -365,8 +365,6 @@ def _attention(  # noqa: PLR0913, PLR0917 -- as torch's
     ]
     is_causal = is_causal and len(masks) == 1  # the mask is known then
     mask = None if is_causal or not masks else reduce(torch.add, added)
-    if mask is not None and len(masks) == 1 and masks[0].dtype == torch.bool:
-        mask = ~masks[0]
     dropout = module.dropout if module.training else 0.0
     found = functional.scaled_dot_product_attention(
         query, key, value, mask, dropout_p=dropout, is_causal=is_causal

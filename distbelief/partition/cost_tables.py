@@ -15,7 +15,7 @@ import numpy as np
 
 from distbelief.graph.graph import Layer, LayerGraph
 from distbelief.graph.operator import Operator, PartialSums
-from distbelief.graph.region import IntArray, Region, disjoint
+from distbelief.graph.region import IntArray, Interval, Region, disjoint
 from distbelief.partition.cost_model import N_BYTES, single_sample
 from distbelief.partition.grouping import Group, reads_its_own
 from distbelief.program.cluster import Cluster, FloatArray
@@ -99,19 +99,12 @@ class Boxes:
 
     @classmethod
     def of(cls, candidates: Sequence[Cells], *, n_dims: int) -> Self:
-        rows: list[tuple[int, int, float]] = []
-        intervals: list[tuple[tuple[int, int], ...]] = []
+        nothing = (0, ((0, 0),) * n_dims, 0.0)
+        rows: list[tuple[int, int, tuple[Interval, ...], float]] = []
         for index, cells in enumerate(candidates):
-            found = sorted(
-                ((m, region.intervals) for m, region in cells if region.n_elements),
-                key=itemgetter(0),
-            )
-            rows += [(index, machine, 1.0) for machine, _ in found]
-            intervals += [box for _, box in found]
-            if not found:
-                rows.append((index, 0, 0.0))
-                intervals.append(((0, 0),) * n_dims)
-        candidate, machine, count = zip(*rows, strict=True)
+            found = [(m, region.intervals, 1.0) for m, region in cells if region.n_elements]
+            rows += [(index, *row) for row in sorted(found, key=itemgetter(0)) or [nothing]]
+        candidate, machine, intervals, count = zip(*rows, strict=True)
         return cls(
             intervals=np.array(intervals, dtype=np.int64).reshape(len(rows), n_dims, 2),
             counts=np.array(count),
@@ -155,8 +148,7 @@ def transfer_seconds(
 
 def own_seconds(owned: Boxes, needed: Boxes, *, cluster: Cluster, bytes_each: float) -> FloatArray:
     """Return the cost of one phase if both have the same candidate: (candidates,)."""
-    found = transfer_seconds(owned, needed, cluster=cluster, bytes_each=bytes_each)
-    return np.diagonal(found)
+    return np.diagonal(transfer_seconds(owned, needed, cluster=cluster, bytes_each=bytes_each))
 
 
 def _blocks(boxes: Boxes) -> Iterator[tuple[int, int]]:
@@ -292,17 +284,18 @@ def needed(readers: _Readers, *, n_dims: int) -> Boxes:
     """
     found: list[Cells] = []
     for candidate in range(len(readers[0][0].placements)):
-        needs: dict[int, set[Region]] = {}
-        for reader, indices in readers:
-            for machine, reads in reader.reads[candidate]:
-                needs.setdefault(machine, set()).update(reads[i] for i in indices)
-        found.append(
-            [
-                (machine, region)
-                for machine, regions in needs.items()
-                for region in (disjoint(regions) if len(regions) > 1 else regions)
-            ]
-        )
+        cells = [
+            (machine, reads[i])
+            for reader, indices in readers
+            for machine, reads in reader.reads[candidate]
+            for i in indices
+        ]
+        if len(dict(cells)) < len(cells):
+            needs: dict[int, set[Region]] = {}
+            for machine, region in cells:
+                needs.setdefault(machine, set()).add(region)
+            cells = [(machine, region) for machine in needs for region in disjoint(needs[machine])]
+        found.append(cells)
     return Boxes.of(found, n_dims=n_dims)
 
 

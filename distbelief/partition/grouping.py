@@ -16,11 +16,12 @@ import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from itertools import product
-from typing import Literal, final
+from typing import Final, Literal, final
 
 from distbelief.graph.graph import Layer, LayerGraph
 from distbelief.graph.operator import joined, operator_of, sums_of
 from distbelief.graph.region import Interval, Region, Shape
+from distbelief.program.compiler import LruCache
 from distbelief.program.placement import Cuts, Placement
 
 
@@ -105,8 +106,15 @@ def _follows(
     return "reduced" if reduces and smaller else None
 
 
+_ALIKE: Final = LruCache[bool](10_000)  # by signature and index
+
+
 def reads_its_own(layer: Layer, index: int) -> bool:
     """Return whether every region reads that same region of an input, extents of 1 aside."""
+    return _ALIKE.get((layer.signature, index), lambda: _reads_its_own(layer, index))
+
+
+def _reads_its_own(layer: Layer, index: int) -> bool:
     shape = layer.input_shapes[index]
     if _squeezed(layer.shape) != _squeezed(shape):
         return False

@@ -329,7 +329,7 @@ def plan(
     # Smaller counts are planned too, by the solver alone: more machines may use a plan for fewer,
     # and a row must not depend on the other rows.
     fewer = [] if request.exactly else [n for n in _FEWER if n < most]
-    found = {}
+    found: list[Planned] = []
     # Plans of large models are millions of objects without cycles; looking for cycles among them
     # would take a third of the time.
     was_enabled = gc.isenabled()
@@ -337,14 +337,16 @@ def plan(
     try:
         for count in sorted({*counts, *fewer}):
             try:
-                found[count] = planner.plan_for(count, is_shown=count in counts)
+                done = planner.plan_for(count, is_shown=count in counts)
             except GraphError:
                 if not request.pins or count == most:
-                    raise  # else a pin needs more machines
+                    raise
+                continue  # a pin needs more machines
+            found += [done] if count in counts else []
     finally:
         if was_enabled:
             gc.enable()
-    return [done for count, done in found.items() if count in counts]
+    return found
 
 
 def divisors(batch: int, *, n_machines: int) -> list[int]:

@@ -10,7 +10,6 @@ time, cheapest in the model first, simulates the plan, and keeps it if it is fas
 randomness and no clock: equal problems end in equal plans.
 """
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, final
@@ -112,12 +111,15 @@ def build(
     found = groups(graph, pinned=pins)
     tables = Tables(graph, cluster, batch=batch, costs=costs)
     nodes = []
+    alike: dict[bytes, list[Candidate]] = {}
     for group in found:
         root = group.root
         if root.name in pins:
             options = [pinned(root, cluster, pins[root.name], machines=machines)]
         else:
-            options = candidates(root, cluster, machines=machines)
+            if root.signature not in alike:
+                alike[root.signature] = candidates(root, cluster, machines=machines)
+            options = list(alike[root.signature])
             known = {candidate.placement for candidate in options}
             others = dict.fromkeys(plan[root.name] for plan in also)
             options += [Candidate(other, str(other)) for other in others if other not in known]
@@ -247,9 +249,7 @@ def improve(
 def _moves(problem: Problem, choice: Choice) -> list[tuple[int, int]]:
     # Changes of one node, those first that cost least in the model.
     found: list[tuple[float, int, int]] = []
-    for node, costs in enumerate(problem.costs):
-        if len(costs) == 1:
-            continue
+    for node in range(len(problem.costs)):
         totals = problem.around(node, choice)
         deltas = totals - totals[choice[node]]
         order = np.argsort(deltas, kind="stable")
@@ -260,9 +260,8 @@ def _moves(problem: Problem, choice: Choice) -> list[tuple[int, int]]:
 
 
 _EVENTS_MAX: Final = 250_000  # tasks and messages that one search simulates: a second or two
-
 _LAYERS_MAX: Final = 8_000  # layers of all plans that one search compiles: some seconds
-
+_LARGE: Final = 500  # layers; a search in larger graphs tries fewer plans still, and gains little
 _NOTIFY_EVERY: Final = 5  # simulated plans
 _SEARCHED: Final = " + search"
 
@@ -345,30 +344,28 @@ def search(
     """
     count = len(cluster)
     start, first = min(solved.ways.items(), key=lambda item: item[1].rank)
-    compiled = first.cost.compiled
+    compiled, n_layers = first.cost.compiled, len(first.cost.compiled.graph.layers)
     tries = min(
         TRIES_MAX,
         _EVENTS_MAX // (len(compiled.tasks) + compiled.n_messages),
-        _LAYERS_MAX // len(compiled.graph.layers),
+        _LAYERS_MAX * min(n_layers, _LARGE) // n_layers**2,
     )
     if not tries or count == 1:
         return None
     method = f"{first.method.removesuffix(_SEARCHED)}{_SEARCHED}"
-    numbers = itertools.count()
-
-    def way_of(choice: Choice) -> SimulatedPlan:
-        placements = solved.decoder(choice)
-        return solved.ways.get(choice) or simulator.way(method, placements, n_machines=count)
+    ways = dict(solved.ways)  # and all that are tried: they have at most `_EVENTS_MAX` events
 
     def seconds_of(choice: Choice) -> float:
-        n_played = next(numbers)
-        if n_played % _NOTIFY_EVERY == 0:
-            notify(f"{count} machines: search, {n_played} of {tries} plans")
-        way = way_of(choice)
-        return way.seconds[1] * (1.0 + 1e3 * way.overrun)  # much longer if memory is short
+        if choice not in ways:
+            n_played = len(ways) - len(solved.ways)
+            if n_played % _NOTIFY_EVERY == 0:
+                notify(f"{count} machines: search, {n_played} of {tries} plans")
+            ways[choice] = simulator.way(method, solved.decoder(choice), n_machines=count)
+        # Much longer if memory is short.
+        return ways[choice].seconds[1] * (1.0 + 1e3 * ways[choice].overrun)
 
     better, _ = improve(solved.problem, start, seconds_of, tries=tries)
     if better == start:
         return None
     cost = solved.problem.cost(better)
-    return replace(way_of(better), method=method, model_seconds=cost)
+    return replace(ways[better], method=method, model_seconds=cost)

@@ -264,9 +264,11 @@ class StepSimulator:
 
     def _handle(self, n_bytes: int, sender: int, receiver: int) -> None:
         # The tasks at both ends take longer.
-        for place in (sender, receiver):
-            if self._is_busy[place]:
-                self._owed[place] += self._each[place] + n_bytes * self._handling[place]
+        busy, owed, each, per_byte = self._is_busy, self._owed, self._each, self._handling
+        if busy[sender]:
+            owed[sender] += each[sender] + n_bytes * per_byte[sender]
+        if busy[receiver]:
+            owed[receiver] += each[receiver] + n_bytes * per_byte[receiver]
 
     def _end_message(self, index: int, now: float) -> None:
         sender, receiver = self._senders[index], self._receivers[index]

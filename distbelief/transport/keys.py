@@ -30,7 +30,7 @@ from distbelief.errors import JobError
 KEY_BYTES: Final = 32
 KEY_PATTERN: Final = "[0-9a-f]{64}"
 HANDSHAKE_SECONDS_MAX: Final = 5.0  # to prove a key
-PROBE_SECONDS: Final = 2  # of an idle connection, and to open one
+KEEPALIVE_SECONDS: Final = 2  # between questions to a silent peer, and to open a connection
 SILENCE_SECONDS_MAX: Final = 8  # of the other host, until a connection is closed
 
 # Of a training loop; of a server or supervisor and its shards; of a host that joins a job.
@@ -88,7 +88,7 @@ class KeyPair:
         socket.setsockopt(zmq.CURVE_SERVERKEY, bytes.fromhex(server_key))
         socket.setsockopt(zmq.CURVE_PUBLICKEY, bytes.fromhex(self.public))
         socket.setsockopt(zmq.CURVE_SECRETKEY, self.secret)
-        socket.connect_timeout = 1000 * PROBE_SECONDS
+        socket.connect_timeout = 1000 * KEEPALIVE_SECONDS
         _limit_silence(socket)
 
 
@@ -98,7 +98,7 @@ def _limit_silence(socket: "zmq.Socket[bytes]") -> None:
     # inbox whose connection breaks.
     socket.handshake_ivl = round(1000 * HANDSHAKE_SECONDS_MAX)
     socket.tcp_keepalive = 1
-    socket.tcp_keepalive_idle = socket.tcp_keepalive_intvl = PROBE_SECONDS
+    socket.tcp_keepalive_idle = socket.tcp_keepalive_intvl = KEEPALIVE_SECONDS
     socket.tcp_maxrt = 1000 * SILENCE_SECONDS_MAX
 
 

@@ -45,6 +45,7 @@ def measured(name: str, stages: Sequence[str], *, folder: Path, again: bool) -> 
     path = folder / f"{name}.json"
     found: Found = msgspec.json.decode(path.read_bytes()) if path.is_file() else {}
     wanted = [stage for stage in stages if again or stage not in found]
+    found = {stage: known for stage, known in found.items() if stage not in wanted}
     if wanted:
         command = [sys.executable, "-m", "experiments.zoo.measure", name, *wanted]
         with Popen(command, stdout=PIPE, stderr=DEVNULL, text=True) as process:
@@ -57,6 +58,7 @@ def measured(name: str, stages: Sequence[str], *, folder: Path, again: bool) -> 
             timer.cancel()
         for stage in wanted:
             found.setdefault(stage, {"error": f"the process ended: {process.returncode}"})
+        found = {stage: found[stage] for stage in STAGES if stage in found}
         folder.mkdir(exist_ok=True)
         path.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n")
     return {stage: found[stage] for stage in stages if stage in found}

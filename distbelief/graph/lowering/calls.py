@@ -194,9 +194,6 @@ def converted(op: Operation) -> object:
     return elementwise(op, torch.ops.aten.to.dtype, value, dtype, dtype=dtype)
 
 
-lowers("_assert_tensor_metadata")(lambda _: None)
-
-
 def _added(
     context: Context,
     name: str,

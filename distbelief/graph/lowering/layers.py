@@ -348,10 +348,12 @@ def _repeated_heads(op: Operation, value: Value, query: Value) -> Value:
 def _masked(op: Operation, query: Value) -> tuple[bool, list[Layer]]:
     # Whether the mask is causal; the layer that is added to the scores.
     mask = op["attn_mask"]
-    if isinstance(mask, torch.Tensor) and _is_causal(mask):
-        return True, []
-    shows_all = isinstance(mask, torch.Tensor) and mask.dtype == torch.bool and bool(mask.all())
-    if mask is None or shows_all:
+    if isinstance(mask, torch.Tensor):
+        if _is_causal(mask):
+            return True, []
+        if bool((mask if mask.dtype == torch.bool else mask == 0).all()):
+            mask = None  # it hides nothing
+    if mask is None:
         return False, []
     value = op.context.as_value(mask)
     if is_mask(op.builder, value.layer):

@@ -110,6 +110,8 @@ class Lowerer:
         if isinstance(target, torch._ops.HigherOrderOperator):  # noqa: SLF001 -- has no public name
             return self._nested(name, args)
         target = _functional(target)
+        if target is torch.ops.aten.bernoulli.p:  # in place, it has a default, which is left out
+            args = [*args, 0.5][:2]
         if "assert" in name or name.startswith("sym_"):
             return None
         keywords = dict(self._argument(node.kwargs))

@@ -78,8 +78,9 @@ def _scaled(node: Any) -> tuple[float, float] | None:  # noqa: ANN401 -- an argu
     if word in {"div", "mul"} and isinstance(number, float):
         found = _scaled(first)
         return found and (found[0], found[1] / number if word == "div" else found[1] * number)
-    if word == "bernoulli" and isinstance(number, float) and 0 < number < 1:
-        return number, 1.0
+    if word == "bernoulli":
+        number = 0.5 if number is None else number  # its default, which torch.export leaves out
+        return (number, 1.0) if isinstance(number, float) and 0 < number < 1 else None
     if word == "floor" and _word(first) == "add":
         one, other = first.args[:2]
         draw, q = (one, other) if isinstance(other, float) else (other, one)

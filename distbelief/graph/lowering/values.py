@@ -10,6 +10,7 @@ So a view that only moves the batch is no layer.
 """
 
 import json
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, final
@@ -25,9 +26,6 @@ from distbelief.graph.ops.call import packed
 _N_CHARACTERS_MAX: Final = 1 << 20  # of a constant that stands in the graph
 
 
-SYMBOLS: Final = (torch.SymInt, torch.SymFloat)  # numbers that depend on batch size or data
-
-
 class NotSplitError(Exception):
     """An operation has no split rule for these arguments."""
 
@@ -35,7 +33,7 @@ class NotSplitError(Exception):
 def refuse_symbols(given: Iterable[object]) -> None:
     """Raise `NotSplitError` if there is a number that depends on the batch size, or on data."""
     for number in given:
-        if isinstance(number, SYMBOLS):
+        if isinstance(number, torch.SymInt | torch.SymFloat):
             names = number.node.expr.free_symbols
             of_data = any(str(name).startswith(("u", "zuf")) for name in names)
             what = "the values of its data (`.item()`)" if of_data else "the batch size"
@@ -56,6 +54,12 @@ class Value:
     def n_dims(self) -> int:
         """Number of torch's dimensions."""
         return len(self.layer.shape) - self.before - self.after + (self.batch is not None)
+
+    @property
+    def n_folded(self) -> int:
+        """Number of elements of each sample in the batch's dimension."""
+        first = self.batch or 0
+        return math.prod(self.layer.shape[first : first + self.before + self.after])
 
     @property
     def is_plain(self) -> bool:

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import torch
-from torch import fx
 
 from distbelief.graph.graph import Layer
 from distbelief.graph.lowering.operation import Operation, lowers
@@ -127,7 +127,7 @@ def expanded(op: Operation, value: Value, shape: Sequence[Any]) -> Value:
     assert batch is not None
     folded = value.layer.shape[value.batch : value.batch + value.before + value.after]
     target = (*map(int, shape[:batch]), *folded, *map(int, shape[batch + 1 :]))
-    if factor(shape[batch]) != max(1, math.prod(folded)):
+    if factor(shape[batch]) != value.n_folded:
         raise NotSplitError("it repeats samples")
     return expanded_layer(op, replace(value, batch=batch), target)
 
@@ -147,9 +147,7 @@ def slice_(op: Operation) -> object:
     value = op.value("self")
     dim = op["dim"] % value.n_dims
     if dim == value.batch:
-        source = op.node.args[0]
-        assert isinstance(source, fx.Node)
-        if str(op.result.shape[dim]) != str(source.meta["val"].shape[dim]) or op["step"] != 1:
+        if factor(op.result.shape[dim]) != value.n_folded or op["step"] != 1:
             raise NotSplitError("it takes some of the samples")
         return value
     dim = value.dim(dim)
@@ -256,11 +254,7 @@ def roll(op: Operation) -> object:
 
 @lowers("copy")
 def copied(op: Operation) -> object:
-    source = op.node.args[1]
-    assert isinstance(source, fx.Node)
-    if tuple(map(str, op.result.shape)) != tuple(map(str, source.meta["val"].shape)):
-        raise NotSplitError("it repeats elements")
-    return op.value("src")
+    return expanded(op, op.value("src"), op.result.shape)
 
 
 @lowers("slice_scatter")
@@ -365,5 +359,8 @@ def lined_up(op: Operation, values: Sequence[Value]) -> tuple[list[Layer], Value
             shape[at : at + 1] = [1] * folded if at else []
             name = op.builder.free_name(f"{value.layer.name}.row")
             row = reshape_layer(name, value.layer, shape=tuple(shape))
+            use = value.layer.tensors.get("value")
+            if use is not None and not at and use.shape == value.layer.shape:  # one layer, not two
+                row = msgspec.structs.replace(value.layer, name=name, shape=tuple(shape))
             layers.append(op.builder.add_layer(row))
     return layers, replace(first, batch=n - last)

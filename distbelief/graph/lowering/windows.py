@@ -145,7 +145,7 @@ def adaptive_pool(op: Operation) -> object:
 
 @lowers(
     *("upsample_linear1d", "upsample_bilinear2d", "upsample_trilinear3d", "upsample_bicubic2d"),
-    *(f"_upsample_nearest_exact{n}d" for n in (1, 2, 3)),
+    *(f"{kind}{n}d" for kind in ("upsample_nearest", "_upsample_nearest_exact") for n in (1, 2, 3)),
 )
 def resized(op: Operation) -> object:
     value = op.plain("self" if "self" in op.arguments else "input")
@@ -161,24 +161,6 @@ def resized(op: Operation) -> object:
         "scales": ",".join(map(repr, factors)),
     }
     return op.add("resize", [value], _shape(op), options=options)
-
-
-@lowers("upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d")
-def enlarged(op: Operation) -> object:
-    # (c, h, w) -> (c, h, 1, w, 1) -> (c, h, a, w, b) -> (c, h a, w b).
-    word = "self" if "self" in op.arguments else "input"
-    value = op.plain(word)
-    n_channels, *sizes = _shape(op)
-    extents = value.layer.shape[1:]
-    if any(size % extent for size, extent in zip(sizes, extents, strict=True)):
-        return resized(op)
-    thin, wide = [n_channels], [n_channels]
-    for size, extent in zip(sizes, extents, strict=True):
-        thin += [extent, 1]
-        wide += [extent, size // extent]
-    apart = value.to(op.reshaped(value, tuple(thin)))
-    repeated = op.moved("expand", apart, tuple(wide))
-    return repeated.to(op.reshaped(repeated, (n_channels, *sizes)))
 
 
 # --- modules ---

@@ -47,8 +47,10 @@ def local_product(
     """
     last, geometry = _samples_last(x.detach()), _Geometry(*size, *stride)
     # Two functions, so that a caller that needs one gradient does not compute the other.
-    product: torch.Tensor = _ImageProduct.apply(x, last, weight.detach(), geometry)  # type: ignore[no-untyped-call]
-    product = product + _WeightGradient.apply(weight, last, geometry)  # type: ignore[no-untyped-call]
+    product: torch.Tensor = _Images.apply(  # type: ignore[no-untyped-call]
+        _ImageProduct.apply(x, last, weight.detach(), geometry),  # type: ignore[no-untyped-call]
+        _WeightGradient.apply(weight, last, geometry),  # type: ignore[no-untyped-call]
+    )
     return product if bias is None else product + bias.permute(2, 0, 1)
 
 
@@ -77,11 +79,6 @@ def _samples_last(x: torch.Tensor) -> torch.Tensor:
     return x.flatten(1).t().contiguous().view(*x.shape[1:], x.shape[0])
 
 
-def _as_product(images: torch.Tensor) -> torch.Tensor:
-    # Images as products: (rows, columns, outputs, samples).
-    return images.permute(2, 3, 1, 0).contiguous()
-
-
 @final
 class _ImageProduct(torch.autograd.Function):
     # The product, with a gradient for images only; `last` are the images with samples last.
@@ -101,14 +98,13 @@ class _ImageProduct(torch.autograd.Function):
         for tile in _tiles(weight, last):
             patches = _patches(last, tile, geometry)
             torch.bmm(_part(weight, tile), patches, out=_part(product, tile))
-        return product.permute(3, 2, 0, 1).contiguous()
+        return product
 
     @staticmethod
     @override
     @once_differentiable
     def backward(ctx: _Context, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         (weight,) = ctx.saved_tensors
-        gradient = _as_product(gradient)
         for_x = gradient.new_zeros(ctx.shape)
         for tile in _tiles(weight, for_x):
             patches = torch.bmm(_part(weight, tile).transpose(1, 2), _part(gradient, tile))
@@ -132,20 +128,37 @@ class _WeightGradient(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(last)
         ctx.geometry, ctx.shape = geometry, weight.shape
-        rows, columns, outputs = weight.shape[:3]
-        return last.new_zeros(()).expand(last.shape[3], outputs, rows, columns)
+        return last.new_zeros(()).expand(*weight.shape[:3], last.shape[3])
 
     @staticmethod
     @override
     @once_differentiable
     def backward(ctx: _Context, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         (last,) = ctx.saved_tensors
-        gradient = _as_product(gradient)
         for_weight = gradient.new_empty(ctx.shape)
         for tile in _tiles(for_weight, last):
             patches = _patches(last, tile, ctx.geometry).transpose(1, 2)
             torch.bmm(_part(gradient, tile), patches, out=_part(for_weight, tile))
         return for_weight, None, None
+
+
+@final
+class _Images(torch.autograd.Function):
+    # The product, (rows, columns, outputs, samples), as images; both arguments get the gradient.
+
+    @staticmethod
+    @override
+    def forward(ctx: object, product: torch.Tensor, zeros: torch.Tensor) -> torch.Tensor:
+        del ctx, zeros
+        return product.permute(3, 2, 0, 1).contiguous()
+
+    @staticmethod
+    @override
+    @once_differentiable
+    def backward(ctx: object, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        del ctx
+        gradient = gradient.permute(2, 3, 1, 0).contiguous()
+        return gradient, gradient
 
 
 # Outputs that are computed together: of some rows and columns.

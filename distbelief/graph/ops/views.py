@@ -103,7 +103,8 @@ def _borders(layer: Layer) -> list[Window]:
 class Parameter(Operator):
     """A tensor of the model as a layer: position embeddings, class tokens, scales."""
 
-    # tensors   value: of the layer's shape
+    # tensors   value: of the layer's shape, or with a dimension of extent 1 before it, which is
+    #           then the batch (as position embeddings often have)
     # output    does not depend on the sample: (1, *shape), which broadcasts
     name: ClassVar[str] = "parameter"
     per_element: ClassVar[Work | None] = Work(n_elements=1.0)
@@ -118,12 +119,18 @@ class Parameter(Operator):
 
     @override
     def uses(self, layer: Layer, output: Region) -> Mapping[str, Region]:
-        return {"value": output}
+        batch = ((0, 1),) if _has_batch(layer) else ()
+        return {"value": Region((*batch, *output))}
 
     @override
     def compute(self, call: Call) -> torch.Tensor:
-        value = call.tensors["value"].unsqueeze(0)
+        value = call.tensors["value"]
+        value = value if _has_batch(call.layer) else value.unsqueeze(0)
         return value.to(torch.int64) if call.layer.is_integer else value
+
+
+def _has_batch(layer: Layer) -> bool:
+    return len(layer.tensors["value"].shape) > len(layer.shape)
 
 
 class Block(NamedTuple):

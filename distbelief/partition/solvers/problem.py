@@ -129,9 +129,7 @@ class Solution:
 
     choice: Choice  # index of the candidate of each node
     cost: float  # seconds
-    # No choice that fits costs less; if this one does not fit, none with the same overrun or less
-    # does
-    bound: float
+    bound: float  # of choices that fit or, if this one does not, that overrun the caps no more
     solver: str
     exact: bool  # proven best: cheapest that fits or, if none does, cheapest of least overrun
     overrun: float = 0.0  # largest share of its cap that any machine uses; 0 without caps

@@ -403,6 +403,12 @@ FUNCTIONS: dict[str, tuple[Function, Shape]] = {
     ),
     "rolled": (lambda x: torch.roll(x, (1, -1), (1, 2)), (3, 4)),
     "repeated": (lambda x: x.repeat(1, 2, 3), (3, 4)),
+    # Regression: a plan failed in its first step.
+    "copied and repeated": (lambda x: x.clone().copy_(x.mean(2, keepdim=True)) * x, (3, 4)),
+    "numbers beside tokens": (
+        lambda x: torch.cat([x.flatten(0, 1), x.new_ones(x.size(0) * 3, 2)], 1).view(-1, 3, 6),
+        (3, 4),
+    ),
     "chosen": (lambda x: torch.where(x > 0.5, torch.pow(x, 3.0), 0.0), (4,)),
     "chosen, own mask": (lambda x: torch.where(torch.ones(3, 3).tril() > 0, x, -1.0), (3, 3)),
     "masked": (lambda x: x.masked_fill(x < 0, 0.5).masked_fill(torch.eye(3) > 0, 2.0), (3, 3)),
@@ -838,9 +844,12 @@ STOCHASTIC_DEPTH: dict[str, Callable[[torch.Tensor, float], torch.Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("name", STOCHASTIC_DEPTH)
-def test_stochastic_depth_is_a_layer_that_draws_as_one_process_does(name: str) -> None:
-    """It was computed in evaluation too, with its last numbers."""
+@pytest.mark.parametrize(("name", "kept"), [*((n, 0.7) for n in STOCHASTIC_DEPTH), ("timm", 0.5)])
+def test_stochastic_depth_is_a_layer_that_draws_as_one_process_does(name: str, kept: float) -> None:
+    """It was computed in evaluation too, with its last numbers.
+
+    Half of it failed in a plan's first step: torch.export leaves out a probability of 0.5.
+    """
 
     class Deep(nn.Module):
         def __init__(self) -> None:
@@ -850,7 +859,7 @@ def test_stochastic_depth_is_a_layer_that_draws_as_one_process_does(name: str) -
         @override
         def forward(self, x: torch.Tensor) -> object:
             y = self.layer(x)
-            return x + (STOCHASTIC_DEPTH[name](y, 0.7) if self.training else y)
+            return x + (STOCHASTIC_DEPTH[name](y, kept) if self.training else y)
 
     case = Case(make=Deep, shape=(3, 4))
     model, graph = case.model(), capture(case.model(), case.specs)

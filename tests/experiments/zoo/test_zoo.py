@@ -1,4 +1,5 @@
 import json
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -78,6 +79,16 @@ def test_what_was_measured_is_kept_and_counted(
         "split_share_worst": 0.98,
         "plan_seconds_worst": 3.0,
     }
+
+
+def test_a_process_that_ends_early_is_no_measurement(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that was killed while it measured again left the result of before in the table."""
+    (tmp_path / "gpt2.json").write_text(json.dumps({"plan": {"error": None, "plan_seconds": 3.0}}))
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    found = zoo.measured("gpt2", ["plan"], folder=tmp_path, again=True)
+    assert found == {"plan": {"error": "the process ended: 1"}}
 
 
 def test_a_library_that_is_missing_is_named_with_its_extra() -> None:

@@ -65,7 +65,7 @@ def examples() -> list[Layer]:
             size=twos, stride=twos, padding=zeros,
         ),
         layer_of("embedding", (5, 7), (5,), words={"weight": (9, 7)}, padding=None),
-        layer_of("parameter", (2, 3), words={"value": (2, 3)}),
+        layer_of("parameter", (2, 3), words={"value": (1, 2, 3)}),
         reading(
             *("pool", (4, 3, 4)), name="max_pool", function="max",
             size=twos, stride=twos, padding=zeros, dilation=ones, ceil=False,

@@ -155,14 +155,16 @@ def test_joined_layers_in_parts_are_the_whole(
 @settings(max_examples=40)
 def test_a_token_and_positions_are_added_to_every_sample(data: st.DataObject) -> None:
     """As in vision transformers: parameters are layers with a batch of one."""
-    token, positions = leaf(random(1, 5)), leaf(random(4, 5, seed=1))
+    has_batch = data.draw(st.booleans())
+    batch = (1,) if has_batch else ()
+    token, positions = leaf(random(*batch, 1, 5)), leaf(random(*batch, 4, 5, seed=1))
     scale = leaf(random(5, seed=2))
     tensors = {"token": token, "positions": positions, "scale": scale}
     parameters = [
         Layer(
             name=f"{name}.layer",
             kind="parameter",
-            shape=tuple(value.shape),
+            shape=tuple(value.shape[int(has_batch and name != "scale") :]),
             tensors={"value": TensorUse(name=name, shape=tuple(value.shape))},
         )
         for name, value in tensors.items()
