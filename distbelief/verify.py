@@ -28,7 +28,7 @@ from distbelief.graph.graph import Layer, LayerGraph
 from distbelief.graph.lowering.operation import by_name
 from distbelief.graph.operator import Step
 from distbelief.graph.ops.attention import Attention, scores_shape
-from distbelief.graph.ops.call import is_module
+from distbelief.graph.ops.call import default_dtype, is_module
 from distbelief.graph.ops.dropout import Dropout, mask
 from distbelief.graph.ops.linear import Embedding
 from distbelief.graph.region import Region, Shape
@@ -77,6 +77,8 @@ class SharedDropoutMasks(TorchDispatchMode):
         idle = "attention" in str(func) and not by_name(func, list(args), kwargs or {})["dropout_p"]
         if idle or torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **(kwargs or {}))
+        if func is _DRAW and not self._left:
+            raise _refusal("dropout in a part that is computed whole, or whose result is not used")
         if (func is not _DRAW and func not in _UNIFORM) or not self._left:
             raise _refusal(f"torch's {func}")
         layer = self._left.pop(0)
@@ -407,7 +409,7 @@ def _reference(
     # One process, with the dropout masks of this step.
     module.zero_grad()
     masks = SharedDropoutMasks(graph, seed=seed)
-    with masks:
+    with masks, default_dtype(module.parameters()):
         outputs = tensors_of(returned := batch.run(module))
         value = loss(returned, batch.targets)
         value.backward()

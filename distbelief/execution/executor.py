@@ -238,6 +238,8 @@ class PartitionExecutor:
             with torch.set_grad_enabled(needs_gradient):
                 step = state.steps[micro_batch]
                 output = rule.compute(Call(op.layer, op.region, inputs, tensors, step))
+                if output.is_floating_point():  # a graph is computed in one precision
+                    output = output.to(self.dtype)
         except Exception as error:  # of the user's module, or of its inputs
             raise _failed(op, inputs, error) from error
         if needs_gradient and output.requires_grad:

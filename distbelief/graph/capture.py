@@ -16,15 +16,17 @@ import math
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass, replace
 from io import StringIO
+from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol, cast, final
 from unittest.mock import patch
 
 import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn import functional
 from torch.nn.modules import transformer
 from torch.nn.modules.batchnorm import _NormBase
 from torch.overrides import TorchFunctionMode
@@ -42,6 +44,7 @@ from distbelief.graph.lowering.values import Held, NotSplitError, Value
 from distbelief.graph.module_calls import (
     LeafCall,
     OpaqueError,
+    bags,
     is_inside,
     is_outside,
     leaves,
@@ -304,16 +307,25 @@ class _RefusedError(Exception):
 
 
 def reason_of(error: Exception) -> str:
-    """Return in a few words why torch.export refuses a function."""
+    """Return in a few words why torch.export refuses a function, and where."""
     if isinstance(error, _RefusedError):
         return str(error)
     words = f"{type(error).__name__}: {error}"
-    if "data-dependent" in words or "DataDependent" in words:
-        return "it depends on the values of its data (an `if`, a loop, `.item()`)"
-    if "specialized" in words or "Constraints violated" in words:
-        return "it needs the number of samples (as int(x.shape[0]) does, unlike x.shape[0])"
     lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
+    found = f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
+    if "data-dependent" in words or "DataDependent" in words:
+        found = "it depends on the values of its data (an `if`, a loop, `.item()`)"
+    elif "specialized" in words or "Constraints violated" in words:
+        found = "it needs the number of samples (as int(x.shape[0]) does, unlike x.shape[0])"
+    return found + _line_of(error)
+
+
+def _line_of(error: BaseException) -> str:
+    # The line of the forward, in brackets.
+    frames = traceback.extract_tb(error.__traceback__)
+    inside = (Path(torch.__file__).parent, Path(__file__).parents[1])
+    own = [f for f in frames if not any(Path(f.filename).is_relative_to(each) for each in inside)]
+    return f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
 
 
 def _example(spec: InputSpec, module: nn.Module) -> torch.Tensor:
@@ -396,6 +408,7 @@ def _as_export_sees_it() -> Iterator[None]:
         patch.object(torch.autograd.Function, "apply", classmethod(applied)),
         patch.object(transformer, "_detect_is_causal_mask", as_told),
         patch.object(builtins, "len", _length),
+        patch.object(functional, "embedding_bag", bags),
     ):
         yield
 
@@ -440,10 +453,10 @@ def _lowered(
             if known is None:
                 use = TensorUse(name=path, shape=tuple(tensor.shape), trains=tensor.requires_grad)
                 known = Held(use, tensor.dtype)
-            elif (
-                isinstance(known, torch.Tensor) and known.is_floating_point()
-            ):  # layers read floats, indices are known to rules
-                known = context.constant(known, path)
+            elif isinstance(known, torch.Tensor) and known.is_floating_point():
+                # Layers read floats, indices are known to rules.
+                with suppress(GraphError):  # too large, but perhaps only a part is read
+                    known = context.constant(known, path)
         elif node.name in signature.inputs_to_lifted_tensor_constants:
             known = program.constants[signature.inputs_to_lifted_tensor_constants[node.name]]
         else:

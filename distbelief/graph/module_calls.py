@@ -26,12 +26,15 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
-from distbelief.graph.graph import GraphError
+from distbelief.graph.graph import GraphError, below
 from distbelief.graph.unsupported import attributes_kept, lost_change, opaque_reason
 
 
 LEAF: Final = "distbelief::leaf"
-EXPERTS: Final = ("hidden_states", "top_k_index", "top_k_weights")
+EXPERTS: Final = (
+    ("hidden_states", "top_k_index", "top_k_weights"),
+    ("hidden_states", "router_indices", "routing_weights"),
+)
 _PLAIN: Final = (NoneType, bool, int, float, str, torch.dtype, torch.device, torch.SymInt)
 _LIBRARY: Final = torch.library.Library("distbelief", "DEF")
 _LIBRARY.define("leaf(Tensor[] inputs, int key) -> Tensor[]")
@@ -43,9 +46,10 @@ N_WITHOUT_MEMORY: Final = 1009  # a prime that no model uses
 class LeafCall:
     """One call of the leaf module at `path`; `arguments` are positional and keyword arguments."""
 
-    def __init__(self, module: nn.Module, path: str, arguments: object) -> None:
+    def __init__(self, module: nn.Module, path: str, arguments: object, hooks: "_Hooks") -> None:
         self.module = module
         self.path = path
+        self.hooks = hooks
         self.operations = 0.0  # floating point operations for one sample, if known
         self.shapes_found: list[tuple[int, ...]] = []  # extents of the batch are symbols
         self._returned: object = None
@@ -93,7 +97,7 @@ class LeafCall:
         found = [x for x in leaves if isinstance(x, torch.Tensor)]
         self.shapes_found = [
             tuple(
-                batch * (n // n_samples) if i == _first(x, n_samples) else n
+                batch * (n // n_samples) if i in _samples(x, n_samples) else n
                 for i, n in enumerate(x.shape)
             )
             for x in found
@@ -113,7 +117,10 @@ class LeafCall:
         )
         wants_words = isinstance(self.module, nn.Embedding | nn.EmbeddingBag)
         hint = f"Is the shape of the input right, for any number of samples ({N_TRIED} here)?"
-        if any(x.is_floating_point() == wants_words for x in inputs):
+        embeds = not wants_words and any(
+            isinstance(part, nn.Embedding | nn.EmbeddingBag) for part in self.module.modules()
+        )
+        if not embeds and any(x.is_floating_point() == wants_words for x in inputs):
             hint = "It gets integers: embed them first, or give the input as floats"
             if wants_words:
                 hint = (
@@ -143,13 +150,17 @@ class LeafCall:
             arguments, keywords = self.arguments([like(x, is_input=True) for x in inputs])
             before = dict(state)
             counter = FlopCounterMode(display=False)
+            # Ranks run it without compiling; a forward may ask.
+            is_eager = patch.multiple(
+                torch.compiler, _is_compiling_flag=False, _is_exporting_flag=False
+            )
             # torch.export replaces `__call__` to count calls of modules; this one is only for
             # shapes, and `_call_impl` is what it replaced.
             plain_calls = patch.object(nn.Module, "__call__", nn.Module._call_impl)  # noqa: SLF001
-            with plain_calls, _changes_counted(), counter:
+            with plain_calls, _changes_counted(), is_eager, counter:
                 result: object = functional_call(self.module, state, tuple(arguments), keywords)
             self.operations = counter.get_total_flops() / n_samples
-            _refuse_change(self.module, before, state)
+            _refuse_change(self.path, self.module, before, state)
             return result
 
 
@@ -161,15 +172,15 @@ def _with(tree: object, tensors: Sequence[object]) -> Any:  # noqa: ANN401 -- a 
 def is_experts(module: nn.Module) -> bool:
     """Return whether a module is the experts of a mixture, as transformers builds them.
 
-    Its tensors have one row for each expert; it returns, for each token, the sum of the experts at
-    `top_k_index` times `top_k_weights`, and computes the first `num_experts`.
+    Its tensors have one row for each expert; it returns, for each token, the sum of the experts of
+    these numbers times their weights, and computes the first `num_experts`.
     """
     n_experts = getattr(module, "num_experts", None)
     tensors = [*module.parameters(), *module.buffers()]
     rows = {tensor.shape[0] if tensor.dim() > 1 else 0 for tensor in tensors}
     if not isinstance(n_experts, int) or rows != {n_experts}:
         return False
-    return tuple(inspect.signature(type(module).forward).parameters)[1:] == EXPERTS
+    return tuple(inspect.signature(type(module).forward).parameters)[1:] in EXPERTS
 
 
 def n_samples_in(extent: Any, n: int) -> int:  # noqa: ANN401 -- an int or a symbol
@@ -181,19 +192,19 @@ def n_samples_in(extent: Any, n: int) -> int:  # noqa: ANN401 -- an int or a sym
 
 
 def _refuse_change(
-    module: nn.Module, before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]
+    path: str, module: nn.Module, before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]
 ) -> None:
     # Running statistics may change: `whole` refuses them where they would be lost.
     apart = {
-        f"{path}.{word}".lstrip(".")
-        for path, part in module.named_modules()
+        below(inner, word)
+        for inner, part in module.named_modules()
         if isinstance(part, _NormBase)
         for word, _ in (*part.named_buffers(), *part.named_parameters())
     }
     for name, tensor in before.items():
         same = after[name] is tensor and not tensor._version  # noqa: SLF001 -- counts changes in place
         if not same and name not in apart:
-            raise LostChangeError(lost_change(name))
+            raise LostChangeError(lost_change(below(path, name)))
 
 
 class LostChangeError(GraphError):
@@ -218,14 +229,16 @@ def _changes_counted() -> AbstractContextManager[None]:
     return torch._C._ForceDispatchKeyGuard(included, excluded)  # noqa: SLF001
 
 
-def _first(x: torch.Tensor, n_samples: int) -> int:
-    # The dimension that holds the samples.
-    return next((i for i, n in enumerate(x.shape) if n and not n % n_samples), -1)
+def _samples(x: torch.Tensor, n_samples: int) -> Sequence[int]:
+    # The dimension that holds the samples; several if it mixes them.
+    found = [i for i, n in enumerate(x.shape) if n and not n % n_samples]
+    return found if n_samples == N_WITHOUT_MEMORY else found[:1]
 
 
 _CALLS: Final[dict[int, LeafCall]] = {}  # of running exports: the operation only gets a key
 _KEYS: Final = count()
 _HOOKS: Final = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_Hooks = list[tuple[dict[str, Any], dict[str, Any]]]  # attributes of modules, their hooks
 _INSIDE: Final[list[nn.Module]] = []  # modules whose shapes are being found
 
 
@@ -233,11 +246,15 @@ _INSIDE: Final[list[nn.Module]] = []  # modules whose shapes are being found
 def _leaf(inputs: Sequence[torch.Tensor], key: int) -> list[torch.Tensor]:
     call = _CALLS[key]
     forward = call.module.__dict__.pop("forward", None)
+    for attributes, own in call.hooks:
+        attributes.update(own)
     _INSIDE.append(call.module)
     try:
         return call.shapes(inputs)
     finally:
         _INSIDE.pop()
+        for attributes, own in call.hooks:
+            attributes.update({word: OrderedDict() for word in own})
         if forward is not None:
             call.module.__dict__["forward"] = forward
 
@@ -269,9 +286,12 @@ def leaves(
                 continue
             if is_leaf(own_path(path), part):
                 above.append(path)
-                part.__dict__["forward"] = _forward(part, own_path(path), calls)
-                for inner in part.modules():  # an opaque module runs its hooks itself
-                    inner.__dict__.update({word: OrderedDict() for word in _HOOKS})
+                hooks: _Hooks = []  # an opaque module runs its hooks itself
+                for inner in part.modules():
+                    attributes = inner.__dict__
+                    hooks.append((attributes, {word: attributes[word] for word in _HOOKS}))
+                    attributes.update({word: OrderedDict() for word in _HOOKS})
+                part.__dict__["forward"] = _forward(part, own_path(path), calls, hooks)
             elif _has_plain_heads(part):
                 part.__dict__["forward"] = partial(_attention, part)
         try:
@@ -281,9 +301,9 @@ def leaves(
                 _CALLS.pop(key, None)
 
 
-def _forward(part: nn.Module, path: str, calls: dict[int, LeafCall]) -> object:
+def _forward(part: nn.Module, path: str, calls: dict[int, LeafCall], hooks: _Hooks) -> object:
     def forward(*arguments: object, **keywords: object) -> object:
-        call = LeafCall(part, path, (arguments, keywords))
+        call = LeafCall(part, path, (arguments, keywords), hooks)
         if not call.tensors:
             raise GraphError(f"{path} is called without a tensor")
         call.check_arguments()
@@ -356,3 +376,24 @@ def _attention(  # noqa: PLR0913, PLR0917 -- as torch's
     scores = reduce(torch.add, added, query @ key.mT * query.shape[-1] ** -0.5)
     shares = scores.softmax(-1)
     return found, shares.mean(1) if average_attn_weights else shares
+
+
+# --- bags of words ---
+
+_embedding_bag: Callable[..., torch.Tensor] = functional.embedding_bag
+_BAGS: Final = inspect.signature(_embedding_bag)
+
+
+def bags(*arguments: object, **keywords: object) -> torch.Tensor:
+    """Return what `embedding_bag` returns, by operations that are split if all bags have a size."""
+    bound = _BAGS.bind(*arguments, **keywords)
+    bound.apply_defaults()
+    words, table, *_ = bound.args
+    given: dict[str, Any] = bound.arguments
+    more = ("offsets", "max_norm", "scale_grad_by_freq", "padding_idx")
+    if words.dim() != 2 or any(given[word] not in {None, False} for word in more):
+        return _embedding_bag(*arguments, **keywords)
+    rows = functional.embedding(words, table)
+    if given["per_sample_weights"] is not None:
+        rows = rows * given["per_sample_weights"].unsqueeze(-1)
+    return rows.max(1).values if given["mode"] == "max" else getattr(rows, given["mode"])(1)

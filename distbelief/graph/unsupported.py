@@ -12,7 +12,6 @@ max_norm of an embedding   would change rows behind the parameter server's back:
 import random  # noqa: TID251 -- to see whether a forward has used it
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Final
 
 import numpy as np
 import torch
@@ -105,20 +104,20 @@ def _state(generator: Generator) -> object:
 @contextmanager
 def attributes_kept(module: nn.Module) -> Iterator[None]:
     """Restore the attributes of all modules, whatever a forward writes into them."""
-    # torch changes the dictionaries of tensors in place.
+    # Dictionaries, of tensors and of hooks, are changed in place; handles of hooks refer to them.
     before = [
-        (part, {name: dict(v) if name in _TENSORS else v for name, v in vars(part).items()})
+        (part, dict(vars(part)), {k: dict(v) for k, v in vars(part).items() if isinstance(v, dict)})
         for part in module.modules()
     ]
     try:
         yield
     finally:
-        for part, attributes in before:
+        for part, attributes, tables in before:
             vars(part).clear()
             vars(part).update(attributes)
-
-
-_TENSORS: Final = frozenset({"_parameters", "_buffers"})
+            for name, table in tables.items():
+                attributes[name].clear()
+                attributes[name].update(table)
 
 
 def lost_change(name: str) -> str:

@@ -32,7 +32,7 @@ N_CANDIDATES_MAX: Final = 60
 _N_WHOLE_MAX: Final = 8
 # Elements per machine; with fewer, one machine combines all partial sums.
 _N_COMBINED_MIN: Final = 8
-_CHANNELS_FIRST: Final = frozenset({"convolution", "pool"})
+_CHANNELS_FIRST: Final = frozenset({"convolution", "transposed_convolution", "pool"})
 _NAMES: Final = {
     1: ("units",),
     2: ("rows", "units"),  # of a sequence

@@ -8,13 +8,16 @@ import pytest
 import torch
 from rich.console import Console
 from torch import nn
+from typing_extensions import override
 
 import distbelief
 from distbelief import verify
+from distbelief.data import Batch
 from distbelief.errors import JobError
 from distbelief.graph.capture import InputSpec, capture
 from distbelief.graph.losses import append_loss
 from distbelief.launch.local import LocalLauncher
+from distbelief.task.losses import loss_function
 from distbelief.verify import Agreement, Link, VerificationResult
 from distbelief.worker.computation import Computation
 from tests.distbelief.examples import a_sample
@@ -113,6 +116,31 @@ def test_indices_are_drawn_from_the_rows_of_every_table() -> None:
         assert isinstance(labels, torch.Tensor)
         assert set(inputs.flatten().tolist()) == words
         assert inputs.dtype == labels.dtype == torch.int64
+
+
+class Starting(nn.Module):
+    """From a state of zeros, as a cell of an LSTM."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    @override
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.layer(torch.zeros(len(x), 4)) * x[:, :3]
+        return result
+
+
+def test_what_a_forward_makes_has_the_precision_of_its_parameters() -> None:
+    """Such models could not be compared with float64."""
+    module = Starting().double()
+    graph = append_loss(capture(module, [InputSpec(shape=(4,))]), "cross_entropy")
+    batch = verify._batch(graph, a_sample((4,), labels=True), batch=5, loss="cross_entropy")
+    batch = Batch.of({path: verify._double(value) for path, value in batch.tensors().items()})
+    function = loss_function("cross_entropy")
+    found = verify._reference(module, batch, function, graph=graph, seed=0)
+    assert found["layer.bias"].dtype == torch.float64
+    assert torch.get_default_dtype() == torch.float32
 
 
 def test_sums_of_nothing_are_zero() -> None:

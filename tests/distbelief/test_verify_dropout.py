@@ -76,9 +76,26 @@ class StepsFirst(nn.Module):
         return functional.dropout(y.transpose(0, 1), 0.4, self.training).sum(0)
 
 
+class Turned(nn.Module):
+    """Regression: a right plan of torch's own transformers, words first, was called wrong."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encode = nn.TransformerEncoderLayer(8, 2, 16, 0.3)
+        self.last = nn.Linear(8, 3)
+
+    @override
+    def forward(self, x: torch.Tensor) -> object:
+        return self.last(self.encode(x.transpose(0, 1)).sum(0))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(
-    ("net", "shape"), [(images, (2, 4, 4)), (Words, (5, 8)), (Folded, (5, 8)), (StepsFirst, (6, 8))]
+    ("net", "shape"),
+    [
+        *((images, (2, 4, 4)), (Words, (5, 8)), (Folded, (5, 8))),
+        *((StepsFirst, (6, 8)), (Turned, (5, 8))),
+    ],
 )
 def test_one_process_draws_the_masks_of_the_ranks(
     net: type[nn.Module], shape: tuple[int, ...], dtype: torch.dtype
@@ -107,8 +124,24 @@ class Noisy(nn.Module):
         return x + torch.rand_like(x)
 
 
+class Unread(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = nn.Dropout(0.3)
+
+    @override
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.drop(x)
+        return x
+
+
 @pytest.mark.parametrize(
-    ("part", "said"), [(Noisy(), "rand_like"), (nn.RReLU(), "rrelu_with_noise")]
+    ("part", "said"),
+    [
+        (Noisy(), "rand_like"),
+        (nn.RReLU(), "rrelu_with_noise"),
+        (Unread(), "dropout in a part .* whose result is not used"),
+    ],
 )
 def test_other_random_numbers_are_rejected_by_name(part: nn.Module, said: str) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), part)

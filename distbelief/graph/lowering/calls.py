@@ -40,6 +40,7 @@ ALONG: Final[Mapping[str, str | Sequence[int]]] = {
     **dict.fromkeys(("flip", "roll"), "dims"),
     **dict.fromkeys(("tril", "triu"), (-2, -1)),
     **dict.fromkeys(("fill", "zero", "where", "masked_fill", "__and__", "__or__", "rsub"), ()),
+    **dict.fromkeys(("multiply", "subtract", "divide", "true_divide", "negative", "absolute"), ()),
     **dict.fromkeys(("hardswish", "log_sigmoid", "_prelu_kernel"), ()),
     **{
         f"{kind}{n}d": range(-n, 0)
@@ -115,7 +116,12 @@ def _along(op: Operation, word: str | Sequence[int]) -> object:
     # Indices that the forward makes stay in the call.
     words = [w for w, given in arguments.items() if isinstance(given, Value | Held | Made)]
     values = [op.context.as_value(arguments[w]) for w in words]
+    # Those that have a place for each number of another are cut with it.
     like = values[0]
+    for place, given in op.arguments.items():
+        if isinstance(given, torch.Tensor) and given.dim() == like.n_dims:
+            words.append(place)
+            values.append(_for_each_sample(op, given, like))
     like.refuse_others(*values)
     torchs = _dims(arguments, word, like.n_dims)
     own = tuple(like.dim(dim) for dim in torchs)
@@ -145,6 +151,14 @@ def _along(op: Operation, word: str | Sequence[int]) -> object:
         return found
 
     return make(None) if isinstance(op.result, torch.Tensor) else Results(make)
+
+
+def _for_each_sample(op: Operation, given: torch.Tensor, like: Value) -> Value:
+    if like.batch is None:
+        return op.context.as_value(given)
+    if like.before or like.after or given.shape[like.batch] != 1:
+        raise NotSplitError("its tensors are arranged in different ways")
+    return like.to(op.context.constant(given.squeeze(like.batch)).layer)
 
 
 def _dims(arguments: Mapping[str, Any], along: str | Sequence[int], n_dims: int) -> list[int]:

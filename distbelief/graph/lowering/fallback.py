@@ -8,6 +8,7 @@ One rank computes all of it.
 
 import json
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -88,11 +89,16 @@ def _added(
     reason: str,
 ) -> Value:
     # A layer whose result is arranged as torch's.
-    batch = batch_of(result.shape)
+    why = f" ({reason})" if "module" in options else ""
+    try:
+        batch = batch_of(result.shape)
+    except NotSplitError as error:
+        if not why:
+            raise  # its module can be opaque
+        raise GraphError(f"{name} mixes samples{why}: a layer must keep them separate") from error
     batched = any(value.batch is not None for value in encoder.inputs)
     is_loss = context.joins and not result.shape
     if batch is None and batched and not is_loss:
-        why = f" ({reason})" if "module" in options else ""
         raise GraphError(f"{name} joins samples{why}: a layer must keep them separate")
     sources = [value.layer for value in encoder.inputs]
     if batch is not None and not batched:  # noise, say: an input tells the number of samples
@@ -238,9 +244,13 @@ def _keeps_samples_apart(operation: Operation, encoder: Encoder, text: str) -> b
         ]
     except Exception:  # noqa: BLE001 -- noise may be no valid input
         return is_torchs
-    for index, result in enumerate(_tensors(operation.result)):
+    # Of several results only those that are used: others may number the samples.
+    parts = [node for node in operation.node.users if node.target is operator.getitem]
+    results = _tensors(operation.result)
+    used = {node.args[1] for node in parts if node.users} or range(len(results))
+    for index, result in enumerate(results):
         batch = batch_of(result.shape)
-        if batch is None:
+        if batch is None or index not in used:
             continue
         joined = torch.cat([one[index] for one in alone], dim=batch)
         if not torch.allclose(

@@ -4,10 +4,10 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from distbelief.graph.graph import GraphError, Layer, Option, TensorUse, uses
 from distbelief.graph.lowering.calls import call_in_parts, elementwise
@@ -16,7 +16,7 @@ from distbelief.graph.lowering.values import Held, NotSplitError, Value, is_mask
 from distbelief.graph.lowering.views import expanded_layer, lined_up, permuted, sliced, viewed
 from distbelief.graph.module_calls import EXPERTS, LeafCall, is_experts
 from distbelief.graph.ops.linear import product_layer
-from distbelief.graph.region import Shape
+from distbelief.graph.ops.reductions import reduction_layer
 
 
 _ADD: Final = torch.ops.aten.add.Tensor
@@ -94,11 +94,24 @@ def product_and_sum(op: Operation) -> object:
 
 @lowers("matmul", "mm", "bmm", "mv")
 def product(op: Operation) -> object:
-    left, right = op["self"], op.arguments.get("other", op.arguments.get("mat2"))
-    one = op.value("self")
+    word = next(word for word in ("other", "mat2", "vec") if word in op.arguments)
+    one, right = op.value("self"), op[word]
     if isinstance(right, Held) and len(right.use.shape) == 2 and one.batch is not None:
         return _connected(op, one, _turned(right))
-    return _product(op, op.context.as_value(left), op.context.as_value(right))
+    other = op.value(word)
+    # A vector is a row of the left matrix, or a column of the right one.
+    rows, columns = ((-2,) * (one.n_dims == 1), (-1,) * (other.n_dims == 1))
+    one.dim(-1), other.dim(-1)  # not the batch
+    if rows:
+        one = one.to(op.reshaped(one, (1, *one.layer.shape)))
+    if columns:
+        other = other.to(op.reshaped(other, (*other.layer.shape, 1)))
+    found = _product(op, one, other)
+    for dim in (*rows, *columns):
+        shape = list(found.layer.shape)
+        del shape[found.dim(dim)]
+        found = found.without(op.reshaped(found, tuple(shape)), [dim % found.n_dims])
+    return found
 
 
 def _turned(held: Held) -> Rows:
@@ -113,74 +126,112 @@ def _product(op: Operation, one: Value, other: Value) -> Value:
         layer = product_layer(op.free_name, rows.layer, other.layer)
         found = one.to(op.builder.add_layer(layer))
         return one.to(op.reshaped(found, (*shape[:-1], other.layer.shape[-1])))
+    if one.batch == one.n_dims - 2 and other.batch is None and other.n_dims == one.n_dims:
+        # The rows are samples: what is folded into them are rows of a layer.
+        groups, folded = one.layer.shape[: one.batch], one.layer.shape[one.batch : -1]
+        left = op.reshaped(one, (*groups, math.prod(folded), one.layer.shape[-1]))
+        found = one.to(_broadcast_product(op, left, other.layer))
+        return one.to(op.reshaped(found, (*found.layer.shape[:-2], *folded, found.layer.shape[-1])))
     one.dim(-2), other.dim(-1), other.dim(-2)
-    like, rest = (one, other) if one.batch is not None else (other, one)
-    if rest.batch is not None:
-        alike = replace(one, layer=other.layer) == other and one.n_dims == other.n_dims
-    else:  # its dimensions are after the batch
-        alike = like.batch is None or rest.n_dims < like.n_dims - like.batch
-    if not alike:
-        raise NotSplitError("its tensors are arranged in different ways")
-    lead = tuple(torch.broadcast_shapes(one.layer.shape[:-2], other.layer.shape[:-2]))
-    layers = [expanded_layer(op, x, (*lead, *x.layer.shape[-2:])).layer for x in (one, other)]
-    return like.to(op.builder.add_layer(product_layer(op.free_name, *layers)))
+    layers, like = lined_up(op, [one, other])
+    return like.to(_broadcast_product(op, *layers))
 
 
-# --- einsum: a product, and permutations before and after it ---
+def _broadcast_product(op: Operation, *pair: Layer) -> Layer:
+    lead = tuple(torch.broadcast_shapes(*(layer.shape[:-2] for layer in pair)))
+    one, other = (expanded_layer(op, Value(x), (*lead, *x.shape[-2:])).layer for x in pair)
+    return op.builder.add_layer(product_layer(op.free_name, one, other))
+
+
+# --- einsum: products, with permutations before and after ---
 #
 #     bqhd, bkhd -> bhqk      of both and of the result    h       before the last two
 #                             of one and of the result     q, k    rows, columns
 #                             of both, not of the result   d       summed
 
-_EQUATION: Final = re.compile(r"([a-zA-Z]+),([a-zA-Z]+)->([a-zA-Z]+)")
+_EQUATION: Final = re.compile(r"[a-zA-Z]+(,[a-zA-Z]+)*->[a-zA-Z]*")
+_Term = tuple[str, Any]  # a tensor of the product, its batch first, and its other letters
 
 
 @lowers("einsum")
 def einsum(op: Operation) -> object:
-    match = _EQUATION.fullmatch(op["equation"].replace(" ", ""))
-    if match is None:
-        raise NotSplitError(f"{op['equation']!r} is no product of two tensors")
-    one, other, result = match.groups()
-    left, right = op["tensors"]
-    if any(len(set(word)) < len(word) for word in (one, other, result)):
+    equation = op["equation"].replace(" ", "")
+    if _EQUATION.fullmatch(equation) is None:
+        raise NotSplitError(f"{equation!r} is no product of letters")
+    *words, result = re.split(",|->", equation)
+    if any(len(set(word)) < len(word) for word in (*words, result)):
         raise NotSplitError("a letter stands twice")
-    if isinstance(right, Held) and len(other) == 2:
-        if one[:-1] != result[:-1] or set(other) != {one[-1], result[-1]}:
-            raise NotSplitError("it sums over something else than the last dimension")
-        value = op.context.as_value(left)
-        rows = _turned(right) if other[0] == one[-1] else _rows(op, right)
-        assert rows is not None
-        return _connected(op, value, rows)
-    values = [op.context.as_value(given) for given in (left, right)]
-    alone = set(one) ^ set(other)
-    alike = one[0] == other[0] == result[0] and alone <= set(result)
-    if not (alike and all(value.is_plain and value.batch == 0 for value in values)):
-        raise NotSplitError("it is no product of two outputs of layers, each with the batch first")
-    return _by_letters(op, values, one[1:], other[1:], result[1:])
+    batch: set[str] = set()
+    terms: list[_Term] = []
+    for word, given in zip(words, op["tensors"], strict=True):
+        rest, term = word, given if isinstance(given, Held) else op.context.as_value(given)
+        if isinstance(term, Value) and term.batch is not None:
+            if term.before or term.after:
+                raise NotSplitError("the batch is not alone in its dimension")
+            first = word[term.batch]
+            batch.add(first)
+            rest = word.replace(first, "")
+            term = permuted(op, term, [word.index(letter) for letter in first + rest])
+        terms.append((rest, term))
+    if len(batch) > 1 or not batch <= set(result) or any(batch & set(word) for word, _ in terms):
+        raise NotSplitError("it works along the batch")
+    terms = [_summed(op, term, kept=equation) for term in terms]
+    while len(terms) > 1:
+        one, other, *later = terms
+        kept = result + "".join(word for word, _ in later)
+        terms = [_contracted(op, one, other, kept=kept), *later]
+    word, found = terms[0]
+    order = "".join(batch) + word
+    return permuted(op, op.context.as_value(found), [order.index(letter) for letter in result])
 
 
-def _by_letters(op: Operation, values: list[Value], one: str, other: str, result: str) -> Value:
-    extents = dict(zip(one + other, (*values[0].layer.shape, *values[1].layer.shape), strict=True))
+def _summed(op: Operation, term: _Term, *, kept: str) -> _Term:
+    # Sums over letters that stand nowhere else.
+    word, given = term
+    alone = [index for index, letter in enumerate(word) if kept.count(letter) == 1]
+    if not alone:
+        return term
+    value = op.context.as_value(given)
+    layer = reduction_layer(op.free_name, [value.layer], function="sum", dims=alone, keep=False)
+    rest = "".join(letter for letter in word if kept.count(letter) > 1)
+    return rest, value.to(op.builder.add_layer(layer))
 
-    def shape(letters: str) -> Shape:
-        return tuple(extents[letter] for letter in letters)
 
-    def ordered(value: Value, before: str, after: str) -> Value:
-        return permuted(op, value, [0, *(before.index(letter) + 1 for letter in after)])
-
-    lead = "".join(letter for letter in one if letter in other and letter in result)
+def _contracted(op: Operation, *terms: _Term, kept: str) -> _Term:
+    (one, left), (other, right) = terms[::-1] if isinstance(terms[0][1], Held) else terms
+    lead = "".join(letter for letter in one if letter in other and letter in kept)
     rows = "".join(letter for letter in one if letter not in other)
     columns = "".join(letter for letter in other if letter not in one)
-    summed = "".join(letter for letter in one if letter in other and letter not in result)
-    n_rows, n_columns, n_summed = (math.prod(shape(word)) for word in (rows, columns, summed))
-    left = ordered(values[0], one, lead + rows + summed)
-    left = left.to(op.reshaped(left, (*shape(lead), n_rows, n_summed)))
-    right = ordered(values[1], other, lead + summed + columns)
-    right = right.to(op.reshaped(right, (*shape(lead), n_summed, n_columns)))
-    layer = product_layer(op.free_name, left.layer, right.layer)
-    found = left.to(op.builder.add_layer(layer))
-    found = found.to(op.reshaped(found, shape(lead + rows + columns)))
-    return ordered(found, lead + rows + columns, result)
+    summed = "".join(letter for letter in one if letter in other and letter not in kept)
+    extents: dict[str, int] = {}
+
+    def ordered(given: object, before: str, after: str) -> Value:
+        value = op.context.as_value(given)
+        if value.layer.is_integer:
+            raise NotSplitError("its input is integers")
+        extents.update(zip(before, value.layer.shape, strict=True))
+        n = int(value.batch is not None)
+        return permuted(op, value, [*range(n), *(before.index(letter) + n for letter in after)])
+
+    def size(letters: str) -> int:
+        return math.prod(extents[letter] for letter in letters)
+
+    first = ordered(left, one, lead + rows + summed)
+    word = lead + rows + columns
+    is_linear = isinstance(right, Held) and first.batch is not None and not lead
+    if is_linear and len(summed) == len(columns) == 1:
+        weight = _turned(right) if other[0] == summed else _rows(op, right)
+        assert weight is not None
+        return word, _connected(op, first, weight)
+    last = ordered(right, other, lead + summed + columns)
+    before = tuple(extents[letter] for letter in lead)
+    layers = [
+        op.reshaped(first, (*before, size(rows), size(summed))),
+        op.reshaped(last, (*before, size(summed), size(columns))),
+    ]
+    like = first if first.batch is not None else last
+    found = like.to(op.builder.add_layer(product_layer(op.free_name, *layers)))
+    return word, found.to(op.reshaped(found, tuple(extents[letter] for letter in word)))
 
 
 # --- embeddings ---
@@ -219,27 +270,42 @@ def _rows_of_table(op: Operation, use: TensorUse, words: torch.Tensor) -> Value 
 def index(op: Operation) -> object:
     # Rows of a table: a relative position bias.
     table, words = op["self"], op["indices"]
-    *before, last = words
-    shape = list(op.result.shape)
-    if (
-        not any(before)
-        and isinstance(last, torch.Tensor)
-        and last.dtype == torch.int64
+    n = next(dim for dim, word in enumerate(words) if word is not None)
+    are_lists = all(isinstance(word, torch.Tensor) for word in words[n:])
+    if are_lists and all(word.dtype == torch.int64 for word in words[n:]):
+        n_dims = max(word.dim() for word in words[n:])
         # Words that are the same for every sample may stand for all of them.
-        and not any(isinstance(n, torch.SymInt) for n in shape[len(before) :][: last.dim()])
-    ):
-        arguments = {"self": table, "dim": len(before), "index": last.flatten()}
-        shape[len(before) : len(before) + last.dim()] = [last.numel()]
-        chosen = replace(
-            op,
-            target=torch.ops.aten.index_select.default,
-            arguments=arguments,
-            result=op.result.view(shape),
-        )
-        return viewed(op, op.context.as_value(call_in_parts(chosen)), op.result.shape)
-    if not (isinstance(table, Held) and len(table.use.shape) == 2 and len(words) == 1):
+        if not any(isinstance(extent, torch.SymInt) for extent in op.result.shape[n:][:n_dims]):
+            return _at_places(op, op.context.as_value(table), n, words[n:])
+    has_rows = isinstance(table, Held) and len(table.use.shape) == 2 and not table.turned
+    if not (has_rows and len(words) == 1):
         raise NotSplitError("it is no choice of rows of a table")
     return _looked_up(op, table.use, op.context.as_value(words[0]))
+
+
+def _at_places(op: Operation, value: Value, dim: int, lists: Sequence[torch.Tensor]) -> Value:
+    # What stands at places that the forward lists, the same for every sample.
+    source, shape = op.node.args[0], list(op.result.shape)
+    assert isinstance(source, fx.Node)
+    own = [value.dim(dim + index) for index in range(len(lists))]
+    extents = [value.layer.shape[each] for each in own]
+    lists = torch.broadcast_tensors(*lists)
+    places = lists[0] % extents[0]
+    for extent, more in zip(extents[1:], lists[1:], strict=True):
+        places = places * extent + more % extent
+    if len(lists) > 1:  # their dimensions as one
+        whole = list(source.meta["val"].shape)
+        whole[dim : dim + len(lists)] = [math.prod(extents)]
+        value = viewed(op, value, whole)
+    n_dims = places.dim()
+    shape[dim : dim + n_dims] = [places.numel()]
+    chosen = replace(
+        op,
+        target=torch.ops.aten.index_select.default,
+        arguments={"self": value, "dim": dim, "index": places.flatten()},
+        result=op.result.view(shape),
+    )
+    return viewed(op, op.context.as_value(call_in_parts(chosen)), op.result.shape)
 
 
 # --- attention ---
@@ -258,9 +324,12 @@ def attention(op: Operation) -> object:
     if op.arguments.get("enable_gqa"):
         key, value = (_repeated_heads(op, x, query) for x in (key, value))
     causal, mask = _masked(op, query)
-    if any(x.layer.shape[:-2] != query.layer.shape[:-2] for x in (key, value)):
+    lead = query.layer.shape[:-2]
+    if any(len(x.layer.shape) != len(lead) + 2 for x in (key, value)):
         raise NotSplitError("its heads differ")
-    layers = [query.layer, key.layer, value.layer, *mask]
+    # One head of keys and values may serve all queries.
+    pair = [expanded_layer(op, x, (*lead, *x.layer.shape[-2:])).layer for x in (key, value)]
+    layers = [query.layer, *pair, *mask]
     options: dict[str, Option] = {"causal": causal or bool(op["is_causal"])}
     options |= {"scale": op["scale"], "dropout": float(op["dropout_p"])}
     shape = (*query.layer.shape[:-1], value.layer.shape[-1])
@@ -314,7 +383,7 @@ def experts(
 ) -> object:
     arguments, keywords = call.arguments(inputs)
     given = [*arguments, *keywords.values()]
-    if list(keywords) not in ([], list(EXPERTS[len(arguments) :])):
+    if not any(list(keywords) in ([], list(names[len(arguments) :])) for names in EXPERTS):
         raise NotSplitError("its arguments are in another order")
     x, chosen, weights = (context.as_value(value) for value in given)
     x.refuse_others(chosen, weights)

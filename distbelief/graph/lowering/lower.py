@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from distbelief.graph.graph import Builder, GraphError
 from distbelief.graph.lowering.calls import call_in_parts, detached
+from distbelief.graph.lowering.complex_numbers import Complex, by_parts, has_complex
 from distbelief.graph.lowering.fallback import call_whole, whole_module
 from distbelief.graph.lowering.operation import (
     RULES,
@@ -130,11 +131,11 @@ class Lowerer:
     ) -> object:
         arguments = by_name(target, args, keywords)
         given = pytree.tree_leaves(arguments)
-        if not any(isinstance(one, Value | Held | Results) for one in given) or _is_filling(target):
+        depends = any(isinstance(one, Value | Held | Results | Complex) for one in given)
+        if not depends or _is_filling(target):
             folded = _folded(target, args, keywords, result)
             if folded is not None:
                 return folded
-        _refuse_results(result)
         operation = Operation(
             name=self._name(node),
             target=target,
@@ -143,6 +144,9 @@ class Lowerer:
             context=self.context,
             node=node,
         )
+        if has_complex([list(arguments.values()), result]):
+            return by_parts(operation, self._lowered)
+        _refuse_results(result)
         return self._lowered(operation)
 
     def _row(self, given: Made) -> object:
@@ -183,6 +187,8 @@ class Lowerer:
 
     def _detached(self, value: object) -> object:
         # Without a gradient.
+        if isinstance(value, Complex):
+            return Complex(self._detached(value.real), self._detached(value.imaginary))
         if isinstance(value, Held):
             value = self.context.as_value(value)
         return detached(self.context, value) if isinstance(value, Value) else value

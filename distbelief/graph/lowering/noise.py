@@ -37,8 +37,8 @@ def dropout(op: Operation) -> object:
         channels = "feature" in str(op.target)
         n_shared = len(value.plain().layer.shape) - 1 if channels else 0
         options: dict[str, Option] = {"probability": float(op["p"]), "n_shared": n_shared}
-        if value.batch:
-            options["batch"] = value.batch + value.before
+        if place := (value.batch or 0) + value.before:
+            options["batch"] = place
         value = op.add("dropout", [value], value.layer.shape, options=options)
     return [value, None] if isinstance(op.result, tuple | list) else value
 

@@ -8,7 +8,8 @@ import torch
 from distbelief.graph.graph import GraphError, TensorUse
 from distbelief.graph.lowering.calls import elementwise
 from distbelief.graph.lowering.operation import Operation, lowers
-from distbelief.graph.lowering.values import NotSplitError, Value
+from distbelief.graph.lowering.values import Held, NotSplitError, Value
+from distbelief.graph.lowering.views import swapped
 from distbelief.graph.ops.losses import cross_entropy_layers, elementwise_loss_layer
 from distbelief.graph.ops.norms import batch_norm_layers, group_norm_layers, norm_layers
 from distbelief.graph.ops.reductions import reduction_layer, softmax_layers
@@ -71,16 +72,22 @@ def layer_norm(op: Operation) -> object:
     epsilon = op["eps"]
     if epsilon is None:  # torch: what its numbers are precise to
         epsilon = torch.finfo(op.result.dtype).eps
-    words = [word for word in ("weight", "bias") if word in op.arguments]
+    words = {word: op[word] for word in ("weight", "bias") if word in op.arguments}
+    # As Nemotron's weight plus one.
+    computed = any(given is not None and not isinstance(given, Held) for given in words.values())
     layers = norm_layers(
         op.free_name,
         value.layer,
         over=range(n - n_dims, n),
-        tensors=op.uses(*words),
+        tensors={} if computed else op.uses(*words),
         epsilon=float(epsilon),
         centred="bias" in words,
     )
     found = op.extend(value, layers)
+    if computed:
+        for word, given in words.items():
+            target = _ATEN.add.Tensor if word == "bias" else _ATEN.mul.Tensor
+            found = found if given is None else elementwise(op, target, found, given)
     return [found, None, None] if isinstance(op.result, tuple | list) else found
 
 
@@ -125,7 +132,7 @@ def batch_norm(op: Operation) -> object:
         return _standardised(op, value)
     folds = value.batch == 0 and value.after and not value.before
     if folds:  # statistics of all tokens: (tokens, channels, ...) -> (channels, tokens, ...)
-        value = _swapped(op, value)
+        value = swapped(op, value)
     else:
         value.plain()
     tensors = op.uses("weight", "bias", "running_mean", "running_var")
@@ -139,14 +146,8 @@ def batch_norm(op: Operation) -> object:
         frozen="running_mean" in tensors and not trains,
     )
     found = op.extend(value, layers)
-    found = _swapped(op, found) if folds else found
+    found = swapped(op, found) if folds else found
     return [found, *[None] * 4] if isinstance(op.result, tuple | list) else found
-
-
-def _swapped(op: Operation, value: Value) -> Value:
-    dims = (1, 0, *range(2, len(value.layer.shape)))
-    shape = tuple(value.layer.shape[dim] for dim in dims)
-    return op.moved("permute", value, shape, dims=dims)
 
 
 def _standardised(op: Operation, value: Value) -> Value:

@@ -56,6 +56,13 @@ def permuted(op: Operation, value: Value, dims: Sequence[int]) -> Value:
     return replace(value, layer=layer, batch=batch)
 
 
+def swapped(op: Operation, value: Value) -> Value:
+    """Return a value whose layer has its first two dimensions in the other order."""
+    dims = (1, 0, *range(2, len(value.layer.shape)))
+    shape = tuple(value.layer.shape[dim] for dim in dims)
+    return op.moved("permute", value, shape, dims=dims)
+
+
 def sliced(op: Operation, value: Value, dim: int, start: int, stop: int, step: int = 1) -> Value:
     """Return a part of a value along a layer's dimension."""
     shape = list(value.layer.shape)
@@ -191,7 +198,7 @@ def unbind(op: Operation) -> object:
     return [_one(op, value, dim, index) for index in range(len(op.result))]
 
 
-@lowers("cat", "concat")
+@lowers("cat", "concat", "concatenate")
 def cat(op: Operation) -> object:
     # torch joins empty tensors of any shape.
     parts = [one for one in op["tensors"] if not isinstance(one, torch.Tensor) or one.numel()]
@@ -311,12 +318,19 @@ def pad(op: Operation) -> object:
 def repeat(op: Operation) -> object:
     value = op.value("self")
     times = list(op["repeats"])
-    if len(times) != value.n_dims or value.batch is None or times[value.batch] != 1:
+    if len(times) != value.n_dims or value.batch is None:
         raise NotSplitError("it repeats samples")
+    if (n_samples := times[value.batch]) != 1:  # (n, after) -> (times, n, after)
+        own, at = value.layer.shape, value.batch
+        row = value.to(op.reshaped(value, (*own[:at], 1, *own[at:])))
+        wide = expanded_layer(op, row, (*own[:at], n_samples, *own[at:]))
+        if value.before:
+            wide = value.to(op.reshaped(wide, (*own[:at], n_samples * own[at], *own[at + 1 :])))
+        value = replace(value, layer=wide.layer, before=1)
     for dim, n in enumerate(times):
         if dim != value.batch and n != 1:
-            own = value.dim(dim)
-            value = value.to(joined(op, [value.layer] * n, own))
+            own_dim = value.dim(dim)
+            value = value.to(joined(op, [value.layer] * n, own_dim))
     return value
 
 

@@ -17,12 +17,16 @@ from distbelief.graph.lowering.operation import (
     plain_name,
 )
 from distbelief.graph.lowering.values import Held, NotSplitError, Value
+from distbelief.graph.lowering.views import swapped
 from distbelief.graph.module_calls import LeafCall
 from distbelief.graph.ops.local_norms import LocalContrastNorm2d
 from distbelief.graph.ops.locally_connected import LocallyConnected2d
 from distbelief.graph.ops.reductions import reduction_layer
 from distbelief.graph.ops.windows import L2Pool2d
 from distbelief.graph.region import Shape
+
+
+_N_DIMS_MAX: Final = 5  # of a weight
 
 
 def _shape(op: Operation) -> Shape:
@@ -36,41 +40,66 @@ def _several(sizes: Any, n: int) -> Shape:  # noqa: ANN401 -- as torch takes the
     return found if len(found) == n else found * n
 
 
-@lowers("conv1d", "conv2d", "conv3d", "convolution")
+@lowers("convolution", *(f"conv{word}{n}d" for word in ("", "_transpose") for n in (1, 2, 3)))
 def convolution(op: Operation) -> object:
-    value = op.plain("input")
-    if op.arguments.get("transposed"):
-        raise NotSplitError("it is transposed")
-    computed = [op.value(word) for word in ("weight", "bias") if not _is_held(op[word])]
-    sources = [value, *computed[: int(not _is_held(op["weight"]))]]
-    tensors = op.uses(*(word for word in ("weight", "bias") if _is_held(op[word])))
-    if any(source.batch is not None for source in computed):
+    value, weight = op.value("input"), op["weight"]
+    n_dims = len(weight.use.shape) if isinstance(weight, Held) else op.value("weight").n_dims
+    if value.batch is None and value.n_dims == n_dims and value.layer.shape[0] == 1:
+        # Positions, the same for all samples.
+        found = _convolved(op, Value(op.reshaped(value, value.layer.shape[1:])))
+        return Value(op.reshaped(found, (1, *found.layer.shape)), batch=None)
+    if value.batch == 0 and value.before + value.after == 1 and n_dims < _N_DIMS_MAX:
+        # Samples with frames: (frames, channels, ...) as (channels, frames, ...), window 1.
+        found = _convolved(op, Value(swapped(op, value).layer), frames=value.layer.shape[:1])
+        return value.to(swapped(op, found).layer)
+    return _convolved(op, value.plain())
+
+
+def _convolved(op: Operation, value: Value, *, frames: Shape = ()) -> Value:
+    transposed = "transpose" in str(op.target) or bool(op.arguments.get("transposed"))
+    words = [word for word in ("weight", "bias") if not _is_held(op[word])]
+    words = ["weight", *words] if frames and "weight" not in words else words
+    computed = {word: op.value(word) for word in words}
+    if any(source.batch is not None for source in computed.values()):
         raise NotSplitError("its weight depends on the sample")
-    shape = tensors["weight"].shape if len(sources) == 1 else sources[1].layer.shape
-    sizes = shape[2:]
-    n = len(sizes)
+    tensors = op.uses(*(word for word in ("weight", "bias") if word not in computed))
+    sources = [value]
+    if "weight" in computed:
+        weight = computed["weight"]
+        if frames:
+            weight = weight.to(
+                op.reshaped(weight, (*weight.layer.shape[:2], 1, *weight.layer.shape[2:]))
+            )
+        sources.append(weight)
+    sizes = (sources[1].layer.shape if "weight" in computed else tensors["weight"].shape)[2:]
+    ones = (1,) * len(frames)
+    n = len(sizes) - len(frames)
     dilation = _several(op["dilation"], n)
     around, extra = (0,) * n, (0,) * n
     if op["padding"] == "same":
-        totals = [(size - 1) * d for size, d in zip(sizes, dilation, strict=True)]
+        totals = [(size - 1) * d for size, d in zip(sizes[len(frames) :], dilation, strict=True)]
         around = tuple(total // 2 for total in totals)
         extra = tuple(total % 2 for total in totals)
     elif op["padding"] != "valid":
         around = _several(op["padding"], n)
+    none = (0,) * len(frames)
     options: dict[str, Option] = {
-        "stride": _several(op["stride"], n),
-        "padding": around,
-        "extra": extra,
-        "dilation": dilation,
+        "stride": (*ones, *_several(op["stride"], n)),
+        "padding": (*none, *around),
+        "dilation": (*ones, *dilation),
         "groups": op["groups"],
     }
-    if len(sources) > 1:
-        options["size"] = sizes
-    found = op.add("convolution", sources, _shape(op), options=options, tensors=tensors)
-    if len(computed) < len(sources):
+    options |= {} if transposed else {"extra": (*none, *extra)}
+    options |= {"size": sizes} if transposed or len(sources) > 1 else {}
+    kind = "transposed_convolution" if transposed else "convolution"
+    n_channels, *space = _shape(op)
+    shape = (n_channels, *frames, *space)
+    found = op.add(kind, sources, shape, options=options, tensors=tensors)
+    if "bias" not in computed:
         return found
-    bias = computed[-1].to(op.reshaped(computed[-1], (shape[0], *(1,) * n)))
-    return elementwise(op, torch.ops.aten.add.Tensor, found, bias)
+    bias = computed["bias"]
+    row = bias.to(op.reshaped(bias, (n_channels, *(1,) * (len(shape) - 1))))
+    return elementwise(op, torch.ops.aten.add.Tensor, found, row)
 
 
 def _is_held(given: object) -> bool:

@@ -11,7 +11,7 @@ import hashlib
 import json
 import math
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import lru_cache, reduce
@@ -138,7 +138,8 @@ def _of_module(call: Call, n_samples: int) -> object:
             text, inputs=call.inputs, tensors=call.tensors, n_samples=n_samples
         )
     # All layers of one call draw the same numbers.
-    with step_numbers(call, f"{layer.text('module')}:{','.join(layer.inputs)}"):
+    chance = step_numbers(call, f"{layer.text('module')}:{','.join(layer.inputs)}")
+    with chance, default_dtype([*call.inputs, *state.values()]):
         result: object = functional_call(module, state, tuple(arguments), words)
     if "statistics" in layer.options:
         kept = [state[word].flatten() for word in layer.text("statistics").split(",")]
@@ -175,6 +176,17 @@ def from_torch(result: torch.Tensor, call: Call, n_samples: int) -> torch.Tensor
         return result
     shape = (*result.shape[:batch], n_samples, -1, *result.shape[batch + 1 :])
     return result.reshape(shape).movedim(batch, 0).reshape(n_samples, *call.region.shape)
+
+
+@contextmanager
+def default_dtype(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Give what a forward makes, as by `torch.zeros`, the precision of these tensors."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(next((t.dtype for t in tensors if t.is_floating_point()), before))
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 @contextmanager

@@ -362,16 +362,12 @@ class Convolution(Windowed):
 
     @override
     def cuts(self, layer: Layer) -> tuple[Cut, ...]:
-        groups = layer.integer("groups")
-        unit = layer.shape[0] // groups if groups > 1 else 1
-        return (Cut(0, unit), *(Cut(dim) for dim in range(1, len(layer.shape))))
+        return _whole_groups(layer)
 
     @override
     def reads(self, layer: Layer, output: Region) -> tuple[Region, ...]:
         (read,) = super().reads(layer, output)
-        first, last = _groups(layer, output)
-        n_per_group = layer.input_shapes[0][0] // layer.integer("groups")
-        read = read.replaced(0, (first * n_per_group, last * n_per_group))
+        read = read.replaced(0, _channels_read(layer, output))
         weights = [Region.of(*shape) for shape in layer.input_shapes[1:]]
         return (read, *(weight.replaced(0, output.intervals[0]) for weight in weights))
 
@@ -403,6 +399,18 @@ class Convolution(Windowed):
         )
 
 
+def _whole_groups(layer: Layer) -> tuple[Cut, ...]:
+    groups = layer.integer("groups")
+    unit = layer.shape[0] // groups if groups > 1 else 1
+    return (Cut(0, unit), *(Cut(dim) for dim in range(1, len(layer.shape))))
+
+
+def _channels_read(layer: Layer, output: Region) -> Interval:
+    first, last = _groups(layer, output)
+    n_per_group = layer.input_shapes[0][0] // layer.integer("groups")
+    return (first * n_per_group, last * n_per_group)
+
+
 def _groups(layer: Layer, output: Region) -> tuple[int, int]:
     # The groups whose channels `output` contains: [first, last).
     groups = layer.integer("groups")
@@ -415,6 +423,90 @@ def _groups(layer: Layer, output: Region) -> tuple[int, int]:
             f"channels {start}:{stop} of {layer.name!r} split a group of {n_per_group} channels"
         )
     return (start // n_per_group, stop // n_per_group)
+
+
+_TRANSPOSED = (
+    functional.conv_transpose1d,
+    functional.conv_transpose2d,
+    functional.conv_transpose3d,
+)
+
+
+@final
+class TransposedConvolution(Operator):
+    """What `torch.nn.ConvTranspose1d`, `ConvTranspose2d` and `ConvTranspose3d` compute."""
+
+    # Input i is added to outputs i * stride - padding + k * dilation, k of each place in a window.
+    # inputs    those of a convolution
+    # tensors   weight (channels in, channels out / groups, *window); bias (channels out,)
+    # options   size, stride, padding and dilation, a number per dimension of space; groups
+    name: ClassVar[str] = "transposed_convolution"
+
+    @override
+    def cuts(self, layer: Layer) -> tuple[Cut, ...]:
+        return _whole_groups(layer)
+
+    @override
+    def reads(self, layer: Layer, output: Region) -> tuple[Region, ...]:
+        spans = []
+        for dim, (window, (start, stop)) in enumerate(_spaces(layer, output), start=1):
+            extent = layer.input_shapes[0][dim]
+            first, last = (at + window.padding for at in (start - window.span, stop - 1))
+            first = max(0, min(extent - 1, first // window.stride + 1))
+            last = min(extent, last // window.stride + 1)
+            # At least one: none adds to outputs that lie between windows.
+            spans.append((first, max(first + 1, last)) if start < stop else (0, 0))
+        weights = (self._weight(layer, output, shape) for shape in layer.input_shapes[1:])
+        return (Region((_channels_read(layer, output), *spans)), *weights)
+
+    @override
+    def uses(self, layer: Layer, output: Region) -> Mapping[str, Region]:
+        uses = {"bias": Region((output.intervals[0],))}
+        if "weight" in layer.tensors:
+            uses["weight"] = self._weight(layer, output, layer.tensors["weight"].shape)
+        return {word: uses[word] for word in layer.tensors}
+
+    @staticmethod
+    def _weight(layer: Layer, output: Region, shape: Shape) -> Region:
+        if layer.integer("groups") == 1:
+            return Region.of(*shape).replaced(1, output.intervals[0])
+        return Region.of(*shape).replaced(0, _channels_read(layer, output))
+
+    @override
+    def work(self, layer: Layer, output: Region) -> Work:
+        # Every place of every window counts.
+        n_inputs = layer.input_shapes[0][0] // layer.integer("groups")
+        places = math.prod(layer.integers("size")) / math.prod(layer.integers("stride"))
+        return self.product_work(layer, output, 2.0 * output.n_elements * n_inputs * places)
+
+    @override
+    def compute(self, call: Call) -> torch.Tensor:
+        layer, region = call.layer, call.region
+        weight = call.inputs[1][0] if len(call.inputs) > 1 else call.tensors["weight"]
+        groups, strides = _groups(layer, region), layer.integers("stride")
+        found: torch.Tensor = _TRANSPOSED[len(layer.shape) - 2](
+            call.inputs[0],
+            weight,
+            stride=strides,
+            dilation=layer.integers("dilation"),
+            groups=groups[1] - groups[0],
+        )
+        pads: list[int] = []
+        places = [slice(None), slice(None)]
+        (read, *_) = self.reads(layer, region)
+        for dim, (window, (start, stop)) in enumerate(_spaces(layer, region), start=1):
+            before = read.intervals[dim][0] * window.stride - window.padding - start
+            after = stop - start - before - found.shape[dim + 1]
+            pads = [max(0, before), max(0, after), *pads]  # torch: last dim first
+            places.append(slice(max(0, -before), max(0, -before) + stop - start))
+        found = functional.pad(found, pads)[tuple(places)]
+        if "bias" in call.tensors:
+            found = found + call.tensors["bias"].view(-1, *(1,) * (found.dim() - 2))
+        return found
+
+
+def _spaces(layer: Layer, output: Region) -> list[tuple[Window, Interval]]:
+    return list(zip(_windows(layer), output.intervals[1:], strict=True))
 
 
 # --- pooling ---

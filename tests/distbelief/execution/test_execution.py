@@ -165,6 +165,24 @@ def test_one_sample_for_the_whole_batch_stays_one_where_a_part_is_empty(seed: in
     check_graph(*bias_of_parts(), np.random.default_rng(seed), n_machines=3)
 
 
+def test_numbers_that_a_forward_makes_have_the_precision_of_the_step() -> None:
+    """In float64, to which --verify turns where rounding decides, a plan of DETR failed."""
+    model = Applied(lambda x, f: x + f(torch.arange(3.0)), layer=nn.Linear(3, 3))
+    graph = capture(model, [InputSpec(shape=(3,))])
+    plan = random_plan(graph, np.random.default_rng(0), n_machines=2)
+    group = LocalGroup(
+        compiled=compile_plan(graph, plan, batch=BATCH, n_machines=2),
+        dtype=torch.float64,
+        outputs=frozenset(graph.outputs),
+        seeds=frozenset(graph.outputs),
+        seed_gradient=lambda _layer, output, _n: slope(output),
+    )
+    inputs, tensors = inputs_of(graph), tensors_of(model.double())
+    found = group.step(inputs, tensors, seed=SEED).outputs[graph.outputs[0]]
+    row = functional.linear(torch.arange(3.0).double(), *model.get_submodule("layer").parameters())
+    torch.testing.assert_close(found, inputs["x"] + row.detach())
+
+
 def test_a_message_of_another_size_is_an_error_of_its_sender(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -124,6 +124,15 @@ def numbers_in_parts(x: torch.Tensor) -> torch.Tensor:
     return y * x
 
 
+def rotated(x: torch.Tensor) -> torch.Tensor:
+    """Rotary embeddings by complex numbers."""
+    angles = torch.outer(torch.arange(3.0), torch.tensor([1.0, 0.1]))
+    waves = torch.polar(torch.ones_like(angles), angles)
+    pairs = torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2))
+    pairs = torch.polar(x[..., :2].abs(), x[..., 2:]) + pairs * waves[None] - pairs.conj() * 0.5
+    return torch.view_as_real(pairs.transpose(1, 2)).transpose(1, 2).flatten(2)
+
+
 def on_shapes(x: torch.Tensor) -> torch.Tensor:
     if x.dim() != 2 or x.shape[-1] > 8:
         raise ValueError("use at most 8 features")
@@ -163,6 +172,12 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], Shape]] = {
     "weight norm": (lambda: weight_norm(nn.Conv1d(4, 6, 3, groups=2)), (4, 9)),
     "convolution 1d": (lambda: nn.Conv1d(4, 6, 3, groups=2, dilation=2), (4, 9)),
     "convolution 3d": (lambda: nn.Conv3d(2, 3, 2, padding=1), (2, 3, 4, 3)),
+    "convolution, transposed": (
+        lambda: weight_norm(nn.ConvTranspose1d(4, 6, 3, 2, 1, output_padding=1, groups=2)), (4, 5),
+    ),
+    "convolution, transposed 3d": (
+        lambda: nn.ConvTranspose3d(2, 3, 2, stride=(2, 3, 1), bias=False), (2, 3, 2, 2),
+    ),
     "convolution, reflected": (
         lambda: nn.Conv2d(2, 3, 3, padding=1, padding_mode="reflect"), (2, 4, 4),
     ),
@@ -251,11 +266,35 @@ OWNING: dict[str, tuple[Callable[[torch.Tensor, torch.Tensor], object], Shape, S
     "weight": (functional.linear, (2, 4), (4,)),
     "weight of one": (functional.linear, (1, 4), (4,)),
     "matrix": (lambda x, w: x @ w, (4, 2), (3, 4)),
+    "matrix for all samples": (lambda x, w: x @ w.expand(1, -1, -1), (4, 2), (3, 4)),
+    "matrices for all samples": (lambda x, w: w.mT @ x, (1, 2, 3, 4), (2, 3, 4)),
     "matrix, turned": (lambda x, w: x @ w.T, (2, 4), (4,)),
     "matrix, by letters": (lambda x, w: torch.einsum("bti,ij->btj", x, w), (4, 2), (3, 4)),
     "matrix, by other letters": (lambda x, w: torch.einsum("bi,oi->bo", x, w), (2, 4), (4,)),
+    "by letters, for each": (
+        lambda x, w: torch.einsum("bhi,hio->bho", x, w), (3, 4, 2), (3, 4),
+    ),
+    "by letters, from the left": (
+        lambda x, w: torch.einsum("oik, tbk -> bot", w, x.transpose(0, 1)), (2, 5, 4), (3, 4),
+    ),
+    "three by letters": (
+        lambda x, w: torch.einsum("bnd,bne,de->bn", x, x * 2, w), (4, 4), (3, 4),
+    ),
+    # Regression: accepted, and the plan failed in its first step.
+    "vector": (lambda x, w: x @ w, (4,), (3, 4)),
+    "vector from the left": (lambda x, w: w @ x, (3,), (3, 4)),
     "filters": (
         lambda x, w: functional.conv2d(x, w, stride=2, padding=1), (3, 2, 3, 3), (2, 5, 5),
+    ),
+    "filters of each frame": (
+        lambda x, w: functional.conv_transpose2d(
+            functional.conv2d(x.flatten(0, 1), w, w[:, 0, 0, 0] * 1, stride=2, padding=1),
+            w, w[0, :, 0, 0] * 1, padding=(1, 0),
+        ).view(-1, 2, 2, 3, 3), (3, 2, 3, 2), (2, 2, 6, 3),
+    ),
+    "filters of positions": (
+        lambda x, w: x + functional.conv1d(torch.arange(8.0).view(1, 2, 4).to(x), w, padding=1),
+        (2, 2, 3), (2, 4),
     ),
     "filters, same": (
         lambda x, w: functional.conv1d(x, w, padding="same", groups=2), (4, 1, 3), (2, 5),
@@ -267,6 +306,9 @@ OWNING: dict[str, tuple[Callable[[torch.Tensor, torch.Tensor], object], Shape, S
     "filters, computed": (
         lambda x, w: functional.conv2d(x, w.exp(), w[:, 0, 0, 0] * 2, padding=1, groups=2),
         (4, 1, 3, 3), (2, 5, 5),
+    ),
+    "norm, computed": (
+        lambda x, w: functional.layer_norm(x, (4,), w[0] + 1, w[1]), (2, 4), (3, 4),
     ),
     "filters, standardised": (
         lambda x, w: functional.conv2d(
@@ -280,6 +322,12 @@ OWNING: dict[str, tuple[Callable[[torch.Tensor, torch.Tensor], object], Shape, S
             w.expand(x.size(0), 2, 1, 3).flatten(0, 1),
             *(x.flatten(0, 1), x.flatten(0, 1).mT), alpha=0.3,
         ).view(-1, 2, 3, 3), (2, 1, 3), (2, 3, 4),
+    ),
+    "experts one by one": (
+        lambda x, w: (
+            (x.flatten(0, 1).repeat(2, 1).view(2, -1, 4) @ w).view(2, -1, 3, 2).sum(0)
+            + (x[:, 0].expand(2, -1, 4) @ w).transpose(0, 1)[:, :1]
+        ), (2, 4, 2), (3, 4),
     ),
     "additive mask": (
         lambda x, w: functional.scaled_dot_product_attention(x, x, x, w), (1, 1, 3, 3), (2, 3, 4),
@@ -320,6 +368,7 @@ FUNCTIONS: dict[str, tuple[Function, Shape]] = {
     "unbound": (lambda x: sum(part * i for i, part in enumerate(x.unbind(1))), (3, 4)),
     "looped": (lambda x: sum(x[:, i] for i in range(x.size(1))), (3, 4)),
     "split": (lambda x: torch.cat(x.split([1, 3], dim=1)[::-1], 1), (4, 2)),
+    "letters in another order": (lambda x: torch.einsum("bijk->bki", x), (2, 3, 4)),
     "narrowed": (lambda x: x.narrow(1, 1, 2) + x.select(2, 1).unsqueeze(2)[:, :2], (4, 2)),
     "padded": (lambda x: functional.pad(x, (1, 2, 0, 1), value=3.0), (2, 3)),
     "enlarged": (lambda x: functional.interpolate(x, scale_factor=3), (2, 3, 2)),
@@ -343,6 +392,9 @@ FUNCTIONS: dict[str, tuple[Function, Shape]] = {
         lambda x: functional.scaled_dot_product_attention(
             x, x, x, torch.eye(3, dtype=torch.bool)
         ), (2, 3, 4),
+    ),
+    "one head for all queries": (
+        lambda x: functional.scaled_dot_product_attention(x, x[:, :1], x[:, 1:2]), (4, 3, 5),
     ),
     "grouped queries": (
         lambda x: functional.scaled_dot_product_attention(
@@ -376,6 +428,8 @@ FUNCTIONS: dict[str, tuple[Function, Shape]] = {
     "a branch on shapes": (on_shapes, (3,)),
     "asking for the class": (matching, (4,)),
     "unused": (lambda x: (x * 2, torch.sort(x), x.mean())[0], (4,)),
+    # Regression: one rank computed all of a model with such positions, as Llama 4.
+    "turned positions": (rotated, (3, 4)),
     "several outputs": (lambda x: {"a": x + 1, "b": x * 2}, (4,)),
 }  # fmt: skip
 
@@ -391,6 +445,10 @@ BY_TORCH: dict[str, tuple[Function, Shape, int]] = {
     "norms": (lambda x: functional.normalize(x, dim=-1), (3, 4), 0),
     "gated": (lambda x: functional.glu(x, dim=1), (4, 3), 0),
     "indices in a list": (lambda x: x[:, [1, 0, 1]], (4, 2), 0),
+    # Regression: an error without a word about the model.
+    "indices in two lists": (lambda x: x[:, [1, 0, -1], [[0], [1]]], (4, 2, 3), 0),
+    # Regression: the plan failed in its first step.
+    "indices from the end": (lambda x: x[:, [-1, 0]], (4, 2), 0),
     "indices in a table": (lambda x: x[:, torch.tensor([[1, 0], [3, 3]])], (4, 2), 0),
     "a slice of zeros": (lambda x: (y := x.clone(), y[:, 1:3].zero_(), y * 2)[2], (4, 2), 0),
     "indices of all samples": (lambda x: x[torch.arange(x.size(0)), 1:], (4,), 1),
@@ -413,6 +471,11 @@ BY_TORCH: dict[str, tuple[Function, Shape, int]] = {
     "variance": (lambda x: x.var(dim=2, correction=0), (3, 4), 0),
     "deviation": (lambda x: x.std(dim=1, keepdim=True), (3, 4), 0),
     "variance of a whole sample": (lambda x: x.var(dim=(1, 2), correction=0), (3, 4), 1),
+    # Regression: the plan of DeBERTa failed in its first step.
+    "gathered at the same places": (
+        lambda x: x.gather(2, torch.tensor([[2, 0], [1, 1]]).expand(x.size(0), -1, -1)), (2, 3), 0,
+    ),
+    "by another name": (lambda x: torch.multiply(x, torch.subtract(x, 2)), (4,), 0),
     "repeated elements": (lambda x: x.repeat_interleave(2, 1), (3, 4), 0),
     "filled for all samples": (lambda x: torch.cat([x, torch.ones(x.size(0), 2)], 1), (4,), 0),
     "the number of samples in a shape": (
@@ -634,6 +697,25 @@ WORDS: dict[str, tuple[Callable[[], nn.Module], int]] = {
             lambda x, w: w[x] + w[torch.arange(x.shape[1]).repeat(x.shape[0], 1)], (7, 3)
         ), 0,
     ),
+    # Regression: rows were taken for columns.
+    "columns of a table": (lambda: owning(lambda x, w: w.T[x], (7, 7)), 1),
+    "bags": (lambda: nn.EmbeddingBag(7, 3), 0),
+    "bags, largest": (lambda: nn.EmbeddingBag(7, 3, mode="max"), 0),
+    "bags, weighted": (
+        lambda: owning(
+            lambda x, w: functional.embedding_bag(
+                x, w, mode="sum", per_sample_weights=w[:4, 0].expand(x.shape[0], -1)
+            ), (7, 3)
+        ), 0,
+    ),
+    # Regression: refused, because torch's results that nobody reads number the samples.
+    "bags with offsets": (
+        lambda: owning(
+            lambda x, w: functional.embedding_bag(
+                x.flatten(), w, torch.arange(0, x.shape[0] * x.shape[1], x.shape[1])
+            ), (7, 3)
+        ), 1,
+    ),
     "whole numbers at other places": (
         lambda: owning(
             lambda x, w: functional.embedding(x[:, 1:].unsqueeze(1).transpose(1, 2), w), (7, 3)
@@ -722,10 +804,13 @@ def test_buffers_that_are_not_saved_are_constants() -> None:
             self.register_buffer("places", torch.arange(3, 6), persistent=False)
             self.register_buffer("factors", torch.rand(4), persistent=False)
             self.register_buffer("saved", torch.rand(4))
+            # Regression: as a whole it is too large for a graph, and the model was refused.
+            self.large: torch.Tensor
+            self.register_buffer("large", torch.rand(1 << 20, 4), persistent=False)
 
         @override
         def forward(self, x: torch.Tensor) -> object:
-            return (x + self.table(self.places)) * self.factors.cos() + self.saved
+            return (x + self.table(self.places)) * self.factors.cos() + self.saved * self.large[5:8]
 
     case = Case(make=Placed, shape=(3, 4))
     model = case.model()

@@ -37,6 +37,12 @@ def unequal() -> Cluster:
     )
 
 
+def shuffled() -> LayerGraph:
+    """Its last layer has no split rule."""
+    model = nn.Sequential(nn.Conv2d(1, 4, 1), nn.PixelShuffle(2))
+    return capture(model, [InputSpec(shape=(1, 3, 3))])
+
+
 @cache
 def zoo(name: str) -> LayerGraph:
     """A graph of the zoo, with a loss if it has one output that takes one."""

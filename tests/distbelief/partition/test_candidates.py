@@ -1,7 +1,9 @@
 """Candidates can be computed, tile their layer, and are few."""
 
 import pytest
+from torch import nn
 
+from distbelief.graph.capture import InputSpec, capture
 from distbelief.graph.graph import INPUT, GraphError, Layer
 from distbelief.graph.region import Region
 from distbelief.partition.candidates import (
@@ -141,9 +143,9 @@ def test_an_impossible_grid_names_the_limits_and_a_whole_layer_its_reason() -> N
         pinned(conv, equal(8), "grid:3x3")
     assert pinned(conv, equal(8), "grid:2x4").label == "grid 2x4"
     assert pinned(conv, equal(8), "grid:1x1").label == "whole"
-    raised = zoo("unet, transposed")["raised.0"]
-    with pytest.raises(GraphError, match="conv_transpose2d has no split"):
-        pinned(raised, equal(2), "units:2")
+    shuffled = capture(nn.PixelShuffle(2), [InputSpec(shape=(4, 3, 3))]).layers[-1]
+    with pytest.raises(GraphError, match="pixel_shuffle has no split"):
+        pinned(shuffled, equal(2), "units:2")
 
 
 def test_pins_of_layers_that_are_not_computed_are_rejected() -> None:

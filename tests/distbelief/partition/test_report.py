@@ -22,7 +22,7 @@ from distbelief.partition.report import (
     table,
 )
 from distbelief.program.cluster import uniform
-from tests.distbelief.partition.plans import MACHINE, equal, fully_connected, zoo
+from tests.distbelief.partition.plans import MACHINE, equal, fully_connected, shuffled
 from tests.distbelief.partition.requests import make_request, planned
 
 
@@ -77,8 +77,8 @@ def said(*rows: Planned, memory: float | None = None) -> list[str]:
 
 def test_the_costs_are_the_last_remark_and_whole_layers_are_named() -> None:
     assert said(*ROWS)[-1] == "Costs: assumed figures of cluster 'equal', no measured layer."
-    (text, _) = remarks([], make_request(zoo("unet, transposed"), equal(2)))[-2:]
-    assert "is computed whole on one machine: conv_transpose2d has no split" in text
+    (text, _) = remarks([], make_request(shuffled(), equal(2)))[-2:]
+    assert "is computed whole on one machine: pixel_shuffle has no split" in text
 
 
 def test_idle_machines_are_reported() -> None:

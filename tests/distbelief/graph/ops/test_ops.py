@@ -58,6 +58,10 @@ def examples() -> list[Layer]:
             groups=2, stride=ones, padding=zeros, extra=zeros, dilation=ones,
         ),
         reading(
+            *("transposed_convolution", (6, 5, 7)), words={"weight": (4, 3, 2, 2), "bias": (6,)},
+            groups=2, size=twos, stride=ones, padding=zeros, dilation=ones,
+        ),
+        reading(
             *("locally_connected", (3, 3, 4)), words={"weight": (3, 4, 3, 16), "bias": (3, 4, 3)},
             size=twos, stride=twos, padding=zeros,
         ),

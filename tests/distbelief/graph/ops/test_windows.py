@@ -237,6 +237,54 @@ def test_a_convolution_in_parts_is_the_whole(layer: Layer, data: st.DataObject) 
     check(data, layer, expected, inputs, tensors)
 
 
+TRANSPOSED = (functional.conv_transpose1d, functional.conv_transpose2d)
+
+
+@given(data=st.data(), n_dims=st.integers(1, 2), is_computed=st.booleans())
+@settings(max_examples=150)
+def test_a_transposed_convolution_in_parts_is_the_whole(
+    *, data: st.DataObject, n_dims: int, is_computed: bool
+) -> None:
+    """U-Nets and generators: one rank computed all of it."""
+
+    def numbers(low: int, high: int) -> tuple[int, ...]:
+        return data.draw(st.tuples(*[st.integers(low, high)] * n_dims))
+
+    size, extents = numbers(1, 4), numbers(1, 6)
+    groups = data.draw(st.integers(1, 2))
+    n_in, n_out = (groups * data.draw(st.integers(1, 3)) for _ in range(2))
+    own: dict[str, Any] = {
+        "stride": numbers(1, 4),
+        "padding": numbers(0, 2),
+        "dilation": numbers(1, 2),
+    }
+    more = tuple(
+        data.draw(st.integers(0, max(s, d) - 1))
+        for s, d in zip(own["stride"], own["dilation"], strict=True)
+    )
+    weight = (n_in, n_out // groups, *size)
+    words = {"bias": (n_out,)} | ({} if is_computed else {"weight": weight})
+
+    def expected(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        return TRANSPOSED[n_dims - 1](x, w, bias, groups=groups, output_padding=list(more), **own)
+
+    space = [
+        (n - 1) * s - 2 * p + d * (k - 1) + 1 + e
+        for n, s, p, d, k, e in zip(extents, *own.values(), size, more, strict=True)
+    ]
+    assume(min(space) > 0)
+    shape = (n_out, *space)
+    read = [(n_in, *extents), *([weight] if is_computed else [])]
+    layer = layer_of(
+        "transposed_convolution", shape, *read, words=words, size=size, groups=groups, **own
+    )
+    inputs, tensors = inputs_of(layer), tensors_of(layer)
+    if is_computed:
+        inputs["y"] = leaf(random(1, *weight))
+    w = inputs["y"][0] if is_computed else tensors["weight"]
+    check(data, layer, expected(inputs["x"], w, tensors["bias"]), inputs, tensors)
+
+
 def pool(
     functions: Sequence[Callable[..., torch.Tensor]],
     layer: Layer,
