@@ -93,7 +93,7 @@ ZOO: Final[Mapping[str, Case]] = {
         make=LstmTagger,
         shape=(5,),
         n_values=11,
-        whole=dict.fromkeys(["lstm", "lstm.2"], "it has fewer than 256 units"),
+        whole=dict.fromkeys(["lstm", "lstm.2"], "it has fewer than 512 units"),
     ),
     "dictation": Case(make=Dictation, shape=(3, 3)),
     "encoder": Case(

@@ -25,7 +25,7 @@ class LstmTagger(nn.Module):
 class Dictation(nn.Module):
     """A GRU that begins with the last states of an LSTM in both directions, steps first."""
 
-    def __init__(self, *, size: int = 3, n_units: int = 256) -> None:
+    def __init__(self, *, size: int = 3, n_units: int = 512) -> None:
         super().__init__()
         self.lstm = nn.LSTM(size, n_units, batch_first=True, bidirectional=True)
         self.gru = nn.GRU(2 * n_units, n_units)
