@@ -70,8 +70,9 @@ class MicroBatchSchedule:
                     waits |= read(slot, micro_batch)
                 if isinstance(operation, ops.BackwardOp):
                     waits.add(micro_batch * n + operation.forward)
+                    if micro_batch:  # gradients are summed in a fixed order, for the same bits
+                        waits.add(instance - n)
                     for slot in flow.added.intersection(operation.writes):
-                        # Gradients are summed in a fixed order, for the same bits.
                         waits |= {last[slot]} if slot in last else set()
                         last[slot] = instance
                     if operation.can_wait:  # after the one that writes its input gradients
