@@ -215,8 +215,9 @@ class DealtJob:
             self._check(f"the checkpoint of {shard}", applied, values, index)
             lost = self.fell_back.get(shard, self._everything) - applied
             assert not lost, f"the checkpoint of {shard} lacks {lost}"
+            # A restored shard may still get, and save, what it had lost (seed 7827).
             last = self._whole[shard] - self.struck
-            assert shard not in self.fell_back or not last, f"{last} ended with samples not saved"
+            assert applied == self._everything or not last, f"{last} ended with samples not saved"
 
 
 def job_of(seed: int) -> DealtJob:
