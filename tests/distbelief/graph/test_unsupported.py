@@ -133,7 +133,7 @@ def looped(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def uncompiled(x: torch.Tensor) -> torch.Tensor:
-    """Regression: refused, because it was told that it is exported where only torch runs it."""
+    """Regression: torch.compiler.is_compiling() was true here, so that the model was refused."""
     y = x * float(x.detach().sum())
     if torch.compiler.is_compiling():
         raise ValueError("give a mask")
