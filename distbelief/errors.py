@@ -3,11 +3,13 @@
 DistBeliefError
     JobError                  what the user gave cannot be run: file, model, data, loss
         JobFileError          the job file: a key, a value, a unit
-        GraphError            the model, a plan or a cluster (in `graph.layer`)
+        GraphError            the model, a plan or a cluster (in `graph.graph`)
     ProtocolError             a message that is not legal in the current state ...
         LocalProtocolError    ... sent by our own code: a bug in this package
         RemoteProtocolError   ... sent by a peer
-    PeerLostError, MemoryGoneError, StorageError, TransportError
+    StorageError              a file: missing, damaged, full disk ...
+        RestoreError          ... or a saved state that no restart can restore
+    PeerLostError, MemoryGoneError, TransportError
 
 A message says what is wrong, shows the value, and says how to fix it.
 """
@@ -47,6 +49,10 @@ class MemoryGoneError(DistBeliefError):
 
 class StorageError(DistBeliefError):
     """A file on disk or in memory cannot be read or written, or is damaged."""
+
+
+class RestoreError(StorageError):
+    """A saved state is of another shard, model, rule or version; trying again does not help."""
 
 
 class TransportError(DistBeliefError):

@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -332,6 +332,7 @@ class Trainer:
         self._may_draw = False
         self._error: str | None = None
         self._model_error: str | None = None
+        self._unwritten: str | None = None  # why the run directory lacks some other file
         self.exit_code = 0
         self._n_ended = 0
         self._source: HostSource | None = None  # of hosts that join
@@ -499,9 +500,7 @@ class Trainer:
             self._status_at = now
             if self._hand_over is not None:
                 log.disk.renew("handover", log.warned(self._hand_over()))
-            log.disk.renew(
-                "status", log.warned(partial(self._run.write_status, self._status(view)))
-            )
+            log.disk.renew("status", partial(self._keep_status, self._status(view)))
         if view.training_seconds > DRAWING_SECONDS and not self._may_draw:
             # The import takes most of a second; at the end, Ctrl+C would have to wait for it.
             self._may_draw = True
@@ -512,6 +511,15 @@ class Trainer:
         if self._source is not None:
             for text in self._source.news(now):
                 log.announce(text)
+
+    def _keep_status(self, status: Status) -> None:
+        try:
+            self._run.check()
+            self._run.write_status(status)
+        except StorageError as error:
+            if self._unwritten is None:
+                self._unwritten = str(error)
+                self._log.warn_user(self._unwritten)
 
     def _keep_formed(self) -> None:
         """Note the ranks of replicas that were formed: a resumed run keeps them."""
@@ -536,7 +544,7 @@ class Trainer:
         if address.secret:  # everybody may read logs
             file = self._run.address_file
             files.write_private(file, f"{address}\n".encode())
-            stack.callback(file.unlink, missing_ok=True)
+            stack.callback(_remove, file)
             self._log.log("info", f"hosts join by the address in {file}")
             tell = self._log.print
         for line in hosting.lines(address):
@@ -595,6 +603,7 @@ class Trainer:
         if self._model_error is not None and self.exit_code == 0:
             self._error, self.exit_code = self._model_error, 1
             self._view = replace(self._view, phase="failed", error=self._error)
+        self._try_write(run.check)
         summary = summarise(
             self._job,
             self._view,
@@ -602,33 +611,42 @@ class Trainer:
             task=found.task,
             error=self._error,
             model_error=self._model_error,
+            unwritten=self._unwritten,
         )
         self._try_write(partial(run.write, run.summary_file, summary_text(summary)))
         status = partial(run.write_status, self._status(self._view, ended=True))
         self._try_write(partial(self._log.disk.renew, "status", status))
-        return summary
+        return msgspec.structs.replace(summary, unwritten=self._unwritten)
 
     def _try_write(self, write: Callable[[], object]) -> None:
         try:
             write()
         except StorageError as error:
-            self._log.warn_user(str(error))
+            self._unwritten = self._unwritten or str(error)  # the final table has the first
+            self._log.warn(str(error))
             self.exit_code = self.exit_code or 1
 
     def draw(self) -> None:
-        def draw() -> None:
+        try:
             measurements = read_metrics(self._run.metrics_file)
             draw_curve(self._run.curve_file, measurements, title=self._job.name)
-
-        self._try_write(draw)
+        except StorageError as error:
+            if self._unwritten is None:
+                self._log.warn_user(str(error))
+            self.exit_code = self.exit_code or 1
 
     def __enter__(self) -> Self:
         self._log.log("info", f"begins in {self._run.path}")
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._initial_file.unlink(missing_ok=True)
-        self._run.memory_file.unlink(missing_ok=True)
+        _remove(self._initial_file)
+        _remove(self._run.memory_file)
+
+
+def _remove(file: Path) -> None:
+    with suppress(OSError):  # the disk may have become read-only
+        file.unlink()
 
 
 @final

@@ -49,7 +49,7 @@ def _newest_run() -> "RunDirectory":
     from distbelief.run.directory import RunDirectory  # noqa: PLC0415 -- torch
 
     files = sorted(RUNS.glob("*/job.toml"), key=lambda file: file.stat().st_mtime)
-    runs = [RunDirectory.open(file.parent, write=False) for file in reversed(files)]
+    runs = [RunDirectory(file.parent, lock=None) for file in reversed(files)]
     running = (run for run in runs if run.writer_pid() is not None)
     run = next(running, runs[0] if runs else None)
     if run is None:
@@ -57,7 +57,7 @@ def _newest_run() -> "RunDirectory":
             f"no run found in {RUNS.resolve()}: name a run directory, as in "
             "`distbelief status path/to/run`"
         )
-    return run
+    return RunDirectory.open(run.path, write=False)
 
 
 def _show_status(run: "RunDirectory", *, pid: int | None, now: float, as_json: bool) -> None:

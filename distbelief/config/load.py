@@ -94,6 +94,7 @@ def resolve(content: dict[str, object], *, file: str) -> Job:
         source=source.file,
         import_paths=source.import_paths,
     )
+    _check_sizes(content, ())
     if job.data.test is None and job.stop.accuracy is not None:
         raise TableError(
             ("stop", "accuracy"),
@@ -104,6 +105,33 @@ def resolve(content: dict[str, object], *, file: str) -> Job:
     except JobError as error:
         raise _with_preset(TableError(("cluster",), str(error)), given_keys) from None
     return job
+
+
+INTEGER_MAX: Final = 2**53  # larger ones are no exact floats
+TEXT_MAX: Final = 4096  # characters; no path may be longer
+
+
+def _check_sizes(value: object, path: tables.Path) -> None:
+    """Raise TableError for a number or a text that no part of the program has room for."""
+    where = f"{tables.header(path[:-1])} {path[-1]}" if path else ""
+    match value:
+        case dict():
+            for key, item in value.items():
+                if key != "arguments":  # the user's own
+                    _check_sizes(item, (*path, str(key)))
+        case list():
+            for item in value:
+                _check_sizes(item, path)
+        case int() if abs(value) > INTEGER_MAX:
+            raise TableError(path, f"{where} = {toml.excerpt(value)}: wants at most {INTEGER_MAX}")
+        case str() if len(value) > TEXT_MAX:
+            raise TableError(
+                path,
+                f"{where} = {toml.excerpt(value)}: has {len(value)} characters, wants at most "
+                f"{TEXT_MAX}",
+            )
+        case str() if not value.isprintable():
+            raise TableError(path, f"{where} = {toml.excerpt(value)}: has control characters")
 
 
 def _expanded(algorithm: dict[str, object]) -> dict[str, object]:

@@ -10,6 +10,7 @@ import fcntl
 import os
 import secrets
 import shutil
+import stat
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -202,6 +203,15 @@ def write_private(path: Path, content: bytes) -> None:
             file.write(content)
 
     write_by(path, fill)
+
+
+def refuse_special(directory: Path) -> None:
+    """Raise StorageError if a directory has a pipe, a socket or a device: opening one may hang."""
+    for place, _, names in os.walk(directory, onerror=None):
+        for path in (Path(place, name) for name in names):
+            with suppress(FileNotFoundError):  # a link to nothing, or removed just now
+                if not stat.S_ISREG(path.stat().st_mode):
+                    raise StorageError(f"{path} is no regular file: remove it, or restore the file")
 
 
 def make_directory(path: Path) -> None:

@@ -14,7 +14,7 @@ import re
 from collections.abc import Mapping
 from decimal import Decimal
 from difflib import get_close_matches
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 from msgspec import Meta
 
@@ -60,6 +60,8 @@ _SHOWN: Mapping[Dimension, tuple[str, ...]] = {
 _BASE: Mapping[Dimension, str] = {"time": "s", "bytes": "B", "rate": "B/s", "compute": "FLOP/s"}
 _PATTERN = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0-9]{1,3})?)\s*(\S.*?)?\s*")
 _TEXT_MAX = 64
+_DAYS_MAX: Final = 36_500  # a hundred years
+TIME_MAX: Final = _DAYS_MAX * 86_400.0
 
 
 def parse(value: object, dimension: Dimension) -> float:
@@ -87,6 +89,8 @@ def parse(value: object, dimension: Dimension) -> float:
         known = ", ".join(UNITS[dimension])
         raise JobFileError(f"\"{value}\" has the unknown unit '{unit}'. {hint}Known: {known}")
     result = float(Decimal(number) * scale)
+    if dimension == "time" and result > TIME_MAX:
+        raise JobFileError(f'"{value}": wants at most "{_DAYS_MAX} d"')
     if not math.isfinite(result):
         raise JobFileError(f'"{value}" is too large')
     return result

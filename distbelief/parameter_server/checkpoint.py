@@ -20,7 +20,7 @@ import numpy as np
 
 from distbelief.core.spans import NOTHING, Spans
 from distbelief.core.vectors import Element, Vector
-from distbelief.errors import RemoteProtocolError, StorageError
+from distbelief.errors import RemoteProtocolError, RestoreError
 from distbelief.parameter_server.config import ShardConfig
 from distbelief.parameter_server.layout import Layout, Segment
 from distbelief.parameter_server.optimizers import State, StepCounts, UpdateRule, initial_state
@@ -185,7 +185,7 @@ def _saved(receiver: rl.Address, label: str, *, clock: int, error: str | None) -
 
 FORMAT = "distbelief-shard-1"
 
-_DELETE: Final = "; delete it to use the one before"
+_ASIDE: Final = "; move its file away to use the one before"
 
 
 def take(label: str, state: ShardState, *, config: ShardConfig) -> rl.Snapshot:
@@ -222,7 +222,7 @@ class _Facts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def restore(snapshot: rl.Snapshot, *, config: ShardConfig, incarnation: int | None) -> ShardState:
-    """Return the state in the snapshot, with arrays of its own, or raise StorageError.
+    """Return the state in the snapshot, with arrays of its own, or raise RestoreError.
 
     The shard's incarnation must be later than the snapshot's. None if it is not known yet: the
     state then has the incarnation of the snapshot.
@@ -230,17 +230,17 @@ def restore(snapshot: rl.Snapshot, *, config: ShardConfig, incarnation: int | No
     layout, index = config.layout, config.index
     size, n_gradient = layout.shard_size(index), layout.n_gradient(index)
 
-    def error(what: str) -> StorageError:
+    def error(what: str) -> RestoreError:
         name = f"snapshot {snapshot.label!r} of shard {index}"
-        return StorageError(f"{name} cannot be restored: {what}")
+        return RestoreError(f"{name} cannot be restored: {what}")
 
     def array(name: str, size: int, dtype: np.dtype[Element]) -> Vector:
         found = snapshot.arrays.get(name)
         if found is None:
-            raise error(f"array {name!r} is missing{_DELETE}")
+            raise error(f"array {name!r} is missing{_ASIDE}")
         if found.shape != (size,) or found.dtype != dtype:
             raise error(
-                f"array {name!r} is {found.shape} of {found.dtype}, not {size} of {dtype}{_DELETE}"
+                f"array {name!r} is {found.shape} of {found.dtype}, not {size} of {dtype}{_ASIDE}"
             )
         return found.copy()
 
@@ -263,7 +263,7 @@ def restore(snapshot: rl.Snapshot, *, config: ShardConfig, incarnation: int | No
             steps = StepCounts.read(np.array(words, np.int64), size=size)
         applied = Spans.from_wire(msgspec.json.decode(facts.applied, type=list[Count]))
     except (msgspec.MsgspecError, RemoteProtocolError) as damage:
-        raise error(f"its facts cannot be read ({damage}){_DELETE}") from None
+        raise error(f"its facts cannot be read ({damage}){_ASIDE}") from None
     # Watermarks of the same or a later incarnation belong to other pushes of the clients.
     if incarnation is not None and facts.incarnation >= incarnation:
         raise error(

@@ -17,7 +17,7 @@ from typing import Final, final
 import msgspec
 
 from distbelief.core.vectors import Vector
-from distbelief.errors import RemoteProtocolError, StorageError
+from distbelief.errors import RemoteProtocolError, RestoreError
 from distbelief.parameter_server.vector_store import VectorStore
 from distbelief.protocol import CheckpointRecord, Savepoint
 from distbelief.roles.role import Snapshot
@@ -180,13 +180,15 @@ class Savepoints:
 
 
 def split(snapshot: Snapshot) -> tuple[Snapshot, Sequence[SavedVectors]]:
-    """Return what `extend` was given, and the savepoints in it, or raise StorageError.
+    """Return what `extend` was given, and the savepoints in it, or raise RestoreError.
 
     The first is the whole one. The second has the parameters that all shards have, if any.
     """
 
-    def damaged(what: str) -> StorageError:
-        return StorageError(f"snapshot {snapshot.label!r}: {what}; delete it to use the one before")
+    def damaged(what: str) -> RestoreError:
+        return RestoreError(
+            f"snapshot {snapshot.label!r}: {what}; move its file away to use the one before"
+        )
 
     text = snapshot.facts.get(_FACT)
     if text is None:

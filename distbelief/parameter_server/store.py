@@ -293,7 +293,7 @@ class ShardStore:
     ) -> tuple[Callable[[], ShardState], Cost]:
         """Return the work that fills the values, and its cost.
 
-        The work raises StorageError if the snapshot cannot be restored, and LocalProtocolError if
+        The work raises RestoreError if the snapshot cannot be restored, and LocalProtocolError if
         the initial values have another size.
         """
         config, vector = self._config, self.vector

@@ -81,6 +81,7 @@ class Failed(AnyMessage, frozen=True):
 
     error: Text
     culprit_is_job: bool  # the user's model, data or settings; a restart does not help
+    restart_helps: bool = True  # false too for a saved state that is not that of this role
 
 
 class Progress(AnyMessage, frozen=True):

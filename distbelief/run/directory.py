@@ -77,11 +77,12 @@ class RunDirectory:
         """Open the directory of an earlier run, to resume it (`write`) or only to read.
 
         JobError if there is no run directory at `path`; StorageError if another process runs this
-        job now, or it cannot be written.
+        job now, it cannot be written, or has other than files and directories.
         """
         run = cls(Path(path), lock=None)
         if not run.path.is_dir():
             raise JobError(f"{path}: there is no such directory")
+        files.refuse_special(run.path)
         if not run.job_file.is_file():
             raise JobError(
                 f"{path} is not a run directory (no {run.job_file.name}): use one that "
@@ -91,7 +92,8 @@ class RunDirectory:
 
     @classmethod
     def take(cls, path: Path) -> Self:
-        """Lock this directory, whatever it contains."""
+        """Lock this directory, whatever files it contains."""
+        files.refuse_special(path)
         return cls(path, lock=_lock(path))
 
     def __enter__(self) -> Self:
@@ -139,6 +141,17 @@ class RunDirectory:
             files.force(self.path)
         return place
 
+    def check(self) -> None:
+        """Raise StorageError if the locked directory is no longer at its path."""
+        assert self._lock is not None
+        with suppress(OSError):
+            if os.path.samestat(os.fstat(self._lock), (self.path / "lock").stat()):
+                return
+        raise StorageError(
+            f"{self.path} was moved or removed while its job ran: logs and metrics went with it, "
+            "model and summary are written there anew"
+        )
+
     def write_status(self, status: Status) -> None:
         """Replace status.json atomically, without syncing: after a power loss it has no use."""
         temporary = self.status_file.with_suffix(files.TEMPORARY)
@@ -159,7 +172,7 @@ class RunDirectory:
     def writer_pid(self) -> int | None:
         """Return the process that holds the lock now, if any does."""
         try:
-            descriptor = os.open(self.path / "lock", os.O_RDONLY)
+            descriptor = os.open(self.path / "lock", os.O_RDONLY | os.O_NONBLOCK)
         except OSError:
             return None
         try:

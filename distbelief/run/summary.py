@@ -62,6 +62,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     error: str | None = None
     # why no model was written, if none was; the file of an earlier session may still exist
     model_error: str | None = None
+    unwritten: str | None = None  # why the directory lacks some other file, if it does
     # how long it ran, over all sessions: `start_seconds` before the training of each session, and
     # `training_seconds`
     seconds: float
@@ -105,6 +106,7 @@ def summarise(
     task: TaskFacts,
     error: str | None = None,
     model_error: str | None = None,
+    unwritten: str | None = None,
 ) -> Summary:
     seconds = view.training_seconds or view.seconds
     algorithm = job.algorithm
@@ -123,6 +125,7 @@ def summarise(
         "shard_copies": job.cluster.shard_copies,
         "error": error,
         "model_error": model_error,
+        "unwritten": unwritten,
         "seconds": round(view.seconds, 3),
         "start_seconds": round(max(before, 0.0), 3) if view.training_seconds else None,
         "training_seconds": round(view.training_seconds, 3) or None,
@@ -233,7 +236,9 @@ def _end(summary: Summary) -> str:
         summary.pushes_refused and f"{summary.pushes_refused:,} refused",
         summary.restarts and _number(summary.restarts, "restart"),
         summary.hosts and f"{_number(len(summary.hosts), 'host')} joined",
-        f"everything in {summary.directory}",
+        f"not everything is in {summary.directory}: {summary.unwritten}"
+        if summary.unwritten
+        else f"everything in {summary.directory}",
     ]
     return formatting.joined("; ", parts)
 

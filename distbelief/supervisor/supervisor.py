@@ -352,16 +352,20 @@ class Supervisor:
     def _failed(self, record: RoleRecord, message: wire.Failed) -> None:
         error = formatting.without_control_characters(message.error)
         record.failure = error
-        if not message.culprit_is_job or record.kind == "guest":
+        goes_on = message.restart_helps and not message.culprit_is_job
+        if goes_on or record.kind == "guest":
             return  # its process ends now; the launcher reports that (PeerLost)
-        reason = f"{record.label}: {error}"
-        self.shutdown.begin(reason, self._now, error=reason)
+        if message.culprit_is_job:
+            reason = f"{record.label}: {error}"
+            self.shutdown.begin(reason, self._now, error=reason)
         self._leave_out(
             record, LogEvent("role_failed", record.name, record.incarnation, reason=error)
         )
         if record.kind == "shard":
             was_primary = self.failover.was_primary(record)
             self._take_over(record, f"failed: {error}", was_primary=was_primary)
+        elif record.kind == "coordinator" and not message.culprit_is_job:
+            self._fail("the coordinator", record, f"failed: {error}")
         self._cancel_requests(record)
 
     # --- membership and heartbeats
@@ -585,10 +589,12 @@ class Supervisor:
             self._handle_death(others[0], why)
 
     def _fail(self, what: str, record: RoleRecord, why: str) -> None:
-        error = (
-            f"{what} cannot be kept alive after {record.restarts_in_a_row} restarts, none of which "
-            f"lasted {self._config.stable_seconds:g} s: it {why}"
-        )
+        error = f"{what} {why}"
+        if record.restarts_in_a_row:
+            error = (
+                f"{what} cannot be kept alive after {record.restarts_in_a_row} restarts, none of "
+                f"which lasted {self._config.stable_seconds:g} s: it {why}"
+            )
         self.shutdown.begin(error, self._now, error=error)
 
     def _cancel_requests(self, record: RoleRecord) -> None:

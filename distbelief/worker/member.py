@@ -20,7 +20,13 @@ from typing import Final, cast, final
 from distbelief import protocol as wire
 from distbelief.config.job import PATIENCE_SECONDS
 from distbelief.core.reliable import Silence
-from distbelief.errors import DistBeliefError, JobError, LocalProtocolError, RemoteProtocolError
+from distbelief.errors import (
+    DistBeliefError,
+    JobError,
+    LocalProtocolError,
+    RemoteProtocolError,
+    RestoreError,
+)
 from distbelief.roles import role as rl
 
 
@@ -288,7 +294,11 @@ class JobMember:
         text = str(error)
         if not isinstance(error, JobError):
             text = f"{type(error).__name__}: {text}"
-        failed = wire.Failed(error=text[:_TEXT_MAX], culprit_is_job=isinstance(error, JobError))
+        failed = wire.Failed(
+            error=text[:_TEXT_MAX],
+            culprit_is_job=isinstance(error, JobError),
+            restart_helps=not isinstance(error, RestoreError),
+        )
         return [_to_supervisor(failed), rl.Exit(error=text)]
 
 

@@ -18,7 +18,7 @@ from typing import Final, final
 
 import msgspec
 
-from distbelief.errors import StorageError
+from distbelief.errors import RestoreError, StorageError
 from distbelief.protocol import CheckpointRecord, Count
 from distbelief.roles.role import Snapshot
 
@@ -87,9 +87,9 @@ class Journal:
             facts = msgspec.json.decode(snapshot.facts.get("cuts", ""), type=_Facts)
             self._label = int(snapshot.label)
         except (msgspec.MsgspecError, ValueError) as error:
-            raise StorageError(
+            raise RestoreError(
                 f"snapshot {snapshot.label!r} of the coordinator cannot be read "
-                f"({error}): delete it to use the one before"
+                f"({error}): move its file away to use the one before"
             ) from None
         self._entries = {entry.cut: entry for entry in facts.entries}
         self.on_disk, self._before_on_disk = facts.on_disk, facts.before_on_disk

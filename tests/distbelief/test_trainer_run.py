@@ -168,3 +168,24 @@ def test_a_last_file_that_cannot_be_written_costs_no_other(desk: Desk, name: str
     assert desk.screen().count(f"cannot write {blocked}: ") == 1
     files = {desk.run.model_file, desk.run.summary_file, desk.run.status_file}
     assert all(file.is_file() for file in files - {blocked})
+
+
+@pytest.mark.parametrize("became", ["nothing", "another directory", "a file"])
+def test_a_run_directory_that_vanishes_is_reported_and_holds_not_everything(
+    desk: Desk, became: str
+) -> None:
+    """The job ended with "everything in DIR" and status 0; or with "an unexpected error"."""
+    path = desk.run.path
+    path.rename(path.with_name("elsewhere"))
+    if became == "another directory":
+        path.mkdir()
+    elif became == "a file":
+        path.touch()
+    with desk.life:
+        summary = desk.life.conclude()
+    assert desk.life.exit_code == 1
+    shown = Console(record=True, width=1000, file=io.StringIO())
+    shown.print(final_table(summary))
+    end = shown.export_text()
+    assert f"not everything is in {path}: {path} was moved or removed" in end
+    assert "everything in" not in end

@@ -110,6 +110,21 @@ def test_a_place_that_is_not_writable_says_how_to_choose_another(tmp_path: Path)
     tmp_path.chmod(0o700)
 
 
+@pytest.mark.parametrize("name", ["status.json", "lock", "snapshots/shard-0/00001.safetensors"])
+@pytest.mark.parametrize("write", [False, True])
+def test_a_pipe_in_a_run_directory_is_refused_and_hangs_nothing(
+    tmp_path: Path, name: str, *, write: bool
+) -> None:
+    """`status` and `--resume` waited for a writer for ever, even after SIGTERM."""
+    with a_run(tmp_path / "demo") as run:
+        pipe = run.path / name
+    pipe.parent.mkdir(parents=True, exist_ok=True)
+    pipe.unlink(missing_ok=True)
+    os.mkfifo(pipe)
+    with pytest.raises(StorageError, match=rf"{pipe} is no regular file: remove it"):
+        RunDirectory.open(run.path, write=write)
+
+
 # ----------------------------------------------------------------------- lock
 
 

@@ -176,6 +176,15 @@ def test_a_fault_that_no_restart_fixes_leaves_a_primary_to_save(in_sync: Desk) -
     assert sent(in_sync.finish("replica-0"), wire.SaveCheckpoint) == ["shard-0b"]
 
 
+def test_a_copy_that_no_restart_restores_is_left_out_and_the_job_goes_on(in_sync: Desk) -> None:
+    wrong = "RestoreError: snapshot '00001' is of another shard"
+    failed = wire.Failed(error=wrong, culprit_is_job=False, restart_helps=False)
+    actions = in_sync.hear("shard-0", failed)
+    assert promoted(actions) == [("shard-0b", 3, "")]
+    assert not [action for action in actions if isinstance(action, Launch)]
+    assert in_sync.supervisor.shutdown.error is None
+
+
 def test_what_two_copies_apply_is_counted_once(in_sync: Desk) -> None:
     beat(in_sync, "shard-0b", clock=90.0, pushes_applied=90.0, whole=2.0)
     beat(in_sync, "shard-0", clock=120.0, pushes_applied=120.0, term=2.0)

@@ -549,6 +549,16 @@ def test_a_fault_of_the_users_code_ends_the_job(desk: Desk) -> None:
     assert actions[-1] == rl.Exit(error="replica 1: the loss is NaN")
 
 
+def test_a_shard_that_no_restart_restores_ends_the_job_at_once(desk: Desk) -> None:
+    """Two swapped folders of checkpoints took fifteen restarts, and a minute, until the end."""
+    desk.train()
+    wrong = "RestoreError: snapshot '00001' of shard 1 cannot be restored: index is '0', not '1'"
+    failed = wire.Failed(error=wrong, culprit_is_job=False, restart_helps=False)
+    actions = desk.hear("shard-1", failed)
+    assert not [action for action in actions if isinstance(action, rl.Launch)]
+    assert desk.supervisor.shutdown.error == f"shard 1 failed: {wrong}"
+
+
 def test_text_of_others_is_no_command_to_a_terminal(desk: Desk) -> None:
     """A replica of another machine could clear the screen, and set its title."""
     desk.join()

@@ -5,7 +5,13 @@ from collections.abc import Callable, Mapping, Sequence
 import pytest
 
 from distbelief import protocol as wire
-from distbelief.errors import DistBeliefError, JobError, PeerLostError, RemoteProtocolError
+from distbelief.errors import (
+    DistBeliefError,
+    JobError,
+    PeerLostError,
+    RemoteProtocolError,
+    RestoreError,
+)
 from distbelief.roles import role as rl
 from distbelief.worker.member import BUILD, SAVE_SECONDS_MAX, TIMER, JobMember, JobMemberConfig
 
@@ -314,14 +320,17 @@ def test_time_in_which_the_member_was_paused_does_not_count(driver: Driver) -> N
 
 
 @pytest.mark.parametrize(
-    ("error", "text", "culprit_is_job"),
+    ("error", "text", "culprit_is_job", "restart_helps"),
     [
-        (JobError("[model] no good"), "[model] no good", True),
-        (PeerLostError("shard-0 silent"), "PeerLostError: shard-0 silent", False),
-        (ZeroDivisionError("a bug"), "ZeroDivisionError: a bug", False),
+        (JobError("[model] no good"), "[model] no good", True, True),
+        (PeerLostError("shard-0 silent"), "PeerLostError: shard-0 silent", False, True),
+        (RestoreError("index is 1"), "RestoreError: index is 1", False, False),
+        (ZeroDivisionError("a bug"), "ZeroDivisionError: a bug", False, True),
     ],
 )
-def test_a_failing_role_reports_why(error: Exception, text: str, *, culprit_is_job: bool) -> None:
+def test_a_failing_role_reports_why(
+    error: Exception, text: str, *, culprit_is_job: bool, restart_helps: bool
+) -> None:
     def build() -> rl.Role:
         raise error
 
@@ -334,6 +343,7 @@ def test_a_failing_role_reports_why(error: Exception, text: str, *, culprit_is_j
         (failed,) = messages([send])
         assert isinstance(failed, wire.Failed)
         assert (failed.error, failed.culprit_is_job) == (text, culprit_is_job)
+        assert failed.restart_helps == restart_helps
         assert halt == rl.Exit(error=text)
     assert builds.member.reported_failure
 
