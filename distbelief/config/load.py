@@ -48,7 +48,10 @@ def resolve(content: dict[str, object], *, file: str) -> Job:
         if needed not in content:
             raise _no_table(needed)
     here = Path.cwd()
-    origin = {"file": file, "import_paths": [str((here / file).parent), str(here)]}
+    origin = {
+        "file": file,
+        "import_paths": [*dict.fromkeys([str((here / file).parent), str(here)])],
+    }
     source = tables.decode(given["source"] or origin, jobs.SourceTable, path=("source",))
     base = Path(source.file).parent
     cluster = _cluster(given["cluster"], base=base)

@@ -56,13 +56,13 @@ PRESETS: Final[Mapping[str, Table]] = {
 }
 ABOUT: Final[Mapping[str, str]] = {
     "downpour": "Asynchronous gradients, Adagrad at the shards (Dean et al. 2012).",
-    "hogwild": "Asynchronous gradients, SGD at the shards (Niu et al. 2011).",
+    "hogwild": "Asynchronous gradients, SGD at the shards, but not lock-free (Niu et al. 2011).",
     "ssp": "Asynchronous, but never more than 3 steps ahead of the slowest (Ho et al. 2013).",
     "local": "For slow links: many local steps, half the bytes, no waiting.",
     "dpplee3-asgd": "Local steps are added as they come (Dpplee3's asynchronous mode).",
     "diloco": "Rounds of local steps, whose mean is an outer gradient (Douillard et al. 2023).",
     "decoupled-diloco": "Rounds that three of four replicas close; the others get 2 s.",
-    "dl4j-averaging": "Parameters are averaged every 5 steps (DL4J on Spark).",
+    "dl4j-averaging": "Parameters, not inner state, are averaged every 5 steps (DL4J on Spark: both).",
     "horovod": "One mean gradient of all replicas per step (Sergeev & Del Balso 2018).",
 }
 

@@ -98,9 +98,10 @@ def parse(value: object, dimension: Dimension) -> float:
 
 def show(quantity: float, dimension: Dimension) -> str:
     """Return a short text that `parse` reads back as exactly `quantity`."""
-    for unit in _SHOWN[dimension]:
-        count = Decimal(quantity) / UNITS[dimension][unit]
-        whole = f"{count:.0f} {unit}"
-        if 1 <= count < 10_000 and parse(whole, dimension) == quantity:
-            return whole
+    for decimals in (0, 3):
+        for unit in _SHOWN[dimension]:
+            count = Decimal(quantity) / UNITS[dimension][unit]
+            text = f"{round(count, decimals).normalize():f} {unit}"
+            if 1 <= count < 10_000 and parse(text, dimension) == quantity:
+                return text
     return f"{quantity!r} {_BASE[dimension]}"

@@ -4,7 +4,8 @@ import platform
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from importlib import metadata
-from typing import Self, cast
+from itertools import pairwise
+from typing import Final, Self, cast
 
 import msgspec
 from rich.console import Console, ConsoleOptions, Group, RenderResult
@@ -13,7 +14,7 @@ from rich.text import Text
 
 from distbelief.config.job import Job
 from distbelief.core import formatting
-from distbelief.supervisor.view import HostView, JobView, filled
+from distbelief.supervisor.view import HostView, JobView, Point, filled
 
 
 _GAP = 2  # columns between two values
@@ -71,7 +72,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     samples: int
     samples_per_second: float | None  # mean over the training time
-    loss: float | None
+    loss: float | None  # of training: of the last tenth of the samples, or of a whole batch
     held_out_loss: float | None
     metric_name: str
     metric: float | None
@@ -114,12 +115,15 @@ def summarise(
     seed: object = getattr(algorithm, "seed", None)
     if isinstance(seed, int):
         seeds["algorithm"] = seed
+    rule: str | None = getattr(getattr(algorithm, "rule", None), "name", None)
     before = view.seconds - view.training_seconds
     own: dict[str, object] = {
         "name": job.name,
         "directory": directory,
         "algorithm": job.algorithm_name,
-        "rule": getattr(getattr(algorithm, "rule", None), "name", None),
+        "rule": rule,
+        # A coordinator reports the loss of the whole batch.
+        "loss": view.loss if rule is None else _training_loss(view),
         "n_replicas": job.cluster.n_replicas,
         "n_shards": job.cluster.shards,
         "shard_copies": job.cluster.shard_copies,
@@ -137,6 +141,22 @@ def summarise(
     }
     train = task.train and msgspec.structs.replace(task.train, marks=msgspec.UNSET)
     return filled(Summary, own, view, msgspec.structs.replace(task, train=train))
+
+
+_RECENT: Final = 0.1  # share of the samples
+
+
+def _training_loss(view: JobView) -> float | None:
+    """Return the mean over the last samples: one interval of the curve may be a few steps."""
+    total, n_samples = 0.0, 0
+    start = Point(seconds=0.0, samples=0)
+    for before, point in reversed([*pairwise((start, *view.history))]):
+        if point.loss is not None:
+            weight = max(1, point.samples - before.samples)
+            total, n_samples = total + weight * point.loss, n_samples + weight
+        if n_samples >= _RECENT * view.samples:
+            break
+    return total / n_samples if n_samples else view.loss
 
 
 def summary_text(summary: Summary) -> str:

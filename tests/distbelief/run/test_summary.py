@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from distbelief.run import summary as sm
-from distbelief.supervisor.view import JobView, RoleView
+from distbelief.supervisor.view import JobView, Point, RoleView
 from tests.distbelief.jobs import speech
 
 
@@ -127,6 +127,15 @@ def test_the_held_out_loss_has_one_column_if_it_is_the_metric() -> None:
     assert (summary.metric, summary.held_out_loss) == (2.34, 2.34)
     text = "\n".join(shown(summary, width=120))
     assert text.count("held-out loss") == text.count("2.34") == 1
+
+
+def test_the_training_loss_is_a_mean_over_the_last_tenth_of_the_samples() -> None:
+    """It was that of the last interval of the curve, which may be one step."""
+    losses = {500: 3.0, 880: 2.0, 960: 1.0, 1000: 1.3, 1002: 9.0}
+    history = tuple(Point(seconds=n / 10, samples=n, loss=loss) for n, loss in losses.items())
+    view = JobView(seconds=100.0, samples=1002, loss=9.0, history=history)
+    summary = sm.summarise(speech(), view, directory="runs/x", task=FACTS)
+    assert summary.loss == pytest.approx((80 * 1.0 + 40 * 1.3 + 2 * 9.0) / 122)
 
 
 def test_a_figure_that_was_not_measured_has_no_column() -> None:
