@@ -62,7 +62,7 @@ ABOUT: Final[Mapping[str, str]] = {
     "dpplee3-asgd": "Local steps are added as they come (Dpplee3's asynchronous mode).",
     "diloco": "Rounds of local steps, whose mean is an outer gradient (Douillard et al. 2023).",
     "decoupled-diloco": "Rounds that three of four replicas close; the others get 2 s.",
-    "dl4j-averaging": "Parameters, not inner state, are averaged every 5 steps (DL4J on Spark: both).",
+    "dl4j-averaging": "Parameters are averaged every 5 steps, inner state is not (DL4J on Spark).",
     "horovod": "One mean gradient of all replicas per step (Sergeev & Del Balso 2018).",
 }
 
