@@ -15,12 +15,12 @@ import os
 import secrets
 import time
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from operator import index
 from pathlib import Path
-from typing import final
+from typing import cast, final
 
 import torch
 
@@ -33,11 +33,12 @@ from distbelief.parameter_server.layout import Layout, PartialView
 from distbelief.parameter_server.policy import ExchangePolicy
 from distbelief.protocol import Join
 from distbelief.roles.role import SUPERVISOR, Computed
-from distbelief.serve.address import ServerAddress, parameter_specs
+from distbelief.serve.address import ServerAddress, Tensors, named, parameter_specs
 from distbelief.transport.node import BackgroundRunner, RoleRunner
 from distbelief.transport.shared_memory import FileMemory
 from distbelief.transport.zmq_transport import ANOTHER, REFUSED
 from distbelief.worker import loop_worker as lw
+from distbelief.worker.local_buffers import Bindings, LocalBuffers, bind_again, bindings_of
 
 
 TORN_WAIT_SECONDS = 1e-3
@@ -63,6 +64,7 @@ class ClientSession:
         address: ServerAddress,
         *,
         user: str,  # the class whose session it is, for errors
+        buffers: Sequence[torch.Tensor] = (),  # in that order, too
         keys: str | Path | None = None,  # directory of this host's keys, for an address with a key
         numbers: Numbers = "float32",
         frozen: Collection[int] = (),  # parameters that are fetched once and never pushed
@@ -72,15 +74,16 @@ class ClientSession:
         self.now = time.monotonic
         self._is_closed = self._is_refused = False
         self._pid = os.getpid()
-        for parameter in parameters:
-            if not parameter.is_contiguous():
-                parameter.data = parameter.data.contiguous()
-        # One flat tensor for each parameter, a view of its memory.
-        self.values = [parameter.detach().view(-1) for parameter in parameters]
+        for tensor in (*parameters, *buffers):
+            if not tensor.is_contiguous():
+                tensor.data = tensor.data.contiguous()
+        # One flat tensor for each parameter and each buffer, a view of its memory.
+        self.values = [tensor.detach().view(-1) for tensor in (*parameters, *buffers)]
         memory: Memory = PrivateMemory(host="")
         if address.memory and Path(address.memory).is_dir():  # this process sees it
             memory = FileMemory(Path(address.memory))
-        layout = Layout.of(parameter_specs(parameters), n_shards=address.n_shards)
+        specs = parameter_specs(parameters, buffers=buffers)
+        layout = Layout.of(specs, n_shards=address.n_shards)
         self.client = ParameterClient(
             ClientConfig(pushes=True, numbers=numbers, retry_seconds=RETRY_SECONDS),
             PartialView(layout, frozen={layout.tensors[place].name for place in frozen}),
@@ -200,6 +203,13 @@ class ClientSession:
         self._transport.close()
 
 
+Groups = Sequence[Mapping[str, object]]  # of an optimizer
+
+
+def _list_in(group: Mapping[str, object], key: str) -> list[object]:
+    return cast("list[object]", group.get(key, []))
+
+
 class ServerLoop:
     """What every loop does with its session: pushes, fetches, ticks, and its end."""
 
@@ -210,6 +220,38 @@ class ServerLoop:
     _is_finished = True  # the server has everything
     _n_steps: int
     _sends: str  # what it pushes, for errors
+    _names: tuple[str, ...]  # of the server's tensors, if it knows them
+    _order: list[int]  # of the server's parameters: which of the loop's each is
+    _tensors: list[torch.Tensor]  # the buffers
+    _bindings: Bindings
+    _buffers: LocalBuffers
+
+    def _given(self, groups: Groups) -> list[torch.nn.Parameter]:
+        """Return the parameters of an optimizer's groups, in the server's order."""
+        parameters = [one for group in groups for one in _list_in(group, "params")]
+        return [cast("torch.nn.Parameter", parameters[place]) for place in self._order]
+
+    def _order_of(self, groups: Groups, address: ServerAddress) -> list[int]:
+        names: list[str] = []
+        for group in groups:
+            known = _list_in(group, "param_names") or [""] * len(_list_in(group, "params"))
+            names += map(str, known)
+        return address.places(names, user=type(self).__name__)
+
+    def _take_buffers(self, buffers: Tensors | None, address: ServerAddress) -> None:
+        user = type(self).__name__
+        self._names = address.names
+        names, given = named([] if buffers is None else buffers, what="buffer")
+        if len(given) != address.n_buffers:
+            way_out = "give buffers=net, here and to ParameterServer (or ParameterServer(net))"
+            first = f", as {address.names[-address.n_buffers]!r}" if address.names else ""
+            there = f"{address.n_buffers} buffers{first}" if address.n_buffers else "no buffers"
+            raise JobError(
+                f"{user}: the server has {there}, and {len(given)} are given here: {way_out}"
+            )
+        places = address.places(names, user=user, of_buffers=True)
+        self._tensors = [given[place] for place in places]
+        self._bindings = bindings_of(buffers) if isinstance(buffers, torch.nn.Module) else ()
 
     def _open(
         self,
@@ -226,8 +268,15 @@ class ServerLoop:
         self._timeout_seconds = _seconds(timeout_seconds, user)
         self._policy = policy
         self._session = ClientSession(
-            parameters, address, user=user, keys=keys, numbers=policy.numbers, frozen=frozen
+            parameters,
+            address,
+            user=user,
+            buffers=self._tensors,
+            keys=keys,
+            numbers=policy.numbers,
+            frozen=frozen,
         )
+        self._buffers = LocalBuffers(self._session.client.view, self._session.values)
         # Not a bound method: that would keep this object alive.
         weakref.finalize(self, ClientSession.close, self._session)
         atexit.register(partial(_finish_at_exit, weakref.ref(self)))
@@ -235,6 +284,7 @@ class ServerLoop:
             self._session.join(min(timeout_seconds, JOIN_SECONDS_MAX))
             self._enter()  # first: a tick begins with a fetch
             self._fetch(self._session.values)
+            self._buffers.merge(contains_pushes=True)
         except BaseException:
             self._session.close()
             raise
@@ -316,19 +366,37 @@ class ServerLoop:
         """
         session = self._session
         self._await_room()
+        values = dict(enumerate(session.values)) | self._buffers.to_push()
         outcome = session.client.stage(
-            tensors, session.values, fetched_clocks=clocks, skip_missing=True
+            [*tensors, *(None for _ in self._tensors)],
+            list(values.values()),
+            fetched_clocks=clocks,
+            skip_missing=True,
         )()
+        if outcome.finite:
+            self._buffers.pushed()
         return lw.StagedPush(outcome=outcome, n_gradients=n_gradients, samples=samples)
 
     def _issue(self, push: lw.StagedPush) -> None:
         self._session.command(Computed(name=lw.PUSHED, result=push), self._timeout_seconds)
         if not push.outcome.finite:
-            which = ", ".join(str(int(name)) for name in push.outcome.culprits)
+            which = ", ".join(self._called(int(name)) for name in push.outcome.culprits)
             raise JobError(
                 f"{type(self).__name__}: step {self._n_steps}: NaN or infinity in the "
-                f"{self._sends} of parameter {which} (from 0): use a lower learning rate, or clip"
+                f"{self._sends} of {which} (from 0): use a lower learning rate, or clip"
             )
+
+    def _called(self, place: int) -> str:
+        """Return what to call a tensor in an error."""
+        n_parameters = len(self._order)
+        kind = "parameter" if place < n_parameters else "buffer"
+        name = f"{kind} {place if place < n_parameters else place - n_parameters}"
+        return f"{name}, {self._names[place]!r}," if self._names else name
+
+    def _follow(self, parameters: Sequence[torch.Tensor]) -> None:
+        bind_again(self._bindings)
+        tensors = [*parameters, *self._tensors]
+        follow(tensors, self._session.values, user=type(self).__name__)
 
     def _begin_fetch(self, *, exact: bool = False) -> None:
         name = lw.FETCH_EXACTLY if exact else lw.FETCH
@@ -369,9 +437,7 @@ def _finish_at_exit(reference: "weakref.ref[ServerLoop]") -> None:
             print(f"{type(optimizer).__name__}: at exit: {error}")  # noqa: T201 -- no log is left at exit
 
 
-def follow(
-    parameters: Sequence[torch.nn.Parameter], values: list[torch.Tensor], *, user: str
-) -> None:
+def follow(parameters: Sequence[torch.Tensor], values: list[torch.Tensor], *, user: str) -> None:
     """Make values views of the parameters again where `parameter.data` was replaced.
 
     JobError if the new memory is of another type, size, or on another device.
