@@ -27,7 +27,7 @@ from distbelief.parameter_server.shard import Shard
 from distbelief.protocol import Join, PeerEntry, Peers
 from distbelief.roles.role import SUPERVISOR, Address, Computed, Received
 from distbelief.serve.address import ServerAddress, parameter_specs
-from distbelief.server_loop import RETRY_SECONDS
+from distbelief.serve.session import RETRY_SECONDS
 from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.machines import ClusterOptions, Machine
 from distbelief.simulation.network import Link
