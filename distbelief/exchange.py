@@ -10,7 +10,7 @@ exchange.finish()
 """
 
 from collections.abc import Callable, Sequence
-from itertools import chain, compress
+from itertools import compress
 from pathlib import Path
 from typing import Literal, cast, final
 
@@ -21,8 +21,8 @@ from distbelief.errors import JobError
 from distbelief.optimizer import DownpourSGD
 from distbelief.parameter_server.config import Numbers
 from distbelief.parameter_server.policy import ExchangePolicy
-from distbelief.serve.address import ServerAddress, exchange_policy
-from distbelief.server_loop import LOOK_SECONDS, ServerLoop, follow, number_of_samples
+from distbelief.serve.address import ServerAddress, Tensors, exchange_policy
+from distbelief.server_loop import LOOK_SECONDS, ServerLoop, is_of_model, number_of_samples
 from distbelief.worker.config import EVERY_MIN, fitting_every
 
 
@@ -47,9 +47,11 @@ class Exchange(ServerLoop):
     optimizer. Any scheduler of torch may be used with the inner optimizer, whose state stays here.
 
     Args:
-        inner: Takes the local steps. Its parameters are those that the server was given, in the
-            same order.
+        inner: Takes the local steps. What else changes parameters after a step, such as clamping,
+            weight decay by hand or a projection, counts as part of that step. Its parameters are
+            those that the server was given, in the same order unless both sides have names.
         server: `ParameterServer.address`, or the line that `distbelief serve` prints.
+        buffers: The model, or its buffers, if the server has them: statistics of BatchNorm.
         preset: How to exchange, by the name of a paper (see `distbelief presets`); by default as
             the server was told. The next two replace choices of it.
         every: Steps between two exchanges, by default 64; "auto" fits them to the link, so that it
@@ -70,6 +72,7 @@ class Exchange(ServerLoop):
         inner: torch.optim.Optimizer,
         *,
         server: str,
+        buffers: Tensors | None = None,
         preset: str | None = None,
         every: int | Literal["auto"] | None = None,
         numbers: Numbers | None = None,
@@ -89,8 +92,10 @@ class Exchange(ServerLoop):
         if numbers not in (None, "float32", "bfloat16"):
             raise JobError(f'Exchange: numbers is {numbers!r}; use "float32" or "bfloat16"')
         address = ServerAddress.parse(server)
-        policy = _policy(address.exchange, preset, every=every, numbers=numbers)
+        policy = _policy(address, preset, every=every, numbers=numbers)
         self.inner = inner
+        self._order = self._order_of(inner.param_groups, address)
+        self._take_buffers(buffers, address)
         self._every = EVERY_MIN if policy.every == "auto" else policy.every
         parameters = self._parameters()
         self._n_parameters = len(parameters)
@@ -107,10 +112,11 @@ class Exchange(ServerLoop):
         self._open(
             parameters, address, policy, timeout_seconds=timeout_seconds, keys=keys, frozen=frozen
         )
+        comes_again = [*self._trained, *(True for _ in self._tensors)]
         self._anchor, self._fetched = (
             [
-                values.clone() if trains else values
-                for values, trains in zip(self._session.values, self._trained, strict=True)
+                values.clone() if again else values
+                for values, again in zip(self._session.values, comes_again, strict=True)
             ]
             for _ in range(2)
         )
@@ -126,7 +132,7 @@ class Exchange(ServerLoop):
             PeerLostError: the server does not answer in time, or has ended.
             JobError: a parameter has become NaN or infinite.
         """
-        if len(self._parameters()) != self._n_parameters:
+        if sum(len(group["params"]) for group in self.inner.param_groups) != self._n_parameters:
             raise JobError(
                 "Exchange: a group of parameters was added to the inner optimizer: "
                 "pass all of them at once"
@@ -138,7 +144,9 @@ class Exchange(ServerLoop):
             )
         self._session.check()  # a local step would reach nobody
         samples = number_of_samples(samples, "Exchange")
-        follow(self._parameters(), self._session.values, user="Exchange")
+        self._follow(self._parameters())
+        if self._is_finished:
+            self._refuse_changes()
         loss: float | None = self.inner.step(closure)
         self._is_finished = False
         self._n_steps += 1
@@ -169,9 +177,16 @@ class Exchange(ServerLoop):
     def load_state_dict(self, state_dict: dict[str, object]) -> None:
         """Continue with what `state_dict` has returned.
 
+        With a model's state instead, as `net.state_dict()`: set the server's values to it, for all
+        workers, and fetch them. Steps that are not pushed yet are dropped.
+
         Raises:
             JobError: it is the state of something else.
         """
+        if is_of_model(state_dict):
+            self._load(state_dict, self._parameters())
+            torch._foreach_copy_(self._of(self._anchor), self._of(self._session.values))
+            return
         inner, every = state_dict.get("inner"), state_dict.get("every")
         if not isinstance(inner, dict) or not isinstance(every, int):
             raise JobError(
@@ -190,7 +205,7 @@ class Exchange(ServerLoop):
         if self._session.closed:
             return
         with torch.no_grad(), self._session.uninterrupted, self._session.background:
-            follow(self._parameters(), self._session.values, user="Exchange")
+            self._follow(self._parameters())
             if self._n_unsent:
                 self._exchange()
             self._end_exchange()
@@ -201,11 +216,28 @@ class Exchange(ServerLoop):
         self._is_finished = True
 
     def _parameters(self) -> list[torch.nn.Parameter]:
-        return list(chain.from_iterable(group["params"] for group in self.inner.param_groups))
+        return self._given(self.inner.param_groups)
 
     def _of(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return those that train."""
+        """Return those that train; buffers come after all parameters."""
         return list(compress(tensors, self._trained))
+
+    @override
+    def _settle(self) -> None:
+        self._end_exchange()
+        self._n_unsent = 0
+
+    def _refuse_changes(self) -> None:
+        """Raise JobError if values were changed before the first step after an exchange of all."""
+        pairs = zip(self._trained, self._session.values, self._anchor, strict=False)
+        for place, (trains, now, then) in enumerate(pairs):
+            if trains and not torch.equal(now, then):
+                raise JobError(
+                    f"Exchange: {self._called(place)} was changed since the server's values came, "
+                    "and before any step: each worker would add that change. To set the values of "
+                    "the server, use load_state_dict(net.state_dict()) of this Exchange or of "
+                    "ParameterServer; changes after a step, such as clamping, count as part of it"
+                )
 
     def _exchange(self) -> None:
         # The anchor is needed until the last fetch is merged: if the link is slower than `every`
@@ -214,7 +246,7 @@ class Exchange(ServerLoop):
         values, anchor = self._session.values, self._anchor
         changes = [
             then - now if trains else None
-            for trains, now, then in zip(self._trained, values, anchor, strict=True)
+            for trains, now, then in zip(self._trained, values, anchor, strict=False)
         ]
         clocks = self._session.client.clocks
         self._issue(
@@ -263,10 +295,21 @@ class Exchange(ServerLoop):
         # Exactly the fetched values where there was no step since the push.
         torch._foreach_sub_(values, self._of(self._anchor))
         torch._foreach_add_(values, self._of(self._fetched))
+        self._buffers.hold()
+        n = self._n_parameters
+        for value, fetched in zip(self._session.values[n:], self._fetched[n:], strict=True):
+            value.copy_(fetched)
+        self._buffers.merge(contains_pushes=True)
         self._anchor, self._fetched = self._fetched, self._anchor
 
 
-def _policy(server: ExchangePolicy, preset: str | None, **given: object) -> ExchangePolicy:
+def _policy(address: ServerAddress, preset: str | None, **given: object) -> ExchangePolicy:
+    server = address.exchange
+    if address.preset and server.send == "gradient":
+        raise JobError(
+            f"Exchange: the server has preset {address.preset!r}, whose rule takes gradients: use "
+            "distbelief.DownpourSGD, or give ParameterServer a preset of local steps"
+        )
     usual = server.chosen
     if preset is not None:
         usual = {}

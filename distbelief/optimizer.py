@@ -15,7 +15,6 @@ the optimizer.
 import math
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from itertools import chain
 from pathlib import Path
 from types import MethodType
 from typing import ParamSpec, TypeVar, cast, final
@@ -24,8 +23,8 @@ import torch
 from typing_extensions import override
 
 from distbelief.errors import JobError
-from distbelief.serve.address import ServerAddress
-from distbelief.server_loop import ServerLoop, follow, number_of_samples
+from distbelief.serve.address import ServerAddress, Tensors
+from distbelief.server_loop import ServerLoop, is_of_model, number_of_samples
 from distbelief.worker.loop_worker import StagedPush
 
 
@@ -44,9 +43,11 @@ class DownpourSGD(ServerLoop, torch.optim.Optimizer):
     rule; parameter groups that set them are rejected.
 
     Args:
-        params: The model's parameters, in the order that the server was given them, or
-            groups of them, each with a `learning_rate` of its own if needed.
+        params: The model's parameters, with names or without, or groups of them, each with a
+            `learning_rate` of its own if needed. Without names on both sides they are in the
+            order that the server was given them.
         server: `ParameterServer.address`, or the line that `distbelief serve` prints.
+        buffers: The model, or its buffers, if the server has them: statistics of BatchNorm.
         n_fetch: Steps between fetches.
         n_push: Steps between pushes.
         learning_rate: Of this worker's own steps between fetches and pushes (the server's
@@ -69,9 +70,10 @@ class DownpourSGD(ServerLoop, torch.optim.Optimizer):
 
     def __init__(  # noqa: PLR0913 -- the options of one algorithm
         self,
-        params: Iterable[torch.nn.Parameter],
+        params: Iterable[torch.nn.Parameter] | Iterable[tuple[str, torch.nn.Parameter]],
         *,
         server: str,
+        buffers: Tensors | None = None,
         n_fetch: int = 1,
         n_push: int = 1,
         learning_rate: float | None = None,
@@ -89,7 +91,10 @@ class DownpourSGD(ServerLoop, torch.optim.Optimizer):
                 "fetches a worker steps by itself: give it a rate above 0"
             )
         torch.optim.Optimizer.__init__(self, params, {"learning_rate": learning_rate or 0.0})
-        self._parameters = list(chain.from_iterable(group["params"] for group in self.param_groups))
+        address = ServerAddress.parse(server)
+        self._order = self._order_of(self.param_groups, address)
+        self._parameters = self._given(self.param_groups)
+        self._take_buffers(buffers, address)
         self._n_fetch, self._n_push = n_fetch, n_push
         is_seldom = n_fetch > 1 or n_push > 1
         self._keeps_local_steps = is_seldom and not overwrite_local_steps
@@ -98,7 +103,6 @@ class DownpourSGD(ServerLoop, torch.optim.Optimizer):
         self._sends = "gradient"
         self._accrued: list[torch.Tensor | None] = [None] * len(self._parameters)
         self._accrued_clocks: tuple[int, ...] = ()
-        address = ServerAddress.parse(server)
         policy = address.exchange
         if policy.send == "delta":
             raise JobError(
@@ -117,6 +121,7 @@ class DownpourSGD(ServerLoop, torch.optim.Optimizer):
             keys=keys,
             frozen=self._frozen,
         )
+        self._note_versions()
         # Then push t - 1 and the fetch for step t + 1 are under way during step t.
         self._fetches_ahead = self._session.moves_blocks and not self._awaits_pushes
         self._is_fetching = False
@@ -133,7 +138,8 @@ class DownpourSGD(ServerLoop, torch.optim.Optimizer):
 
         Raises:
             PeerLostError: the server does not answer in time, or has ended.
-            JobError: a gradient is NaN or infinite.
+            JobError: a gradient is NaN or infinite, or something else has changed a parameter
+                (a change through `.data` cannot be seen).
         """
         self._session.check()
         loss = None
@@ -147,8 +153,16 @@ class DownpourSGD(ServerLoop, torch.optim.Optimizer):
                     "finish(), and make a new DownpourSGD"
                 )
         samples = number_of_samples(samples, "DownpourSGD")
+        self._refuse_changes()
+        try:
+            self._push_and_fetch(samples)
+        finally:
+            self._note_versions()
+        return loss
+
+    def _push_and_fetch(self, samples: int) -> None:
         with torch.no_grad(), self._session.uninterrupted, self._session.background:
-            follow(self._parameters, self._session.values, user="DownpourSGD")
+            self._follow(self._parameters)
             self._enter()
             is_due = self._n_steps % self._n_push == 0
             if is_due:  # before anything is taken: a step that fails here can be repeated
@@ -173,20 +187,22 @@ class DownpourSGD(ServerLoop, torch.optim.Optimizer):
                     self._is_fetching = True
                 if push is not None:
                     self._issue(push)
-        return loss
 
     @override
     def finish(self) -> None:
         if self._session.closed:
             return
         with torch.no_grad(), self._session.uninterrupted, self._session.background:
-            follow(self._parameters, self._session.values, user="DownpourSGD")
+            self._follow(self._parameters)
             if self._n_accrued:
                 self._issue(self._stage_accrued())
             self._await_pushes()
             self._step_out()
+            self._buffers.hold()
             self._fetch(self._session.values)  # what is under way may be older than the last push
+            self._buffers.merge(contains_pushes=True)
             self._is_fetching = False
+        self._note_versions()
         self._is_finished = True
 
     @override
@@ -199,6 +215,15 @@ class DownpourSGD(ServerLoop, torch.optim.Optimizer):
 
     @override
     def load_state_dict(self, state_dict: dict[str, object]) -> None:
+        """Continue with what `state_dict` has returned.
+
+        With a model's state instead, as `net.state_dict()`: set the server's values to it, for all
+        workers, and fetch them. Gradients that are not pushed yet are dropped.
+        """
+        if is_of_model(state_dict):
+            self._load(state_dict, self._parameters)
+            self._note_versions()
+            return
         groups = cast("list[dict[str, object]]", state_dict["param_groups"])
         for group in groups:
             _Group(group)  # refuses what another optimizer saved
@@ -208,6 +233,38 @@ class DownpourSGD(ServerLoop, torch.optim.Optimizer):
     @override
     def zero_grad(self, set_to_none: bool = True) -> None:
         _plain(super().zero_grad)(set_to_none)
+
+    @override
+    def _settle(self) -> None:
+        self._await_pushes()
+        if self._is_fetching:
+            self._end_fetch(self._session.values)
+            self._is_fetching = False
+        self._drop_accrued()
+
+    def _drop_accrued(self) -> None:
+        self._n_accrued = 0
+        self._accrued = [None] * len(self._parameters)
+
+    def _note_versions(self) -> None:
+        self._versions = [one._version for one in self._parameters]  # noqa: SLF001 -- torch's own
+
+    def _refuse_changes(self) -> None:
+        """Raise JobError if something else has changed a parameter since the last step."""
+        for place, (parameter, known) in enumerate(
+            zip(self._parameters, self._session.values, strict=False)
+        ):
+            is_changed = parameter._version != self._versions[place]  # noqa: SLF001 -- torch's own
+            if parameter.data_ptr() != known.data_ptr() and parameter.shape.numel() == len(known):
+                # Where the memory is new, the old one has the values.
+                is_changed |= not torch.equal(parameter.detach().reshape(-1), known)
+            if is_changed and place not in self._frozen:
+                raise JobError(
+                    f"DownpourSGD: {self._called(place)} was changed between two steps, and the "
+                    "next fetch would undo that: the server has the values. To set them there, use "
+                    "load_state_dict(net.state_dict()) of this optimizer; to clamp or decay in "
+                    "each step, distbelief.Exchange; to go on without the change, finish()"
+                )
 
     def _accrue(self) -> None:
         # Raw gradients, as a sum (DB-7); the clocks of the oldest one give the staleness.
@@ -228,7 +285,8 @@ class DownpourSGD(ServerLoop, torch.optim.Optimizer):
         self._n_accrued += 1
 
     def _rates(self) -> list[float]:
-        return [group["learning_rate"] for group in self.param_groups for _ in group["params"]]
+        rates = [group["learning_rate"] for group in self.param_groups for _ in group["params"]]
+        return [rates[place] for place in self._order]
 
     def _stage_accrued(self) -> StagedPush:
         push = self._stage(
@@ -237,8 +295,7 @@ class DownpourSGD(ServerLoop, torch.optim.Optimizer):
             samples=self._samples,
             clocks=self._accrued_clocks,
         )
-        self._n_accrued = 0
-        self._accrued = [None] * len(self._parameters)
+        self._drop_accrued()
         return push
 
     def _fetch_and_repeat(self) -> None:
@@ -246,16 +303,17 @@ class DownpourSGD(ServerLoop, torch.optim.Optimizer):
             self._await_turn()
         elif self._awaits_pushes:
             self._await_pushes()
+        self._buffers.hold()
         if not self._fetches_ahead:
             self._fetch(self._session.values)
         elif self._is_fetching:  # not in the first step
             self._end_fetch(self._session.values)
             self._is_fetching = False
+        self._buffers.merge(contains_pushes=self._session.client.fetches_own_pushes)
         if self._keeps_local_steps:
             # Local steps that are not pushed yet are repeated from the fetched values.
-            for accrued, values, rate in zip(
-                self._accrued, self._session.values, self._rates(), strict=True
-            ):
+            values_of = self._session.values[: len(self._accrued)]
+            for accrued, values, rate in zip(self._accrued, values_of, self._rates(), strict=True):
                 if accrued is not None and rate:
                     values.add_(accrued, alpha=-rate)
 

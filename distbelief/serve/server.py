@@ -3,7 +3,7 @@
 import select
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Final, Literal, Self, cast, final
@@ -16,8 +16,17 @@ from distbelief.core.files import Scratch
 from distbelief.errors import JobError, PeerLostError
 from distbelief.parameter_server.config import COPIES_MAX
 from distbelief.parameter_server.optimizers import UpdateRule
-from distbelief.serve.address import SHARDS_MAX, by_position, exchange_policy, parameter_specs
+from distbelief.serve.address import (
+    SHARDS_MAX,
+    ServerAddress,
+    Tensors,
+    by_position,
+    exchange_policy,
+    named,
+    parameter_specs,
+)
 from distbelief.serve.server_process import ServerReady, ServerRequest
+from distbelief.serve.session import in_order, set_values
 from distbelief.transport.shared_memory import FileMemory
 
 
@@ -30,8 +39,11 @@ class ParameterServer:
     """A parameter server: shards in processes on this host, for any number of workers.
 
     Args:
-        params: The model's parameters, with names or without, as in torch; their current values
-            are the initial ones.
+        params: The model, whose parameters and buffers are served; or its parameters, with names or
+            without, as in torch. Their current values are the initial ones. Workers that have names
+            too are matched by name, others by position.
+        buffers: Of a model whose parameters are given; or the model itself, for those that it
+            saves. Workers average them, and add up what they count.
         rule: The update rule, such as `distbelief.Adagrad(learning_rate=0.02)`; by default the
             preset's. It may have `groups`: other rules for parameters whose names match a pattern.
         preset: How workers exchange, by the name of a paper: `distbelief presets` lists them.
@@ -57,8 +69,9 @@ class ParameterServer:
 
     def __init__(  # noqa: PLR0913 -- the options of one algorithm, and of its processes
         self,
-        params: Iterable[torch.nn.Parameter] | Iterable[tuple[str, torch.nn.Parameter]],
+        params: Tensors,
         *,
+        buffers: Tensors | None = None,
         rule: UpdateRule | None = None,
         preset: str | None = None,
         staleness: int | None = None,
@@ -97,13 +110,19 @@ class ParameterServer:
                 "distbelief.SGD(learning_rate=0.1), or a preset"
             )
         if isinstance(params, torch.nn.Module):
-            raise JobError("ParameterServer: give it net.parameters(), not net")
-        given = [one if isinstance(one, tuple) else ("", one) for one in params]
-        self._parameters = [parameter for _, parameter in given]
+            if buffers is not None:
+                raise JobError("ParameterServer: params is a module, which has buffers of its own")
+            buffers = params
+        names, parameters = named(params, what="parameter")
+        buffer_names, own_buffers = named([] if buffers is None else buffers, what="buffer")
+        all_names = [*names, *buffer_names]
+        self._tensors = [*parameters, *own_buffers]
         self._request = ServerRequest(
-            tensors=parameter_specs(self._parameters),
-            rule=by_position(rule, [name for name, _ in given if name]),
+            tensors=parameter_specs(parameters, buffers=own_buffers),
+            names=tuple(all_names) if all(all_names) else (),
+            rule=by_position(rule, [name for name in names if name]),
             exchange=exchange,
+            preset=preset or "",
             n_shards=shards,
             shard_copies=shard_copies,
             shared_memory=shared_memory,
@@ -147,7 +166,7 @@ class ParameterServer:
                 f"ParameterServer: directory {directory} holds checkpoints: use another, or remove "
                 f"{snapshots}"
             )
-        request.write_initial(self._parameters)
+        request.write_initial(self._tensors)
         file = directory / "request.json"
         file.write_bytes(msgspec.json.encode(request))
         self._process = subprocess.Popen(  # noqa: S603 -- our own program
@@ -162,6 +181,23 @@ class ParameterServer:
             self.close()
             raise
         return self
+
+    def load_state_dict(self, state_dict: Mapping[str, object]) -> None:
+        """Set all served values, of frozen parameters too, while the server runs.
+
+        Workers go on from them with their next fetch: what they have not pushed yet is added.
+        The state of the rule stays.
+
+        Args:
+            state_dict: `net.state_dict()` of the model that is served.
+
+        Raises:
+            JobError: it is of another model, or not finite.
+            PeerLostError: the server does not answer in time.
+        """
+        address = ServerAddress.parse(self.address)
+        values = in_order(state_dict, address.names, self._tensors, user="ParameterServer")
+        set_values(values, address, user="ParameterServer", timeout_seconds=self._start_seconds_max)
 
     def close(self) -> None:
         """Stop the shards; does nothing if they have stopped."""

@@ -60,6 +60,8 @@ class ServerRequest(msgspec.Struct, frozen=True, kw_only=True):
     tensors: tuple[TensorSpec, ...]
     rule: UpdateRule
     exchange: ExchangePolicy = DOWNPOUR
+    preset: str = ""  # that chose it
+    names: tuple[str, ...] = ()  # of the tensors; (): unknown
     n_shards: int
     shard_copies: int
     shared_memory: bool = True  # with workers on this host
@@ -75,7 +77,7 @@ class ServerRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     def write_initial(self, parameters: Iterable[torch.Tensor]) -> None:
         values = {
-            spec.name: parameter.detach().contiguous().clone()
+            spec.name: parameter.detach().to(torch.float32, copy=True).contiguous()
             for spec, parameter in zip(self.tensors, parameters, strict=True)
         }
         files.write_by(self.initial_file, lambda path: save_file(values, path))
@@ -92,6 +94,9 @@ class ServerRequest(msgspec.Struct, frozen=True, kw_only=True):
             shard_copies=self.shard_copies,
             memory=memory,
             exchange=self.exchange,
+            preset=self.preset,
+            n_buffers=sum(spec.kind != "parameter" for spec in self.tensors),
+            names=self.names,
         )
 
 

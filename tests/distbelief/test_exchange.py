@@ -237,7 +237,7 @@ def test_wrong_arguments_are_rejected(monkeypatch: pytest.MonkeyPatch, model: nn
     inner = torch.optim.SGD(model.parameters(), lr=RATE)
     for every in (0, 2.5, "3"):
         with pytest.raises(distbelief.JobError, match=f"every is {every!r}; use a whole number"):
-            server.exchange(monkeypatch, inner, every=every)  # type: ignore[arg-type]
+            server.exchange(monkeypatch, inner, every=every)
     with pytest.raises(distbelief.JobError, match="use an optimizer such as torch"):
         server.exchange(monkeypatch, model.parameters())  # type: ignore[arg-type]
     downpour = server.optimizer(monkeypatch, model.parameters())
@@ -496,4 +496,4 @@ def test_a_timeout_that_is_none_is_refused(
     server = Server(list(model.parameters()), rule=SUM)
     inner = torch.optim.SGD(model.parameters(), lr=RATE)
     with pytest.raises(distbelief.JobError, match=f"timeout_seconds is {seconds!r}; use a number"):
-        server.exchange(monkeypatch, inner, timeout_seconds=seconds)  # type: ignore[arg-type]
+        server.exchange(monkeypatch, inner, timeout_seconds=seconds)
