@@ -24,6 +24,7 @@ from distbelief.data import (
     read_batch,
     shown_path,
 )
+from distbelief.draws import Draws, reseed
 from distbelief.errors import JobError
 from distbelief.graph.graph import INPUT, LayerGraph
 from distbelief.graph.region import Region
@@ -31,6 +32,7 @@ from distbelief.roles.role import Action, Compute, Cost, Executor
 from distbelief.task.dry_run import check_labels, class_counts
 
 
+OF_SAMPLES: Final = 1  # what tells streams of samples from those of steps
 N_KEPT: Final = 4  # steps: the current one, those after it, and one before
 
 
@@ -49,6 +51,7 @@ class Dealt:
 class BatchIndices:
     position: int  # number of samples before them
     indices: Indices  # (n_samples,) in the data set
+    epoch: int = 0  # in which they are read
     dealt: Dealt | None = None
 
     @property
@@ -87,7 +90,9 @@ class TrainingPlan:
     def batch(self, step: int) -> BatchIndices:
         while self._next <= step:
             indices = self._cursor.batch(self._position, self._batch_size)
-            self._batches[self._next] = BatchIndices(position=self._position, indices=indices)
+            self._batches[self._next] = BatchIndices(
+                position=self._position, indices=indices, epoch=self._position // self._n_samples
+            )
             self._batches.pop(self._next - N_KEPT, None)
             self._position += len(indices)
             self._next += 1
@@ -165,6 +170,7 @@ class DealtPlan:
         return BatchIndices(
             position=self._position,
             indices=dealt_samples(start, stop, n_samples=epochs.n_samples, seed=self._seed),
+            epoch=start // epochs.n_samples,
             dealt=Dealt(push=push, ends_push=stop == push[1], ends_range=stop == end),
         )
 
@@ -198,6 +204,35 @@ def step_seed(seed: Sequence[int], position: int) -> int:
     """Return the seed of a step's random numbers, equal on all ranks."""
     sequence = np.random.SeedSequence((*seed, position))
     return int(sequence.generate_state(1, np.uint64)[0])
+
+
+@final
+class BatchReader:
+    """Reads batches of a data set: samples that draw random numbers, each from its own stream.
+
+    The seed, the epoch and the sample give the stream, so it is the same in any process and order.
+    Samples that `__getitems__` reads at once have one stream, of the first of them.
+    """
+
+    def __init__(self, dataset: Dataset, *, seed: int = 0, table: str = "data.train") -> None:
+        self._dataset = dataset
+        self._seed = seed
+        self._table = table
+        self._draws = Draws()
+
+    def read(self, samples: BatchIndices) -> Batch:
+        """Return the samples of a batch; JobError if the data fail."""
+        indices = [int(index) for index in samples.indices]
+
+        def seed(index: int) -> int:
+            return step_seed((self._seed, samples.epoch, index), OF_SAMPLES)
+
+        were_seen = self._draws.are_seen
+        before = (lambda index: reseed(seed(index))) if were_seen else None
+        with self._draws.alone(lambda: seed(indices[0])):
+            batch = read_batch(self._dataset, indices, table=self._table, before=before)
+        # What was drawn when that was seen for the first time was of one stream.
+        return batch if self._draws.are_seen == were_seen else self.read(samples)
 
 
 def micro_sizes(n_samples: int, micro_batches: int) -> list[int]:
@@ -244,7 +279,7 @@ class SliceReader:
         keeps_targets: bool = False,  # whole targets are needed too
         table: str = "data.train",  # names the data set in messages
     ) -> None:
-        self._dataset = dataset
+        self._reader = BatchReader(dataset, table=table)
         self._inputs = [layer for layer in graph.layers if layer.kind == INPUT]
         self._reads = reads
         self._n_classes = class_counts(graph)
@@ -259,7 +294,7 @@ class SliceReader:
     def read(self, generation: int, step: int, samples: BatchIndices) -> BatchSlice:
         """Return the slice of these samples; JobError if the data fail or do not fit the model."""
         indices = [int(index) for index in samples.indices]
-        batch = read_batch(self._dataset, indices, table=self._table)
+        batch = self._reader.read(samples)
         found: dict[str, list[torch.Tensor]] = {}
         given = batch.tensors()
         if len(given) < len(self._inputs):
