@@ -9,6 +9,7 @@ from distbelief.core.spans import NOTHING, Spans
 from distbelief.parameter_server import checkpoint, shard as shard_module
 from distbelief.parameter_server.checkpoint import ShardState
 from distbelief.parameter_server.config import ShardConfig
+from distbelief.parameter_server.policy import ExchangePolicy
 from distbelief.parameter_server.store import ShardStore
 from distbelief.protocol import membership
 from distbelief.roles.role import SUPERVISOR, Address, Snapshot
@@ -27,6 +28,15 @@ REPLICAS = [Address(f"replica-{r}") for r in range(3)]
 @pytest.mark.parametrize("batch_size", [1, 4, 7])
 def test_every_sample_of_an_epoch_counts_once(batch_size: int, n_push: int) -> None:
     DealtJob(batch_size=batch_size, n_push=n_push).run()
+
+
+@pytest.mark.parametrize("faults", [[], [Kill(at=2.0, role=REPLICAS[1], after_actions=1)]])
+def test_pushes_fitted_to_the_link_are_of_any_batches(faults: Sequence[Fault]) -> None:
+    exchange = ExchangePolicy(every="auto", send="delta")
+    sgd: dict[str, object] = {"name": "SGD", "lr": 1.0}
+    job = DealtJob(n_samples=65, n_epochs=10, exchange=exchange, inner=sgd, faults=faults)
+    job.run()
+    assert job.job.view.samples == 650
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,7 @@ def test_nothing_is_dealt_before_every_shard_has_told_what_it_has() -> None:
     assert table.ranges[A] == []
     table.applied((0, 16), shards=SHARDS[1:])
     table.deal(A, 20)
-    assert table.ranges[A] == [(0, 24)]  # as one shard has none of it
+    assert table.ranges[A] == [(0, 16), (16, 24)]  # as one shard has none of it
 
 
 def test_ranges_end_where_pushes_end() -> None:
