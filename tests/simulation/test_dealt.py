@@ -16,7 +16,7 @@ from distbelief.roles.role import SUPERVISOR, Address, Snapshot
 from distbelief.simulation.faults import Drop, Fault, Kill, Pause, Slow
 from distbelief.supervisor.dealer import Dealer
 from distbelief.supervisor.membership import RoleRecord
-from tests.simulation.dealt import DealtJob, job_of
+from tests.simulation.dealt import DealtJob, job_of, split_job_of
 from tests.simulation.jobs import seeds
 from tests.simulation.variants import Patch, Variant, failure_of
 
@@ -143,6 +143,22 @@ def test_each_sample_counts_once_under_any_faults(seed: int) -> None:
     job = job_of(seed)
     assert job.job.run() is None
     job.check_end(Spans([(0, job.total)]))
+
+
+@pytest.mark.parametrize("name", ["replica-0.0", "replica-0.1", "replica-1.1", "shard-0"])
+@pytest.mark.timeout(180)
+def test_a_rank_that_dies_loses_no_sample_of_its_replica(name: str) -> None:
+    """Shards knew the samples of a replica, and not which rank had pushed them."""
+    kills = [Kill(at=at, role=Address(name)) for at in (2.0, 4.5)]
+    job = DealtJob(n_samples=48, n_epochs=10, n_replicas=2, n_ranks=2, faults=kills)
+    job.run()
+    assert job.job.view.samples == 480
+
+
+@pytest.mark.parametrize("seed", seeds(3, of=1000))
+@pytest.mark.timeout(180)
+def test_each_sample_counts_once_in_each_part_under_any_faults(seed: int) -> None:
+    split_job_of(seed).run()
 
 
 # ------------------------------------------------------------------------- variants

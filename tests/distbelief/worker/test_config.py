@@ -84,7 +84,7 @@ def test_replicas_that_come_and_go_need_dealt_data() -> None:
     ):
         DOWNPOUR.check_cluster(elastic, settings(order="parts"))
     split = ClusterTable(replicas=Elastic(min=2, max=4), partitions=2)
-    with pytest.raises(JobError, match="replicas has min and max, and partitions, .* give"):
+    with pytest.raises(JobError, match=r"replicas has min and max, and partitions, .* give"):
         DOWNPOUR.check_cluster(split, settings(order="dealt"))
 
 
