@@ -35,7 +35,9 @@ class DownpourAlgorithm:
         if config.order is not None:
             return config
         is_even = len(cluster.partitions_wanted) == 1
-        return msgspec.structs.replace(config, order="dealt" if is_even else "parts")
+        # Ranks of which one is a push ahead would wait for each other.
+        waits = cluster.is_split and config.exchange.staleness is not None
+        return msgspec.structs.replace(config, order="dealt" if is_even and not waits else "parts")
 
     def check_cluster(self, cluster: ClusterTable, config: DownpourSettings) -> None:
         """Raise JobError if the exchange does not fit the number of replicas, or their ranks."""
@@ -53,6 +55,12 @@ class DownpourAlgorithm:
             raise JobError(
                 "[cluster] replicas has min and max, and partitions, plan or device splits each "
                 "into ranks: give replicas a number, or split nothing"
+            )
+        if config.order == "dealt" and cluster.is_split and config.exchange.staleness is not None:
+            raise JobError(
+                '[algorithm] order is "dealt", exchange.staleness '
+                f"{config.exchange.staleness}, and [cluster] splits replicas: ranks would wait for "
+                'each other after one has died: use order = "parts", or split nothing'
             )
         if config.order == "dealt" and len(cluster.partitions_wanted) > 1:
             raise JobError(

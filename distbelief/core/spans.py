@@ -4,8 +4,8 @@
     push        [      )[      )[   ) [      )      every `push_size` samples, anew in each epoch
     batch       [  )[  )[  )[  )[   ) [  )[  )
 
-All replicas cut at the same positions. So two pushes have the same samples or none in common, and
-the positions alone tell a shard what it has applied.
+All replicas cut at the same positions, unless pushes are fitted to the link. So two pushes have the
+same samples or none in common, and the positions alone tell a shard what it has applied.
 """
 
 from bisect import bisect_left

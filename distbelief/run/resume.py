@@ -597,7 +597,7 @@ def reshard_all(
     rule: UpdateRule,
     label: str,
     clients: tuple[SessionRecord, ...],
-    n_parts: int,
+    n_parts: int = 1,
 ) -> None:
     """Write the newest checkpoints of the old shards as those of the new ones, with these clients.
 

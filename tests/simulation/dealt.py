@@ -365,7 +365,6 @@ def split_job_of(seed: int) -> DealtJob:
         {},
         {},
         {"n_push": pick(2, 3)},
-        {"exchange": ExchangePolicy(staleness=pick(0, 1, 2))},
         {"exchange": ExchangePolicy(every=pick(1, 2, 3), send="delta"), **sgd},
         {"exchange": ExchangePolicy(every="auto", send="delta"), **sgd},
     )

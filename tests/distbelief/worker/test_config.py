@@ -2,6 +2,7 @@
 
 import math
 
+import msgspec
 import pytest
 
 from distbelief.algorithms.downpour import DOWNPOUR
@@ -93,6 +94,12 @@ def test_split_replicas_are_dealt_samples_if_they_are_split_alike() -> None:
         cluster = ClusterTable(replicas=2, partitions=partitions)
         assert DOWNPOUR.settled(cluster, settings()).order == order
         DOWNPOUR.check_cluster(cluster, settings(order=order))
+    ssp = settings(exchange=ExchangePolicy(staleness=0))
+    assert DOWNPOUR.settled(ClusterTable(partitions=2), ssp).order == "parts"
+    with pytest.raises(JobError, match=r'order is "dealt", exchange.staleness 0, and'):
+        DOWNPOUR.check_cluster(
+            ClusterTable(partitions=2), msgspec.structs.replace(ssp, order="dealt")
+        )
     with pytest.raises(JobError, match=r'order is "dealt", and .* partitions \[1, 2\] splits'):
         DOWNPOUR.check_cluster(ClusterTable(replicas=2, partitions=(1, 2)), settings(order="dealt"))
 
