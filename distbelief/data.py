@@ -21,7 +21,7 @@ any replica reads any positions, in another shuffle for each epoch (`dealt_sampl
 import dataclasses
 import inspect
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass
 from typing import Final, NamedTuple, Protocol, cast, final, runtime_checkable
@@ -171,17 +171,29 @@ class _BatchedDataset(Protocol):
     def __getitems__(self, indices: list[int], /) -> object: ...
 
 
-def read_batch(dataset: Dataset, indices: Sequence[int], *, table: str = "data.train") -> Batch:
+def read_batch(
+    dataset: Dataset,
+    indices: Sequence[int],
+    *,
+    table: str = "data.train",
+    before: Callable[[int], object] | None = None,
+) -> Batch:
     """Return the samples of these indices, joined in this order; `table` is for messages.
 
-    JobError if the data set fails, or its samples are no pairs or dictionaries or do not join.
+    `before` is called with each index before its sample is read; of samples that are read at once,
+    with the first. JobError if the data set fails, or its samples are no pairs or dictionaries or
+    do not join.
     """
     wanted = [int(index) for index in indices]
     try:
         if isinstance(dataset, _BatchedDataset):
+            if before is not None:
+                before(wanted[0])
             read = dataset.__getitems__(wanted)
-        else:
+        elif before is None:
             read = [dataset[index] for index in wanted]
+        else:
+            read = [(before(index), dataset[index])[1] for index in wanted]
     except Exception as error:  # the user's code may raise anything
         raise JobError(
             f"[{table}] reading {shown_samples(wanted)} failed: {type(error).__name__}: {error}"

@@ -16,7 +16,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -87,7 +87,7 @@ from distbelief.transport.config import ListenConfig
 from distbelief.transport.file_server import FileServer
 from distbelief.transport.node import RoleRunner
 from distbelief.transport.shared_memory import FileMemory
-from distbelief.worker.build import roster_of
+from distbelief.worker.build import Split, pushing_ranks, roster_of
 
 
 CHECK: Final = Address("check")
@@ -128,6 +128,7 @@ def supervisor_config(
     warm_start_left = getattr(job.algorithm, "warm_start_left", lambda *_, **__: 0)
     assert answer.task.train is not None
     n_train, n_done = answer.task.train.n_samples, sum(previous.before.samples.values())
+    dealt = epochs(n_train) if epochs else None
     return SupervisorConfig(
         roster=tuple(roster_of(job, ranks=answer.ranks)),
         stop=StopRules(
@@ -143,7 +144,8 @@ def supervisor_config(
         warm_start_steps=warm_start_left(
             n_done, n_samples=n_train, n_replicas=job.cluster.n_replicas
         ),
-        dealt=epochs(n_train) if epochs else None,
+        dealt=dealt,
+        parts=None if dealt is None else _parts(job, answer),
         epoch_share=getattr(job.algorithm, "epoch_share", 1.0),
         evaluate_every=job.evaluation.every,
         snapshot_every=job.output.snapshot_every,
@@ -155,6 +157,14 @@ def supervisor_config(
         fields=tuple(algorithm.fields),
         verdict=verdict,
     )
+
+
+def _parts(job: Job, answer: PreflightResult) -> Mapping[Address, Sequence[int]] | None:
+    if not answer.ranks:
+        return None
+    layout = Layout.of(answer.tensors, n_shards=job.cluster.shards, dtype=answer.dtype)
+    plan = load(answer.plans[answer.ranks[0]])
+    return pushing_ranks(Split(plan=plan, graph=plan.captured_graph(), modules={}), layout)
 
 
 def run_preflight(

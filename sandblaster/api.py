@@ -197,7 +197,7 @@ def minimize(  # noqa: PLR0913 -- the options of a job, by their names there
             is moved into aside-1 (aside-2, ...), and kept.
         show: Show the progress on standard output.
         options: Other keys of [algorithm]: history, max_iterations, tolerance,
-            l1, l2, portion, warm_start (a dict: Downpour first), ... (`sandblaster.config`).
+            l1, l2, portion, warm_start (a dict: SGD first), ... (`sandblaster.config`).
 
     Returns:
         scipy's result (`MinimizeResult`). After Ctrl+C, that of the last accepted point.

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import torch
 
-from distbelief.data import Samples
+from distbelief.data import DataShard, Samples
 from distbelief.parameter_server.client.client import ParameterClient
 from distbelief.parameter_server.layout import PartialView
 from distbelief.roles.role import Address, Role
@@ -57,7 +57,7 @@ def build_coordinator(config: SandblasterSettings, *, context: BuildContext) -> 
             chunk_sizes=config.chunk_sizes(n_examples=n_examples, n_replicas=context.n_replicas),
             window_chunks=max(WINDOW_CHUNKS_MIN, 2 * context.n_replicas),
             backups=config.backups,
-            n_warm=0 if config.warm_start is None else context.n_replicas,
+            n_warm=0 if config.warm_start is None else config.warm_start.n_of(context.n_replicas),
             await_begin=context.await_begin,
             goal=goal_of(config.chosen(), loss=context.task.loss),
         ),
@@ -84,19 +84,23 @@ def build_replica(config: SandblasterSettings, *, index: int, context: BuildCont
     model = FlatModel(module)
     n_examples = len(context.train_data())
     client = wb.build_client(context, pushes=True, frozen=())
+    warm = config.warm_start
+    if warm is not None and index >= warm.n_of(context.n_replicas):
+        warm = None
     chunks = whole_worker(
         worker_config(config, context),
         client=client,
         executor=wb.local_executor(model, context, seed=(config.seed, 0), sums=True),
         samples=Samples(n_examples),
-        await_begin=context.await_begin and config.warm_start is None,
+        await_begin=context.await_begin and warm is None,
     )
-    if config.warm_start is None:
+    if warm is None:
         return chunks
-    settings = config.warm_start.downpour(
-        loss=task.loss, seed=config.seed, n_replicas=context.n_replicas
+    settings = warm.downpour(loss=task.loss, seed=config.seed, n_replicas=context.n_replicas)
+    part = DataShard(
+        n_examples, replica_index=index, n_replicas=warm.n_of(context.n_replicas), seed=config.seed
     )
-    first = build_first_part(settings, index=index, client=client, model=model, context=context)
+    first = build_first_part(settings, part, client=client, model=model, context=context)
     return WarmStartWorker(downpour=first, chunks=chunks, await_begin=context.await_begin)
 
 
@@ -165,8 +169,8 @@ def _objective(
 # A warm start's first part shares client and model with the second.
 def build_first_part(
     settings: DownpourSettings,
+    part: DataShard,
     *,
-    index: int,
     client: ParameterClient,
     model: FlatModel,
     context: BuildContext,
@@ -176,9 +180,9 @@ def build_first_part(
         settings,
         client=client,
         executor=wb.local_executor(
-            model, context, clip_norm=settings.clip_norm, seed=(settings.seed, index)
+            model, context, clip_norm=settings.clip_norm, seed=(settings.seed, part.replica_index)
         ),
-        data_shard=wb.data_shard_of(index, config=settings, context=context),
+        data_shard=part,
         # The bound counts samples over all incarnations: a restarted one does the rest only.
         samples_max=settings.max_steps * settings.batch_size,
     )

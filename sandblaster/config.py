@@ -5,7 +5,7 @@ loss = "cross_entropy"
 method = "l-bfgs"          # "conjugate-gradient", "gradient-descent", "owl-qn"
 history = 10
 
-[algorithm.warm_start]     # optional: Downpour first, on the same shards
+[algorithm.warm_start]     # optional: SGD by one replica first, on the same shards
 samples = 60000
 batch_size = 64
 rule = { name = "adagrad", learning_rate = 0.02 }
@@ -47,9 +47,13 @@ worker would get four chunks otherwise."""
 
 
 class WarmStart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Table [algorithm.warm_start]: Downpour first; the other keys are those of "downpour"."""
+    """Table [algorithm.warm_start]: SGD first; the other keys are those of "downpour".
 
-    samples: int  # of all replicas together; each takes an equal share of them
+    Dean et al. 2012, section 5: all methods begin where SGD of a single replica has come to.
+    """
+
+    samples: int  # of all replicas that take part together; each takes an equal share of them
+    replicas: Literal["one", "all"] = "one"  # plain SGD by replica 0; or Downpour SGD by all
     batch_size: int  # samples of one step of one replica
     rule: UpdateRule  # how the shards apply a push
     n_fetch: int = 1  # steps between fetches
@@ -62,10 +66,22 @@ class WarmStart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         _at_least(1, "batch_size", self.batch_size)
         self.downpour(loss="", seed=0, n_replicas=1)  # DownpourSettings checks the rest
 
+    def n_of(self, n_replicas: int) -> int:
+        """Return how many replicas of a job take part, the first of them."""
+        return 1 if self.replicas == "one" else n_replicas
+
     def downpour(self, *, loss: str, seed: int, n_replicas: int) -> DownpourSettings:
         shared = msgspec.structs.asdict(self)
-        max_steps = math.ceil(shared.pop("samples") / (self.batch_size * n_replicas))
-        return DownpourSettings(loss=loss, seed=seed, max_steps=max_steps, **shared)
+        alone = shared.pop("replicas") == "one"
+        share = shared.pop("samples") / (self.batch_size * self.n_of(n_replicas))
+        return DownpourSettings(
+            loss=loss,
+            seed=seed,
+            max_steps=math.ceil(share),
+            blocking=alone,
+            order="parts",
+            **shared,
+        )
 
 
 class SandblasterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -87,7 +103,7 @@ class SandblasterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     # and replicas.
     portions_per_set: int | None = None
     backups: bool = True  # give idle replicas backup tasks
-    warm_start: WarmStart | None = None  # Downpour for so many samples first
+    warm_start: WarmStart | None = None  # SGD for so many samples first
     seed: int = 0  # of the model's own randomness: each mini-batch's is equal at every point
 
     def __post_init__(self) -> None:

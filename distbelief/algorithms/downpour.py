@@ -6,6 +6,8 @@ fetches from and pushes to the shards of a parameter server without waiting for 
 
 from typing import Final, final
 
+import msgspec
+
 from distbelief.config.job import ClusterTable, Elastic
 from distbelief.errors import JobError
 from distbelief.roles.role import Role
@@ -28,6 +30,15 @@ class DownpourAlgorithm:
         "steps_per_push",
     )
 
+    def settled(self, cluster: ClusterTable, config: DownpourSettings) -> DownpourSettings:
+        """Return the config with the order that is not given: samples are dealt where they can."""
+        if config.order is not None:
+            return config
+        is_even = len(cluster.partitions_wanted) == 1
+        # Ranks of which one is a push ahead would wait for each other.
+        waits = cluster.is_split and config.exchange.staleness is not None
+        return msgspec.structs.replace(config, order="dealt" if is_even and not waits else "parts")
+
     def check_cluster(self, cluster: ClusterTable, config: DownpourSettings) -> None:
         """Raise JobError if the exchange does not fit the number of replicas, or their ranks."""
         inner = config.inner
@@ -40,10 +51,22 @@ class DownpourAlgorithm:
                 f'[cluster] replicas has min and max, and [algorithm] order is "{config.order}", '
                 'where parts of those that are not there are not read: use order = "dealt"'
             )
-        if config.order == "dealt" and cluster.is_split:
+        if isinstance(cluster.replicas, Elastic) and cluster.is_split:
             raise JobError(
-                '[algorithm] order is "dealt", and [cluster] partitions, plan or device splits '
-                'replicas into ranks that push on their own: use order = "parts", or split nothing'
+                "[cluster] replicas has min and max, and partitions, plan or device splits each "
+                "into ranks: give replicas a number, or split nothing"
+            )
+        if config.order == "dealt" and cluster.is_split and config.exchange.staleness is not None:
+            raise JobError(
+                '[algorithm] order is "dealt", exchange.staleness '
+                f"{config.exchange.staleness}, and [cluster] splits replicas: ranks would wait for "
+                'each other after one has died: use order = "parts", or split nothing'
+            )
+        if config.order == "dealt" and len(cluster.partitions_wanted) > 1:
+            raise JobError(
+                f'[algorithm] order is "dealt", and [cluster] partitions {cluster.partitions_text} '
+                "splits replicas differently, so that shards do not know which samples each part "
+                'of the parameters has: use order = "parts", or equal partitions'
             )
         if inner is not None and inner["name"] in OF_WHOLE_TENSORS and cluster.is_split:
             raise JobError(

@@ -26,7 +26,8 @@ class Algorithm(Protocol):
     """What an entry point of the group `GROUP` names.
 
     It may also have an attribute `ends_by_itself`, a method `verdict`, which judges a coordinator's
-    end by its last counters (`config.job.VerdictOf`), and a method `check_cluster`.
+    end by its last counters (`config.job.VerdictOf`), and methods `settled`, which completes its
+    config by the [cluster] table, and `check_cluster`.
     """
 
     @property
@@ -53,10 +54,16 @@ def coordinator_of(job: "Job") -> str | None:
     return algorithm_of(job).coordinator
 
 
-def check_cluster(job: "Job") -> None:
-    check = getattr(algorithm_of(job), "check_cluster", None)
+def settled(job: "Job") -> "Job":
+    """Return the job as its algorithm runs it on its cluster; JobError if it cannot."""
+    algorithm = algorithm_of(job)
+    settle = getattr(algorithm, "settled", None)
+    if settle is not None:
+        job = msgspec.structs.replace(job, algorithm=settle(job.cluster, job.algorithm))
+    check = getattr(algorithm, "check_cluster", None)
     if check is not None:
         check(job.cluster, job.algorithm)
+    return job
 
 
 def find(name: object) -> EntryPoint:

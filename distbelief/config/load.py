@@ -104,10 +104,9 @@ def resolve(content: dict[str, object], *, file: str) -> Job:
             f"[stop] accuracy = {job.stop.accuracy:g} needs held-out data: add a table [data.test]",
         )
     try:
-        algorithms.check_cluster(job)
+        return algorithms.settled(job)
     except JobError as error:
         raise _with_preset(TableError(("cluster",), str(error)), given_keys) from None
-    return job
 
 
 INTEGER_MAX: Final = 2**53  # larger ones are no exact floats

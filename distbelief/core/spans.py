@@ -4,14 +4,16 @@
     push        [      )[      )[   ) [      )      every `push_size` samples, anew in each epoch
     batch       [  )[  )[  )[  )[   ) [  )[  )
 
-All replicas cut at the same positions. So two pushes have the same samples or none in common, and
-the positions alone tell a shard what it has applied.
+All replicas cut at the same positions, unless pushes are fitted to the link. So two pushes have the
+same samples or none in common, and the positions alone tell a shard what it has applied.
 """
 
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import reduce
 from itertools import islice
+from operator import and_
 from typing import Final, final
 
 from typing_extensions import override
@@ -88,6 +90,27 @@ class Spans:
 
 
 NOTHING: Final = Spans()
+
+# Each rank of a split replica pushes its own part of the parameters. A shard must know which part
+# has which samples, so a rank counts its positions from a number of its own.
+_PART: Final = 1 << 44  # more samples than any job has
+
+
+def of_part(span: Span, part: int) -> Span:
+    """Return the positions for which a push by the rank of this number stands."""
+    return part * _PART + span[0], part * _PART + span[1]
+
+
+def in_part(spans: Spans, part: int) -> Spans:
+    """Return which positions the rank of this number has pushed."""
+    first, last = of_part((0, _PART), part)
+    return Spans((max(start, first) - first, min(stop, last) - first) for start, stop in spans)
+
+
+def in_all_parts(spans: Spans) -> Spans:
+    """Return which positions all those ranks have pushed that have pushed anything."""
+    parts = {end // _PART for start, stop in spans for end in (start, stop - 1)}
+    return reduce(and_, [in_part(spans, part) for part in parts]) if parts else NOTHING
 
 
 @final

@@ -13,7 +13,7 @@ from typing import Self, final
 import msgspec
 import torch
 
-from distbelief.config.algorithms import Algorithm, check_cluster, find, load
+from distbelief.config.algorithms import Algorithm, find, load, settled
 from distbelief.config.job import Job
 from distbelief.core.files import Scratch
 from distbelief.core.memory import Memory, PrivateMemory
@@ -142,7 +142,7 @@ class Preparation:
     def stage(self, job: Job) -> PreparedJob:
         """Check a job and prepare it for simulation; JobError if the job cannot be run."""
         import_from(job)
-        check_cluster(job)
+        job = settled(job)
         preflight = self._preflight(job)
         check_data(job, preflight)
         layout = Layout.of(preflight.tensors, n_shards=job.cluster.shards, dtype=preflight.dtype)

@@ -16,6 +16,7 @@ import msgspec
 import torch
 from safetensors.torch import save_file
 
+from distbelief.config.algorithms import coordinator_of
 from distbelief.config.job import Fit, Job
 from distbelief.config.load import job_from_json
 from distbelief.core import files
@@ -34,7 +35,7 @@ from distbelief.task.forward import Sample
 from distbelief.task.imports import place
 from distbelief.task.initializers import reader, recorded_initials
 from distbelief.task.losses import higher_is_better
-from distbelief.task.validation import check, check_data, check_evaluation
+from distbelief.task.validation import check, check_data, check_evaluation, check_fixed
 from distbelief.worker.local_executor import FlatModel
 
 
@@ -164,6 +165,8 @@ def answer_to(job: Job, *, initial_file: str, plan: str) -> PreflightResult:
     if not cluster.is_split:
         datasets = tasks.datasets_of(task)
         check(task, job.batch_size, datasets)
+        if coordinator_of(job) is not None:
+            check_fixed(task, job.batch_size, datasets)
         return _found(job, initial_file, FlatModel(tasks.build_model(task.model)), datasets)
     # The planner imports scipy's solvers and matplotlib, which take half as long as torch. Other
     # jobs must not wait for that.

@@ -34,6 +34,17 @@ class ChunkOrder(msgspec.Struct, frozen=True, kw_only=True):
     keeps: Annotated[tuple[Count, ...], msgspec.Meta(max_length=4096)]  # chunks of other attempts
 
 
+class DealtRanges(msgspec.Struct, frozen=True, kw_only=True):
+    """Where samples are dealt: ranges of positions, from that of the next step on.
+
+    They come after the first `n_before` that the leader was dealt. Those that a rank has are
+    ignored.
+    """
+
+    n_before: Count
+    ranges: Annotated[tuple[tuple[Count, Count], ...], msgspec.Meta(max_length=4096)]
+
+
 class StartEpoch(AnyMessage, frozen=True):
     """Leader -> rank: a new generation of the group begins; drop the old one.
 
@@ -70,6 +81,7 @@ class GrantSteps(AnyMessage, frozen=True):
     agreed: Count = 0  # steps that all ranks have computed
     square: float = 0.0  # of the last of them: squared norm of the gradient over all ranks
     sample: Count | None = None  # of the first rank that found a bad sample
+    dealt: DealtRanges | msgspec.UnsetType = msgspec.UNSET  # Unset takes no bytes
 
 
 class StepsDone(AnyMessage, frozen=True):

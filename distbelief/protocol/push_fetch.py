@@ -158,7 +158,8 @@ class Push(AnyMessage, frozen=True):
     payload: Payload = msgspec.UNSET  # what lies in the push buffer
     tick: Ticks = msgspec.UNSET  # ticks that the client has ended, this one included
     n_samples: Ticks = msgspec.UNSET  # of this push
-    # Positions [start, stop) of its samples, where data are dealt (`core.spans`): a shard that has
+    # Positions [start, stop) of its samples, where data are dealt (`core.spans`; of the rank's own
+    # part): a shard that has
     # applied a push with one of them acknowledges this one, and leaves its values as they are.
     dealt: Dealt = msgspec.UNSET
     sets: bool = False  # the shard's values become those of the push, whatever its rule

@@ -36,7 +36,7 @@ from distbelief.config.algorithms import coordinator_of
 from distbelief.config.job import Job, Processes
 from distbelief.config.load import load_job
 from distbelief.core import files
-from distbelief.core.spans import NOTHING, Spans
+from distbelief.core.spans import NOTHING, Spans, in_all_parts, of_part
 from distbelief.core.tensor_files import TensorFile
 from distbelief.core.vectors import Vector
 from distbelief.data import are_alike, start_positions
@@ -331,7 +331,8 @@ def read_previous_run(
             for name in sorted(replicas - {""})
         }
         if any(applied):
-            samples = {DEALT: 0 if missing else len(reduce(and_, applied))}
+            common = reduce(and_, map(in_all_parts, applied))
+            samples = {DEALT: 0 if missing else len(common)}
     before, notes = _previous_totals(run, samples, clocks, n_shards=n_shards)
     return PreviousRun(
         before=before,
@@ -562,7 +563,17 @@ def _reshard(
             for name, n in now.clients(places).items()
         )
         label = f"{previous.label:05d}"
-        reshard_all(store, fresh, old=old, new=layout, rule=rule, label=label, clients=clients)
+        n_parts = max(now.ranks, default=1)
+        reshard_all(
+            store,
+            fresh,
+            old=old,
+            new=layout,
+            rule=rule,
+            label=label,
+            clients=clients,
+            n_parts=n_parts,
+        )
         read_back = read_previous_run(run, fresh, n_shards=now.n_shards)
         expected = samples if DEALT in samples else places
         if read_back.missing or read_back.before.samples != expected:
@@ -586,11 +597,12 @@ def reshard_all(
     rule: UpdateRule,
     label: str,
     clients: tuple[SessionRecord, ...],
+    n_parts: int = 1,
 ) -> None:
     """Write the newest checkpoints of the old shards as those of the new ones, with these clients.
 
-    All clients have the newest incarnation so far. Little more than one old and one new shard is
-    in memory at a time.
+    `n_parts` is the number of ranks of a replica. All clients have the newest incarnation so far.
+    Little more than one old and one new shard is in memory at a time.
     """
     last = clients[0].incarnation
     opened: list[TensorFile] = []
@@ -606,7 +618,7 @@ def reshard_all(
         # Values are read again, in parts: not all of them are in memory at once.
         clocks.append(state.clock)
         steps.append(state.steps)
-        applied.append(state.applied)
+        applied.append(in_all_parts(state.applied))
         opened.append(source.file(f"shard-{k}", snapshot.label))
 
     def read(shard_index: int, array: str, start: int, stop: int) -> Vector:
@@ -619,7 +631,9 @@ def reshard_all(
         state = reshard(
             old, new, k, rule=rule, clocks=clocks, steps=steps, applied=applied, read=read
         )
-        state = replace(state, incarnation=last, clients=clients)
+        parts = range(n_parts)
+        spans = Spans(of_part(span, part) for span in state.applied for part in parts)
+        state = replace(state, incarnation=last, clients=clients, applied=spans)
         config = ShardConfig(index=k, layout=new, rule=rule)
         target.save(f"shard-{k}", take(label, state, config=config))
         del state  # free them before the next one is made

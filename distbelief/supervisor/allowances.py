@@ -49,7 +49,11 @@ class Allowances:
         self.dealer: Dealer | None = None
         if config.dealt is not None:
             self.dealer = Dealer(
-                members, config.dealt, total=self._total, epoch_share=config.epoch_share
+                members,
+                config.dealt,
+                total=self._total,
+                epoch_share=config.epoch_share,
+                parts=config.parts,
             )
 
     @property

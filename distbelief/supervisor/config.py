@@ -1,10 +1,11 @@
 """Roles, rules and time limits of a supervisor."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from distbelief.config.job import VerdictOf, done
 from distbelief.core.spans import Epochs
-from distbelief.roles.role import Seconds
+from distbelief.roles.role import Address, Seconds
 from distbelief.supervisor.membership import Kind, Presence, RoleRecord
 from distbelief.supervisor.metrics import PreviousTotals
 from distbelief.supervisor.stop_rules import StopRules
@@ -25,6 +26,8 @@ class SupervisorConfig:
     warm_start_steps: int = 0  # steps that replica 0 takes before the others begin
     replicas_min: int = 1  # that must be there before training begins
     dealt: Epochs | None = None  # how samples are cut that the supervisor deals
+    # Of split replicas, to which samples are dealt: the ranks that push to each shard.
+    parts: Mapping[Address, Sequence[int]] | None = None
     epoch_share: float = 1.0  # of an epoch that must be done; the rest is left out
     evaluate_every: Seconds = 10.0  # seconds between evaluations
     snapshot_every: Seconds = 30.0  # seconds between checkpoints

@@ -12,11 +12,13 @@ A replica is dealt more before it has read what it holds: as much as `Allowances
 """
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
+from operator import and_
 from typing import Final, final
 
-from distbelief.core.spans import NOTHING, Epochs, Span, Spans
+from distbelief.core.spans import NOTHING, Epochs, Span, Spans, in_part
 from distbelief.protocol import StartTraining
 from distbelief.roles.role import Address, Seconds
 from distbelief.supervisor.membership import Membership, Presence, RoleRecord
@@ -43,14 +45,21 @@ class Hand:
 @final
 class Dealer:
     def __init__(
-        self, members: Membership, epochs: Epochs, *, total: int | None, epoch_share: float
+        self,
+        members: Membership,
+        epochs: Epochs,
+        *,
+        total: int | None,
+        epoch_share: float,
+        parts: Mapping[Address, Sequence[int]] | None = None,  # ranks that push to each shard
     ) -> None:
         self._members = members
         self._epochs = epochs
         self._total = total
         self._epoch_share = epoch_share
-        self._n_shards = len({shard.shard for shard in members.of("shard")})
-        self._applied: dict[Address, Spans] = {}  # of each shard, as told last
+        self._shards = sorted({shard.shard for shard in members.of("shard")})
+        self._parts = parts or dict.fromkeys(self._shards, (0,))
+        self._applied: dict[Address, list[Spans]] = {}  # of each shard, by rank, as told last
         self._in_no_push = NOTHING  # skipped, or left out
         self._done = NOTHING
         self.hands: dict[Address, Hand] = {}
@@ -58,7 +67,7 @@ class Dealer:
     @property
     def knows_all(self) -> bool:
         """Whether every shard has told what it has applied: nothing is dealt before."""
-        return len(self._applied) == self._n_shards
+        return len(self._applied) == len(self._shards)
 
     @property
     def n_dealt(self) -> int:
@@ -76,7 +85,8 @@ class Dealer:
 
     def applied(self, shard: Address, spans: Iterable[int]) -> None:
         """Note what a shard has applied, which may be less than before."""
-        self._applied[shard] = Spans.from_wire(spans)
+        found = Spans.from_wire(spans)
+        self._applied[shard] = [in_part(found, part) for part in self._parts[shard]]
         self._count()
 
     def lost(self, shard: Address) -> None:
@@ -161,13 +171,13 @@ class Dealer:
         hand.n_samples = n_read + n_held
 
     def _cuts(self) -> list[int]:
-        """Return where ranges must end within a push: shards had applied pushes cut otherwise.
+        """Return where ranges must end: shards may have applied pushes that were cut otherwise.
 
         A shard leaves out a push of which it has a part. With a part in each of two shards, the
         rest would never be applied.
         """
-        ends = {end for spans in self._applied.values() for span in spans for end in span}
-        return sorted(end for end in ends if self._epochs.start(end) != end)
+        spans = (span for parts in self._applied.values() for part in parts for span in part)
+        return sorted({end for span in spans for end in span})
 
     def _end_of_range(self, start: int, stop: int, *, n_wanted: int) -> int:
         """Return the end of a range: that of a push, or of the epoch, or of what is left."""
@@ -199,10 +209,8 @@ class Dealer:
     def _count(self) -> None:
         if not self.knows_all:
             return
-        first, *others = self._applied.values()
-        for other in others:
-            first = first & other
-        self._done = first | self._in_no_push
+        applied = (part for parts in self._applied.values() for part in parts)
+        self._done = reduce(and_, applied) | self._in_no_push
         if self._epoch_share < 1.0:
             self._leave_out()
 

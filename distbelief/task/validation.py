@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import torch
 
-from distbelief.data import Batch, Dataset, n_samples_of, read_batch
+from distbelief.data import Batch, Dataset, read_batch
 from distbelief.errors import JobError
 from distbelief.graph.capture import evaluation_difference
 from distbelief.task import dry_run, task as tasks
@@ -49,11 +49,12 @@ def check_data(
     If a replica has several ranks (`n_readers`), all must read the same samples. JobError if data
     cannot be read, differ in shape, or are drawn at random; or the metric does not exist.
     """
+    why = ("every rank of a replica reads it", "or use one process per replica (partitions = 1)")
     samples: dict[str, Sample] = {}
     for table, dataset in (datasets or tasks.datasets_of(task)).items():
-        batch = _first_batch(dataset, batch_size, table=table)
+        read_batch(dataset, range(min(batch_size, len(dataset))), table=table)
         if n_readers > 1:
-            _check_repeatable(task.data[table], dataset, batch, table=table)
+            _check_repeatable(task.data[table], dataset, batch_size, table=table, why=why)
         samples[table] = tasks.sample_of(dataset, table=table)
     train = samples["data.train"]
     if task.test is not None:
@@ -66,23 +67,36 @@ def check_data(
     return train
 
 
-def _check_repeatable(spec: DataSpec, dataset: Dataset, batch: Batch, *, table: str) -> None:
+def check_fixed(task: TaskSpec, batch_size: int, datasets: Mapping[str, Dataset]) -> None:
+    """Check that every replica reads the same training data at every evaluation of a batch method.
+
+    JobError if samples are drawn at random: the method would compare losses of different data.
+    """
+    table = "data.train"
+    why = (
+        "a batch method reads all samples again for each evaluation",
+        'or use [algorithm] name = "downpour"',
+    )
+    _check_repeatable(task.data[table], datasets[table], batch_size, table=table, why=why)
+
+
+def _check_repeatable(
+    spec: DataSpec, dataset: Dataset, n_samples: int, *, table: str, why: tuple[str, str]
+) -> None:
     # One rank reads the inputs, another their targets or the other half of an image: all must see
     # the same draw.
-    rebuilt = tasks.build_dataset(spec, table=table)
+    rebuilt, last = tasks.build_dataset(spec, table=table), len(dataset) - 1
+    few = max(n_samples // 2, 1)
+    # Of data that are sorted, only some may be drawn.
+    chosen = sorted({*range(min(few, last + 1)), *(last * k // few for k in range(few + 1))})
+    batch = read_batch(dataset, chosen, table=table)
     for when, source in (("it is read", dataset), (f"{spec.factory} is called", rebuilt)):
-        n_samples = n_samples_of(batch.inputs)
-        row = _first_difference(batch, _first_batch(source, n_samples, table=table))
+        row = _first_difference(batch, read_batch(source, chosen, table=table))
         if row is not None:
             raise JobError(
-                f"[{table}] sample {row} differs each time {when}, but every rank of a "
-                "replica reads it: draw by generators seeded with the sample's index, or "
-                "use one process per replica (partitions = 1)"
+                f"[{table}] sample {chosen[row]} differs each time {when}, but {why[0]}: draw by "
+                f"generators seeded with the sample's index, {why[1]}"
             )
-
-
-def _first_batch(dataset: Dataset, n_samples: int, *, table: str) -> Batch:
-    return read_batch(dataset, range(min(n_samples, len(dataset))), table=table)
 
 
 def _first_difference(batch: Batch, other: Batch) -> int | None:

@@ -4,7 +4,7 @@ Each rank of a group has a `BatchPlan`, equal on all ranks, and a reader of what
 batch: a `SliceReader` of the input regions of its partition, or the executor of a whole model.
 """
 
-from collections import deque
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -24,13 +24,17 @@ from distbelief.data import (
     read_batch,
     shown_path,
 )
+from distbelief.draws import Draws, reseed
 from distbelief.errors import JobError
 from distbelief.graph.graph import INPUT, LayerGraph
 from distbelief.graph.region import Region
+from distbelief.protocol import DealtRanges
 from distbelief.roles.role import Action, Compute, Cost, Executor
 from distbelief.task.dry_run import check_labels, class_counts
 
 
+OF_SAMPLES: Final = 1  # what tells streams of samples from those of steps
+N_RANGES_SENT: Final = 64  # to other ranks at once
 N_KEPT: Final = 4  # steps: the current one, those after it, and one before
 
 
@@ -49,6 +53,7 @@ class Dealt:
 class BatchIndices:
     position: int  # number of samples before them
     indices: Indices  # (n_samples,) in the data set
+    epoch: int = 0  # in which they are read
     dealt: Dealt | None = None
 
     @property
@@ -87,7 +92,9 @@ class TrainingPlan:
     def batch(self, step: int) -> BatchIndices:
         while self._next <= step:
             indices = self._cursor.batch(self._position, self._batch_size)
-            self._batches[self._next] = BatchIndices(position=self._position, indices=indices)
+            self._batches[self._next] = BatchIndices(
+                position=self._position, indices=indices, epoch=self._position // self._n_samples
+            )
             self._batches.pop(self._next - N_KEPT, None)
             self._position += len(indices)
             self._next += 1
@@ -115,37 +122,72 @@ class TrainingPlan:
 class DealtPlan:
     """The ranges that the supervisor has dealt, one after the other.
 
-    `position` counts the samples of this replica, as elsewhere: it is no place in the data.
+    `position` counts the samples of this replica, as elsewhere: it is no place in the data. A
+    generation of a group of ranks begins where all of them have pushed what comes before.
     """
 
     def __init__(self, epochs: Epochs, *, seed: int) -> None:
         self._epochs = epochs
         self._seed = seed
-        self._ranges: deque[Span] = deque()  # still to read
-        self._n_read = 0  # samples of the first of them
-        self.n_ranges = 0  # dealt so far
-        self.n_dealt = 0  # steps of all of them
+        self._ranges: list[Span] = []  # of this generation, the first perhaps without its beginning
+        self._steps: list[int] = []  # up to the end of each
+        self.n_gone = 0  # ranges before these
+        self._n_read = 0  # ranges, whole
+        self._n_samples = 0  # read of the next one
         self._batches: dict[int, BatchIndices] = {}
         self._next = 0
         self._position = 0
 
+    @property
+    def n_ranges(self) -> int:
+        """Ranges dealt so far."""
+        return self.n_gone + len(self._ranges)
+
+    @property
+    def n_dealt(self) -> int:
+        """Steps of all ranges of this generation."""
+        return self._steps[-1] if self._steps else 0
+
     def take(self, ranges: Sequence[Span], *, n_before: int) -> None:
         """Take the ranges that are new; after a lost message, wait for its repetition."""
-        new = ranges[self.n_ranges - n_before :] if n_before <= self.n_ranges else ()
-        self._ranges += new
-        self.n_ranges += len(new)
-        self.n_dealt += sum(self._epochs.n_batches(*one) for one in new)
+        if n_before <= self.n_ranges:
+            for one in ranges[self.n_ranges - n_before :]:
+                self._ranges.append(one)
+                self._steps.append(self.n_dealt + self._epochs.n_batches(*one))
+
+    def from_step(self, step: int) -> DealtRanges:
+        """Return the ranges that other ranks need for a step and those after it."""
+        first = bisect_right(self._steps, step)
+        ranges = tuple(self._ranges[first : first + N_RANGES_SENT])
+        return DealtRanges(n_before=self.n_gone + first, ranges=ranges)
+
+    def restart(self, n_samples: int) -> None:
+        """Let the next generation begin after so many samples of this one."""
+        left: list[Span] = []
+        for start, stop in self._ranges:
+            n_done = min(n_samples, stop - start)
+            n_samples -= n_done
+            left += [(start + n_done, stop)] if n_done < stop - start else []
+        self.follow(DealtRanges(n_before=self.n_ranges - len(left), ranges=tuple(left)))
+
+    def follow(self, dealt: DealtRanges) -> None:
+        """Forget everything but these ranges."""
+        self._ranges, self._steps = [], []
+        self.n_gone = dealt.n_before
+        self.take(dealt.ranges, n_before=dealt.n_before)
 
     @property
     def is_read(self) -> bool:
         """Whether the last of the steps that were dealt is at least being read."""
-        return not self._ranges
+        return self._n_read == len(self._ranges)
 
     def start(self, position: int) -> None:
         self._position = position
+        self._batches.clear()
+        self._next = self._n_read = self._n_samples = 0
 
     def batch(self, step: int) -> BatchIndices:
-        while self._next <= step and self._ranges:
+        while self._next <= step and not self.is_read:
             self._batches[self._next] = batch = self._cut()
             self._batches.pop(self._next - N_KEPT, None)
             self._position += len(batch.indices)
@@ -154,17 +196,18 @@ class DealtPlan:
         return self._batches.get(step, nothing)
 
     def _cut(self) -> BatchIndices:
-        epochs, (begin, end) = self._epochs, self._ranges[0]
-        start = begin + self._n_read
+        epochs, (begin, end) = self._epochs, self._ranges[self._n_read]
+        start = begin + self._n_samples
         push = max(epochs.start(start), begin), min(epochs.stop(start), end)
         stop = start + epochs.batch(push[1] - start)
-        self._n_read += stop - start
+        self._n_samples += stop - start
         if stop == end:
-            self._ranges.popleft()
-            self._n_read = 0
+            self._n_read += 1
+            self._n_samples = 0
         return BatchIndices(
             position=self._position,
             indices=dealt_samples(start, stop, n_samples=epochs.n_samples, seed=self._seed),
+            epoch=start // epochs.n_samples,
             dealt=Dealt(push=push, ends_push=stop == push[1], ends_range=stop == end),
         )
 
@@ -198,6 +241,35 @@ def step_seed(seed: Sequence[int], position: int) -> int:
     """Return the seed of a step's random numbers, equal on all ranks."""
     sequence = np.random.SeedSequence((*seed, position))
     return int(sequence.generate_state(1, np.uint64)[0])
+
+
+@final
+class BatchReader:
+    """Reads batches of a data set: samples that draw random numbers, each from its own stream.
+
+    The seed, the epoch and the sample give the stream, so it is the same in any process and order.
+    Samples that `__getitems__` reads at once have one stream, of the first of them.
+    """
+
+    def __init__(self, dataset: Dataset, *, seed: int = 0, table: str = "data.train") -> None:
+        self._dataset = dataset
+        self._seed = seed
+        self._table = table
+        self._draws = Draws()
+
+    def read(self, samples: BatchIndices) -> Batch:
+        """Return the samples of a batch; JobError if the data fail."""
+        indices = [int(index) for index in samples.indices]
+
+        def seed(index: int) -> int:
+            return step_seed((self._seed, samples.epoch, index), OF_SAMPLES)
+
+        were_seen = self._draws.are_seen
+        before = (lambda index: reseed(seed(index))) if were_seen else None
+        with self._draws.alone(lambda: seed(indices[0])):
+            batch = read_batch(self._dataset, indices, table=self._table, before=before)
+        # What was drawn when that was seen for the first time was of one stream.
+        return batch if self._draws.are_seen == were_seen else self.read(samples)
 
 
 def micro_sizes(n_samples: int, micro_batches: int) -> list[int]:
@@ -244,7 +316,7 @@ class SliceReader:
         keeps_targets: bool = False,  # whole targets are needed too
         table: str = "data.train",  # names the data set in messages
     ) -> None:
-        self._dataset = dataset
+        self._reader = BatchReader(dataset, table=table)
         self._inputs = [layer for layer in graph.layers if layer.kind == INPUT]
         self._reads = reads
         self._n_classes = class_counts(graph)
@@ -259,7 +331,7 @@ class SliceReader:
     def read(self, generation: int, step: int, samples: BatchIndices) -> BatchSlice:
         """Return the slice of these samples; JobError if the data fail or do not fit the model."""
         indices = [int(index) for index in samples.indices]
-        batch = read_batch(self._dataset, indices, table=self._table)
+        batch = self._reader.read(samples)
         found: dict[str, list[torch.Tensor]] = {}
         given = batch.tensors()
         if len(given) < len(self._inputs):
@@ -361,7 +433,12 @@ class SlicePrefetch:
         if not self._reuses:
             return
         here, wanted = batch_slice.samples, self._plan.batch(self._next)
-        if (here.position, here.stop) == (wanted.position, wanted.stop):
+        same = (here.position, here.stop, here.dealt) == (
+            wanted.position,
+            wanted.stop,
+            wanted.dealt,
+        )
+        if same:
             self._held[self._next] = replace(
                 batch_slice, generation=self._generation, step=self._next
             )

@@ -31,13 +31,13 @@ from distbelief.parameter_server.config import (
     shard_of,
 )
 from distbelief.parameter_server.initial_values import shard_values, shard_values_from
-from distbelief.parameter_server.layout import PartialView
+from distbelief.parameter_server.layout import Layout, PartialView
 from distbelief.parameter_server.optimizers import UpdateRule
 from distbelief.parameter_server.policy import DOWNPOUR, ExchangePolicy
 from distbelief.parameter_server.shard import Shard
 from distbelief.program.compiler import Compiled, compile_plan
 from distbelief.program.plan import Plan, load
-from distbelief.roles.role import Role, Seconds
+from distbelief.roles.role import Address, Role, Seconds
 from distbelief.task import dry_run, task as tk
 from distbelief.task.initializers import reader
 from distbelief.task.losses import LOSS_METRIC, OWN, Metric
@@ -208,12 +208,7 @@ def whole_replica(
     progress_seconds: Seconds = 0.5,
 ) -> Replica:
     """Return a replica of a whole model; `samples_max` is for all its incarnations together."""
-    model, epochs = executor.model, config.epochs(data_shard.n_samples)
-    batch_plan = (
-        batches.TrainingPlan(data_shard, batch_size=config.batch_size)
-        if epochs is None
-        else batches.DealtPlan(epochs, seed=config.seed)
-    )
+    model, batch_plan = executor.model, training_plan(config, data_shard)
     # The executor clips, by torch's own function.
     objective = TrainingObjective(
         config,
@@ -223,7 +218,7 @@ def whole_replica(
         is_whole=True,
         shapes=model.shapes,
         n_steps=batch_plan.n_steps,
-        dealt=batch_plan if isinstance(batch_plan, batches.DealtPlan) else None,
+        dealt=_dealt(batch_plan),
         progress_seconds=progress_seconds,
     )
     executor.n_bytes = objective.step_bytes
@@ -240,18 +235,31 @@ def whole_replica(
     )
 
 
+TrainingData = batches.TrainingPlan | batches.DealtPlan
+
+
+def training_plan(config: DownpourSettings, data_shard: DataShard) -> TrainingData:
+    epochs = config.epochs(data_shard.n_samples)
+    if epochs is None:
+        return batches.TrainingPlan(data_shard, batch_size=config.batch_size)
+    return batches.DealtPlan(epochs, seed=config.seed)
+
+
+def _dealt(plan: TrainingData) -> batches.DealtPlan | None:
+    return plan if isinstance(plan, batches.DealtPlan) else None
+
+
 def training_leader(
     config: DownpourSettings,
-    batch_plan: batches.TrainingPlan | batches.DealtPlan,
+    batch_plan: TrainingData,
     *,
     await_begin: bool,
     n_ranks: int = 1,
     plan: str = "",
     samples_max: int | None = None,
 ) -> GroupLeader:
-    n_steps = batch_plan.n_steps
-    if isinstance(batch_plan, batches.DealtPlan):
-        dealt = batch_plan
+    n_steps, dealt = batch_plan.n_steps, _dealt(batch_plan)
+    if dealt is not None:
         n_steps = lambda *_: dealt.n_dealt  # noqa: E731 -- whatever the positions are
     leader = GroupLeader(
         n_ranks,
@@ -259,6 +267,7 @@ def training_leader(
         steps_max=config.max_steps if samples_max is None else None,
         samples_max=samples_max,
         n_steps=n_steps,
+        deal=dealt,
     )
     # Without a supervisor nobody else would send `StartTraining`.
     if not await_begin:
@@ -383,6 +392,21 @@ class Split:
         return cls(
             plan=plan, graph=graph, modules=modules, device=context.device, frozen=frozen_of(module)
         )
+
+
+def pushing_ranks(split: Split, layout: Layout) -> dict[Address, list[int]]:
+    """Return for each shard the ranks of a replica that push to it."""
+    found: dict[Address, list[int]] = {Address(f"shard-{k}"): [] for k in range(layout.n_shards)}
+    for rank in range(split.plan.cluster.n_machines):
+        for k in PartialView(layout, kept_by(rank, split, layout).items).shards:
+            found[Address(f"shard-{k}")].append(rank)
+    return found
+
+
+def kept_by(rank: int, split: Split, layout: Layout) -> Dataflow:
+    """Return the dataflow of one rank, whose items it fetches and pushes."""
+    flow = dataflow(split.compiled(), rank, loss=split.graph.outputs[-1])
+    return ex.with_counts(flow, {spec.name for spec in layout.tensors})
 
 
 def rank_in(name: str, *, context: BuildContext, split: Split) -> GroupRank:
@@ -546,10 +570,7 @@ def replica_parts(
             f"[algorithm] {key} is {n_samples}, and the plan is for batches of "
             f"{split.plan.batch}: plan again, or use that"
         )
-    flow = ex.with_counts(
-        dataflow(split.compiled(), rank.machine, loss=split.graph.outputs[-1]),
-        {spec.name for spec in context.layout.tensors},
-    )
+    flow = kept_by(rank.machine, split, context.layout)
     dtype, dataset = dtype_of(context), context.train_data()
     return RankBuild(
         flow=flow,
@@ -572,7 +593,7 @@ def build_rank(name: str, *, config: DownpourSettings, context: BuildContext, sp
     )
     flow = parts.flow
     data_shard = data_shard_of(rank.replica, config=config, context=context)
-    batch_plan = batches.TrainingPlan(data_shard, batch_size=config.batch_size)
+    batch_plan = training_plan(config, data_shard)
     n_ranks = split.plan.cluster.n_machines
     objective = TrainingObjective(
         config,
@@ -582,6 +603,8 @@ def build_rank(name: str, *, config: DownpourSettings, context: BuildContext, sp
         is_whole=False,
         shapes=[region.shape for _, region in flow.items],
         n_steps=batch_plan.n_steps,
+        dealt=_dealt(batch_plan),
+        part=rank.machine,
         progress_seconds=progress_seconds(context),
     )
     leader = training_leader(

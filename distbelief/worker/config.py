@@ -118,8 +118,9 @@ class DownpourSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     seed: int = 0  # of the order of samples and of the model's random numbers (dropout)
     # Who reads which samples. "parts": each replica a part of its own, also after others are lost.
     # "dealt": the supervisor deals ranges to those present, by speed, and what a lost one has not
-    # pushed to others: each sample of an epoch counts exactly once.
-    order: Literal["parts", "dealt"] = "parts"
+    # pushed to others: each sample of an epoch counts exactly once. None: "dealt" where a job can
+    # (`algorithms.downpour`); without a supervisor there are parts.
+    order: Literal["parts", "dealt"] | None = None
     # Of an epoch of dealt samples: once so much of it is done, what is left is not waited for, and
     # dealt to nobody any more (Chilimbi et al. 2014: 0.75).
     epoch_share: float = 1.0
@@ -161,12 +162,7 @@ class DownpourSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
                     f"{name} is {getattr(self, name)} and exchange.every {self.exchange.every}: "
                     "both say when to exchange: leave one of them out"
                 )
-        if self.order == "dealt" and self.exchange.every == "auto":
-            raise ValueError(
-                'order is "dealt" and exchange.every is "auto": all pushes must be of equally many '
-                "steps: use a number"
-            )
-        if self.order != "dealt" and self.epoch_share != 1.0:
+        if self.order == "parts" and self.epoch_share != 1.0:
             raise ValueError(
                 f'epoch_share is {self.epoch_share} and order is "{self.order}": only of dealt '
                 'samples it is known which are left: use order = "dealt"'
@@ -185,7 +181,9 @@ class DownpourSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         """Return how dealt samples are cut; None if they are not dealt."""
         if self.order != "dealt":
             return None
-        return Epochs(n_samples=n_samples, batch_size=self.batch_size, n_push=self.pace.n_push)
+        # Pushes that are fitted to the link are of any batches of a range.
+        n_push = 1 if self.exchange.every == "auto" else self.pace.n_push
+        return Epochs(n_samples=n_samples, batch_size=self.batch_size, n_push=n_push)
 
     def warm_start_left(self, n_done: int, *, n_samples: int, n_replicas: int) -> int:
         """Return the steps left of the warm start once so many samples are done: by replica 0."""

@@ -18,11 +18,21 @@ No rank exits before all have ended; a rank lost for good means that the others 
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, final
+from typing import Final, Protocol, final
+
+import msgspec
 
 from distbelief.core.reliable import Silence
 from distbelief.errors import RemoteProtocolError
-from distbelief.protocol import ChunkOrder, GrantSteps, Message, RankReady, StartEpoch, StepsDone
+from distbelief.protocol import (
+    ChunkOrder,
+    DealtRanges,
+    GrantSteps,
+    Message,
+    RankReady,
+    StartEpoch,
+    StepsDone,
+)
 from distbelief.roles.role import Address, Seconds
 
 
@@ -85,6 +95,14 @@ STOP_SECONDS: Final = 20.0
 Outgoing = list[tuple[int, Message]]
 
 
+class Deal(Protocol):
+    """Dealt ranges, of which the leader tells the other ranks."""
+
+    def from_step(self, step: int) -> DealtRanges: ...
+
+    def restart(self, n_samples: int) -> None: ...
+
+
 @final
 class GroupLeader:
     """Coordinates the ranks of one group; limits that are None are no limits."""
@@ -98,6 +116,7 @@ class GroupLeader:
         samples_max: int | None = None,  # data position at which the last step has begun
         n_steps: Callable[[int, int], int] | None = None,  # from one data position to another
         limit: int | None = None,  # steps of the first generation
+        deal: Deal | None = None,  # where samples are dealt
     ) -> None:
         self._n_ranks = n_machines
         self._plan = plan
@@ -105,6 +124,7 @@ class GroupLeader:
         self._steps_max = steps_max
         self._samples_max = samples_max
         self._n_steps = n_steps
+        self._deal = deal
         self._first_position: int | None = None  # of the first generation
         self.generation = 0
         self._is_begun = False
@@ -372,11 +392,18 @@ class GroupLeader:
         # have pushed more push nothing until they are past that point.
         if self._wanted_position is not None:
             self._position = self._wanted_position
+        elif pushed and self._deal is not None:
+            # Shards know which positions they have. So all ranks push anew what one has not pushed.
+            if self._first_position is not None:
+                self._deal.restart(max(min(pushed) - self._position, 0))
+            self._position = max(pushed)
         elif pushed:
             self._position = min(pushed)
         if self._first_position is None:
             self._first_position = self._position
-        elif self._n_steps is not None:  # steps that were not pushed are repeated
+        elif (
+            self._n_steps is not None and self._deal is None
+        ):  # steps that were not pushed are repeated
             self._n_before = self._n_steps(self._first_position, self._position)
         return self._grant_all()
 
@@ -387,6 +414,7 @@ class GroupLeader:
         # If one rank exited early, the others could not repeat a step when one restarts.
         if self._all_taken:
             self._released.add(rank)
+        deal = None if rank == 0 else self._deal
         return GrantSteps(
             generation=self.generation,
             position=self._position,
@@ -396,4 +424,5 @@ class GroupLeader:
             agreed=self._n_reduced,
             square=self.square,
             sample=self._sample,
+            dealt=msgspec.UNSET if deal is None else deal.from_step(self.steps),
         )

@@ -12,14 +12,15 @@ from typing import final
 import torch
 from torch import nn
 
-from distbelief.data import Batch, Dataset, n_samples_of, read_batch
+from distbelief.data import Batch, Dataset, n_samples_of
+from distbelief.draws import Draws
 from distbelief.errors import DistBeliefError, JobError
 from distbelief.execution.executor import Put, StepResult
 from distbelief.parameter_server.layout import TensorSpec, kind_of
 from distbelief.roles.role import Action, Compute, Cost, Seconds
 from distbelief.task import dry_run
 from distbelief.task.losses import Loss, Metric
-from distbelief.worker.batches import BatchIndices, BatchSlice, step_seed
+from distbelief.worker.batches import BatchIndices, BatchReader, BatchSlice, step_seed
 from distbelief.worker.local_buffers import bind_again, bindings_of
 from distbelief.worker.objective import STEP, Close, StepOutcome
 
@@ -160,7 +161,7 @@ class LocalExecutor:
         loss: Loss,
         names: dry_run.Names,  # how messages call model, data and loss
         metric: Metric | None = None,
-        seed: tuple[int, int] = (0, 0),  # of the model's own random numbers, a stream per position
+        seed: tuple[int, int] = (0, 0),  # of the job, and of this replica's steps
         clip_norm: float | None = None,
         sums: bool = False,  # take the gradient of the loss's sum over the samples, not of its mean
     ) -> None:
@@ -169,7 +170,9 @@ class LocalExecutor:
         self.n_bytes: Callable[[], float] = float
         self.generation = 0
         self.step = 0
-        self._dataset = dataset
+        table = "data.train" if metric is None else "data.test"
+        self._reader = BatchReader(dataset, seed=seed[0], table=table)
+        self._draws = Draws()  # of the model
         self._loss = summed(loss) if sums else loss
         self._metric = metric
         self._sums = sums
@@ -181,7 +184,7 @@ class LocalExecutor:
         self._is_running = False
 
     def read(self, generation: int, step: int, samples: BatchIndices) -> BatchSlice:
-        batch = read_batch(self._dataset, [int(index) for index in samples.indices])
+        batch = self._reader.read(samples)
         n_bytes = sum(tensor.nbytes for tensor in batch.tensors().values())
         self._bytes_per_sample = n_bytes / len(samples.indices)
         return BatchSlice(generation=generation, step=step, samples=samples, batch=batch)
@@ -208,9 +211,9 @@ class LocalExecutor:
 
     def _gradient(self, batch: Batch, samples: BatchIndices) -> float:
         model, indices = self.model, [int(index) for index in samples.indices]
-        torch.default_generator.manual_seed(step_seed(self._seed, samples.position))
         try:
-            loss = model.gradient(batch, self._loss)
+            with self._draws.alone(lambda: step_seed(self._seed, samples.position)):
+                loss = model.gradient(batch, self._loss)
             if self._clip_norm is not None:
                 model.clip(self._clip_norm)
         except MemoryError as error:
@@ -231,7 +234,7 @@ class LocalExecutor:
 
     def _evaluate(self, metric: Metric, samples: BatchIndices) -> tuple[float, float]:
         indices = [int(index) for index in samples.indices]
-        given = read_batch(self._dataset, indices, table="data.test")
+        given = self._reader.read(samples)
         names = replace(self._names, indices=indices)
         explain = partial(
             dry_run.evaluate, self.model.module, given, loss=self._loss, metric=metric, names=names

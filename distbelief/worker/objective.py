@@ -10,7 +10,7 @@ from distbelief.core.vectors import Vector
 from distbelief.errors import LocalProtocolError, RemoteProtocolError
 from distbelief.execution.executor import Put, StepResult
 from distbelief.parameter_server.client.buffers import FetchResult
-from distbelief.protocol import Evaluate, StartEpoch, StartTraining, Stop
+from distbelief.protocol import Evaluate, GrantSteps, StartEpoch, StartTraining, Stop
 from distbelief.roles.role import Action, Computed, Cost, Event, Seconds
 from distbelief.worker.batches import BatchIndices, BatchSlice
 from distbelief.worker.group import GroupLeader, Outgoing
@@ -193,6 +193,9 @@ class Objective:
 
     def prepare(self, message: StartEpoch) -> None:
         """The leader begins a generation; RemoteProtocolError if its order is invalid."""
+
+    def granted(self, message: GrantSteps, *, is_first: bool) -> None:
+        """The leader grants steps; `is_first`: of a generation."""
 
     def has_news(self) -> bool:
         """Return whether there may be more to do than before the last event."""

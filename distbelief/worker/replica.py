@@ -403,8 +403,10 @@ class Replica:
         if message.agreed > here.n_reduced:
             here.n_reduced, here.square = message.agreed, message.square
             here.sample = message.sample
-        if here.phase is not Phase.GATHERED:
-            return []
+        is_first = here.phase is Phase.GATHERED
+        self.objective.granted(message, is_first=is_first)
+        if not is_first:
+            return self._executor.place(now)
         here.phase = Phase.RUNNING
         self._slices.begin(message.generation, message.position)
         self.objective.begin(message.position, now)

@@ -260,7 +260,7 @@ class StepRunner:
             stream.begin(generation)
 
     def place(self, now: Seconds) -> list[Action]:
-        """The data position is known: handle the transfers that came before."""
+        """It is known what the next steps are of: handle the transfers that came before."""
         self._has_position = True
         early, self._early = self._early, []
         actions: list[Action] = []
@@ -292,7 +292,7 @@ class StepRunner:
         stream = self.links[sender]
         is_new = stream.is_new(message.sequence)
         actions = stream.acked(message.taken, now)
-        if not self._has_position:
+        if not self._has_position or self._is_unknown(message.step):
             if is_new:  # not acknowledged: if dropped here it will be resent
                 self._early.append((sender, message))
                 del self._early[: -AHEAD * 32 * max(len(self.links), 1)]
@@ -304,6 +304,10 @@ class StepRunner:
             if self._inbox.take(key, message, n_elements=n_elements, dtype=dtype):
                 self._arrive(message.step)
         return [*actions, *stream.arrived(message.sequence)]
+
+    def _is_unknown(self, step: int) -> bool:
+        # Its samples were dealt to the leader, which has not told this rank yet.
+        return self.step <= step < self.step + AHEAD and not self._sizes(step)
 
     def _expected(self, key: StreamKey) -> tuple[int, "np.dtype[Element]"]:
         flow = self._flow

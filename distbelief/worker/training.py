@@ -21,13 +21,13 @@ import torch
 from typing_extensions import override
 
 from distbelief.core.formatting import duration
-from distbelief.core.spans import NOTHING, Span, Spans
+from distbelief.core.spans import NOTHING, Span, Spans, of_part
 from distbelief.data import shown_samples
 from distbelief.errors import JobError, LocalProtocolError
 from distbelief.execution.executor import Put, StepResult
 from distbelief.parameter_server.client.buffers import FetchResult, PushDraft, PushResult
 from distbelief.parameter_server.client.client import ParameterClient
-from distbelief.protocol import Evaluate, Progress, StartTraining, Stop
+from distbelief.protocol import Evaluate, GrantSteps, Progress, StartTraining, Stop
 from distbelief.roles.role import SUPERVISOR, Action, Compute, Computed, Cost, Report, Seconds, Send
 from distbelief.worker.batches import BatchIndices, BatchSlice, Dealt, DealtPlan
 from distbelief.worker.config import DownpourSettings, fitting_every
@@ -207,6 +207,7 @@ class TrainingObjective(Objective):
         shapes: Sequence[Sequence[int]],  # of the items
         n_steps: Callable[[int, int], int],  # from one data position to another
         dealt: DealtPlan | None = None,  # where data are dealt
+        part: int = 0,  # of the replica that this rank pushes
         progress_seconds: Seconds = 0.5,  # least time between reports to the supervisor
     ) -> None:
         self.values = items.values
@@ -220,7 +221,10 @@ class TrainingObjective(Objective):
         self._drafts = not (is_whole or pace.sums_gradients or self._clip_norm is not None)
         self._n_steps = n_steps
         self._dealt = dealt
+        self._part = part
         self._dealt_push: Span | None = None  # positions of the push that is due
+        self._push_start: int | None = None  # the first position since the last push
+        self._is_whole_push = False  # whether no later sample may join the push that is due
         self._last_skipped: Span | None = None  # positions of a push without any gradient
         self._skipped = NOTHING  # of all such pushes
         # Pushes up to the end of each range that is taken and not known to be applied.
@@ -271,6 +275,9 @@ class TrainingObjective(Objective):
         if not self._position:
             self._begun_at = now
         self._position = position
+        if self._dealt is not None:
+            self._range_ends.clear()
+            self._n_ranges_done = self._dealt.n_gone
         if self._pace.sends_delta and position:
             self.counters.inner_lost += 1
 
@@ -282,6 +289,7 @@ class TrainingObjective(Objective):
             self._client.abandon()
         self._total.drop()
         self._buffers.forget()
+        self._push_start = None
         if self._local_steps is not None:
             self._local_steps.restart()
         self._fetch_due, self._has_values, self._push_due = True, False, False
@@ -299,7 +307,7 @@ class TrainingObjective(Objective):
             return False
         # Where the link is slower than `every` steps, the replica waits for it in the end.
         is_late = self._total.n_gradients >= 2 * pace.n_push
-        is_late |= self._dealt is not None and self._push_due  # a push is of certain samples
+        is_late |= self._is_whole_push and self._push_due
         return self._has_values and not (is_late or local_steps.is_held)
 
     @override
@@ -424,14 +432,14 @@ class TrainingObjective(Objective):
         if not result.is_finite:
             actions = self._skip(result, step, reports_loss=step_result.loss is not None)
         elif holds_nothing:
-            self._n_bad_in_row = 0
-            return []
+            actions, self._n_bad_in_row = [], 0
+            self._total.n_gradients += batch.dealt is not None  # other ranks push it
         else:
             actions = []
             counters.gradients += 1
             if step.draft is not None:
                 assert result.staged is not None
-                return self._staged(result.staged, n_gradients=1, stop=batch.stop, now=now)
+                return self._staged_at_once(result.staged, batch, now)
             self._total.count(batch.stop, clocks=self._client.clocks)
             counters.local_steps += step.local_rate is not None
             if self._pace.sums_gradients:
@@ -447,19 +455,41 @@ class TrainingObjective(Objective):
         return actions
 
     def _end_batch(self, dealt: Dealt) -> None:
-        """Let a push end where that of any other replica would."""
-        if not dealt.ends_push:
-            return
+        """Let a push end where that of any other replica would, or as the link allows."""
         start, stop = dealt.push
+        if self._push_start is None:
+            self._push_start = start
+        is_auto = self._config.exchange.every == "auto"
+        is_full = is_auto and self._total.n_gradients >= self._pace.n_push
+        self._is_whole_push = dealt.ends_range or not is_auto
+        if not (is_full or dealt.ends_range or (dealt.ends_push and not is_auto)):
+            return
+        self._begin_push(self._push_start, stop)
+        self._push_due = self._total.n_gradients > 0 and bool(self.values)
+        if not self._total.n_gradients:
+            self._skip_push()
+        if not self._push_due:
+            self._push_start = None
+            self._total.drop()
+        if dealt.ends_range:
+            self._range_ends.append(self.counters.pushes + self._push_due)
+
+    def _staged_at_once(
+        self, staged: PushResult, batch: BatchIndices, now: Seconds
+    ) -> Sequence[Action]:
+        dealt = batch.dealt
+        if dealt is not None:
+            self._begin_push(*dealt.push)
+        actions = self._staged(staged, n_gradients=1, stop=batch.stop, now=now)
+        if dealt is not None and dealt.ends_range:
+            self._range_ends.append(self.counters.pushes)
+        return actions
+
+    def _begin_push(self, start: int, stop: int) -> None:
         last = self._last_skipped
         if last is not None and last[1] == start:
             start = last[0]  # this push is also for the samples just skipped
         self._dealt_push = start, stop
-        self._push_due = self._total.n_gradients > 0
-        if not self._push_due:
-            self._skip_push()
-        if dealt.ends_range:
-            self._range_ends.append(self.counters.pushes + self._push_due)
 
     def _skip_push(self) -> None:
         self._last_skipped = self._dealt_push
@@ -556,12 +586,14 @@ class TrainingObjective(Objective):
         n_gradients = self._total.n_gradients
         # Only the push buffers hold the sum now: no gradient is pushed twice (DB-8).
         self._total.drop()
+        self._push_start = None
         return self._staged(result, n_gradients=n_gradients, stop=self._total.stop, now=now)
 
     def _staged(
         self, staged: PushResult, *, n_gradients: int, stop: int, now: Seconds
     ) -> Sequence[Action]:
-        dealt = msgspec.UNSET if self._dealt_push is None else self._dealt_push
+        push = self._dealt_push
+        dealt = msgspec.UNSET if push is None else of_part(push, self._part)
         actions = self._client.staged(
             staged, n_gradients=n_gradients, samples=stop, now=now, dealt=dealt
         )
@@ -587,6 +619,15 @@ class TrainingObjective(Objective):
             self._dealt.take(message.ranges or (), n_before=message.n_before)
             self._samples_allowed = self._dealt.n_dealt  # the leader asks for its steps
         return leader.begin(now, samples=self._samples_allowed)
+
+    @override
+    def granted(self, message: GrantSteps, *, is_first: bool) -> None:
+        if self._dealt is None or message.dealt is msgspec.UNSET:
+            return
+        if is_first:
+            self._dealt.follow(message.dealt)
+        else:
+            self._dealt.take(message.dealt.ranges, n_before=message.dealt.n_before)
 
     @override
     def report(

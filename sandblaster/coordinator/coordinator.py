@@ -257,7 +257,7 @@ class Coordinator:
             worker = self._pool.get(peer)
             if worker is not None and worker.generation[0] <= incarnation:
                 self._remove(peer, now, is_over=True)
-            self._warm_start.lost(peer)
+            self._warm_start.lost(peer, for_good=event.for_good)
         return []
 
     def _timer(self, name: str, now: rl.Seconds) -> Sequence[rl.Action]:

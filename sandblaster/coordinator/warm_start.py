@@ -1,4 +1,4 @@
-"""Warm start of a run, on the coordinator: the workers run Downpour first.
+"""Warm start of a run, on the coordinator: the first workers run SGD, one of them or all.
 
     WorkReport of a worker    -> StartTraining: train your share
     Finished of it            it is done
@@ -31,11 +31,12 @@ class WarmStart:
     def __init__(
         self, n_replicas: int, *, shards: Sequence[Address], retry_seconds: Seconds
     ) -> None:
-        self._n_replicas = n_replicas
+        self._names = {Address(f"replica-{index}") for index in range(n_replicas)}
         self._shards = shards
         self._retry_seconds = retry_seconds
         self._running: set[Address] = set()
         self.done: set[Address] = set()
+        self._gone: set[Address] = set()  # lost for good
         self._began_at: Seconds | None = None
         self._time_is_up = False  # too late for the others
         self._label = ""  # of the checkpoint
@@ -45,12 +46,12 @@ class WarmStart:
     @property
     def is_over(self) -> bool:
         # Nothing may push to the shards once the run has begun: wait for all to stop.
-        is_time = self._time_is_up or len(self.done) >= self._n_replicas
+        is_time = self._time_is_up or self._names <= self.done | self._gone
         return is_time and not self._running
 
     def replica_joined(self, name: Address, now: Seconds) -> list[Action]:
         """Let a worker train, unless it is done or too late."""
-        if name in self.done:
+        if name in self.done or name not in self._names:
             return []
         if self._began_at is None:
             self._began_at = now
@@ -69,8 +70,9 @@ class WarmStart:
         pause = max(_GRACE_SHARE * taken, self._retry_seconds)
         return [SetTimer(name=TIMER, at=now + pause)]
 
-    def lost(self, name: Address) -> None:
+    def lost(self, name: Address, *, for_good: bool = False) -> None:
         # Its next incarnation reports again, and says if it is done.
+        self._gone |= {name} if for_good else set()
         self._running.discard(name)
         self.done.discard(name)
 

@@ -77,6 +77,26 @@ class Counts(nn.Module):
         return self.weight[:, numbers].sum(0)
 
 
+class Tally(nn.Module):
+    """As `Counts`, with the rows of two tables, which ranks can share among them."""
+
+    def __init__(self, *, n_samples: int = 64, n_rows: int = 8) -> None:
+        super().__init__()
+        self.first = nn.Embedding(n_samples, n_rows)
+        self.second = nn.Embedding(n_samples, n_rows)
+        for table in (self.first, self.second):
+            nn.init.zeros_(table.weight)
+
+    @override
+    def forward(self, numbers: torch.Tensor) -> torch.Tensor:
+        both: torch.Tensor = self.first(numbers) + self.second(numbers)
+        return both.sum(1)
+
+
+def minus_mean(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return -(outputs * targets).mean()
+
+
 def minus_sum(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return -(outputs * targets).sum()
 

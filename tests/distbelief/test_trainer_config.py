@@ -26,5 +26,5 @@ def test_only_the_rest_of_a_warm_start_is_left_to_a_resumed_run() -> None:
 def test_there_may_be_more_replicas_than_samples_where_samples_are_dealt() -> None:
     """It told that each needs a sample of its own, also as many replicas as fit."""
     with pytest.raises(JobError, match=r"replicas = 5, but \[data.train\] has 3 samples: each"):
-        check_data(speech("cluster.replicas=5"), answer_of(3))
-    check_data(speech("cluster.replicas=5", "algorithm.order=dealt"), answer_of(3))
+        check_data(speech("cluster.replicas=5", "algorithm.order=parts"), answer_of(3))
+    check_data(speech("cluster.replicas=5"), answer_of(3))

@@ -109,8 +109,12 @@ def test_whoever_is_killed_the_run_goes_on_to_the_same_end(
 
 
 @pytest.mark.soak
-def test_downpour_first_and_sandblaster_to_finish_on_the_same_shards(folder: Path) -> None:
+@pytest.mark.parametrize("replicas", ["one", "all"])
+def test_sgd_first_and_sandblaster_to_finish_on_the_same_shards(
+    folder: Path, replicas: str
+) -> None:
     warm = sets(
+        f"algorithm.warm_start.replicas={replicas}",
         "algorithm.warm_start.samples=8000",
         "algorithm.warm_start.batch_size=50",
         "algorithm.warm_start.rule.name=adagrad",
@@ -120,7 +124,7 @@ def test_downpour_first_and_sandblaster_to_finish_on_the_same_shards(folder: Pat
         run.ends(seconds=240)
     found = run.summary()
     assert found["stop_reason"] == Reason.CONVERGED_GRADIENT.sentence
-    assert found["samples"] >= 8001
+    assert found["samples"] >= 8000 + (replicas == "all")
     assert found["pushes_applied"] >= 8000 // 50
     assert found["loss"] == pytest.approx(objective(folder), rel=1e-5)
 

@@ -195,8 +195,20 @@ def test_every_role_of_the_roster_can_be_built() -> None:
 WARM_START = {"samples": 1000, "batch_size": 20, "rule": {"name": "sgd", "learning_rate": 0.1}}
 
 
-def test_with_a_warm_start_shards_have_its_rule_and_replicas_an_equal_share() -> None:
+def test_a_warm_start_is_sgd_of_replica_0() -> None:
     config = settings(warm_start=WARM_START)
+    assert config.warm_start is not None
+    first = config.warm_start.downpour(loss="mse", seed=4, n_replicas=3)
+    assert (first.max_steps, first.blocking) == (50, True)
+    built = [
+        SANDBLASTER.build(name, config=config, context=context())
+        for name in ("replica-0", "replica-1")
+    ]
+    assert list(map(type, built)) == [WarmStartWorker, Replica]
+
+
+def test_in_a_warm_start_of_all_shards_have_its_rule_and_replicas_an_equal_share() -> None:
+    config = settings(warm_start=WARM_START | {"replicas": "all"})
     assert config.warm_start is not None
     first = config.warm_start.downpour(loss="mse", seed=4, n_replicas=3)
     assert (first.max_steps, first.batch_size, first.seed) == (17, 20, 4)

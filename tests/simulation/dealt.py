@@ -12,26 +12,38 @@ checkpoint of that moment had, at least.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache, partial
 from typing import Any, TypeVar
 
 import numpy as np
 
 from distbelief.config.job import StopTable
-from distbelief.core.spans import Spans
+from distbelief.core.spans import Span, Spans, in_part, of_part
 from distbelief.data import dealt_samples
 from distbelief.parameter_server.config import copy_names, shard_of
 from distbelief.parameter_server.optimizers import SGD, UpdateRule
 from distbelief.parameter_server.policy import DOWNPOUR, ExchangePolicy, Round
 from distbelief.parameter_server.shard import Shard
+from distbelief.program.plan import Plan, Target
 from distbelief.roles.role import SUPERVISOR, Address
 from distbelief.simulation.driver import HandledEvent
 from distbelief.simulation.faults import Fault
 from distbelief.supervisor.scheduler import ShutdownStage
-from distbelief.task.task import DataSpec, ModelSpec, TaskSpec
+from distbelief.task.task import (
+    Captured,
+    DataSpec,
+    ModelSpec,
+    TaskSpec,
+    build_dataset,
+    capture_task,
+    sample_of,
+)
+from distbelief.worker.build import Split, kept_by
 from distbelief.worker.config import DownpourSettings
+from distbelief.worker.group import rank_name
 from distbelief.worker.member import JobMember
+from tests.distbelief.program.plans import random_plan
 from tests.simulation.jobs import EXAMPLES, JobCluster
 from tests.simulation.random_faults import random_faults
 
@@ -45,6 +57,44 @@ N_ROWS = 6
 @cache
 def _dealt(start: int, stop: int, n_samples: int) -> np.ndarray:
     return dealt_samples(start, stop, n_samples=n_samples, seed=0)
+
+
+def task_of(n_samples: int, bad: Sequence[int], *, is_split: bool) -> TaskSpec:
+    model, loss = ("Tally", "minus_mean") if is_split else ("Counts", "minus_sum")
+    return TaskSpec(
+        model=ModelSpec(
+            factory=f"{EXAMPLES}:{model}",
+            arguments={"n_samples": n_samples, "n_rows": N_ROWS},
+            initial="module",
+        ),
+        train=DataSpec(
+            factory=f"{EXAMPLES}:Numbered", arguments={"n_samples": n_samples, "bad": list(bad)}
+        ),
+        loss=f"{EXAMPLES}:{loss}",
+    )
+
+
+@cache
+def split_of(n_samples: int, n_ranks: int, batch_size: int, seed: int) -> Split:
+    """Return how ranks share a model, any way that is legal: some may hold nothing."""
+    captured = _captured(n_samples)
+    stream = np.random.default_rng([seed, n_ranks])
+    plan = Plan(
+        graph=captured.graph.fingerprint,
+        inputs={},
+        batch=batch_size,
+        loss=f"{EXAMPLES}:minus_mean",
+        cluster=Target(name="here", fingerprint="", n_machines=n_ranks),
+        placements=random_plan(captured.graph, stream, n_machines=n_ranks),
+        micro_batches=min(int(stream.integers(1, 3)), batch_size),
+    )
+    return Split(plan=plan, graph=captured.graph, modules=captured.modules)
+
+
+@cache
+def _captured(n_samples: int) -> Captured:
+    task = task_of(n_samples, (), is_split=True)
+    return capture_task(task, sample_of(build_dataset(task.train)))
 
 
 class DealtJob:
@@ -70,27 +120,24 @@ class DealtJob:
         seed: int = 0,
         session: Mapping[str, Any] = {},  # of a resumed run (`test_resumed_jobs`)
         cluster: Callable[..., JobCluster] = JobCluster,
+        n_ranks: int = 1,  # of each replica; then all batches are of one size
     ) -> None:
         self.n_samples = n_samples
         self._bad = list(bad)
         self.total = int(np.ceil(n_epochs * n_samples))
-        self._everything = Spans([(0, self.total)])
-        task = TaskSpec(
-            model=ModelSpec(
-                factory=f"{EXAMPLES}:Counts",
-                arguments={"n_samples": n_samples, "n_rows": N_ROWS},
-                initial="module",
-            ),
-            train=DataSpec(
-                factory=f"{EXAMPLES}:Numbered", arguments={"n_samples": n_samples, "bad": list(bad)}
-            ),
-            loss=f"{EXAMPLES}:minus_sum",
-        )
+        assert n_ranks == 1 or not (n_samples % batch_size or self.total % batch_size)
+        task = task_of(n_samples, bad, is_split=n_ranks > 1)
+        # The loss of a split model is a mean.
+        rule = rule or SGD(learning_rate=1.0 if n_ranks == 1 else float(batch_size))
+        split = None
+        if n_ranks > 1:
+            split = partial(split_of, n_samples, n_ranks, batch_size, seed)
+            session = {**session, "split": split}
         settings = DownpourSettings(
             loss=task.loss,
             batch_size=batch_size,
             n_push=n_push,
-            rule=rule or SGD(learning_rate=1.0),
+            rule=rule,
             exchange=exchange,
             inner=inner,
             non_finite_limit=1000,
@@ -109,6 +156,13 @@ class DealtJob:
             settings=settings,
             **session,
         )
+        # Of each shard: the ranks that push to it, and what each of them pushes.
+        self._parts: list[dict[int, np.ndarray]] = [
+            {0: np.ones(self.job.layout.shard_size(k), np.bool_)} for k in range(n_shards)
+        ]
+        if split is not None:
+            self._parts = [self._parts_of(k, split()) for k in range(n_shards)]
+        self._everything = [self._of_parts([(0, self.total)], k) for k in range(n_shards)]
         self.n_looks = 0
         # What a primary has applied, and its values: by copy, and by shard.
         self._last: dict[str, tuple[Spans, np.ndarray]] = {}
@@ -120,8 +174,28 @@ class DealtJob:
         self.struck: set[Life] = set()  # those that faults have hit
         self.job.simulation.observe(self._look)
 
+    def _parts_of(self, shard: int, split: Split) -> dict[int, np.ndarray]:
+        layout, found = self.job.layout, {}
+        for rank in range(split.plan.cluster.n_machines):
+            held = {spec.name: np.zeros(spec.shape, np.bool_) for spec in layout.tensors}
+            for name, region in kept_by(rank, split, layout).items:
+                held[name][region.slices] = True
+            mask = self._on_shard(shard, [held[spec.name].ravel() for spec in layout.tensors])
+            if mask.any():
+                found[rank] = mask > 0.0
+        return found
+
+    def _of_parts(self, spans: Iterable[Span], shard: int) -> Spans:
+        return Spans(of_part(span, rank) for span in spans for rank in self._parts[shard])
+
     def expected(self, applied: Spans, shard: int) -> np.ndarray:
         """Return what the values of a shard show if these positions are applied."""
+        values = np.zeros(self.job.layout.shard_size(shard))
+        for rank, mask in self._parts[shard].items():
+            values[mask] = self._expected(in_part(applied, rank), shard)[mask]
+        return values
+
+    def _expected(self, applied: Spans, shard: int) -> np.ndarray:
         counts = np.zeros(self.n_samples)
         for start, stop in applied:
             for first in range(start - start % self.n_samples, stop, self.n_samples):
@@ -129,10 +203,18 @@ class DealtJob:
                 samples = _dealt(begin, end, self.n_samples)
                 np.add.at(counts, samples, 1.0)
         counts[self._bad] = 0.0
-        rows = np.tile(counts, N_ROWS)
+        # Of a tensor the samples are the second dimension, or of an embedding the first.
+        rows = [
+            np.tile(counts, N_ROWS) if spec.shape[0] == N_ROWS else np.repeat(counts, N_ROWS)
+            for spec in self.job.layout.tensors
+        ]
+        return self._on_shard(shard, rows)
+
+    def _on_shard(self, shard: int, tensors: Sequence[np.ndarray]) -> np.ndarray:
         values = np.zeros(self.job.layout.shard_size(shard))
         for one in self.job.layout.segments(shard):
-            values[one.offset :][: one.stop - one.start] = rows[one.start : one.stop]
+            tensor = tensors[one.tensor_index]
+            values[one.offset :][: one.stop - one.start] = tensor[one.start : one.stop]
         return values
 
     @property
@@ -150,7 +232,8 @@ class DealtJob:
 
     def _look_at(self, shard: Shard, happening: HandledEvent) -> None:
         values = shard._values
-        if values._n_held is None and values.applied == self._everything:
+        everything = self._everything[shard._config.index]
+        if values._n_held is None and values.applied == everything:
             life = happening.name, happening.incarnation
             self._whole[shard_of(happening.name)].add(life)
         if shard._work is not None or shard._backup is not None:
@@ -187,7 +270,7 @@ class DealtJob:
                 lives.intersection_update(counted, alive)
             elif shard not in self.fell_back:
                 applied, _ = self._saved(shard)
-                if applied != self._everything:
+                if applied != self._everything[self.job.shards.index(shard)]:
                     self.fell_back[shard] = applied
 
     def _saved(self, shard: Address) -> tuple[Spans, np.ndarray]:
@@ -205,7 +288,8 @@ class DealtJob:
 
     def check_end(self, expected: Spans) -> None:
         for index in range(len(self.job.shards)):
-            missing = self.expected(expected, index) - self._newest[index]
+            wanted = self.expected(self._of_parts(expected, index), index)
+            missing = wanted - self._newest[index]
             assert not missing.any(), f"shard {index} lacks {missing}"
 
     def check_saved(self) -> None:
@@ -213,11 +297,12 @@ class DealtJob:
         for index, shard in enumerate(self.job.shards):
             applied, values = self._saved(shard)
             self._check(f"the checkpoint of {shard}", applied, values, index)
-            lost = self.fell_back.get(shard, self._everything) - applied
+            everything = self._everything[index]
+            lost = self.fell_back.get(shard, everything) - applied
             assert not lost, f"the checkpoint of {shard} lacks {lost}"
             # A restored shard may still get, and save, what it had lost (seed 7827).
             last = self._whole[shard] - self.struck
-            assert applied == self._everything or not last, f"{last} ended with samples not saved"
+            assert applied == everything or not last, f"{last} ended with samples not saved"
 
 
 def job_of(seed: int) -> DealtJob:
@@ -238,6 +323,10 @@ def job_of(seed: int) -> DealtJob:
             "exchange": ExchangePolicy(every=pick(1, 2, 3), send="delta"),
             "inner": {"name": "SGD", "lr": 1.0},
         },
+        {
+            "exchange": ExchangePolicy(every="auto", send="delta"),
+            "inner": {"name": "SGD", "lr": 1.0},
+        },
     )
     replicas = [f"replica-{r}" for r in range(n_replicas)]
     roles = [*replicas, *(name for k in range(n_shards) for name in copy_names(k, copies))]
@@ -253,6 +342,46 @@ def job_of(seed: int) -> DealtJob:
         n_epochs=pick(2, 4, 5.5),
         batch_size=pick(1, 4, 8),
         n_replicas=n_replicas,
+        n_shards=n_shards,
+        shard_copies=copies,
+        snapshot_every=pick(0.7, 1.5),
+        faults=faults,
+        seed=seed,
+        **options,
+    )
+
+
+def split_job_of(seed: int) -> DealtJob:
+    """Return a job whose replicas have ranks, with everything drawn from the seed."""
+    stream = np.random.default_rng([seed, 0x5917])
+
+    def pick(*choices: T) -> T:
+        return choices[int(stream.integers(len(choices)))]
+
+    n_replicas, n_ranks, batch_size = pick(1, 2, 3), pick(2, 3), pick(1, 2, 4, 8)
+    n_shards, copies = pick(1, 2, 3), pick(1, 1, 2)
+    sgd = {"rule": SGD(learning_rate=1.0), "inner": {"name": "SGD", "lr": float(batch_size)}}
+    options: dict[str, Any] = pick(
+        {},
+        {},
+        {"n_push": pick(2, 3)},
+        {"exchange": ExchangePolicy(every=pick(1, 2, 3), send="delta"), **sgd},
+        {"exchange": ExchangePolicy(every="auto", send="delta"), **sgd},
+    )
+    names = [rank_name(r, m) for r in range(n_replicas) for m in range(n_ranks)]
+    faults = random_faults(
+        seed,
+        [*names, *(Address(name) for k in range(n_shards) for name in copy_names(k, copies))],
+        horizon=4.0,
+        intensity=pick(0.3, 0.7, 1.0),
+        restarts=False,
+    )
+    return DealtJob(
+        n_samples=pick(16, 48),
+        n_epochs=pick(2, 4, 5.5),
+        batch_size=batch_size,
+        n_replicas=n_replicas,
+        n_ranks=n_ranks,
         n_shards=n_shards,
         shard_copies=copies,
         snapshot_every=pick(0.7, 1.5),

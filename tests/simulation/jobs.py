@@ -39,6 +39,7 @@ from distbelief.task.task import (
 )
 from distbelief.worker import build as wb
 from distbelief.worker.config import DownpourSettings
+from distbelief.worker.group import group_rank_of
 from distbelief.worker.local_executor import FlatModel
 from distbelief.worker.member import JobMember, JobMemberConfig, heartbeat_seconds
 from distbelief.worker.replica import Replica
@@ -129,7 +130,10 @@ class JobCluster:
         cluster: ClusterConfig | None = None,
         hosts: Mapping[Address, Builder] | None = None,  # that may join
         machines: Mapping[Address, Machine] | None = None,  # of roles with a machine of their own
+        split: Callable[[], wb.Split] | None = None,  # of each replica
     ) -> None:
+        self._split = split
+        n_ranks = 0 if split is None else split().plan.cluster.n_machines
         model = FlatModel(build_model(task.model))
         self.layout = Layout.of(model.specs(), n_shards=n_shards)
         self.replicas = [Address(f"replica-{r}") for r in range(n_replicas)]
@@ -161,6 +165,7 @@ class JobCluster:
             n_shards=n_shards,
             shard_copies=shard_copies,
             evaluates=task.test is not None,
+            ranks=(n_ranks,) * n_replicas if n_ranks else (),
         )
         n_train = len(build_dataset(task.train))
         before = before or PreviousTotals()
@@ -171,6 +176,7 @@ class JobCluster:
             roster=tuple(roster),
             stop=StopRules(stop, n_train=n_train),
             dealt=settings.epochs(n_train),
+            parts=None if split is None else wb.pushing_ranks(split(), self.layout),
             epoch_share=settings.epoch_share,
             replicas_min=replicas_min,
             warm_start_steps=warm.warm_start_left(
@@ -202,6 +208,11 @@ class JobCluster:
     def _flops(model: FlatModel) -> float:
         return model.flops(4) / STEP_SECONDS
 
+    def _build(self, name: str, context: BuildContext) -> Role:
+        if self._split is None or group_rank_of(name) is None:
+            return DOWNPOUR.build(name, config=self.settings, context=context)
+        return wb.build_rank(name, config=self.settings, context=context, split=self._split())
+
     def _builder(self, name: str, task: TaskSpec) -> Callable[[Memory], Role]:
         def build(memory: Memory) -> Role:
             context = self._context(task=task, memory=memory)
@@ -212,7 +223,7 @@ class JobCluster:
                     heartbeat_seconds=heartbeat_seconds(name, self._shard_copies),
                     patience_seconds=self._patience,
                 ),
-                build=lambda: DOWNPOUR.build(name, config=self.settings, context=context),
+                build=lambda: self._build(name, context),
             )
 
         return build

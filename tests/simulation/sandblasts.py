@@ -402,12 +402,18 @@ class Sandblast:
     await_begin: bool = False
     suspect_seconds: Seconds = 0.2
     saves: tuple[Seconds, ...] = ()
-    warm_steps: int = 0  # of Downpour, of each replica, before
+    warm_steps: int = 0  # of SGD before, of each replica that takes part
+    warm_replicas: int | None = None  # that take part; None: all
     warm_once: bool = False  # as in jobs: a restarted replica takes only the rest of them
     n_priced: float = 0.0  # parameters at whose price it runs; 0: as many as there are
     bytes_per_second: float = 1e9
     leisure: float = 1.0  # by which all time-outs are longer
     trace: TraceKind = "content"
+
+    @property
+    def n_warm(self) -> int:
+        n = self.n_replicas if self.warm_replicas is None else self.warm_replicas
+        return n if self.warm_steps else 0
 
     @property
     def shards(self) -> list[Address]:
@@ -531,9 +537,9 @@ class Run:
             client=client,
             executor=executor,
             samples=Samples(scene.n_samples, seed=ORDER_SEED),
-            await_begin=scene.await_begin and not scene.warm_steps,
+            await_begin=scene.await_begin and index >= scene.n_warm,
         )
-        if not scene.warm_steps:
+        if index >= scene.n_warm:
             return replica
         return WarmStartWorker(
             downpour=self._first_part(index, client=client, model=model),
@@ -552,7 +558,7 @@ class Run:
             clip_norm=None,
             seed=(3, index),
         )
-        part = DataShard(scene.n_samples, replica_index=index, n_replicas=scene.n_replicas, seed=3)
+        part = DataShard(scene.n_samples, replica_index=index, n_replicas=scene.n_warm, seed=3)
         last = TrainingPlan(part, batch_size=4).batch(scene.warm_steps - 1)
         return whole_replica(
             DownpourSettings(
@@ -560,6 +566,8 @@ class Run:
                 batch_size=4,
                 rule=SGD(learning_rate=0.1),
                 max_steps=None if scene.warm_once else scene.warm_steps,
+                blocking=scene.warm_replicas is not None,
+                order="parts",
             ),
             client=client,
             executor=executor,
@@ -580,7 +588,7 @@ class Run:
             suspect_seconds=scene.suspect_seconds * scene.leisure,
             silence_seconds_max=scene.silence_seconds_max,
             starved_seconds_max=scene.starved_seconds_max,
-            n_warm=scene.n_replicas if scene.warm_steps else 0,
+            n_warm=scene.n_warm,
             await_begin=scene.await_begin,
         )
         return Coordinator(

@@ -9,13 +9,14 @@ from distbelief.core.spans import NOTHING, Spans
 from distbelief.parameter_server import checkpoint, shard as shard_module
 from distbelief.parameter_server.checkpoint import ShardState
 from distbelief.parameter_server.config import ShardConfig
+from distbelief.parameter_server.policy import ExchangePolicy
 from distbelief.parameter_server.store import ShardStore
 from distbelief.protocol import membership
 from distbelief.roles.role import SUPERVISOR, Address, Snapshot
 from distbelief.simulation.faults import Drop, Fault, Kill, Pause, Slow
 from distbelief.supervisor.dealer import Dealer
 from distbelief.supervisor.membership import RoleRecord
-from tests.simulation.dealt import DealtJob, job_of
+from tests.simulation.dealt import DealtJob, job_of, split_job_of
 from tests.simulation.jobs import seeds
 from tests.simulation.variants import Patch, Variant, failure_of
 
@@ -27,6 +28,15 @@ REPLICAS = [Address(f"replica-{r}") for r in range(3)]
 @pytest.mark.parametrize("batch_size", [1, 4, 7])
 def test_every_sample_of_an_epoch_counts_once(batch_size: int, n_push: int) -> None:
     DealtJob(batch_size=batch_size, n_push=n_push).run()
+
+
+@pytest.mark.parametrize("faults", [[], [Kill(at=2.0, role=REPLICAS[1], after_actions=1)]])
+def test_pushes_fitted_to_the_link_are_of_any_batches(faults: Sequence[Fault]) -> None:
+    exchange = ExchangePolicy(every="auto", send="delta")
+    sgd: dict[str, object] = {"name": "SGD", "lr": 1.0}
+    job = DealtJob(n_samples=65, n_epochs=10, exchange=exchange, inner=sgd, faults=faults)
+    job.run()
+    assert job.job.view.samples == 650
 
 
 @pytest.mark.parametrize(
@@ -133,6 +143,22 @@ def test_each_sample_counts_once_under_any_faults(seed: int) -> None:
     job = job_of(seed)
     assert job.job.run() is None
     job.check_end(Spans([(0, job.total)]))
+
+
+@pytest.mark.parametrize("name", ["replica-0.0", "replica-0.1", "replica-1.1", "shard-0"])
+@pytest.mark.timeout(180)
+def test_a_rank_that_dies_loses_no_sample_of_its_replica(name: str) -> None:
+    """Shards knew the samples of a replica, and not which rank had pushed them."""
+    kills = [Kill(at=at, role=Address(name)) for at in (2.0, 4.5)]
+    job = DealtJob(n_samples=48, n_epochs=10, n_replicas=2, n_ranks=2, faults=kills)
+    job.run()
+    assert job.job.view.samples == 480
+
+
+@pytest.mark.parametrize("seed", seeds(3, of=1000))
+@pytest.mark.timeout(180)
+def test_each_sample_counts_once_in_each_part_under_any_faults(seed: int) -> None:
+    split_job_of(seed).run()
 
 
 # ------------------------------------------------------------------------- variants

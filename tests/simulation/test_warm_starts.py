@@ -74,6 +74,31 @@ def test_the_second_part_continues_where_the_first_ended() -> None:
     assert all(abs(vector).max() > 0.0 for vector in values.values())
 
 
+def start_of(scene: Sandblast) -> tuple[list[float], Watch]:
+    """Return where the coordinator began."""
+    run = Run(scene)
+    watch = Watch(run)
+    run.play()
+    assert run.checker.losses[-1] == pytest.approx(optimum(), abs=1e-9)
+    first = run.checker.points[min(run.checker.points)]
+    return [float(value) for name in sorted(first) for value in first[name].reshape(-1)], watch
+
+
+def test_sgd_of_one_replica_comes_first_whatever_the_others_do() -> None:
+    """Dean et al. 2012, section 5: a warm start is SGD of a single replica.
+
+    It was Downpour SGD of all replicas, and so another point each time.
+    """
+    scene = replace(WARM, warm_replicas=1)
+    alone, _ = start_of(replace(scene, n_replicas=1))
+    beside, watch = start_of(scene)
+    assert beside == alone
+    assert {name for name, _, _ in watch.pushes} == {Address("replica-0")}
+    assert len(watch.pushes) == 2 * 20
+    kill = Kill(at=0.02, role=Address("replica-1"), restart_after=0.01)
+    assert start_of(replace(scene, faults=(kill,)))[0] == alone
+
+
 def test_slow_workers_are_stopped_and_awaited() -> None:
     slow = Slow(at=0.0, role=Address("replica-0"), factor=50.0, seconds=100.0)
     watch = finishes(replace(WARM, faults=(slow,)))

@@ -22,6 +22,7 @@ from torch.func import functional_call
 from torch.utils import _pytree as pytree
 from typing_extensions import override
 
+from distbelief.draws import ALONE
 from distbelief.graph.graph import GraphError, Layer
 from distbelief.graph.operator import Call, Cut, Operator, Work
 from distbelief.graph.region import Region
@@ -196,7 +197,7 @@ def step_numbers(call: Call, name: str = "") -> Iterator[None]:
     name = f"{step.seed}:{step.first_sample}:{name or call.layer.name}"
     seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=6).digest(), "little")
     devices = {value.device for value in call.inputs if value.is_cuda}
-    with torch.random.fork_rng(devices=sorted(devices, key=str)):
+    with ALONE, torch.random.fork_rng(devices=sorted(devices, key=str)):
         torch.manual_seed(seed)
         yield
 

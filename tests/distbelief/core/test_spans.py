@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from distbelief.core.spans import Epochs, Spans
+from distbelief.core.spans import NOTHING, Epochs, Spans, in_all_parts, in_part, of_part
 
 
 def positions(spans: Spans) -> set[int]:
@@ -67,3 +67,17 @@ def test_batches_of_any_range_are_counted(n_samples: int, batch_size: int, n_pus
                     n += 1
                 assert position == end
             assert epochs.n_batches(start, stop) == n
+
+
+def test_each_rank_counts_its_positions_for_itself() -> None:
+    """A shard took the second rank's push of the same samples for one that it had."""
+    pushed = Spans([of_part((0, 8), 0), of_part((0, 4), 1), of_part((6, 9), 1)])
+    assert not pushed.overlaps(of_part((4, 6), 1))
+    assert [in_part(pushed, part) for part in range(3)] == [
+        Spans([(0, 8)]),
+        Spans([(0, 4), (6, 9)]),
+        NOTHING,
+    ]
+    assert in_all_parts(pushed) == Spans([(0, 4), (6, 8)])
+    assert in_all_parts(Spans([(3, 5)])) == Spans([(3, 5)])
+    assert in_all_parts(NOTHING) == NOTHING

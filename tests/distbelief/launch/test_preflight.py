@@ -13,6 +13,7 @@ from torch.utils.data import TensorDataset
 
 from distbelief.config.load import parse_job
 from distbelief.core.memory import PrivateMemory
+from distbelief.errors import JobError
 from distbelief.launch import preflight
 from distbelief.launch.preflight import PreflightRequest, PreflightResult, check_main, read_result
 from distbelief.launch.role_process import context_of
@@ -97,6 +98,42 @@ def test_faults_of_the_user_are_told_apart(tmp_path: Path, monkeypatch: pytest.M
     found = checked(tmp_path)
     claim = "model and data failed the check: OSError: no memory (test_preflight.py, line "
     assert str(found.error).startswith(claim)
+
+
+class Noisy:
+    """Samples with noise: drawn when the data set is made, or at each read; the first has none."""
+
+    def __init__(self, *, anew: bool) -> None:
+        self.noise = None if anew else torch.randn(9, 3)
+
+    def __len__(self) -> int:
+        return 9
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        noise = torch.randn(3) if self.noise is None else self.noise[index]
+        return noise if index > 6 else torch.ones(3), 0
+
+
+BATCH = """
+[model]
+factory = "tests.distbelief.launch.test_preflight:tied"
+[data.train]
+factory = "tests.distbelief.launch.test_preflight:Noisy"
+[algorithm]
+name = "sandblaster"
+loss = "cross_entropy"
+portion = 4
+"""
+
+
+@pytest.mark.parametrize("anew", [True, False])
+def test_a_batch_method_refuses_samples_that_are_drawn_at_random(anew: bool) -> None:  # noqa: FBT001
+    """It ended "successfully", at a loss of 0.73: each evaluation had other data."""
+    job = parse_job(BATCH, path="job.toml", overrides=[f"data.train.arguments.anew={anew}".lower()])
+    when = "it is read" if anew else ".*Noisy is called"
+    text = rf"\[data.train\] sample 8 differs each time {when}, but a batch method .* \"downpour\""
+    with pytest.raises(JobError, match=text):
+        preflight.answer_to(job, initial_file="", plan="")
 
 
 def test_roles_are_built_from_all_that_the_check_found(tmp_path: Path) -> None:

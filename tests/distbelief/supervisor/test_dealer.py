@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Iterable
 
-from distbelief.core.spans import Epochs, Span, Spans
+from distbelief.core.spans import Epochs, Span, Spans, of_part
 from distbelief.protocol import StartTraining
 from distbelief.roles.role import Address
 from distbelief.supervisor.dealer import N_BATCHES_FIRST, SETTLE_SECONDS, Dealer
@@ -68,7 +68,7 @@ def test_nothing_is_dealt_before_every_shard_has_told_what_it_has() -> None:
     assert table.ranges[A] == []
     table.applied((0, 16), shards=SHARDS[1:])
     table.deal(A, 20)
-    assert table.ranges[A] == [(0, 24)]  # as one shard has none of it
+    assert table.ranges[A] == [(0, 16), (16, 24)]  # as one shard has none of it
 
 
 def test_ranges_end_where_pushes_end() -> None:
@@ -225,3 +225,18 @@ def test_the_rest_of_an_epoch_may_be_left_out() -> None:
     table.replica(A).presence = Presence.LAUNCHED
     table.deal(B, 8)
     assert table.ranges[B] == [(50, 58)]
+
+
+def test_a_sample_is_done_once_every_rank_has_pushed_it_to_its_shards() -> None:
+    table = Table()
+    epochs = Epochs(n_samples=50, batch_size=4, n_push=2)
+    parts = {SHARDS[0]: (0, 1), SHARDS[1]: (1,)}
+    dealer = Dealer(table.members, epochs, total=100, epoch_share=1.0, parts=parts)
+    first, second = of_part((0, 16), 0), of_part((0, 8), 1)
+    dealer.applied(SHARDS[0], Spans([first, second]).to_wire())
+    assert not dealer.knows_all
+    dealer.applied(SHARDS[1], Spans([of_part((0, 16), 1)]).to_wire())
+    assert dealer.n_done == 8
+    table.dealer = dealer
+    table.deal(A, 20)
+    assert table.ranges[A] == [(8, 16), (16, 32)]

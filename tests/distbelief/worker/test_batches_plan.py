@@ -83,3 +83,27 @@ def test_a_message_that_is_repeated_deals_nothing_twice() -> None:
     plan.take([(0, 6), (6, 12), (12, 18)], n_before=0)
     plan.take([(6, 12)], n_before=1)
     assert (plan.n_ranges, plan.n_dealt) == (3, 6)
+
+
+def test_a_generation_begins_anew_with_what_one_rank_has_not_pushed() -> None:
+    leader, rank = dealt_plan((0, 6), (12, 20)), DealtPlan(EPOCHS, seed=1)
+    for step in range(4):
+        leader.batch(step)
+    leader.restart(9)
+    leader.start(115)
+    rank.follow(leader.from_step(0))
+    rank.start(115)
+    assert (leader.n_ranges, leader.n_gone, leader.n_dealt) == (2, 1, 2)
+    for plan in (leader, rank):
+        batches = [plan.batch(step) for step in range(2)]
+        assert [batch.dealt for batch in batches] == [
+            Dealt(push=(15, 18), ends_push=True, ends_range=False),
+            Dealt(push=(18, 20), ends_push=True, ends_range=True),
+        ]
+        assert batches[0].position == 115
+    leader.take([(20, 26)], n_before=2)
+    assert leader.from_step(1).n_before == 1  # the range of the last step, and the new one
+    assert len(rank.batch(2).indices) == 0  # it has not been told
+    told = leader.from_step(2)
+    rank.take(told.ranges, n_before=told.n_before)
+    assert rank.batch(2).indices.tolist() == leader.batch(2).indices.tolist() != []

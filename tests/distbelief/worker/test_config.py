@@ -2,6 +2,7 @@
 
 import math
 
+import msgspec
 import pytest
 
 from distbelief.algorithms.downpour import DOWNPOUR
@@ -65,17 +66,15 @@ def test_a_bad_value_is_named(field: str, value: float) -> None:
         settings(**{field: value})
 
 
-def test_dealt_data_exclude_what_does_not_tell_the_samples_of_a_push() -> None:
+def test_samples_are_dealt_unless_the_job_says_otherwise() -> None:
+    """By default a dead replica's part was read by nobody, and some samples counted twice."""
     exchange = ExchangePolicy(every="auto", send="delta")
-    inner = {"name": "SGD", "lr": 0.1}
-    with pytest.raises(ValueError, match=r'order is "dealt" and exchange.every is "auto"'):
-        settings(order="dealt", exchange=exchange, inner=inner)
+    given = settings(exchange=exchange, inner={"name": "SGD", "lr": 0.1})
+    for config in (settings(), given, settings(epoch_share=0.75)):
+        assert DOWNPOUR.settled(ClusterTable(replicas=2), config).order == "dealt"
+    assert DOWNPOUR.settled(ClusterTable(), settings(order="parts")).order == "parts"
     with pytest.raises(ValueError, match=r'epoch_share is 0.75 and order is "parts"'):
-        settings(epoch_share=0.75)
-    with pytest.raises(
-        JobError, match=r'order is "dealt", and \[cluster\] partitions, plan or dev'
-    ):
-        DOWNPOUR.check_cluster(ClusterTable(partitions=2), settings(order="dealt"))
+        settings(epoch_share=0.75, order="parts")
 
 
 def test_replicas_that_come_and_go_need_dealt_data() -> None:
@@ -84,7 +83,25 @@ def test_replicas_that_come_and_go_need_dealt_data() -> None:
     with pytest.raises(
         JobError, match=r"replicas has min and max, and \[algorithm\] order is .part"
     ):
-        DOWNPOUR.check_cluster(elastic, settings())
+        DOWNPOUR.check_cluster(elastic, settings(order="parts"))
+    split = ClusterTable(replicas=Elastic(min=2, max=4), partitions=2)
+    with pytest.raises(JobError, match=r"replicas has min and max, and partitions, .* give"):
+        DOWNPOUR.check_cluster(split, settings(order="dealt"))
+
+
+def test_split_replicas_are_dealt_samples_if_they_are_split_alike() -> None:
+    for partitions, order in ((2, "dealt"), ((2, 2), "dealt"), ((1, 2), "parts")):
+        cluster = ClusterTable(replicas=2, partitions=partitions)
+        assert DOWNPOUR.settled(cluster, settings()).order == order
+        DOWNPOUR.check_cluster(cluster, settings(order=order))
+    ssp = settings(exchange=ExchangePolicy(staleness=0))
+    assert DOWNPOUR.settled(ClusterTable(partitions=2), ssp).order == "parts"
+    with pytest.raises(JobError, match=r'order is "dealt", exchange.staleness 0, and'):
+        DOWNPOUR.check_cluster(
+            ClusterTable(partitions=2), msgspec.structs.replace(ssp, order="dealt")
+        )
+    with pytest.raises(JobError, match=r'order is "dealt", and .* partitions \[1, 2\] splits'):
+        DOWNPOUR.check_cluster(ClusterTable(replicas=2, partitions=(1, 2)), settings(order="dealt"))
 
 
 def test_as_many_as_fit_are_bounded() -> None:

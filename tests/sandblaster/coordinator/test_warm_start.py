@@ -104,3 +104,19 @@ def test_a_shard_that_could_not_save_is_named_and_asked_again() -> None:
     assert answers(actions) == [("00001", "shard-0: the disk is full")]
     assert said(saves.save("00001")) == [(SHARDS[0], SaveCheckpoint)]
     assert answers(saves.shard_saved(SHARDS[0], saved("00001"))) == [("00001", None)]
+
+
+def test_it_waits_for_nobody_who_is_lost_for_good() -> None:
+    """It waited for ever: the only replica of a warm start would never finish."""
+    warm_start = warm_start_of(1, A)
+    warm_start.lost(A)
+    assert not warm_start.is_over
+    warm_start.lost(A, for_good=True)
+    assert warm_start.is_over
+
+
+def test_others_than_its_replicas_do_not_train() -> None:
+    warm_start = warm_start_of(1, A)
+    assert warm_start.replica_joined(B, 1.0) == []
+    warm_start.replica_finished(A, 3.0)
+    assert warm_start.is_over
