@@ -150,6 +150,7 @@ def join(options: JoinOptions, *, tell: Tell) -> int:
             supervisor=str(place),
             reach=reach,
             allowed=options.allowed,
+            places=options.places,
             code=options.code.absolute(),
             directory=options.directory.absolute(),
             launcher=launcher,

@@ -26,7 +26,7 @@ from distbelief.config.job import Job
 from distbelief.core.formatting import without_control_characters
 from distbelief.core.reliable import Backoff
 from distbelief.errors import JobError
-from distbelief.launch.role_process import modules_of
+from distbelief.launch.role_process import words_of_consent
 from distbelief.roles.role import Seconds
 
 
@@ -126,7 +126,7 @@ class SshHosts:
         log: Callable[[str], None],
     ) -> Self:
         """Return the hosts of this job; its folder and its keys lie there as they do here."""
-        words = [f"--allow-import {shlex.quote(module)}" for module in modules_of(job)]
+        words = [words_of_consent(job)]
         words += [f"--keys {_from_home(Path(keys))}"] if keys else []
         here = f"cd {_from_home(Path.cwd())} && distbelief"
         return cls(hosts, command=command or here, words=" ".join(words), log=log)

@@ -5,6 +5,7 @@ to the role's log.
 """
 
 import os
+import shlex
 import signal
 import sys
 import threading
@@ -32,7 +33,7 @@ from distbelief.parameter_server.layout import Layout, LayoutSpec
 from distbelief.protocol import Failed, Heartbeat
 from distbelief.roles.role import SUPERVISOR, PeerLost, Role, Snapshot
 from distbelief.run.checkpoints import CheckpointStore
-from distbelief.run.folders import folder_at
+from distbelief.run.folders import absolute, folder_at
 from distbelief.task.forward import Sample
 from distbelief.task.imports import resolve
 from distbelief.task.task import BuildContext
@@ -64,6 +65,19 @@ def import_paths(job: Job) -> Iterator[tuple[str, str]]:
 
 def modules_of(job: Job) -> tuple[str, ...]:
     return tuple(dict.fromkeys(path.partition(":")[0] for _, path in import_paths(job)))
+
+
+def places_of(job: Job) -> tuple[str, ...]:
+    """Return where hosts save for this job, beside the supervisor's host."""
+    place = job.cluster.checkpoints
+    return () if place is None else (absolute(place),)
+
+
+def words_of_consent(job: Job) -> str:
+    """Return the options with which a host agrees to what this job does there."""
+    words = [f"--allow-import {shlex.quote(module)}" for module in modules_of(job)]
+    words += [f"--allow-checkpoints {shlex.quote(place)}" for place in places_of(job)]
+    return " ".join(words)
 
 
 def check_allowed(job: Job, allowed: Sequence[str]) -> None:
