@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Final, Self, final
 
 from distbelief.config.job import Job
-from distbelief.core.formatting import without_control_characters
+from distbelief.core.formatting import plain
 from distbelief.core.reliable import Backoff
 from distbelief.errors import JobError
 from distbelief.launch.role_process import words_of_consent
@@ -94,7 +94,7 @@ class _Link:
         *whole, self.unread = (self.unread + (b"\n" if new == b"" else new or b"")).split(b"\n")
         self.unread = self.unread[-OUTPUT_BYTES:]
         texts = [line.decode(errors="replace").strip()[:LINE_MAX] for line in whole]
-        lines = [without_control_characters(text) for text in texts if text]
+        lines = [plain(text) for text in texts if text]
         self.last = lines[-1] if lines else self.last
         return lines
 

@@ -331,7 +331,7 @@ def read_previous_run(
             for name in sorted(replicas - {""})
         }
         if any(applied):
-            samples = {DEALT: 0 if missing else len(reduce(and_, applied))}
+            samples = {DEALT: 0 if missing else reduce(and_, applied).n_positions}
     before, notes = _previous_totals(run, samples, clocks, n_shards=n_shards)
     return PreviousRun(
         before=before,

@@ -11,11 +11,12 @@ Where hosts may join, an incarnation may wait for a slot before it is launched. 
 model-parallel group is its "replica" or "evaluator"; the other ranks are "machine"s.
 """
 
+import sys
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Literal, final, get_args
+from typing import Final, Literal, final, get_args
 
 from distbelief.parameter_server.config import shard_of
 from distbelief.protocol import Join, PeerEntry, Peers
@@ -32,6 +33,9 @@ RATE_SECONDS = 5.0  # rates are means over about this time
 # Counters that begin at 0 in each incarnation, and are shown as sums over all of them.
 WAITS = "waits_"  # and a worker's name: seconds waited for it; summed, too
 _SUMMED = ("pushes_applied", "pushes_refused", "pushes_lost", "bytes_in", "bytes_out")
+
+
+COUNT_MAX: Final = 2.0**53  # largest float up to which every integer is exact
 
 
 class Presence(Enum):
@@ -143,6 +147,14 @@ class RoleRecord:
 
     def total(self, counter: str) -> float:
         return self.past.get(counter, 0.0) + self.counters.get(counter, 0.0)
+
+    def report(self, counters: Mapping[str, float]) -> None:
+        """Store what it reports, as far as it can be counted with: no NaN, nothing infinite.
+
+        A coordinator's loss may be as large as a float.
+        """
+        most = sys.float_info.max if self.kind == "coordinator" else COUNT_MAX
+        self.counters = {name: n for name, n in counters.items() if abs(n) <= most}
 
     def join(self, message: Join) -> bool:
         """Store its endpoint; return whether it changed."""

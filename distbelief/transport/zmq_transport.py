@@ -110,6 +110,7 @@ class ZmqTransport:
         self._extra_fds: frozenset[int] = frozenset()
         self._requests: list[tuple[float, list[bytes]]] = []  # of peers, since when
         self._sockets: dict[str, PeerSocket] = {}
+        self._source: auth.Source | None = None  # of the message that was yielded last
         self._context: zmq.Context[auth.Socket] | None = None
 
     def start(self) -> None:
@@ -281,7 +282,13 @@ class ZmqTransport:
                 if is_offence and self._curve is not None and source is not None:
                     self._curve.offended(source, str(error))
                 continue
+            self._source = source
             yield envelope
+
+    def reject_sender(self, why: str) -> None:
+        """Reject for a while the key of the message that `receive` yielded last."""
+        if self._curve is not None and self._source is not None:
+            self._curve.offended(self._source, why)
 
     def _read(self, frames: list[wire.Frame], source: auth.Source | None) -> wire.Envelope:
         envelope = self._codec.decode(frames)
