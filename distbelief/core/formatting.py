@@ -25,9 +25,17 @@ def plain(text: str) -> str:
     return _CONTROL.sub("?", text)
 
 
-def plain_line(text: str) -> str:
-    """Return foreign text on one line, such as a name."""
-    return " ".join(plain(text).split())
+def plain_in(value: object) -> object:
+    """Return what JSON holds, all text in it as by `plain`."""
+    match value:
+        case str():
+            return plain(value)
+        case dict():
+            return {plain_in(key): plain_in(item) for key, item in value.items()}
+        case list():
+            return [plain_in(item) for item in value]
+        case _:
+            return value
 
 
 def is_share(metric_name: str) -> bool:

@@ -28,6 +28,7 @@ from distbelief.core.signals import ABANDONED
 from distbelief.core.tensor_files import TensorFile
 from distbelief.core.writer import Writer, log_line
 from distbelief.errors import DistBeliefError, JobError
+from distbelief.launch.likeness import Likeness
 from distbelief.parameter_server.initial_values import Initial
 from distbelief.parameter_server.layout import Layout, LayoutSpec
 from distbelief.protocol import Failed, Heartbeat
@@ -125,6 +126,7 @@ class RoleSpec(msgspec.Struct, frozen=True, kw_only=True):
     sample: Sample | None = None  # shapes and types of the data, for these plans
     n_train: int | None = None  # training samples
     marks: tuple[float, ...] | None = None  # of some of them (`marks_of`), which hosts compare
+    likeness: Likeness | None = None  # of the supervisor's host, if others may join
     reach: ListenConfig = ListenConfig()  # where these processes listen
     computation: Computation | None = None  # what ranks without shards compute
     # Packages and modules whose functions they may call; None for any

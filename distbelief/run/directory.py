@@ -23,7 +23,7 @@ from typing import Final, Self, final
 
 import msgspec
 
-from distbelief.core import files
+from distbelief.core import files, formatting
 from distbelief.errors import JobError, StorageError
 from distbelief.supervisor.view import JobView
 
@@ -221,8 +221,8 @@ class RunDirectory:
 def status_in(content: bytes, file: Path) -> Status:
     """Decode the content of status.json; `file` is for messages."""
     try:
-        return msgspec.json.decode(content, type=Status)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        return msgspec.convert(formatting.plain_in(msgspec.json.decode(content)), type=Status)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise StorageError(
             f"{file} is damaged ({error}): it was written by another version, or by another program"
         ) from None

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final, Literal, final, get_args
 
+from distbelief.core.formatting import plain
 from distbelief.parameter_server.config import shard_of
 from distbelief.protocol import Join, PeerEntry, Peers
 from distbelief.roles.role import Address, Seconds
@@ -154,7 +155,7 @@ class RoleRecord:
         A coordinator's loss may be as large as a float.
         """
         most = sys.float_info.max if self.kind == "coordinator" else COUNT_MAX
-        self.counters = {name: n for name, n in counters.items() if abs(n) <= most}
+        self.counters = {plain(name): n for name, n in counters.items() if abs(n) <= most}
 
     def join(self, message: Join) -> bool:
         """Store its endpoint; return whether it changed."""
@@ -236,7 +237,8 @@ class Membership:
         """Return the record of this role, made now for a guest that may join; else None."""
         record = self.get(name)
         if record is None:
-            if not (self._admits_guests and name.isascii() and self._has_place()):
+            is_name = name.isascii() and name.isprintable()
+            if not (self._admits_guests and is_name and self._has_place()):
                 return None
             record = self._add(name, "guest", incarnation=incarnation)
             record.begin_incarnation(incarnation, now)

@@ -368,7 +368,7 @@ class Supervisor:
 
     def _joined(self, record: RoleRecord, message: wire.Join) -> None:
         endpoint, host = message.endpoint, message.host
-        if not (endpoint + host).isascii():
+        if not ((endpoint + host).isascii() and (endpoint + host).isprintable()):
             raise RemoteProtocolError(f"{record.name} joins from {endpoint!a}")
         if not record.join(message):
             self._introduce(record)
@@ -768,8 +768,13 @@ class Supervisor:
         self.shutdown.stage = ShutdownStage.OVER
         self.metrics.ended_at = self._now
         self.scheduler.release_all()
-        error = "interrupted" if self.shutdown.interrupted else self.shutdown.error
+        error = "interrupted" if self.shutdown.interrupted else self._error
         self.out.add(rl.Exit(error=error))
+
+    @property
+    def _error(self) -> str | None:  # roles and hosts have worded parts of it
+        error = self.shutdown.error
+        return None if error is None else formatting.plain(error)
 
     # --- view
 
@@ -796,7 +801,7 @@ class Supervisor:
         return replace(
             view,
             phase=self.phase,
-            stop_reason=self.shutdown.reason,
-            error=None if self.shutdown.interrupted else self.shutdown.error,
+            stop_reason=self.shutdown.reason and formatting.plain(self.shutdown.reason),
+            error=None if self.shutdown.interrupted else self._error,
             messages=tuple(self.out.messages),
         )
