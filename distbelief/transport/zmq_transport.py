@@ -27,7 +27,7 @@ from distbelief.errors import LocalProtocolError, RemoteProtocolError, Transport
 from distbelief.protocol import Message, codec as wire
 from distbelief.roles.role import HOST, SUPERVISOR, USER
 from distbelief.transport import authenticator as auth
-from distbelief.transport.address import LOOPBACK, Endpoint
+from distbelief.transport.address import LOOPBACK, Endpoint, is_six
 
 
 # Events: the peer rejects this side's key.
@@ -123,6 +123,7 @@ class ZmqTransport:
         self._zap.bind(ZAP_ENDPOINT)
         self._inbox = self._context.socket(zmq.PULL)
         self._inbox.linger = 0
+        self._inbox.ipv6 = self._bind.startswith("tcp://[")
         self._inbox.rcvhwm = self._messages_max
         self._inbox.maxmsgsize = _FRAME_BYTES_MAX
         self._inbox.backlog = 256  # further clients try again after a second
@@ -181,6 +182,7 @@ class ZmqTransport:
             self.disconnect(next(iter(self._sockets)))
         link = PeerSocket(incarnation, endpoint, *self._outgoing(watched=watched))
         try:
+            link.socket.ipv6 = is_six(target.host)
             self._authenticator.dial(link.socket, peer, target)
             link.socket.connect(self._authenticator.address(target.endpoint))
         except TransportError:

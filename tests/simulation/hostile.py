@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Final
+from typing import Final, TypeVar
 
 import msgspec
 import numpy as np
@@ -33,6 +33,8 @@ from distbelief.supervisor.supervisor import Supervisor
 from distbelief.worker.member import JobMember
 from experiments.fuzz.inputs import Sampler, numbers
 
+
+S = TypeVar("S", bound=msgspec.Struct)
 
 N_BETWEEN: Final = 4  # hostile messages after each honest one
 N_BETWEEN_LOOKS: Final = 500
@@ -124,7 +126,7 @@ class Forger:
             incarnation = INCARNATIONS[draw(len(INCARNATIONS))]
         return rl.Received(sender=sender, incarnation=incarnation, message=message)
 
-    def _changed(self, struct: Message) -> Message:
+    def _changed(self, struct: S) -> S:
         fields = _fields(type(struct))
         if not fields:
             return struct
@@ -134,19 +136,10 @@ class Forger:
         if may_be_unset and not self._draw(4):
             value = msgspec.UNSET
         elif isinstance(value, msgspec.Struct) and self._draw(2):
-            value = self._changed(value)  # type: ignore[arg-type] -- part of a message
+            value = self._changed(value)
         else:
             value = self._sampler.value(kind)
         return msgspec.structs.replace(struct, **{name: value})
-
-
-@dataclass
-class Finding:
-    what: str
-    event: rl.Event
-
-    def __str__(self) -> str:
-        return f"{self.what} by {self.event!r:.900}"
 
 
 @dataclass(kw_only=True)
@@ -160,7 +153,7 @@ class Life:
     work: deque[rl.Compute | rl.Persist] = field(default_factory=deque)
     n_refused: int = 0
     ended: rl.Exit | None = None
-    finding: Finding | None = None
+    finding: str | None = None
 
     def __post_init__(self) -> None:
         self._codec = Codec(run="hostile")
@@ -180,7 +173,7 @@ class Life:
         except RemoteProtocolError:
             self.n_refused += 1
         except Exception as error:  # noqa: BLE001 -- whatever ends a role
-            self.finding = Finding(f"{type(error).__name__}: {error!s:.300}", event)
+            self.finding = f"{type(error).__name__}: {error!s:.300} by {event!r:.900}"
 
     def _perform(self, action: rl.Action) -> None:
         match action:
@@ -254,7 +247,7 @@ class Trial:
                     break
             self.n_refused += life.n_refused
             if life.finding is not None:
-                self.findings.append(str(life.finding))
+                self.findings.append(life.finding)
             elif life.ended is not None:
                 self.n_ended += 1
                 if isinstance(life.role, Shard):

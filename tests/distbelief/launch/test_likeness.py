@@ -59,8 +59,8 @@ def like(folder: Path, *overrides: str, **other: str) -> tuple[Likeness, Job]:
     _forget()
     folder.mkdir()
     for file, text in FILES.items():
-        change = other.get(file.removesuffix(".py"))
-        (folder / file).write_text(text.replace(*change.split(" -> ")) if change else text)
+        old, _, new = other.get(file.removesuffix(".py"), "").partition(" -> ")
+        (folder / file).write_text(text.replace(old, new) if old else text)
     job = small("letting:net", "letting:points")
     made = parse_job(
         job, path=folder / "job.toml", overrides=("algorithm.loss=letting:loss", *overrides)

@@ -876,9 +876,10 @@ def test_counters_that_cannot_be_counted_with_are_left_out(value: float) -> None
     desk.train()
     names = ("clock", "pushes", "pushes_restored", "pushes_applied", "staleness_mean")
     for name in names:
-        desk.beat("shard-0", **dict.fromkeys(names, 3.0) | {name: value})
+        counters = dict.fromkeys(names, 3.0) | {name: value}
+        desk.hear("shard-0", wire.Heartbeat(state="busy", counters=counters))
     counters = {"samples": value, "bytes_out": value, "ranges": value, "samples_allowed": value}
-    desk.beat("replica-0", **counters)
+    desk.hear("replica-0", wire.Heartbeat(state="busy", counters=counters))
     desk.hear("replica-1", wire.Finished(counters=counters))
     desk.pass_time(1.0, beats=desk.names)
     found = msgspec.json.decode(msgspec.json.encode(desk.view), type=JobView)
