@@ -415,7 +415,7 @@ class AgentStorage:
         self._check_place(received.spec)
         job, patience = localized(received.spec.job, self.code)
         with files.explaining(self.directory, doing="make a directory in"):
-            self.directory.mkdir(parents=True, exist_ok=True)
+            files.make_directory(self.directory)
             directory = files.make_numbered(self.directory, "")
             (directory / "logs").mkdir()
         memory = self.memory = FileMemory.make()

@@ -290,7 +290,7 @@ def run_server(
 
 def _open_directory(directory: Path) -> RunDirectory:
     with files.explaining(directory, doing="make"):
-        directory.mkdir(parents=True, exist_ok=True)
+        files.make_directory(directory)
         names = {path.name for path in directory.iterdir()}
         if "request.json" not in names and names - {"lock", "initial.safetensors"}:
             raise JobError(

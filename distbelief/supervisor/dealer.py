@@ -206,7 +206,7 @@ class Dealer:
             first = first & other
         self._done = first | self._in_no_push
         # Nothing farther is dealt, whatever shards claim.
-        self._done &= Spans([(0, self._limit)])
+        self._done -= Spans([(self._limit, 1 << 63)])
         if self._epoch_share < 1.0:
             self._leave_out()
 

@@ -199,7 +199,7 @@ class FileServer:
         with files.explaining(path, doing="write"):
             try:
                 flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
-                with os.fdopen(os.open(draft, flags, 0o666), "wb") as file:
+                with os.fdopen(os.open(draft, flags, 0o600), "wb") as file:
                     file.seek(call.offset)
                     file.write(content)
             except OSError:
