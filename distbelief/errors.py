@@ -7,6 +7,7 @@ DistBeliefError
     ProtocolError             a message that is not legal in the current state ...
         LocalProtocolError    ... sent by our own code: a bug in this package
         RemoteProtocolError   ... sent by a peer
+            FalseClaimError   ... that no peer sends by mistake: its key is rejected for a while
     StorageError              a file: missing, damaged, full disk ...
         RestoreError          ... or a saved state that no restart can restore
     PeerLostError, MemoryGoneError, TransportError
@@ -37,6 +38,10 @@ class LocalProtocolError(ProtocolError):
 
 class RemoteProtocolError(ProtocolError):
     """A peer sent a message that is illegal in the receiver's current state."""
+
+
+class FalseClaimError(RemoteProtocolError):
+    """A peer claims what cannot be, or speaks as another kind of role."""
 
 
 class PeerLostError(DistBeliefError):

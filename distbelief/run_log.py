@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final, final
 
-from distbelief.core import files
+from distbelief.core import files, formatting
 from distbelief.core.writer import Writer, log_line
 from distbelief.errors import StorageError
 
@@ -53,7 +53,7 @@ class RunLog:
             self.print(f"{warning} (the supervisor's log has all of these)")
 
     def print(self, text: str) -> None:
-        self.show(partial(self._tell, text))
+        self.show(partial(self._tell, formatting.plain(text)))
 
     def show(self, draw: Callable[[], object], *, key: str | None = None) -> None:
         """Draw on the screen; of one `key` only the newest pending drawing."""

@@ -176,6 +176,7 @@ def run_preflight(
     plan: Path,
     log: Path,
     tell: Callable[[str], object],
+    has_hosts: bool = False,
 ) -> PreflightResult:
     """Run the preflight process; return its result.
 
@@ -187,6 +188,7 @@ def run_preflight(
         job=msgspec.Raw(job.to_json()),
         initial_file=str(initial_file.absolute()),
         plan=str(plan.absolute()),
+        has_hosts=has_hosts,
     )
     request.write_bytes(msgspec.json.encode(content))
     launcher.check(CHECK, request)
@@ -351,7 +353,9 @@ class Trainer:
 
     # --- prepare ---
 
-    def get_ready(self, *, from_scratch: bool = False, live: LiveRun | None = None) -> None:
+    def get_ready(
+        self, *, from_scratch: bool = False, live: LiveRun | None = None, has_hosts: bool = False
+    ) -> None:
         """Run the preflight, which prepares the data, and resume previous sessions."""
         job, run, log = self._job, self._run, self._log
         import_from(job)  # for `Run.model`
@@ -368,6 +372,7 @@ class Trainer:
                     plan=run.plan_file,
                     log=run.log_file(CHECK),
                     tell=status.update,
+                    has_hosts=has_hosts,
                 )
             check_data(job, found)
             n_shards = job.cluster.shards
@@ -752,7 +757,8 @@ def train(  # noqa: PLR0913 -- a front door: all but the first are options
             Trainer(job, run, memory=memory, launcher=launcher, console=console)
         )
         try:
-            trainer.get_ready(from_scratch=from_scratch, live=live)
+            has_hosts = hosting is not None
+            trainer.get_ready(from_scratch=from_scratch, live=live, has_hosts=has_hosts)
         except BaseException:
             if is_new:  # a rejected job leaves no directory
                 shutil.rmtree(run.path, ignore_errors=True)

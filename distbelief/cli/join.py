@@ -40,6 +40,12 @@ def join(  # noqa: PLR0913 -- options
         "A module or package whose functions the job may call on this host. "
         "May be repeated. Default: none.",
     ),
+    allow_checkpoints: list[str] | None = option(
+        None,
+        "PLACE",
+        "A folder or URL below which shards on this host may save, where the job names one in "
+        "[cluster] checkpoints. May be repeated. Default: only on the host of the job.",
+    ),
     domain: str = option(
         "",
         "NAME",
@@ -61,8 +67,8 @@ def join(  # noqa: PLR0913 -- options
 
     Start it before or after the job. Model and data of the job are looked up in
     the current directory. The job can call only functions of modules that you
-    allow. Ctrl+C moves the roles that run here to other hosts, then ends; a
-    second Ctrl+C ends at once.
+    allow, and save only where you allow. Ctrl+C moves the roles that run here
+    to other hosts, then ends; a second Ctrl+C ends at once.
 
     Exit code: 0 the job has ended, 1 failed or rejected, 2 wrong usage, 130
     stopped by Ctrl+C.
@@ -79,6 +85,7 @@ def join(  # noqa: PLR0913 -- options
         memory_bytes=None if memory is None else int(units.parse(memory, "bytes")),
         devices=tuple(devices or ()),
         allowed=tuple(allow_import or ()),
+        places=tuple(allow_checkpoints or ()),
         domain=domain,
         directory=directory,
         stays=stay,

@@ -13,6 +13,7 @@ from typing import Final, ParamSpec, TypeVar, cast
 
 import typer
 
+from distbelief.core.formatting import plain
 from distbelief.errors import DistBeliefError, JobError
 
 
@@ -35,7 +36,7 @@ def reported_errors(*, show_traceback: bool) -> Iterator[None]:
     except DistBeliefError as error:
         if show_traceback:
             traceback.print_exc()
-        typer.echo(str(error), err=True)
+        typer.echo(plain(str(error)), err=True)
         code = MISTAKEN if isinstance(error, JobError) else FAILED
         raise typer.Exit(code) from None
     except KeyboardInterrupt:
@@ -49,7 +50,7 @@ def reported_errors(*, show_traceback: bool) -> Iterator[None]:
         if refused is not None:  # Python would try it again at its end, and complain itself
             with Path(os.devnull).open("wb") as null:
                 os.dup2(null.fileno(), sys.stdout.fileno())
-        typer.echo(refused or _pointer(error), err=True)
+        typer.echo(plain(refused or _pointer(error)), err=True)
         raise typer.Exit(FAILED) from None
 
 

@@ -31,7 +31,7 @@ names=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
 first=${{names%%$'\\n'*}}
 srun --nodes={others} --ntasks={others} --exclude="$first" --kill-on-bad-exit=0 \\
     {program} join "tcp://$first:$port?key={key}" --keys {keys} \\
-    --cores {cpus} {imports} &
+    --cores {cpus} {consent} &
 hosts=$!
 """
 _TRAIN: Final = """\
@@ -79,7 +79,7 @@ def slurm(
     ends; submitted again, the script resumes its run.
     """
     from distbelief.config.load import load_job  # noqa: PLC0415 -- start quickly
-    from distbelief.launch.role_process import modules_of  # noqa: PLC0415 -- torch
+    from distbelief.launch.role_process import words_of_consent  # noqa: PLC0415 -- torch
     from distbelief.transport.keys import KeyFiles  # noqa: PLC0415 -- pyzmq
 
     if job_file is None:
@@ -99,7 +99,7 @@ def slurm(
     }
     fields = {name: shlex.quote(str(text)) for name, text in texts.items()} | {
         "key": KeyFiles(directory).pair().public,
-        "imports": " ".join(f"--allow-import {shlex.quote(name)}" for name in modules_of(job)),
+        "consent": words_of_consent(job),
         "sets": " ".join(f"--set {shlex.quote(each)}" for each in overrides or ()),
         "nodes": str(nodes),
         "others": str(nodes - 1),

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 import typer
 
 from distbelief.cli.options import AS_JSON, argument, reported
+from distbelief.core.formatting import plain
 from distbelief.errors import JobError
 
 
@@ -88,7 +89,7 @@ def _show_status(run: "RunDirectory", *, pid: int | None, now: float, as_json: b
         console.print(screen)
     remark, style = _remark(run, last, pid=pid, age=age)
     # Commands in the remark must stay on one line, so that they can be copied.
-    console.print(Text(remark, style), soft_wrap=True)
+    console.print(Text(plain(remark), style), soft_wrap=True)
 
 
 def _remark(

@@ -21,13 +21,15 @@ from distbelief import protocol as wire
 from distbelief.cluster.bootstrap import FileDownload, localized, read_job_spec
 from distbelief.core import files
 from distbelief.core.reliable import Silence
-from distbelief.errors import DistBeliefError, RemoteProtocolError
+from distbelief.errors import DistBeliefError, JobError, RemoteProtocolError
 from distbelief.launch.forkserver import END_SECONDS_MAX
 from distbelief.launch.local import PREPARE, LocalLauncher
 from distbelief.launch.preflight import read_result
+from distbelief.launch.role_process import RoleSpec
 from distbelief.protocol.hosts import JOB_SPEC, PROBE
 from distbelief.roles import role as rl
 from distbelief.roles.log_events import LogEvent
+from distbelief.run.folders import absolute
 from distbelief.transport.config import ListenConfig
 from distbelief.transport.shared_memory import FileMemory
 
@@ -51,6 +53,7 @@ class JoinOptions:
     memory_bytes: int | None = None  # to use; None for all
     devices: tuple[str, ...] = ()  # "cuda" for each GPU to use
     allowed: tuple[str, ...] = ()  # modules whose functions a job may name
+    places: tuple[str, ...] = ()  # folders and URLs where a job may save
     code: Path = Path()  # directory of a job's modules and files
     directory: Path = Path("runs/joined")  # for logs
     domain: str = ""  # what fails together with this host
@@ -399,6 +402,7 @@ class AgentStorage:
     supervisor: str  # its address, with its key
     reach: ListenConfig  # where roles of this host listen
     allowed: tuple[str, ...]  # modules whose functions a job may name
+    places: tuple[str, ...] = ()  # where it may save, beside the supervisor's host
     code: Path  # directory of their modules and of the job's files
     directory: Path  # for logs
     launcher: LocalLauncher
@@ -408,9 +412,10 @@ class AgentStorage:
     def store_job_spec(self, job_spec: bytes) -> rl.Seconds:
         self.clear()
         received = read_job_spec(job_spec)
+        self._check_place(received.spec)
         job, patience = localized(received.spec.job, self.code)
         with files.explaining(self.directory, doing="make a directory in"):
-            self.directory.mkdir(parents=True, exist_ok=True)
+            files.make_directory(self.directory)
             directory = files.make_numbered(self.directory, "")
             (directory / "logs").mkdir()
         memory = self.memory = FileMemory.make()
@@ -425,6 +430,9 @@ class AgentStorage:
             plans={n: str(plan) for n, plan in plans.items()},
             reach=self.reach,
             allowed=self.allowed,
+            # Nothing that names files of this host.
+            initial_file=None if received.spec.initial_file is None else "",
+            computation=None,
         )
         self.spec = memory.directory / ".spec.json"
         # It may contain a secret; only the user may enter this directory.
@@ -434,6 +442,21 @@ class AgentStorage:
             spec=self.spec, log_of=lambda name: logs / f"{name}.log", has_ranks=bool(plans)
         )
         return patience + END_SECONDS_MAX  # first its roles end by themselves
+
+    def _check_place(self, spec: RoleSpec) -> None:
+        """Reject a job that would save, with this user's rights, where its user has not agreed."""
+        place = spec.snapshots
+        if not (place or spec.files):
+            raise JobError("the job names no place for checkpoints: start it with --listen")
+        is_within = any(
+            f"{place}/".startswith(f"{absolute(one).rstrip('/')}/") for one in self.places
+        )
+        if place and (not is_within or ".." in place.split("/")):
+            raise JobError(
+                f"the job saves at {place:.200}, which this host does not allow (allowed: "
+                f"{', '.join(self.places) or 'none'}): use distbelief join ... "
+                f"--allow-checkpoints {place:.200}"
+            )
 
     def verdict(self) -> str | None:
         found = read_result(self.spec)

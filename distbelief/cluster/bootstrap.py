@@ -30,7 +30,7 @@ from distbelief.errors import JobError, RemoteProtocolError, TransportError
 from distbelief.launch.role_process import RoleSpec
 from distbelief.protocol import FileChunk, FileRequest
 from distbelief.roles.role import Seconds
-from distbelief.transport.address import Endpoint, number_of
+from distbelief.transport.address import Endpoint, in_url, number_of
 from distbelief.transport.authenticator import open_private
 from distbelief.transport.config import ListenConfig
 from distbelief.transport.keys import KeyPair, public_key
@@ -80,7 +80,7 @@ class JobAddress:
 
     @property
     def endpoint(self) -> str:
-        return f"tcp://{self.host}:{self.port}"
+        return f"tcp://{in_url(self.host)}:{self.port}"
 
     def place(self, key: str) -> Endpoint:
         return Endpoint(host=number_of(self.host), port=self.port, key=key)

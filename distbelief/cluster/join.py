@@ -124,7 +124,7 @@ def join(options: JoinOptions, *, tell: Tell) -> int:
     place = address.place(address.key if keys is None else keys.server_key)
     name = HOST + secrets.token_hex(4)
     with files.explaining(options.directory, doing="make"):
-        options.directory.mkdir(parents=True, exist_ok=True)
+        files.make_directory(options.directory)
     log = RunLog(options.directory / "host.log", name, tell=tell)
     last_error = ""
 
@@ -150,6 +150,7 @@ def join(options: JoinOptions, *, tell: Tell) -> int:
             supervisor=str(place),
             reach=reach,
             allowed=options.allowed,
+            places=options.places,
             code=options.code.absolute(),
             directory=options.directory.absolute(),
             launcher=launcher,

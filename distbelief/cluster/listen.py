@@ -18,7 +18,7 @@ from distbelief.parameter_server.layout import Layout
 from distbelief.partition.profiling.this_host import memory
 from distbelief.roles.role import Seconds
 from distbelief.supervisor.hosts import ClusterConfig
-from distbelief.transport.address import ANYWHERE, Endpoint, own_address
+from distbelief.transport.address import Endpoint, is_anywhere, own_address
 from distbelief.transport.config import ListenConfig
 
 
@@ -72,7 +72,7 @@ class JoinServer:
 
     def address(self, endpoint: str) -> JobAddress:
         place = Endpoint.parse(endpoint)
-        host = own_address() if place.host == ANYWHERE else place.host
+        host = own_address() if is_anywhere(place.host) else place.host
         return JobAddress(host=host, port=place.port, key=place.key, secret=self.reach.secret)
 
     def checked(self) -> Self:

@@ -19,7 +19,7 @@ from distbelief.cluster.agent import JoinOptions
 from distbelief.config.job import Job
 from distbelief.core.signals import handlers_kept
 from distbelief.errors import JobError
-from distbelief.launch.role_process import modules_of
+from distbelief.launch.role_process import modules_of, places_of
 from distbelief.roles.role import Seconds
 from distbelief.transport.address import LOOPBACK, own_address
 
@@ -90,12 +90,20 @@ class RayHosts:
     """The hosts that Ray provides to one job: `connect`, then `start`, then `close`.
 
     Each runs in an actor that has so many `cores`. `keys` is a directory on Ray's nodes, or "";
-    `allowed` are the modules whose functions the job names.
+    `allowed` are the modules whose functions the job names, `places` where it saves.
     """
 
-    def __init__(self, *, n_hosts: int, cores: int, keys: str, allowed: tuple[str, ...]) -> None:
+    def __init__(
+        self,
+        *,
+        n_hosts: int,
+        cores: int,
+        keys: str,
+        allowed: tuple[str, ...],
+        places: tuple[str, ...] = (),
+    ) -> None:
         self.n_hosts, self.cores, self.allowed = n_hosts, cores, allowed
-        self._keys = keys
+        self._keys, self._places = keys, places
         self._actors: list[object] = []
         self._ends: list[object] = []  # result of each actor's `join`
         self._group: object = None
@@ -107,7 +115,8 @@ class RayHosts:
     def of(cls, job: Job, *, n_hosts: int, n_processes: int, keys: str) -> Self:
         """Return as many hosts, for the processes beyond those on the supervisor's own host."""
         cores = ceil(max(1, n_processes) / n_hosts) * job.cluster.threads
-        return cls(n_hosts=n_hosts, cores=cores, keys=keys, allowed=modules_of(job))
+        allowed, places = modules_of(job), places_of(job)
+        return cls(n_hosts=n_hosts, cores=cores, keys=keys, allowed=allowed, places=places)
 
     def start(self, address: str, *, directory: Path) -> None:
         """Ask Ray for hosts; they join when it has them."""
@@ -130,6 +139,7 @@ class RayHosts:
                 keys=Path(self._keys) if self._keys else None,
                 cores=self.cores,
                 allowed=self.allowed,
+                places=self._places,
                 code=Path.cwd(),
                 directory=directory / f"ray-{index}",
             )

@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import Final, Self, final
 
 from distbelief.config.job import Job
-from distbelief.core.formatting import without_control_characters
+from distbelief.core.formatting import plain
 from distbelief.core.reliable import Backoff
 from distbelief.errors import JobError
-from distbelief.launch.role_process import modules_of
+from distbelief.launch.role_process import words_of_consent
 from distbelief.roles.role import Seconds
 
 
@@ -94,7 +94,7 @@ class _Link:
         *whole, self.unread = (self.unread + (b"\n" if new == b"" else new or b"")).split(b"\n")
         self.unread = self.unread[-OUTPUT_BYTES:]
         texts = [line.decode(errors="replace").strip()[:LINE_MAX] for line in whole]
-        lines = [without_control_characters(text) for text in texts if text]
+        lines = [plain(text) for text in texts if text]
         self.last = lines[-1] if lines else self.last
         return lines
 
@@ -126,7 +126,7 @@ class SshHosts:
         log: Callable[[str], None],
     ) -> Self:
         """Return the hosts of this job; its folder and its keys lie there as they do here."""
-        words = [f"--allow-import {shlex.quote(module)}" for module in modules_of(job)]
+        words = [words_of_consent(job)]
         words += [f"--keys {_from_home(Path(keys))}"] if keys else []
         here = f"cd {_from_home(Path.cwd())} && distbelief"
         return cls(hosts, command=command or here, words=" ".join(words), log=log)

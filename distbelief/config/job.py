@@ -34,6 +34,7 @@ PATIENCE_SECONDS_MIN: Final = 2.0  # several heartbeats, each of which the super
 
 # Where shards run: on the supervisor's host, one on each host, or on the hosts of replicas.
 ShardPlacement = Literal["here", "spread", "beside replicas"]
+Rounding = Literal["same", "any"]
 
 FIT_MAX: Final = 64  # replicas of a job that takes as many as fit, on hosts that may join
 
@@ -77,6 +78,7 @@ class ClusterTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     # Folder or URL for the checkpoints; None: in the run directory.
     checkpoints: str | None = None
     placement: ShardPlacement = "here"  # of shards, where other hosts have joined
+    rounding: Rounding = "same"  # of hosts that join
     # Silence of the supervisor after which every role ends, the shards once they have saved.
     patience: Seconds = PATIENCE_SECONDS
 

@@ -62,6 +62,8 @@ def resolve(content: dict[str, object], *, file: str) -> Job:
     name: object = content.get("name", Path(output.directory).name or "job")
     if not isinstance(name, str) or not name.strip():
         raise TableError(("name",), f"name = {toml.excerpt(name)}: wants text in quotes")
+    if not name.isprintable():
+        raise TableError(("name",), f"name = {name!a:.200}: wants no control characters")
     try:
         point = algorithms.find(given["algorithm"].get("name"))
         algorithm = algorithms.load(point)

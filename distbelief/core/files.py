@@ -156,7 +156,8 @@ class LineFile:
 
     def append(self, line: str) -> None:
         try:
-            with self._path.open("ab", buffering=0) as file:
+            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+            with os.fdopen(os.open(self._path, flags, 0o600), "ab", buffering=0) as file:
                 file.write(f"{line}\n".encode(errors="backslashreplace"))
         except OSError as error:
             if not self._has_reported:
@@ -215,9 +216,12 @@ def refuse_special(directory: Path) -> None:
 
 
 def make_directory(path: Path) -> None:
-    """Make a directory and its missing parents, and sync them to disk (or raise OSError)."""
+    """Make a directory and its missing parents, and sync them to disk (or raise OSError).
+
+    Only this user may enter the directory itself; one that exists stays as it is.
+    """
     missing = [each for each in (path, *path.parents) if not each.exists()]
-    path.mkdir(parents=True, exist_ok=True)
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
     for made in missing:
         force(made.parent)
 
@@ -227,7 +231,7 @@ def make_numbered(parent: Path, prefix: str) -> Path:
     for number in range(1, SIBLINGS_MAX):
         path = parent / f"{prefix}{number}"
         with suppress(FileExistsError):  # perhaps made just now, by another process
-            path.mkdir()
+            path.mkdir(mode=0o700)
             return path
     raise StorageError(f"{parent} has {SIBLINGS_MAX} {prefix}*: remove some")
 

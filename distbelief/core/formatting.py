@@ -10,12 +10,32 @@ DASH: Final = "-"  # a value that was not measured; never shown as zero
 N_KNOWN_MAX: Final = 40  # names in a hint
 _SHARES: Final = frozenset({"accuracy", "top5"})
 _SHARE: Final = "_share"
-_CONTROL: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+# Of terminals; and what shows nothing, ends a line, turns the direction of writing, or is half of a
+# character.
+_CONTROL: Final = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ud800-\udfff\ufeff]"
+)
 
 
-def without_control_characters(text: str) -> str:
-    """Replace control characters of terminals by "?"; line ends and tabs stay."""
+def plain(text: str) -> str:
+    """Return foreign text as it may be shown and logged: control characters become "?".
+
+    Line ends and tabs stay.
+    """
     return _CONTROL.sub("?", text)
+
+
+def plain_in(value: object) -> object:
+    """Return what JSON holds, all text in it as by `plain`."""
+    match value:
+        case str():
+            return plain(value)
+        case dict():
+            return {plain_in(key): plain_in(item) for key, item in value.items()}
+        case list():
+            return [plain_in(item) for item in value]
+        case _:
+            return value
 
 
 def is_share(metric_name: str) -> bool:

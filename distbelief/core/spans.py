@@ -48,7 +48,12 @@ class Spans:
     def __iter__(self) -> Iterator[Span]:
         return iter(self._spans)
 
-    def __len__(self) -> int:
+    def __bool__(self) -> bool:
+        return bool(self._spans)
+
+    # No `__len__`: it would be taken for the number of spans, and memory made for so many.
+    @property
+    def n_positions(self) -> int:
         return sum(stop - start for start, stop in self._spans)
 
     @override

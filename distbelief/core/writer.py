@@ -17,6 +17,8 @@ from collections.abc import Callable
 from itertools import count
 from typing import Final, Self, final
 
+from distbelief.core import formatting
+
 
 N_WAITING_MAX: Final = 10_000
 CLOSE_SECONDS_MAX: Final = 5.0
@@ -27,7 +29,8 @@ Job = Callable[[], object]
 def log_line(role: str, level: str, text: str) -> str:
     """Return a line of a log file, with the time of day."""
     now = dt.datetime.now().astimezone()
-    return f"{now:%Y-%m-%d %H:%M:%S}.{now.microsecond // 1000:03d} {role} {level}: {text}"
+    at = f"{now:%Y-%m-%d %H:%M:%S}.{now.microsecond // 1000:03d}"
+    return formatting.plain(f"{at} {role} {level}: {text}")
 
 
 @final

@@ -414,7 +414,7 @@ def _redirect(log: str) -> None:
     null = os.open(os.devnull, os.O_RDWR)
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
     try:
-        file = os.open(Path(log), flags, 0o644)
+        file = os.open(Path(log), flags, 0o600)
     except OSError:
         file = null
     os.dup2(null, 0)

@@ -23,7 +23,15 @@ from distbelief.core import files
 from distbelief.core.tensor_files import TensorFile
 from distbelief.data import Dataset, marks_of
 from distbelief.errors import DistBeliefError, JobError, StorageError
-from distbelief.launch.role_process import RoleSpec, check_allowed, import_from, log, read_spec
+from distbelief.launch.likeness import Likeness, likeness_of
+from distbelief.launch.role_process import (
+    RoleSpec,
+    check_allowed,
+    import_from,
+    log,
+    modules_of,
+    read_spec,
+)
 from distbelief.parameter_server.initial_values import Initial
 from distbelief.parameter_server.layout import ElementType, Layout, TensorSpec
 from distbelief.parameter_server.optimizers import UpdateRule, check_groups
@@ -46,6 +54,7 @@ class PreflightRequest(msgspec.Struct, frozen=True, kw_only=True):
     job: msgspec.Raw  # as JSON
     initial_file: str  # file for the module's initial values, if they are needed
     plan: str  # file for the plan, if replicas are split; its picture, and others, go beside it
+    has_hosts: bool = False  # whether hosts may join, which compare themselves with this one
 
 
 class PreflightResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,6 +73,7 @@ class PreflightResult(msgspec.Struct, frozen=True, kw_only=True):
     plans: dict[int, str] = {}  # file of the plan for each number of ranks
     costs: dict[int, PlanCost] = {}  # of each plan, if ranks are chosen by the hosts that join
     sample: Sample | None = None  # shapes and types of the data, for the plans
+    likeness: Likeness | None = None  # what hosts that join must have in common with this one
 
     def formed(self, ranks: tuple[int, ...]) -> "PreflightResult":
         """Return the result for replicas of these ranks."""
@@ -80,6 +90,7 @@ class PreflightResult(msgspec.Struct, frozen=True, kw_only=True):
             initial_file=self.initial_file,
             plans=self.plans,
             sample=self.sample,
+            likeness=self.likeness,
             n_train=None if self.task.train is None else self.task.train.n_samples,
             marks=(self.task.train and self.task.train.marks) or None,
         )
@@ -95,7 +106,9 @@ def check_main(name: str, incarnation: int, path: str) -> int:
         torch.set_num_threads(job.cluster.threads)
         tasks.prepare_data(job.task)
         prepared_mark(Path(path)).touch()
-        return answer_to(job, initial_file=request.initial_file, plan=request.plan)
+        answer = answer_to(job, initial_file=request.initial_file, plan=request.plan)
+        like = likeness_of(job, modules_of(job)) if request.has_hosts else None
+        return msgspec.structs.replace(answer, likeness=like)
 
     return _answer(name, incarnation, Path(path), check_job)
 
@@ -111,6 +124,10 @@ def prepare_main(name: str, incarnation: int, path: str) -> int:
         check_device(job.cluster.device, "join from a host with one")
         _check_reachable(spec.snapshots)
         tasks.prepare_data(job.task)
+        if spec.likeness is not None:
+            torch.set_num_threads(job.cluster.threads)
+            may_round = job.cluster.rounding == "any"
+            spec.likeness.check(likeness_of(job, modules_of(job)), may_round=may_round)
         return PreflightResult()
 
     return _answer(name, incarnation, Path(path), prepare)

@@ -5,6 +5,7 @@ to the role's log.
 """
 
 import os
+import shlex
 import signal
 import sys
 import threading
@@ -27,12 +28,13 @@ from distbelief.core.signals import ABANDONED
 from distbelief.core.tensor_files import TensorFile
 from distbelief.core.writer import Writer, log_line
 from distbelief.errors import DistBeliefError, JobError
+from distbelief.launch.likeness import Likeness
 from distbelief.parameter_server.initial_values import Initial
 from distbelief.parameter_server.layout import Layout, LayoutSpec
 from distbelief.protocol import Failed, Heartbeat
 from distbelief.roles.role import SUPERVISOR, PeerLost, Role, Snapshot
 from distbelief.run.checkpoints import CheckpointStore
-from distbelief.run.folders import folder_at
+from distbelief.run.folders import absolute, folder_at
 from distbelief.task.forward import Sample
 from distbelief.task.imports import resolve
 from distbelief.task.task import BuildContext
@@ -64,6 +66,19 @@ def import_paths(job: Job) -> Iterator[tuple[str, str]]:
 
 def modules_of(job: Job) -> tuple[str, ...]:
     return tuple(dict.fromkeys(path.partition(":")[0] for _, path in import_paths(job)))
+
+
+def places_of(job: Job) -> tuple[str, ...]:
+    """Return where hosts save for this job, beside the supervisor's host."""
+    place = job.cluster.checkpoints
+    return () if place is None else (absolute(place),)
+
+
+def words_of_consent(job: Job) -> str:
+    """Return the options with which a host agrees to what this job does there."""
+    words = [f"--allow-import {shlex.quote(module)}" for module in modules_of(job)]
+    words += [f"--allow-checkpoints {shlex.quote(place)}" for place in places_of(job)]
+    return " ".join(words)
 
 
 def check_allowed(job: Job, allowed: Sequence[str]) -> None:
@@ -111,6 +126,7 @@ class RoleSpec(msgspec.Struct, frozen=True, kw_only=True):
     sample: Sample | None = None  # shapes and types of the data, for these plans
     n_train: int | None = None  # training samples
     marks: tuple[float, ...] | None = None  # of some of them (`marks_of`), which hosts compare
+    likeness: Likeness | None = None  # of the supervisor's host, if others may join
     reach: ListenConfig = ListenConfig()  # where these processes listen
     computation: Computation | None = None  # what ranks without shards compute
     # Packages and modules whose functions they may call; None for any

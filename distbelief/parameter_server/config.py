@@ -40,6 +40,7 @@ class ShardConfig:
     name: str = ""  # of the role; by default "shard-INDEX"
     is_replicated: bool = False  # one of two copies: the supervisor promotes one
     deals: bool = False  # data are dealt: the supervisor hears of the positions applied here
+    n_samples: int = 0  # of an epoch of dealt data; 0: not known
 
     def __post_init__(self) -> None:
         if not self.name:

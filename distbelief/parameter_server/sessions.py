@@ -31,7 +31,7 @@ import numpy as np
 
 from distbelief.core.memory import Memory
 from distbelief.core.vectors import Vector
-from distbelief.errors import RemoteProtocolError, StorageError
+from distbelief.errors import FalseClaimError, RemoteProtocolError, StorageError
 from distbelief.parameter_server import slices as sl
 from distbelief.parameter_server.client.buffers import Staleness
 from distbelief.parameter_server.config import ShardConfig
@@ -46,6 +46,10 @@ _N_KEPT: Final = 4096
 """Recent pushes; an older one counts as overlapping."""
 
 _N_KNOWN_MAX: Final = 1 << 14
+
+TICKS_AHEAD_MAX: Final = 1 << 32
+"""More than a shard that restarts can lack. Far below the largest tick of a message, at which a
+worker alone could set the floor for all that come later."""
 
 
 @final
@@ -338,6 +342,7 @@ class Sessions:
 
     def why_not(self, event: Received, request: pf.OpenSession) -> str | None:
         """Return why this session can never be opened, or None."""
+        self._check_tick(event.sender, self._clients.get(event.sender), request.tick)
         fingerprint = self._config.layout.fingerprint
         if request.layout != fingerprint:
             return (
@@ -511,8 +516,7 @@ class Sessions:
             raise RemoteProtocolError(
                 f"{client.name} sent fetched_clock {message.fetched_clock} at {self._values.clock}"
             )
-        if message.dealt is not msgspec.UNSET and message.dealt[0] >= message.dealt[1]:
-            raise RemoteProtocolError(f"{client.name} sent a push of positions {message.dealt}")
+        self._check_claims(client, message)
         reason = self._values.why_not(message.touches, client.shard_slice)
         if reason is not None:
             return [self.refuse(client.name, reason, for_good=True)]
@@ -533,6 +537,23 @@ class Sessions:
         elif received == client.n_blocks:
             return []  # the client gets PushApplied later
         return [self._block_ack(client, sequence, received)]
+
+    def _check_claims(self, client: Session, message: pf.Push) -> None:
+        """Raise FalseClaimError for a push of what nobody dealt, or of a tick far ahead."""
+        self._check_tick(client.name, client, message.tick)
+        if message.dealt is msgspec.UNSET:
+            return
+        (start, stop), n = message.dealt, self._config.n_samples
+        is_of_one_epoch = not n or start // n == (stop - 1) // n
+        if not (self._config.deals and start < stop and is_of_one_epoch):
+            raise FalseClaimError(
+                f"{client.name} sent a push of positions {start} to {stop}, which nobody dealt"
+            )
+
+    def _check_tick(self, name: Address, client: Session | None, tick: pf.Ticks) -> None:
+        known = self._floor if client is None else max(client.tick or 0, self._floor)
+        if (tick or 0) > known + TICKS_AHEAD_MAX:
+            raise FalseClaimError(f"{name} has ended {tick} ticks: {known} are known here")
 
     def begin_push(self, now: Seconds, *, is_last: bool = False) -> PushInProgress | None:
         """Return the next push to apply, or to add to a round; `is_last`: no more come."""

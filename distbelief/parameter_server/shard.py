@@ -23,10 +23,10 @@ from typing import Final, assert_never, cast, final
 from distbelief.core.memory import Memory
 from distbelief.core.spans import Spans
 from distbelief.core.vectors import Vector
-from distbelief.errors import DistBeliefError, RemoteProtocolError, StorageError
+from distbelief.errors import DistBeliefError, FalseClaimError, RemoteProtocolError, StorageError
 from distbelief.parameter_server.checkpoint import CheckpointWriter, ShardState, take
 from distbelief.parameter_server.command_log import CommandExecutor
-from distbelief.parameter_server.config import ShardConfig
+from distbelief.parameter_server.config import ShardConfig, other_copy
 from distbelief.parameter_server.pinned_versions import TIMER as PINS_TIMER, PinnedVersions
 from distbelief.parameter_server.replication import (
     TIMER as BACKUP_TIMER,
@@ -442,6 +442,8 @@ class Shard:
             raise RemoteProtocolError(
                 f"{event.sender} sent {type(message).__name__} to {self._name}, the only copy"
             )
+        if isinstance(message, rp.StartSync) and event.sender != other_copy(self._name):
+            raise FalseClaimError(f"{event.sender} is no copy of {self._name}")
         match message:
             # A message for a former incarnation of this copy, delayed in the network.
             case rp.Promote() | rp.StartSync() if message.receiver_incarnation != self._incarnation:

@@ -19,7 +19,7 @@ from typing import Annotated
 
 import msgspec
 
-from distbelief.protocol.fields import AnyMessage, Count, Name, Text
+from distbelief.protocol.fields import Amount, AnyMessage, Count, Duration, Name, Text
 from distbelief.protocol.vector_commands import Batch, Scalars, VectorName
 
 
@@ -147,8 +147,8 @@ class CommandDone(AnyMessage, frozen=True):
     number: Count
     clock: Count = 0
     scalars: Scalars = ()
-    n_chunks: Count = 0  # committed in this evaluation
-    n_examples: Count = 0  # in those
+    n_chunks: Amount = 0  # committed in this evaluation
+    n_examples: Amount = 0  # in those
     digest: Count = 0  # exclusive or of their tokens
     cuts: Annotated[tuple[CheckpointRecord, ...], msgspec.Meta(max_length=8)] = ()
     error: Text | None = None
@@ -164,9 +164,9 @@ class ChunkTask(msgspec.Struct, frozen=True, kw_only=True):
 
 class ChunkResult(msgspec.Struct, frozen=True, kw_only=True):
     attempt: Count
-    n_examples: Count
+    n_examples: Amount
     loss: float  # sum over the examples; not finite if their gradient is not
-    seconds: float  # of computing
+    seconds: Duration  # of computing
     staged: bool  # every shard holds the gradient
 
 
@@ -181,7 +181,7 @@ class Assignment(AnyMessage, frozen=True):
     version: Count  # rises; an older one is ignored
     evaluation: Count
     versions: Annotated[tuple[ShardVersion, ...], msgspec.Meta(max_length=65536)]
-    n_examples: Count  # of the batch
+    n_examples: Amount  # of the batch
     tasks: Annotated[tuple[ChunkTask, ...], msgspec.Meta(max_length=4096)]
     replica_generation: Count = 0  # as in its `WorkReport`
 
@@ -192,6 +192,6 @@ class WorkReport(AnyMessage, frozen=True):
     epoch: Count
     version: Count
     evaluation: Count
-    n_computed: Count  # examples, for this evaluation
+    n_computed: Amount  # examples, for this evaluation
     results: Annotated[tuple[ChunkResult, ...], msgspec.Meta(max_length=4096)]
     generation: Count = 0  # of a model-parallel group: rises when one of its ranks restarts

@@ -22,6 +22,9 @@ class Blob:
 
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+# Of samples, steps, bytes, ...: exact as a float, and sums of a thousand fit into 64 bits.
+Amount = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
+Duration = Annotated[float, msgspec.Meta(ge=0.0, le=1e9)]  # seconds
 Text = Annotated[str, msgspec.Meta(max_length=65536)]
 Name = Annotated[str, msgspec.Meta(max_length=128)]
 Rate = Annotated[float, msgspec.Meta(ge=0.0, le=1e18)]  # per second; 0.0: not measured

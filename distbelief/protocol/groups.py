@@ -19,7 +19,7 @@ import msgspec
 
 from distbelief.core.vectors import Vector
 from distbelief.protocol.batch import ShardVersion
-from distbelief.protocol.fields import AnyMessage, Count, Name
+from distbelief.protocol.fields import Amount, AnyMessage, Count, Name
 
 
 class ChunkOrder(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,8 +29,8 @@ class ChunkOrder(msgspec.Struct, frozen=True, kw_only=True):
     evaluation: Count
     versions: Annotated[tuple[ShardVersion, ...], msgspec.Meta(max_length=65536)]
     attempt: Count
-    start: Count  # positions [start, stop) in the order of the data
-    stop: Count
+    start: Amount  # positions [start, stop) in the order of the data
+    stop: Amount
     keeps: Annotated[tuple[Count, ...], msgspec.Meta(max_length=4096)]  # chunks of other attempts
 
 
@@ -64,7 +64,7 @@ class RankReady(AnyMessage, frozen=True):
 
     generation: Count
     pushes: bool  # False: I hold no parameters, and `samples` means nothing
-    samples: Count  # of the pushes that the shards have from me
+    samples: Amount  # of the pushes that the shards have from me
 
 
 class GrantSteps(AnyMessage, frozen=True):
@@ -74,8 +74,8 @@ class GrantSteps(AnyMessage, frozen=True):
     """
 
     generation: Count
-    position: Count  # in the data, of the generation's first step
-    steps: Count
+    position: Amount  # in the data, of the generation's first step
+    steps: Amount
     is_last: bool  # no more will follow: push what is accumulated, and end
     ended: bool  # the leader knows that this rank has ended
     agreed: Count = 0  # steps that all ranks have computed
@@ -88,10 +88,10 @@ class StepsDone(AnyMessage, frozen=True):
     """Rank -> leader: progress in this generation. Idempotent."""
 
     generation: Count
-    steps: Count  # taken
+    steps: Amount  # taken
     loss: float  # sum over their samples with a finite loss, on the rank that computes it
-    samples: Count  # of these
-    no_loss: Count  # samples whose loss is not finite
+    samples: Amount  # of these
+    no_loss: Amount  # samples whose loss is not finite
     clock: float  # mean over its shards of the clocks of the values in use; -1: none
     ended: bool  # after the last step: all that it pushed is applied
     square: float = 0.0  # squared norm of its part of the last step's gradient; may be NaN

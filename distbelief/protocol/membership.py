@@ -4,7 +4,7 @@ from typing import Annotated, Final
 
 import msgspec
 
-from distbelief.protocol.fields import AnyMessage, Count, Name, Text
+from distbelief.protocol.fields import Amount, AnyMessage, Count, Duration, Name, Text
 
 
 N_SPANS_MAX: Final = 4096  # in a message
@@ -53,10 +53,10 @@ class StartTraining(AnyMessage, frozen=True):
     Sent again with a higher bound before the replica gets there; the newest counts.
     """
 
-    samples: Count | None = None  # over all incarnations: begin no step beyond; None: no bound
+    samples: Amount | None = None  # over all incarnations: begin no step beyond; None: no bound
     # Where data are dealt: ranges [start, stop) of positions, after the first `n_before` that this
     # incarnation was dealt. Those that it has are ignored.
-    ranges: tuple[tuple[Count, Count], ...] | None = None
+    ranges: tuple[tuple[Amount, Amount], ...] | None = None
     n_before: Count = 0
 
 
@@ -87,14 +87,14 @@ class Failed(AnyMessage, frozen=True):
 class Progress(AnyMessage, frozen=True):
     """Replica -> supervisor: the steps since the last report."""
 
-    step: Count
-    samples: Count  # over all incarnations of this replica
+    step: Amount
+    samples: Amount  # over all incarnations of this replica
     loss: float  # mean over the samples since the last report
-    seconds_computing: float  # total of this incarnation
-    seconds_waiting: float
+    seconds_computing: Duration  # total of this incarnation
+    seconds_waiting: Duration
     # Positions [start, stop, start, stop, ...) whose gradients were skipped, as not finite, and
     # are in no push; the newest of this incarnation.
-    skipped: tuple[Count, ...] = ()
+    skipped: tuple[Amount, ...] = ()
 
 
 class SamplesApplied(AnyMessage, frozen=True):
@@ -105,7 +105,7 @@ class SamplesApplied(AnyMessage, frozen=True):
     """
 
     spans: Annotated[
-        tuple[Count, ...], msgspec.Meta(max_length=2 * N_SPANS_MAX)
+        tuple[Amount, ...], msgspec.Meta(max_length=2 * N_SPANS_MAX)
     ]  # start, stop, ...
 
 
@@ -122,7 +122,7 @@ class EvaluationDone(AnyMessage, frozen=True):
     request: Count
     loss: float
     metric: float
-    n_samples: Count
+    n_samples: Amount
     clock: float  # mean over shards of the clock at which they were read
 
 

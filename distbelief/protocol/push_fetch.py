@@ -23,7 +23,7 @@ from typing import Literal
 import msgspec
 
 from distbelief.core.vectors import Vector
-from distbelief.protocol.fields import AnyMessage, Count, Name, Text
+from distbelief.protocol.fields import Amount, AnyMessage, Count, Name, Text
 
 
 Payload = Literal["dense", "bfloat16"] | msgspec.UnsetType
@@ -33,11 +33,11 @@ Payload = Literal["dense", "bfloat16"] | msgspec.UnsetType
 Unset means dense, and takes no bytes. What lies in shared memory is dense.
 """
 
-Ticks = Count | msgspec.UnsetType
+Ticks = Amount | msgspec.UnsetType
 """A number that is sent only where shards count ticks; Unset takes no bytes."""
 
 
-Dealt = tuple[Count, Count] | msgspec.UnsetType
+Dealt = tuple[Amount, Amount] | msgspec.UnsetType
 """Positions that are sent only where data are dealt; Unset takes no bytes."""
 
 
@@ -64,7 +64,7 @@ class SessionOpened(AnyMessage, frozen=True):
 
     shard_incarnation: Count
     clock: Count
-    samples: Count  # of this client, in the last of its pushes applied here
+    samples: Amount  # of this client, in the last of its pushes applied here
     watermark: Count  # pushes of this incarnation up to it are never applied from now on
     applied: Count  # how many pushes of this incarnation the values contain
     parameters_region: Name  # shared memory to copy from, "" if none
@@ -149,8 +149,8 @@ class Push(AnyMessage, frozen=True):
     sequence: Count
     shard_incarnation: Count
     fetched_clock: Count  # this shard's clock when the gradient's parameters were read
-    n_gradients: Count  # how many were summed
-    samples: Count  # the client's total, these gradients included
+    n_gradients: Amount  # how many were summed
+    samples: Amount  # the client's total, these gradients included
     commit_token: Count = 0  # of a chunk of a batch (then `samples` are its own); 0: apply it
     # (4 n,) stripes of the shard's vector that it changes, where some tensors have no
     # gradient; None: all that the client holds.

@@ -20,7 +20,7 @@ from typing import Annotated
 import msgspec
 
 from distbelief.core.vectors import Vector
-from distbelief.protocol.fields import AnyMessage, Count, Name
+from distbelief.protocol.fields import Amount, AnyMessage, Count, Name
 from distbelief.protocol.push_fetch import Dealt, Ticks
 
 
@@ -58,7 +58,7 @@ class SessionRecord(msgspec.Struct, frozen=True, kw_only=True):
     incarnation: Count
     watermark: Count = 0
     applied: Count = 0
-    samples: Count = 0
+    samples: Amount = 0
     staleness: Count = 0
     tick: Ticks = msgspec.UNSET  # ticks that it has ended; Unset: it is not in
 
@@ -88,7 +88,7 @@ class StartSync(AnyMessage, frozen=True):
     steps: Vector | None = (
         None  # per element, where clients push parts of the vector; None: none ever did
     )
-    applied: tuple[Count, ...] = ()  # positions in the values, as in `SamplesApplied`
+    applied: tuple[Amount, ...] = ()  # positions in the values, as in `SamplesApplied`
 
 
 class StateBlock(AnyMessage, frozen=True):
@@ -119,7 +119,7 @@ class ReplicatePush(AnyMessage, frozen=True):
     term: Count
     clock: Count  # before it is applied
     client: SessionRecord  # after it is applied
-    n_pushing: Count  # clients over which buffers (of BatchNorm) are averaged
+    n_pushing: Amount  # clients over which buffers (of BatchNorm) are averaged
     push_buffers_region: Name  # "": it comes in blocks
     slot: Count
     holds: Vector | None = None  # of the client, as in its OpenSession

@@ -112,7 +112,7 @@ class LogEvent(msgspec.Struct, frozen=True, omit_defaults=True):
             "roles": ", ".join(map(_label, self.roles)),
         }
         # Names and reasons may be text of other processes.
-        return formatting.without_control_characters(WORDS[self.what][1].format(**fields))
+        return formatting.plain(WORDS[self.what][1].format(**fields))
 
 
 def _label(role: str) -> str:

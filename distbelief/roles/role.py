@@ -20,8 +20,9 @@ from typing import Final, NewType, Protocol, get_args
 
 import msgspec
 
+from distbelief import protocol as wire
 from distbelief.core.vectors import Vector
-from distbelief.errors import RemoteProtocolError
+from distbelief.errors import FalseClaimError, RemoteProtocolError
 from distbelief.protocol import MESSAGES, Message
 from distbelief.roles.log_events import LogEvent
 
@@ -280,12 +281,35 @@ class Role(Protocol):
         ...
 
 
+_COORDINATOR: Final = "coordinator"
+
+# Orders, and who may give them: names, and a prefix. A worker's key proves a worker's name only.
+_ORDERS: Final[Mapping[type, tuple[str, ...]]] = {
+    **dict.fromkeys((wire.Promote, wire.Peers, wire.HeartbeatAck, wire.Evaluate), (SUPERVISOR,)),
+    **dict.fromkeys((wire.Assignments, wire.Release, wire.FileChunk), (SUPERVISOR,)),
+    **dict.fromkeys((wire.StartTraining, wire.SaveCheckpoint), (SUPERVISOR, _COORDINATOR)),
+    wire.Stop: (SUPERVISOR, _COORDINATOR, USER),
+    **dict.fromkeys((wire.ShardCommand, wire.Assignment), (_COORDINATOR,)),
+    **dict.fromkeys((wire.StartSync, wire.StateBlock, wire.ReplicatePush), ("shard-",)),
+}
+
+
 def check_accepted(role: Role, event: Event, *, name: str) -> None:
     """Refuse a message that is not for this role. Drivers call it before `handle`.
 
     The RemoteProtocolError names the sender and the message.
     """
-    if isinstance(event, Received) and type(event.message) not in role.accepts:
+    if not isinstance(event, Received):
+        return
+    kind = type(event.message)
+    if kind not in role.accepts:
         raise RemoteProtocolError(
-            f"{event.sender} sent {name} {type(event.message).__name__}, which it does not accept"
+            f"{event.sender} sent {name} {kind.__name__}, which it does not accept"
+        )
+    givers, sender = _ORDERS.get(kind), event.sender
+    if givers and not any(
+        sender == one or (one[-1] == "-" and sender.startswith(one)) for one in givers
+    ):
+        raise FalseClaimError(
+            f"{event.sender} sent {name} {kind.__name__}: only {' or '.join(givers)} may"
         )

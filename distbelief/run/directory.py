@@ -10,8 +10,9 @@
     address                           job address with its secret, readable by its user only
     memory                            while it runs: where its roles share memory
 
-Nothing is overwritten: a new run takes the next free name (runs/demo, runs/demo.2, ...). One
-process at a time writes: it holds a lock on the file `lock`, which the system releases at its end.
+Nothing is overwritten: a new run takes the next free name (runs/demo, runs/demo.2, ...). Only its
+user may enter it. One process at a time writes: it holds a lock on the file `lock`, which the
+system releases at its end.
 """
 
 import fcntl
@@ -23,7 +24,7 @@ from typing import Final, Self, final
 
 import msgspec
 
-from distbelief.core import files
+from distbelief.core import files, formatting
 from distbelief.errors import JobError, StorageError
 from distbelief.supervisor.view import JobView
 
@@ -136,7 +137,7 @@ class RunDirectory:
             for path in paths:
                 if path.exists():
                     path.rename(place / path.name)
-            self.snapshots.mkdir(exist_ok=True)
+            self.snapshots.mkdir(mode=0o700, exist_ok=True)
             files.force(place)
             files.force(self.path)
         return place
@@ -222,8 +223,8 @@ class RunDirectory:
             raise
         run = cls(path, lock=lock)
         try:
-            run.snapshots.mkdir()
-            run.logs.mkdir()
+            run.snapshots.mkdir(mode=0o700)
+            run.logs.mkdir(mode=0o700)
             files.force(path)
         except OSError as error:
             run.close()
@@ -234,8 +235,8 @@ class RunDirectory:
 def status_in(content: bytes, file: Path) -> Status:
     """Decode the content of status.json; `file` is for messages."""
     try:
-        return msgspec.json.decode(content, type=Status)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        return msgspec.convert(formatting.plain_in(msgspec.json.decode(content)), type=Status)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise StorageError(
             f"{file} is damaged ({error}): it was written by another version, or by another program"
         ) from None
@@ -245,7 +246,7 @@ def _lock(path: Path, *, fresh: bool = False) -> int:
     file = path / "lock"
     flags = os.O_RDWR | os.O_CREAT | (os.O_EXCL if fresh else 0)
     with files.explaining(path, doing="write to"):
-        descriptor = os.open(file, flags, 0o644)
+        descriptor = os.open(file, flags, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.truncate(descriptor, 0)

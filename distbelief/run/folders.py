@@ -1,4 +1,4 @@
-"""Where checkpoints are: a directory, or a folder in any store that fsspec has a driver for."""
+"""Where checkpoints are: a directory, or a folder in a store that fsspec reaches."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -11,12 +11,22 @@ from distbelief.errors import StorageError
 
 BLOCK: Final = 1 << 24  # bytes that are sent or fetched at a time
 _LOCAL: Final = "file://"
+# Others of fsspec read the address as a program: they chain, and render templates.
+PROTOCOLS = ("s3", "gs", "abfs")
 
 
 def folder_at(place: str) -> Folder:
-    """Return the folder at a path or URL, which need not exist; StorageError without a driver."""
+    """Return the folder at a path or URL, which need not exist; StorageError if it cannot be."""
     place = place.removeprefix(_LOCAL)
-    return UrlFolder(place) if "://" in place else LocalFolder(Path(place))
+    protocol, is_url, rest = place.partition("://")
+    if not is_url:
+        return LocalFolder(Path(place))
+    if protocol not in PROTOCOLS or "::" in rest:
+        names = ", ".join(PROTOCOLS[:-1])
+        raise StorageError(
+            f"cannot use {place:.200}: use a directory, or a URL of {names} or {PROTOCOLS[-1]}"
+        )
+    return UrlFolder(place)
 
 
 def absolute(place: str) -> str:
@@ -35,7 +45,7 @@ class UrlFolder:
         self.place = url.rstrip("/")
         try:
             self._files, root = fsspec.core.url_to_fs(self.place)
-        except (ImportError, ValueError) as error:  # no driver; a protocol that nobody knows
+        except (ImportError, ValueError) as error:  # no driver; no such URL
             raise StorageError(f"cannot use {url}: {error}") from None
         self._root = str(root).rstrip("/")
 

@@ -332,7 +332,7 @@ def read_previous_run(
         }
         if any(applied):
             common = reduce(and_, map(in_all_parts, applied))
-            samples = {DEALT: 0 if missing else len(common)}
+            samples = {DEALT: 0 if missing else common.n_positions}
     before, notes = _previous_totals(run, samples, clocks, n_shards=n_shards)
     return PreviousRun(
         before=before,

@@ -1,6 +1,5 @@
 """Options of `distbelief serve` and `train --listen`: model, update rule, address, keys."""
 
-import ipaddress
 import re
 import tomllib
 from collections.abc import Sequence
@@ -17,14 +16,16 @@ from distbelief.errors import JobError, JobFileError
 from distbelief.parameter_server.optimizers import UpdateRule
 from distbelief.serve.address import by_position
 from distbelief.task.task import ModelSpec, build_model
-from distbelief.transport.address import number_of
+from distbelief.transport.address import is_loopback, number_of
 from distbelief.transport.config import KeyConfig, ListenConfig
 from distbelief.transport.keys import new_secret
 
 
 ANY_PORT: Final = "tcp://127.0.0.1:0"
 
-_BIND: Final = re.compile(r"tcp://(?P<host>[^:/?#\[\]]+):(?P<port>[0-9]{1,5}|\*)")
+_BIND: Final = re.compile(
+    r"tcp://(\[(?P<six>[0-9A-Fa-f:.]+)\]|(?P<host>[^:/?#\[\]]+)):(?P<port>[0-9]{1,5}|\*)"
+)
 
 
 def model(path: str, *, seed: int) -> torch.nn.Module:
@@ -117,16 +118,16 @@ def listen_config(
     key_config = None
     if keys is not None:
         key_config = KeyConfig(directory=str(keys.expanduser().absolute()), role="server")
-    number = number_of(parsed["host"])
-    is_named = parsed["host"] not in {number, "localhost"}
-    is_loopback = ipaddress.IPv4Address(number).is_loopback
-    if is_named and is_loopback:
+    number = number_of(parsed["six"] or parsed["host"])
+    is_named = not parsed["six"] and parsed["host"] not in {number, "localhost"}
+    is_local = is_loopback(number)
+    if is_named and is_local:
         raise JobError(
             f"{option} {bind}: {parsed['host']} is {number} here, for this host alone: give the IP "
             "address of an interface, or tcp://0.0.0.0:7700 for all"
         )
     # Without key files, the address contains the secret of a key pair made for this run.
-    has_secret = key_config is None and (insecure or is_loopback)
+    has_secret = key_config is None and (insecure or is_local)
     config = ListenConfig(
         host=number,
         port=0 if parsed["port"] == "*" else int(parsed["port"]),

@@ -12,6 +12,7 @@ import msgspec
 import torch
 
 from distbelief.config.presets import expand
+from distbelief.core import files
 from distbelief.core.files import Scratch
 from distbelief.errors import JobError, PeerLostError
 from distbelief.parameter_server.config import COPIES_MAX
@@ -159,7 +160,7 @@ class ParameterServer:
             request = msgspec.structs.replace(request, directory=str(self._own_directory.path))
             held = (self._own_directory.held,)
         directory = Path(request.directory)
-        directory.mkdir(parents=True, exist_ok=True)
+        files.make_directory(directory)
         snapshots = directory / "snapshots"
         if any(snapshots.rglob("*.safetensors")):  # the shards would restore them
             raise JobError(

@@ -45,7 +45,7 @@ from distbelief.supervisor.metrics import PreviousTotals
 from distbelief.supervisor.supervisor import Supervisor
 from distbelief.supervisor.view import JobView
 from distbelief.task.task import DataSpec, ModelSpec
-from distbelief.transport.address import ANYWHERE, LOOPBACK, Endpoint, own_address
+from distbelief.transport.address import LOOPBACK, Endpoint, is_anywhere, own_address
 from distbelief.transport.config import ListenConfig
 from distbelief.transport.node import RoleRunner
 from distbelief.transport.shared_memory import FileMemory
@@ -295,7 +295,7 @@ def run_server(
 
 def _open_directory(directory: Path) -> RunDirectory:
     with files.explaining(directory, doing="make"):
-        directory.mkdir(parents=True, exist_ok=True)
+        files.make_directory(directory)
         names = {path.name for path in directory.iterdir()}
         if "request.json" not in names and names - {"lock", "initial.safetensors"}:
             raise JobError(
@@ -413,7 +413,7 @@ class _Terminal:
         if not reach.is_local:
             elsewhere = msgspec.structs.replace(here, memory="")
             lines = [f"workers on other hosts: {elsewhere}"]
-            if place.host == ANYWHERE:
+            if is_anywhere(place.host):
                 lines.append("(other IP addresses of this host work too)")
         lines.append(f"workers on this host: {here}")
         if reach.is_open:

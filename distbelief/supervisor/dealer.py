@@ -76,12 +76,12 @@ class Dealer:
 
     @property
     def n_done(self) -> int:
-        return len(self._done)
+        return self._done.n_positions
 
     @property
     def n_left(self) -> int:
         """Samples up to where the job ends, or up to the end of the next epoch."""
-        return self._limit - len(self._done)
+        return self._limit - self._done.n_positions
 
     def applied(self, shard: Address, spans: Iterable[int]) -> None:
         """Note what a shard has applied, which may be less than before."""
@@ -93,8 +93,10 @@ class Dealer:
         """Its primary is gone: the next one may have applied less."""
         self._applied.pop(shard, None)
 
-    def skipped(self, spans: Iterable[int]) -> None:
-        more = Spans.from_wire(spans) - self._in_no_push
+    def skipped(self, record: RoleRecord, spans: Iterable[int]) -> None:
+        """Note what a replica has skipped; what it does not hold, it cannot skip."""
+        held = Spans(self._hand_of(record).held.values())
+        more = (Spans.from_wire(spans) & held) - self._in_no_push
         if more:
             self._in_no_push |= more
             self._count()
@@ -150,7 +152,7 @@ class Dealer:
                 hand.read_at.pop(number, None)
 
     def _fill(self, hand: Hand, wanted: int) -> None:
-        n_held = len(Spans(hand.held.values()) - self._done)
+        n_held = (Spans(hand.held.values()) - self._done).n_positions
         # What is wanted may be far too much: by a speed that was measured in messages which had
         # waited for another supervisor, or as those that come soon are not there yet.
         n_read = hand.n_samples - n_held
@@ -211,6 +213,8 @@ class Dealer:
             return
         applied = (part for parts in self._applied.values() for part in parts)
         self._done = reduce(and_, applied) | self._in_no_push
+        # Nothing farther is dealt, whatever shards claim.
+        self._done -= Spans([(self._limit, 1 << 63)])
         if self._epoch_share < 1.0:
             self._leave_out()
 
@@ -219,7 +223,7 @@ class Dealer:
         last = max((stop for _, stop in self._done), default=0)
         for epoch in range(self._first_open // n, last // n + 1):
             whole = Spans([(epoch * n, (epoch + 1) * n)])
-            if len(whole - self._done) <= (1.0 - self._epoch_share) * n:
+            if (whole - self._done).n_positions <= (1.0 - self._epoch_share) * n:
                 self._in_no_push |= whole - self._done
                 self._done |= whole
 

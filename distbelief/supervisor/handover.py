@@ -4,7 +4,6 @@ Roles go on without supervisor for a while. From here the next one knows which r
 their incarnations. Where they listen, they say themselves: they join again.
 """
 
-import math
 from typing import Final, Protocol
 
 import msgspec
@@ -90,7 +89,7 @@ def handover_of(supervisor: Parts, config: SupervisorConfig, view: JobView) -> H
                 restarts=record.restarts,
                 restarts_in_a_row=record.restarts_in_a_row,
                 step=record.step,
-                counters={n: v for n, v in record.counters.items() if math.isfinite(v)},
+                counters=record.counters,
                 past=record.past,
             )
             for record in supervisor.members

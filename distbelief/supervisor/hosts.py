@@ -147,7 +147,7 @@ class Host:
     bandwidth: float = 0.0  # bytes a second from here, as it reports; 0.0: not measured
     present: bool = True  # False: lost, until it offers a new incarnation
     ready: bool = False
-    refused: bool = False
+    refused: str = ""  # why, if it was sent away
     leaving: bool = False
     is_silent: bool = False
     is_blocked: bool = False  # because of `deaths`
@@ -209,7 +209,7 @@ class Host:
 
     def view(self) -> HostView:
         states = {
-            "rejected": self.refused,
+            "rejected": bool(self.refused),
             "gone": not self.present,
             "leaving": self.leaving,
             "blocked": self.is_blocked,
@@ -249,6 +249,12 @@ class HostTable:
     def usable(self) -> list[Host]:
         """The supervisor's own host and those joined ones that may get roles now."""
         return [host for host in (self.here, *self.joined.values()) if host.takes_roles]
+
+    @property
+    def refusal(self) -> str | None:
+        """Why every host that has joined was sent away; None unless all were."""
+        whys = [host.refused for host in self.joined.values() if host.present or host.refused]
+        return "; ".join(dict.fromkeys(whys)) if whys and all(whys) else None
 
     def reserve(self, role: Address, host: Host) -> None:
         """Let a role start as if it had been on this host before."""

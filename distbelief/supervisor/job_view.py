@@ -1,6 +1,5 @@
 """The view of a running job, drawn up from what its supervisor knows."""
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
@@ -9,7 +8,7 @@ from distbelief.roles.role import Seconds
 from distbelief.supervisor.config import SupervisorConfig
 from distbelief.supervisor.failover import ShardFailover
 from distbelief.supervisor.hosts import HostTable
-from distbelief.supervisor.membership import WAITS, Membership, Presence, RoleRecord
+from distbelief.supervisor.membership import COUNT_MAX, WAITS, Membership, Presence, RoleRecord
 from distbelief.supervisor.metrics import JobMetrics
 from distbelief.supervisor.view import JobView, RoleView
 
@@ -17,7 +16,6 @@ from distbelief.supervisor.view import JobView, RoleView
 N_CULPRITS_MAX: Final = 3
 IMPORT_SECONDS: Final = 3.0  # without a process, after which a role is shown as importing
 _WAITED_FOR: Final = "seconds_waited_for_"
-COUNT_MAX: Final = 2.0**53  # largest float up to which every integer is exact
 
 
 def job_view(
@@ -68,10 +66,8 @@ def job_view(
         pushes_applied=applied,
         pushes_refused=before.pushes_refused + refused,
         pushes_lost=None if before.pushes_lost is None else before.pushes_lost + lost,
-        figures=_finite(
-            {name: counters.get(name, math.nan) for name in config.fields}
-            | _waits(members.training, before.figures)
-        ),
+        figures={name: counters[name] for name in config.fields if name in counters}
+        | _waits(members.training, before.figures),
         roles=tuple(
             _role_view(r, failover, hosts, now, restarts=restarts.get(r.name, 0)) for r in members
         ),
@@ -117,13 +113,9 @@ def _role_view(
         last_heartbeat_age=max(0.0, now - record.heard_at) if heard else None,
         restarts=restarts + record.restarts,
         pid=record.pid if record.is_alive else None,
-        counters=_finite(record.counters),
+        counters=record.counters,
         at="" if host is None else host.label,
     )
-
-
-def _finite(counters: dict[str, float]) -> dict[str, float]:
-    return {name: value for name, value in counters.items() if math.isfinite(value)}  # for JSON
 
 
 def _total(records: Iterable[RoleRecord], counter: str) -> int:

@@ -11,12 +11,14 @@ Where hosts may join, an incarnation may wait for a slot before it is launched. 
 model-parallel group is its "replica" or "evaluator"; the other ranks are "machine"s.
 """
 
+import sys
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Literal, final, get_args
+from typing import Final, Literal, final, get_args
 
+from distbelief.core.formatting import plain
 from distbelief.parameter_server.config import shard_of
 from distbelief.protocol import Join, PeerEntry, Peers
 from distbelief.roles.role import Address, Seconds
@@ -32,6 +34,9 @@ RATE_SECONDS = 5.0  # rates are means over about this time
 # Counters that begin at 0 in each incarnation, and are shown as sums over all of them.
 WAITS = "waits_"  # and a worker's name: seconds waited for it; summed, too
 _SUMMED = ("pushes_applied", "pushes_refused", "pushes_lost", "bytes_in", "bytes_out")
+
+
+COUNT_MAX: Final = 2.0**53  # largest float up to which every integer is exact
 
 
 class Presence(Enum):
@@ -144,6 +149,14 @@ class RoleRecord:
     def total(self, counter: str) -> float:
         return self.past.get(counter, 0.0) + self.counters.get(counter, 0.0)
 
+    def report(self, counters: Mapping[str, float]) -> None:
+        """Store what it reports, as far as it can be counted with: no NaN, nothing infinite.
+
+        A coordinator's loss may be as large as a float.
+        """
+        most = sys.float_info.max if self.kind == "coordinator" else COUNT_MAX
+        self.counters = {plain(name): n for name, n in counters.items() if abs(n) <= most}
+
     def join(self, message: Join) -> bool:
         """Store its endpoint; return whether it changed."""
         name, incarnation = self.name, self.incarnation
@@ -224,7 +237,8 @@ class Membership:
         """Return the record of this role, made now for a guest that may join; else None."""
         record = self.get(name)
         if record is None:
-            if not (self._admits_guests and name.isascii() and self._has_place()):
+            is_name = name.isascii() and name.isprintable()
+            if not (self._admits_guests and is_name and self._has_place()):
                 return None
             record = self._add(name, "guest", incarnation=incarnation)
             record.begin_incarnation(incarnation, now)

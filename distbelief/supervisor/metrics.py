@@ -90,7 +90,7 @@ class JobMetrics:
             self._n_in_sum += weight
         self.samples_of[record.name] = message.samples
         self.step += max(0, message.step - record.step)
-        record.step = message.step
+        record.step = max(record.step, message.step)
         record.rate.add(now, message.samples)
         self._rate.add(now, self.samples)
 

@@ -45,6 +45,7 @@ N_HOSTS_MAX: Final = 1024
 # Silence of all hosts, after which this one seems cut off; and for how long it then waits for them
 CUT_OFF_SECONDS: Final = 2.0
 CUT_OFF_SECONDS_MAX: Final = 60.0
+REFUSED_SECONDS_MAX: Final = 60.0  # for another host, where all that have joined were refused
 OFFER_SECONDS_MIN: Final = 1.0  # between two offers of a host that keeps restarting
 
 _DONE: Final = ("samples", "evaluations", "pushes_applied")  # counters of work that a role has done
@@ -170,6 +171,7 @@ class Scheduler:
         self._moving: dict[rl.Address, rl.Seconds] = {}  # roles that leave their host: deadline
         self._begins_at: rl.Seconds = math.inf
         self._cut_off_at: rl.Seconds | None = None
+        self._refused_at: rl.Seconds | None = None  # since when all hosts are
         self._told_together = False  # that both copies of a shard are on one host
 
     # --- start
@@ -185,11 +187,26 @@ class Scheduler:
         cluster, n_ready = self._cluster, sum(host.ready for host in self.hosts.joined.values())
         if cluster is None or n_ready >= cluster.n_hosts:
             return True
-        if self._out.now < self._begins_at:
+        if self._out.now < self._begins_at and not self._is_refused():
             return False
         limit = cluster.hosts_seconds_max
         self._out.log(LogEvent("hosts_missing", n=n_ready, total=cluster.n_hosts, limit=limit))
         return True
+
+    def _is_refused(self) -> bool:
+        """Return whether all hosts that have joined were refused, and no other comes."""
+        if self.hosts.refusal is None:
+            self._refused_at = None
+            return False
+        if self._refused_at is None:
+            self._refused_at = self._out.now
+        return self._out.now - self._refused_at > REFUSED_SECONDS_MAX
+
+    def why_without_hosts(self) -> str | None:
+        """Return why there is no host for replicas, if all that could be one were refused."""
+        if self.hosts.here.slots or not self._is_refused():
+            return None
+        return f"every host that joined was rejected: {self.hosts.refusal}"
 
     def form_replicas(self) -> None:
         """Choose the ranks of replicas by the hosts that are there, if the job asks for that."""
@@ -454,8 +471,7 @@ class Scheduler:
 
     def reject(self, host: Host, why: str) -> None:
         """Send a host away that cannot run roles of this job."""
-        host.refused = True
-        why = formatting.without_control_characters(why)
+        host.refused = why = formatting.plain(why) or "no reason given"
         self._lose_host(host, f"cannot take part: {why}")
         self._release(host, why, refused=True)
 

@@ -305,7 +305,7 @@ class Supervisor:
         self.metrics.progress(record, message, self._now)
         record.progressed = True
         if self.allowances.dealer is not None and message.skipped:
-            self.allowances.dealer.skipped(message.skipped)
+            self.allowances.dealer.skipped(record, message.skipped)
             self._count_dealt()
         if self._runs:
             self._end_if_due()
@@ -344,13 +344,13 @@ class Supervisor:
     def _finished(self, record: RoleRecord, message: wire.Finished) -> None:
         if self.scheduler.finished(record):
             return
-        record.counters.update(message.counters)
+        record.report(record.counters | message.counters)
         record.has_finished = True
         self.failover.count(record)
         self._end_role(record)
 
     def _failed(self, record: RoleRecord, message: wire.Failed) -> None:
-        error = formatting.without_control_characters(message.error)
+        error = formatting.plain(message.error)
         record.failure = error
         goes_on = message.restart_helps and not message.culprit_is_job
         if goes_on or record.kind == "guest":
@@ -372,7 +372,7 @@ class Supervisor:
 
     def _joined(self, record: RoleRecord, message: wire.Join) -> None:
         endpoint, host = message.endpoint, message.host
-        if not (endpoint + host).isascii():
+        if not ((endpoint + host).isascii() and (endpoint + host).isprintable()):
             raise RemoteProtocolError(f"{record.name} joins from {endpoint!a}")
         if not record.join(message):
             self._introduce(record)
@@ -414,8 +414,8 @@ class Supervisor:
 
     def _heartbeat(self, record: RoleRecord, message: wire.Heartbeat) -> None:
         samples = record.counters.get("samples", 0.0)
-        record.state = formatting.without_control_characters(message.state)
-        record.counters = message.counters
+        record.state = formatting.plain(message.state)
+        record.report(message.counters)
         if record.trains and record.counters.get("samples", 0.0) > samples:
             self._clock.heard(self._now)  # a large batch makes progress without a step
         self._count(record)
@@ -635,6 +635,8 @@ class Supervisor:
 
     def _end_without_replicas(self) -> None:
         replicas = self.members.of("replica")
+        if self.has_begun and (why := self.scheduler.why_without_hosts()) is not None:
+            self.shutdown.begin(why, self._now, error=why)
         if not replicas or any(replica.is_alive for replica in replicas):
             return
         if any(replica.presence is Presence.FINISHED for replica in replicas):
@@ -772,8 +774,13 @@ class Supervisor:
         self.shutdown.stage = ShutdownStage.OVER
         self.metrics.ended_at = self._now
         self.scheduler.release_all()
-        error = "interrupted" if self.shutdown.interrupted else self.shutdown.error
+        error = "interrupted" if self.shutdown.interrupted else self._error
         self.out.add(rl.Exit(error=error))
+
+    @property
+    def _error(self) -> str | None:  # roles and hosts have worded parts of it
+        error = self.shutdown.error
+        return None if error is None else formatting.plain(error)
 
     # --- view
 
@@ -800,7 +807,7 @@ class Supervisor:
         return replace(
             view,
             phase=self.phase,
-            stop_reason=self.shutdown.reason,
-            error=None if self.shutdown.interrupted else self.shutdown.error,
+            stop_reason=self.shutdown.reason and formatting.plain(self.shutdown.reason),
+            error=None if self.shutdown.interrupted else self._error,
             messages=tuple(self.out.messages),
         )

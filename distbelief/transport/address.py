@@ -2,9 +2,10 @@
 
     ipc:///dev/shm/DIRECTORY/.shard-0.1   a Unix socket of this host and user
     tcp://10.0.0.1:41000?key=HEX          encrypted, for the holder of this public key
-    tcp://0.0.0.0:41000?key=HEX           on the host at which the supervisor was found
+    tcp://[fd00::1]:41000?key=HEX         the same by IPv6
+    tcp://0.0.0.0:41000?key=HEX           on the host at which the supervisor was found; or [::]
 
-Peers send endpoints, so TCP endpoints hold an IPv4 address only: no name is resolved.
+Peers send endpoints, so TCP endpoints hold an IP address only: no name is resolved.
 """
 
 import fcntl
@@ -23,13 +24,15 @@ from distbelief.transport.keys import KEY_PATTERN
 
 
 ANYWHERE: Final = "0.0.0.0"  # noqa: S104 -- stands for "all interfaces" in addresses
+_ANYWHERE_6: Final = "::"  # the same, for IPv6 and IPv4
 LOOPBACK: Final = "127.0.0.1"
 ENDPOINT_CHARACTERS_MAX: Final = 128  # the limit of a name on the wire
 _UNUSED_ADDRESS: Final = "192.0.2.1"  # RFC 5737: assigned to nobody; only its route matters
+_UNUSED_ADDRESS_6: Final = "2001:db8::1"  # RFC 3849
 _INTERFACE: Final = struct.Struct("16s4x4s232x")  # ifreq (linux/if.h): name, address
 _SIOCGIFADDR: Final = 0x8915
 _TCP: Final = re.compile(
-    rf"tcp://(?P<host>[0-9.]{{7,15}}):(?P<port>[0-9]{{1,5}})"
+    rf"tcp://(\[(?P<six>[0-9a-f:.]{{2,45}})\]|(?P<host>[0-9.]{{7,15}})):(?P<port>[0-9]{{1,5}})"
     rf"(\?key=(?P<key>{KEY_PATTERN}))?"
 )
 _IPC: Final = re.compile(r'ipc://(?P<path>/[!"$&->@-~]+)')
@@ -40,7 +43,7 @@ _IPC: Final = re.compile(r'ipc://(?P<path>/[!"$&->@-~]+)')
 class Endpoint:
     """Where a role listens: `path` for a Unix socket, else `host` and `port`."""
 
-    host: str = ""  # IPv4 address; `ANYWHERE` stands for the supervisor's host
+    host: str = ""  # IP address; `is_anywhere` stands for the supervisor's host
     port: int = 0
     key: str = ""  # public key in hexadecimal digits; "" without encryption
     path: str = ""  # of the Unix socket; "" for TCP
@@ -54,7 +57,9 @@ class Endpoint:
         found = _TCP.fullmatch(text) if is_short else None
         if found is not None and 1 <= int(found["port"]) <= 65535:
             with suppress(ValueError):
-                host = str(ipaddress.IPv4Address(found["host"]))
+                six = found["six"]
+                four = None if six else ipaddress.IPv4Address(found["host"])
+                host = str(four or ipaddress.IPv6Address(six))
                 return cls(host=host, port=int(found["port"]), key=found["key"] or "")
         raise TransportError(
             f"{text[:ENDPOINT_CHARACTERS_MAX]!r} is not an endpoint: use tcp://HOST:PORT?key=KEY"
@@ -62,12 +67,12 @@ class Endpoint:
 
     @property
     def endpoint(self) -> str:
-        return f"ipc://{self.path}" if self.path else f"tcp://{self.host}:{self.port}"
+        return f"ipc://{self.path}" if self.path else f"tcp://{in_url(self.host)}:{self.port}"
 
     @property
     def is_local(self) -> bool:
         """Whether only processes of this host can reach it."""
-        return bool(self.path) or ipaddress.IPv4Address(self.host).is_loopback
+        return bool(self.path) or is_loopback(self.host)
 
     @override
     def __str__(self) -> str:
@@ -75,21 +80,46 @@ class Endpoint:
 
     def seen_from(self, supervisor_host: str) -> "Endpoint":
         """Return the endpoint for a caller that reached the supervisor at this host."""
-        return replace(self, host=supervisor_host) if self.host == ANYWHERE else self
+        return replace(self, host=supervisor_host) if is_anywhere(self.host) else self
+
+
+def in_url(host: str) -> str:
+    """Return a host as it stands before a port: an IPv6 address in brackets."""
+    return f"[{host}]" if is_six(host) else host
+
+
+def is_six(host: str) -> bool:
+    """Return whether a host is an IPv6 address."""
+    return ":" in host
+
+
+def is_anywhere(host: str) -> bool:
+    """Return whether this stands for all interfaces of a host."""
+    return host in {ANYWHERE, _ANYWHERE_6}
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether only this host reaches the address."""
+    return ipaddress.ip_address(host).is_loopback
 
 
 def number_of(host: str) -> str:
-    """Resolve a host ("*": all interfaces), or raise JobError; blocks for DNS."""
+    """Resolve a host ("*": all interfaces), or raise JobError; blocks for DNS.
+
+    Of a name with addresses of both kinds, it is the IPv4 address.
+    """
     if host == "*":
         return ANYWHERE
     try:
-        found = socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)
-    except (OSError, UnicodeError) as error:  # UnicodeError: a name such as "a..b"
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        # An address with a scope ("%eth0"), which comes last, means nothing elsewhere.
+        numbers = [str(place[0]) for *_, place in found if not any(place[3:])]
+        return min((str(ipaddress.ip_address(number)) for number in numbers), key=is_six)
+    except (OSError, ValueError) as error:  # ValueError: a name such as "a..b", or no address
         why = error.strerror if isinstance(error, OSError) else "not a host name"
         raise JobError(
-            f"host {host!r} has no address ({why}): use its IPv4 address, such as 10.0.0.1"
+            f"host {host!r} has no address ({why}): use its IP address, such as 10.0.0.1"
         ) from None
-    return str(found[0][4][0])
 
 
 def refuses(endpoint: str) -> bool:
@@ -107,9 +137,12 @@ def refuses(endpoint: str) -> bool:
 
 def own_address_towards(host: str) -> str:
     """Return the address at which `host` can reach this host, by the routing table."""
-    if host == ANYWHERE or ipaddress.IPv4Address(host).is_loopback:
+    if is_anywhere(host):
         return LOOPBACK
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+    if is_loopback(host):
+        return "::1" if is_six(host) else LOOPBACK
+    family = socket.AF_INET6 if is_six(host) else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((host, 9))  # UDP: sends nothing, only chooses a route
         except OSError as error:
@@ -121,14 +154,17 @@ def own_address() -> str:
     """Return the address at which other hosts most likely reach this host.
 
     That is the address of the default route; without one, as in a cluster's private network, of the
-    first interface that is not the loopback; without any, the loopback address.
+    first interface that is not the loopback; then that of the IPv6 route; without any, the loopback
+    address.
     """
     with suppress(TransportError):
         return own_address_towards(_UNUSED_ADDRESS)
     for _, name in socket.if_nameindex():
         number = interface_address(name)
-        if number is not None and not ipaddress.IPv4Address(number).is_loopback:
+        if number is not None and not is_loopback(number):
             return number
+    with suppress(TransportError):
+        return own_address_towards(_UNUSED_ADDRESS_6)
     return LOOPBACK
 
 

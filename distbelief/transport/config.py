@@ -8,7 +8,6 @@ TCP, another, --insecure    of the run    encrypted, for holders of the printed 
 TCP, another                none          an error
 """
 
-import ipaddress
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -18,6 +17,7 @@ import msgspec
 
 from distbelief.errors import JobError
 from distbelief.transport import authenticator as auth
+from distbelief.transport.address import in_url, is_loopback
 from distbelief.transport.keys import KeyFiles, KeyPair
 from distbelief.transport.zmq_transport import ZmqTransport
 
@@ -79,7 +79,7 @@ class ListenConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Where all processes that one user starts on one host listen."""
 
     directory: str = ""  # directory of their sockets without TCP; only their user may enter it
-    host: str = ""  # IPv4 address of the interface that they listen at; "" without TCP
+    host: str = ""  # IP address of the interface that they listen at; "" without TCP
     # Port of the first process; 0: the system chooses. It chooses the ports of the others.
     port: int = 0
     secret: str = ""  # secret key of the run in hexadecimal digits; "" with key files
@@ -88,7 +88,7 @@ class ListenConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def is_local(self) -> bool:
         """Whether only processes of this host can connect."""
-        return not self.host or ipaddress.IPv4Address(self.host).is_loopback
+        return not self.host or is_loopback(self.host)
 
     @property
     def is_open(self) -> bool:
@@ -122,7 +122,7 @@ class ListenConfig(msgspec.Struct, frozen=True, kw_only=True):
         port: int = 0,
     ) -> ZmqTransport:
         """Return the transport of one role, which starts it; or raise JobError."""
-        bind = f"tcp://{self.host}:{port or '*'}"
+        bind = f"tcp://{in_url(self.host)}:{port or '*'}"
         if not (self.keys or self.host):
             bind = f"ipc://{self.directory}/.{name}.{incarnation}"
         return ZmqTransport(

@@ -30,7 +30,7 @@ from distbelief.errors import LocalProtocolError, StorageError, TransportError
 from distbelief.protocol.fields import Count, Name, Text
 from distbelief.roles.role import SUPERVISOR
 from distbelief.transport import authenticator as auth
-from distbelief.transport.address import Endpoint
+from distbelief.transport.address import Endpoint, in_url, is_six
 from distbelief.transport.config import ListenConfig
 from distbelief.transport.zmq_transport import ZAP_ENDPOINT, Log, answer, cannot_bind
 
@@ -80,7 +80,7 @@ class FileServer:
     ) -> None:
         self._folder = folder
         self._initial = initial
-        self._bind = f"tcp://{reach.host}:{reach.port or '*'}"
+        self._bind = f"tcp://{in_url(reach.host)}:{reach.port or '*'}"
         self._run = run
         self._log = log
         self._guard = reach.guard(log=log)
@@ -94,6 +94,7 @@ class FileServer:
         self._zap = self._context.socket(zmq.REP)
         self._zap.bind(ZAP_ENDPOINT)
         self._router = self._context.socket(zmq.ROUTER)
+        self._router.ipv6 = "[" in self._bind
         self._router.maxmsgsize = 2 * CHUNK
         self._router.rcvhwm = self._router.sndhwm = 2 * N_CALLS_MAX  # for each client
         try:
@@ -198,7 +199,7 @@ class FileServer:
         with files.explaining(path, doing="write"):
             try:
                 flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
-                with os.fdopen(os.open(draft, flags, 0o666), "wb") as file:
+                with os.fdopen(os.open(draft, flags, 0o600), "wb") as file:
                     file.seek(call.offset)
                     file.write(content)
             except OSError:
@@ -348,6 +349,7 @@ class RemoteFolder:
 
     def _dial(self) -> auth.Socket:
         dealer = self._dealer = self._context.socket(zmq.DEALER)
+        dealer.ipv6 = is_six(self._endpoint.host)
         self._guard.dial(dealer, SUPERVISOR, self._endpoint)
         dealer.connect(self._endpoint.endpoint)
         return dealer

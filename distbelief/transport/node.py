@@ -23,7 +23,13 @@ from contextlib import suppress
 from functools import partial
 from typing import Protocol, Self, assert_never, final
 
-from distbelief.errors import DistBeliefError, RemoteProtocolError, StorageError, TransportError
+from distbelief.errors import (
+    DistBeliefError,
+    FalseClaimError,
+    RemoteProtocolError,
+    StorageError,
+    TransportError,
+)
 from distbelief.protocol import Stop
 from distbelief.roles import role as rl
 from distbelief.transport.address import refuses
@@ -331,6 +337,8 @@ class RoleRunner:
             if self._n_rejected & (self._n_rejected - 1) == 0:  # a flood must not fill the disk
                 text = f"rejected a message ({self._n_rejected} so far): {error}"
                 self._log("warning", text)
+            if isinstance(error, FalseClaimError) and isinstance(event, rl.Received):
+                self._transport.reject_sender(str(error))
         except DistBeliefError as error:
             self.fail(f"{type(error).__name__}: {error}")
         except Exception as error:  # noqa: BLE001 -- a bug must not look like a hang

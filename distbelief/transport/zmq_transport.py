@@ -27,7 +27,7 @@ from distbelief.errors import LocalProtocolError, RemoteProtocolError, Transport
 from distbelief.protocol import Message, codec as wire
 from distbelief.roles.role import HOST, SUPERVISOR, USER
 from distbelief.transport import authenticator as auth
-from distbelief.transport.address import LOOPBACK, Endpoint
+from distbelief.transport.address import LOOPBACK, Endpoint, is_six
 
 
 # Events: the peer rejects this side's key.
@@ -110,6 +110,7 @@ class ZmqTransport:
         self._extra_fds: frozenset[int] = frozenset()
         self._requests: list[tuple[float, list[bytes]]] = []  # of peers, since when
         self._sockets: dict[str, PeerSocket] = {}
+        self._source: auth.Source | None = None  # of the message that was yielded last
         self._context: zmq.Context[auth.Socket] | None = None
 
     def start(self) -> None:
@@ -122,6 +123,7 @@ class ZmqTransport:
         self._zap.bind(ZAP_ENDPOINT)
         self._inbox = self._context.socket(zmq.PULL)
         self._inbox.linger = 0
+        self._inbox.ipv6 = self._bind.startswith("tcp://[")
         self._inbox.rcvhwm = self._messages_max
         self._inbox.maxmsgsize = _FRAME_BYTES_MAX
         self._inbox.backlog = 256  # further clients try again after a second
@@ -180,6 +182,7 @@ class ZmqTransport:
             self.disconnect(next(iter(self._sockets)))
         link = PeerSocket(incarnation, endpoint, *self._outgoing(watched=watched))
         try:
+            link.socket.ipv6 = is_six(target.host)
             self._authenticator.dial(link.socket, peer, target)
             link.socket.connect(self._authenticator.address(target.endpoint))
         except TransportError:
@@ -281,7 +284,13 @@ class ZmqTransport:
                 if is_offence and self._curve is not None and source is not None:
                     self._curve.offended(source, str(error))
                 continue
+            self._source = source
             yield envelope
+
+    def reject_sender(self, why: str) -> None:
+        """Reject for a while the key of the message that `receive` yielded last."""
+        if self._curve is not None and self._source is not None:
+            self._curve.offended(self._source, why)
 
     def _read(self, frames: list[wire.Frame], source: auth.Source | None) -> wire.Envelope:
         envelope = self._codec.decode(frames)

@@ -149,6 +149,7 @@ def build_shard(
         name=name,
         is_replicated=context.shard_copies > 1,
         deals=deals,
+        n_samples=context.n_train or 0,
     )
     return Shard(config, memory=context.memory, initialise=initialise)
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Final, final
 
 from distbelief import protocol as wire
+from distbelief.core import formatting
 from distbelief.core.reliable import Silence
 from distbelief.errors import LocalProtocolError, PeerLostError
 from distbelief.parameter_server.client.buffers import FetchResult, PushResult
@@ -116,7 +117,7 @@ class LoopWorker:
             case wire.Peers():
                 return self._update_peers(event.message, now)
             case wire.Stop():
-                self.stopped = event.message.reason
+                self.stopped = formatting.plain(event.message.reason)
                 raise PeerLostError(f"the server has ended: {self.stopped}")
             case _:
                 return []

@@ -33,7 +33,7 @@ import zmq
 from torch import nn
 
 import distbelief
-from distbelief.protocol import HeartbeatAck
+from distbelief.protocol import Heartbeat
 from distbelief.protocol.codec import Codec
 from distbelief.serve.address import ServerAddress
 from distbelief.transport.keys import Allowed, KeyFiles, KeyPair
@@ -135,7 +135,8 @@ def _burn(_address: ServerAddress, _pair: KeyPair) -> Iterator[None]:
 
 
 def _send(address: ServerAddress, pair: KeyPair, sender: str) -> Iterator[None]:
-    message = bytes(Codec(run=address.run).encode(HeartbeatAck(), sender=sender, incarnation=1)[0])
+    beat = Heartbeat(state="", counters={})
+    message = bytes(Codec(run=address.run).encode(beat, sender=sender, incarnation=1)[0])
     link = _link(zmq.Context(), address, pair)
     while True:
         link.send(message)

@@ -126,22 +126,22 @@ class Sampler:
         }
 
     def of(self, kind: object) -> object:
-        return self._value(inspect.type_info(kind))
+        return self.value(inspect.type_info(kind))
 
-    def _value(self, kind: inspect.Type) -> object:
+    def value(self, kind: inspect.Type) -> object:
         match kind:
             case inspect.StructType() | inspect.DataclassType():
-                return kind.cls(**{f.name: self._value(f.type) for f in kind.fields})
+                return kind.cls(**{f.name: self.value(f.type) for f in kind.fields})
             case inspect.Metadata():
-                return self._value(kind.type)
+                return self.value(kind.type)
             case inspect.UnionType():
-                return self._value(self._one_of(kind.types))
+                return self.value(self._one_of(kind.types))
             case inspect.VarTupleType() | inspect.ListType():
-                items = [self._value(kind.item_type) for _ in range(self._n(kind))]
+                items = [self.value(kind.item_type) for _ in range(self._n(kind))]
                 return tuple(items) if isinstance(kind, inspect.VarTupleType) else items
             case inspect.DictType():
-                keys = [self._value(kind.key_type) for _ in range(self._draw(N_ITEMS))]
-                return {key: self._value(kind.value_type) for key in keys}
+                keys = [self.value(kind.key_type) for _ in range(self._draw(N_ITEMS))]
+                return {key: self.value(kind.value_type) for key in keys}
             case _:
                 return self._plain(kind)
 
@@ -159,7 +159,7 @@ class Sampler:
                 named = kind.pattern is not None  # of a vector
                 return "s0" if named else self._one_of(_WORDS)[: kind.max_length]
             case inspect.TupleType():
-                return tuple(self._value(item) for item in kind.item_types)
+                return tuple(self.value(item) for item in kind.item_types)
             case inspect.LiteralType():
                 return self._one_of(kind.values)
             case _:

@@ -180,7 +180,7 @@ def pushed_is_done(patch: Patch) -> None:
     def believe(self: Dealer, hand: object, record: RoleRecord) -> None:
         n_read = record.counters.get("ranges_done", 0.0)
         held = hand.held  # type: ignore[attr-defined]
-        self.skipped([end for n, span in held.items() if n < n_read for end in span])
+        self.skipped(record, [end for n, span in held.items() if n < n_read for end in span])
         heard(self, hand, record)  # type: ignore[arg-type]
 
     patch.setattr(Dealer, "_heard", believe)

@@ -20,6 +20,7 @@ from typing import Final, assert_never, cast, final
 import msgspec
 import torch
 
+from distbelief.core import formatting
 from distbelief.core.memory import Memory
 from distbelief.core.reliable import Backoff, Silence
 from distbelief.errors import JobError, LocalProtocolError, PeerLostError
@@ -281,7 +282,7 @@ class ShardLink:
         self, sender: rl.Address, message: pf.SessionRefused, now: rl.Seconds
     ) -> list[rl.Action]:
         if message.for_good:
-            raise JobError(f"{sender} refuses this client: {message.reason}")
+            raise JobError(f"{sender} refuses this client: {formatting.plain(message.reason)}")
         # A backup refuses clients; that means nothing here.
         if self.is_open and sender != self.primary:
             return []

@@ -8,6 +8,7 @@ import pytest
 
 from distbelief.cluster.agent import AgentStorage
 from distbelief.cluster.bootstrap import write_job_spec
+from distbelief.errors import JobError
 from distbelief.launch import preflight
 from distbelief.launch.local import LocalLauncher
 from distbelief.launch.role_process import read_spec
@@ -42,11 +43,15 @@ def code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def site_of(code: Path, *allowed: str) -> AgentStorage:
+FILES = "tcp://127.0.0.1:7"  # where the supervisor serves checkpoints
+
+
+def site_of(code: Path, *allowed: str, places: tuple[str, ...] = ()) -> AgentStorage:
     return AgentStorage(
         supervisor="tcp://127.0.0.1:7",
         reach=ListenConfig(),
         allowed=allowed,
+        places=places,
         code=code,
         directory=code / "joined",
         launcher=LocalLauncher(),
@@ -59,7 +64,9 @@ def told(storage: AgentStorage, code: Path) -> str | None:
     plan.write_text("{}")
     overrides = ("data.train.arguments={}", "model.arguments={}", *FACTORIES)
     storage.store_job_spec(
-        write_job_spec(msgspec.structs.replace(spec_of(*overrides), plans={2: str(plan)}))
+        write_job_spec(
+            msgspec.structs.replace(spec_of(*overrides), plans={2: str(plan)}), files=FILES
+        )
     )
     assert preflight.prepare_main("prepare", 1, str(storage.spec)) == 0
     return storage.verdict()
@@ -69,7 +76,7 @@ def test_two_hosts_may_join_from_one_folder(code: Path, monkeypatch: pytest.Monk
     """Both looked for the next free number, and the second to make it was refused."""
     monkeypatch.setattr(Path, "exists", lambda _: False)  # as if both looked at once
     sites = [site_of(code, "letters") for _ in range(2)]
-    brief = write_job_spec(spec_of(*FACTORIES))
+    brief = write_job_spec(spec_of(*FACTORIES), files=FILES)
     for storage in sites:
         storage.store_job_spec(brief)
         storage.clear()
@@ -93,16 +100,31 @@ def test_what_roles_read_is_of_this_host(code: Path) -> None:
 
 @pytest.mark.parametrize(
     ("place", "why"),
-    [("/nowhere/runs", "has no directory /nowhere/runs: mount"), ("nobody://x", "not known")],
+    [("/nowhere/runs", "has no directory /nowhere/runs: mount"), ("s3://x::y://z", "cannot use")],
 )
 def test_a_host_that_cannot_reach_the_checkpoints_is_refused(
     code: Path, place: str, why: str
 ) -> None:
-    storage = site_of(code, "letters")
+    storage = site_of(code, "letters", places=(place,))
     overrides = ("data.train.arguments={}", "model.arguments={}", *FACTORIES)
     storage.store_job_spec(write_job_spec(spec_of(*overrides), snapshots=place))
     assert preflight.prepare_main("prepare", 1, str(storage.spec)) == 0
     assert why in str(storage.verdict())
+    storage.clear()
+
+
+@pytest.mark.parametrize(
+    "place", ["/home/me", "/mnt/runs-of-others", "/mnt/runs/../../home/me", "s3://theirs/runs"]
+)
+def test_a_job_saves_only_where_the_host_agrees(code: Path, place: str) -> None:
+    """A shard there wrote, listed and deleted files at any place that the supervisor named."""
+    storage = site_of(code, "letters", places=("/mnt/runs", "s3://ours"))
+    with pytest.raises(JobError, match=rf"does not allow .*--allow-checkpoints {place}"):
+        storage.store_job_spec(write_job_spec(spec_of(*FACTORIES), snapshots=place))
+    for agreed in ("/mnt/runs", "/mnt/runs/speech-1", "s3://ours/speech-1"):
+        storage.store_job_spec(write_job_spec(spec_of(*FACTORIES), snapshots=agreed))
+    with pytest.raises(JobError, match="names no place"):  # the folder of the process, before
+        storage.store_job_spec(write_job_spec(spec_of(*FACTORIES)))
     storage.clear()
 
 

@@ -24,11 +24,25 @@ def test_spans_are_sets_of_positions(seed: int) -> None:
         assert positions(a | b) == positions(a) | positions(b)
         assert positions(a - b) == positions(a) - positions(b)
         assert positions(a & b) == positions(a) & positions(b)
-        assert len(a) == len(positions(a))
+        assert a.n_positions == len(positions(a))
         assert Spans.from_wire(a.to_wire()) == a
         start = draw(30)
         span = start, start + 1 + draw(6)
         assert a.overlaps(span) == bool(positions(a) & positions(Spans([span])))
+
+
+def test_spans_need_memory_for_their_ends_alone() -> None:
+    """A tuple of them asked `len` how much to allocate: the number of positions, not of spans.
+
+    One push with these positions ended a shard, after each restart again, and an honest job would
+    have met it after some 3e9 samples.
+    """
+    everything = Spans([(0, (1 << 63) - 1)])
+    assert (Spans([(4, 6)]) | everything).to_wire() == (0, (1 << 63) - 1)
+    assert tuple(everything) == ((0, (1 << 63) - 1),)
+    assert Spans(everything).n_positions == (1 << 63) - 1
+    assert everything
+    assert not Spans()
 
 
 def test_spans_that_touch_are_one() -> None:

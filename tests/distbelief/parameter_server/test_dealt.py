@@ -93,7 +93,7 @@ def test_a_round_leaves_out_what_is_applied(known: str) -> None:
     if known != "both":
         push(other, (8, 16), LAST)
     assert (found == other.vector).all()
-    assert len(store.applied) == 8 + 8 * (known != "both")
+    assert store.applied.n_positions == 8 + 8 * (known != "both")
 
 
 def test_two_pushes_of_one_round_are_never_of_one_position() -> None:

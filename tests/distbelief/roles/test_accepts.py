@@ -6,7 +6,7 @@ from typing import get_args
 import pytest
 
 from distbelief.cluster.agent import HostAgent
-from distbelief.errors import RemoteProtocolError
+from distbelief.errors import FalseClaimError, RemoteProtocolError
 from distbelief.parameter_server.shard import Shard
 from distbelief.protocol import HeartbeatAck, Message, Stop
 from distbelief.roles import role as rl
@@ -58,9 +58,18 @@ def test_a_message_that_a_role_does_not_accept_is_refused_by_name() -> None:
     heartbeat = rl.Received(sender=rl.Address("shard-1"), incarnation=1, message=HeartbeatAck())
     with pytest.raises(RemoteProtocolError, match="shard-1 sent replica-0 HeartbeatAck, which it"):
         rl.check_accepted(role, heartbeat, name="replica-0")
-    stop = rl.Received(sender=rl.Address("shard-1"), incarnation=1, message=Stop(reason="over"))
+    stop = rl.Received(sender=rl.SUPERVISOR, incarnation=1, message=Stop(reason="over"))
     rl.check_accepted(role, stop, name="replica-0")
     rl.check_accepted(role, rl.TimerFired(name="any"), name="replica-0")
+
+
+@pytest.mark.parametrize("sender", ["worker-1-a", "replica-0.1", "host-5f", "supervisor-1", ""])
+def test_a_worker_gives_no_orders(sender: str) -> None:
+    """An allowed worker ended a server for all: its `Stop` was obeyed, whoever sent it."""
+    role = OnlyStop()
+    order = rl.Received(sender=rl.Address(sender), incarnation=1, message=Stop(reason="over"))
+    with pytest.raises(FalseClaimError, match="sent shard-0 Stop: only supervisor or coordinator"):
+        rl.check_accepted(role, order, name="shard-0")
 
 
 def test_the_simulation_refuses_it_before_the_role_sees_it() -> None:

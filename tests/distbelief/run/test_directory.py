@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 
 from distbelief.core import files
+from distbelief.core.folders import LocalFolder
 from distbelief.errors import JobError, StorageError
+from distbelief.launch.forkserver import _redirect
 from distbelief.run.directory import RunDirectory, Status
 from distbelief.supervisor.view import JobView, Message, Point, RoleView
 from tests.distbelief.limits import largest_file
@@ -48,6 +50,32 @@ def test_a_run_directory_has_places_for_all_that_a_job_leaves(tmp_path: Path) ->
             run.log_file("shard-0"): "logs/shard-0.log",
         }
     assert [str(place.relative_to(run.path)) for place in places] == list(places.values())
+
+
+@pytest.mark.parametrize("umask", [0o022, 0])
+def test_only_its_user_reads_a_run(tmp_path: Path, umask: int) -> None:
+    """Directories were 0755, and the lock and the logs 0644: others read models and paths."""
+
+    def modes(*paths: Path) -> set[int]:
+        return {path.stat().st_mode & 0o777 for path in paths}
+
+    before = os.umask(umask)
+    try:
+        with a_run(tmp_path / "runs" / "demo") as run:
+            files.LineFile(run.log_file("supervisor"), tell=print).append("a line")
+            forkserver_log = run.log_file("replica-0")
+            put = run.put_aside(run.job_file)
+            LocalFolder(run.snapshots).write("shard-0/00001.safetensors", [memoryview(b"x")])
+            child = os.fork()
+            if not child:
+                _redirect(str(forkserver_log))
+                os._exit(0)
+            os.waitpid(child, 0)
+    finally:
+        os.umask(before)
+    places = run.path, run.snapshots, run.logs, put, run.snapshots / "shard-0"
+    assert modes(*places) == {0o700}
+    assert modes(run.path / "lock", run.log_file("supervisor"), forkserver_log) == {0o600}
 
 
 def test_nothing_is_overwritten_the_next_free_sibling_is_taken(tmp_path: Path) -> None:

@@ -59,6 +59,7 @@ def opened(
             case "shared":
                 yield lambda: folder_at(f"file://{tmp_path}/shared")
             case "memory":
+                monkeypatch.setattr(folders, "PROTOCOLS", ("memory",))
                 yield lambda: folder_at(f"memory://{name}")
             case "s3":
                 url = request.getfixturevalue("bucket")
@@ -221,14 +222,31 @@ def test_the_supervisor_renames(opened: Opened) -> None:
 
 
 @pytest.mark.parametrize(
-    ("url", "why"), [("nowhere://x/y", "Protocol not known"), ("abfs://x/y", "adlfs")]
+    "url",
+    [
+        "reference://::data:application/json;base64,e30=",
+        "file://reference://::data:x",
+        "simplecache::s3://bucket/x",
+        "s3://bucket::reference://x",
+        "http://host/x",
+        "memory://x",  # tests allow it
+        "S3://bucket/x",
+        "nowhere://x/y",
+    ],
 )
-def test_a_url_without_a_driver_says_so(url: str, why: str) -> None:
-    with pytest.raises(StorageError, match=rf"cannot use {url}: .*{why}"):
+def test_an_address_that_is_more_than_a_place_is_refused(url: str) -> None:
+    """It went to fsspec, which takes it for a program: see `test_hostile_supervisor`."""
+    with pytest.raises(StorageError, match="use a directory, or a URL of s3, gs or abfs"):
         folder_at(url)
 
 
+def test_a_url_without_a_driver_says_so() -> None:
+    with pytest.raises(StorageError, match=r"cannot use abfs://x/y: .*adlfs"):
+        folder_at("abfs://x/y")
+
+
 def test_a_store_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folders, "PROTOCOLS", ("memory",))
     folder = folder_at("memory://gone")
 
     def fail(*_: object, **__: object) -> None:

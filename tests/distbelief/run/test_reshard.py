@@ -21,6 +21,7 @@ from distbelief.program.placement import Placement
 from distbelief.program.plan import Plan, Target
 from distbelief.protocol import SessionRecord
 from distbelief.roles.role import Snapshot
+from distbelief.run import folders
 from distbelief.run.checkpoints import CheckpointStore
 from distbelief.run.directory import RunDirectory
 from distbelief.run.resume import (
@@ -355,8 +356,11 @@ def test_there_and_back_again_uses_the_newest_values(run: Run) -> None:
 
 
 @pytest.fixture(params=["memory", "folder"])
-def elsewhere(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+def elsewhere(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> str:
     """Return the setting of a place for checkpoints."""
+    monkeypatch.setattr(folders, "PROTOCOLS", ("memory",))
     place = f"memory://{tmp_path.name}" if request.param == "memory" else str(tmp_path / "shared")
     return f"cluster.checkpoints={place}"
 

@@ -64,7 +64,7 @@ def test_an_address_is_read() -> None:
         ("0.0.0.0:7700", None, False, "is no address"),
         ("tcp://0.0.0.0", None, False, "is no address"),
         ("tcp://127.0.0.1:65536", None, False, "is no address"),
-        ("tcp://[::1]:7700", None, False, "is no address"),
+        ("tcp://::1:7700", None, False, "is no address"),
         ("tcp://no.such.host.invalid:7700", None, False, "has no address"),
         ("tcp://0.0.0.0:7700", None, False, "distbelief keys new"),
         ("tcp://0.0.0.0:7700", Path("k"), True, "leave out one of them"),

@@ -115,7 +115,9 @@ def test_a_replica_of_another_supervisor_proves_its_speed_anew() -> None:
     table.applied((0, table.ranges[A][-1][1]))
     n_before = len(table.ranges[A])
     table.deal(A, 10_000)
-    assert sum(len(Spans([span])) for span in table.ranges[A][n_before:]) <= 8 * N_BATCHES_FIRST
+    assert (
+        sum(Spans([span]).n_positions for span in table.ranges[A][n_before:]) <= 8 * N_BATCHES_FIRST
+    )
 
 
 def test_another_dealer_goes_on_where_this_one_was_killed() -> None:
@@ -198,10 +200,33 @@ def test_what_its_replica_has_pushed_and_a_shard_lost_is_dealt_anew() -> None:
     assert table.ranges[A] == [(0, 24), (16, 24)]
 
 
+def test_what_a_shard_claims_beyond_what_can_be_dealt_does_not_count() -> None:
+    """With `epoch_share` the supervisor looked at each epoch up to there, for ever."""
+    table = begun(total=None, epoch_share=0.9)  # type: ignore[arg-type]
+    table.deal(A, 8)
+    table.applied((0, 8), (1 << 52, 1 << 53))
+    assert table.dealer.n_done == 8
+    assert table.dealer.n_left == 2 * 50 - 8
+    table.applied((0, 8), (96, 1 << 53))
+    assert table.dealer.n_done == 12
+
+
+def test_a_replica_cannot_skip_what_it_was_not_dealt() -> None:
+    """Then the samples of all others counted as done, and the job ended."""
+    table = begun()
+    table.deal(A, 24)
+    table.deal(B, 8)
+    table.dealer.skipped(table.replica(A), [0, 1 << 53])
+    assert table.dealer.n_done == 24
+    table.dealer.skipped(table.replica(B), [0, 32])
+    assert table.dealer.n_done == 32
+
+
 def test_skipped_samples_are_done() -> None:
     table = begun()
     table.applied((8, 100))
-    table.dealer.skipped([0, 8])
+    table.deal(A, 8)
+    table.dealer.skipped(table.replica(A), [0, 8])
     assert table.dealer.n_done == 100
 
 

@@ -415,6 +415,33 @@ def test_the_name_of_a_second_copy_is_a_name_of_a_role() -> None:
     )
 
 
+def test_a_job_all_of_whose_hosts_are_rejected_ends_with_the_reason() -> None:
+    """It stayed at "waiting for hosts 0 %" for as long as anybody looked."""
+    config = replace(config_of(n_hosts=2), slots_here=0)
+    town = Town(roster(2), config)
+    for name in ("a", "b"):
+        town.come(name, wrong="module nets has another source here")
+    town.pass_time(50.0)
+    assert town.supervisor.phase == "waiting for hosts"  # another may come
+    town.pass_time(20.0)
+    why = "every host that joined was rejected: module nets has another source here"
+    assert town.supervisor.shutdown.error == why
+
+
+def test_a_job_goes_on_with_a_host_that_is_not_rejected() -> None:
+    town = Town(roster(2), replace(config_of(n_hosts=2), slots_here=0))
+    town.come("a", wrong="no such module")
+    town.pass_time(50.0)
+    town.come("b")
+    town.pass_time(100.0)
+    assert town.supervisor.shutdown.error is None
+    assert not town.supervisor.has_begun  # it waits for the second one
+    here = Town(roster(2), config_of(n_hosts=1))
+    here.come("a", wrong="no such module")
+    here.pass_time(70.0)
+    assert "replica-0" in here.here.processes  # this host does what it can
+
+
 def test_a_host_that_stays_learns_why_it_is_rejected() -> None:
     """It "began anew", as after any job, and nobody looked for what was wrong there."""
     config = HostAgentConfig(offer=offer_of("b", cores=2), stays=True)

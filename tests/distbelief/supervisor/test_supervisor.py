@@ -1,8 +1,10 @@
 """The supervisor alone: events in, actions out. Whole jobs: `tests/simulation`."""
 
+import math
 from collections.abc import Sequence
 from typing import TypeVar
 
+import msgspec
 import pytest
 
 from distbelief import protocol as wire
@@ -875,3 +877,43 @@ def test_what_a_restarted_shard_found_damaged_is_reported_once(desk: Desk) -> No
     for _ in range(2):
         desk.hear("shard-1", found)
     assert [text for text in desk.told if warning in text] == [f"shard 1: {warning}"]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e300])
+def test_counters_that_cannot_be_counted_with_are_left_out(value: float) -> None:
+    """`int` of a shard's clock raised in the supervisor, and ended the job."""
+    desk = a_job()
+    desk.train()
+    names = ("clock", "pushes", "pushes_restored", "pushes_applied", "staleness_mean")
+    for name in names:
+        counters = dict.fromkeys(names, 3.0) | {name: value}
+        desk.hear("shard-0", wire.Heartbeat(state="busy", counters=counters))
+    counters = {"samples": value, "bytes_out": value, "ranges": value, "samples_allowed": value}
+    desk.hear("replica-0", wire.Heartbeat(state="busy", counters=counters))
+    desk.hear("replica-1", wire.Finished(counters=counters))
+    desk.pass_time(1.0, beats=desk.names)
+    found = msgspec.json.decode(msgspec.json.encode(desk.view), type=JobView)
+    assert found.bytes_out == 0
+    assert found.pushes_applied == 3
+
+
+def test_the_sum_of_steps_stays_a_number_that_files_can_hold() -> None:
+    """Reports that went up and down added the largest step each time, until none was writable."""
+    desk = a_job()
+    desk.train()
+    for _ in range(3000):
+        desk.progress("replica-0", step=1 << 49)
+        desk.progress("replica-0", step=0)
+    assert desk.view.step == 1 << 49
+    msgspec.json.encode(desk.view)
+
+
+@pytest.mark.parametrize("seconds", [math.nan, math.inf, -1.0, 1e300])
+def test_seconds_that_cannot_be_are_no_message(seconds: float) -> None:
+    """Training that began at NaN never ended by time."""
+    message = wire.Progress(
+        step=1, samples=4, loss=1.0, seconds_computing=seconds, seconds_waiting=0.0
+    )
+    codec = Codec(run="r")
+    with pytest.raises(RemoteProtocolError, match="unreadable header"):
+        codec.decode(codec.encode(message, sender="replica-0", incarnation=1))

@@ -21,7 +21,9 @@ from distbelief.transport.address import Endpoint
 from distbelief.transport.authenticator import REFUSED, PeerLimits, RunAuth, Source, TokenBucket
 from distbelief.transport.config import KeyConfig
 from distbelief.transport.keys import Allowed, KeyFiles, KeyPair
+from distbelief.transport.node import RoleRunner
 from distbelief.transport.zmq_transport import ZmqTransport
+from tests.distbelief.transport.test_node import Scripted
 from tests.distbelief.transport.test_zmq_transport import labels, take, wait
 
 
@@ -380,6 +382,22 @@ def test_a_peer_that_breaks_a_rule_is_cut_and_rejected_for_a_while(
     assert server.n_malformed == 1
     assert any(re.search("rejecting key .* for 30 s", text) for text in world.log)
     wait(server, until=lambda: server.n_refused > 0)  # it tries again
+    assert works(server, worker)
+
+
+def test_a_role_rejects_the_key_of_a_false_claim(
+    world: World, server: ZmqTransport, worker: ZmqTransport
+) -> None:
+    """Only messages that could not be read cost their key anything."""
+    role = Scripted(lambda _event, _now: [])
+    node = RoleRunner(role, transport=server, log=lambda _level, _text: None)
+    link = world.member(server)
+    watch = world.lost(link, server)
+    link.send(words("worker-2"))
+    assert node.pump(lambda: watch.poll(0) > 0, timeout_seconds=20.0)
+    node.close()
+    assert any("HeartbeatAck: only supervisor may" in text for text in world.log)
+    assert [type(event).__name__ for event in role.events] == ["Started"]
     assert works(server, worker)
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from distbelief.cluster.agent import AgentStorage, HostAgent, HostAgentConfig
 from distbelief.errors import JobError, PeerLostError, RemoteProtocolError, StorageError
-from distbelief.protocol import HeartbeatAck, SaveCheckpoint, Stop
+from distbelief.protocol import CheckpointSaved, Finished, Stop
 from distbelief.protocol.codec import Envelope
 from distbelief.roles import role as rl
 from distbelief.supervisor.config import SupervisorConfig
@@ -128,12 +128,12 @@ def test_a_run_begins_with_started_and_ends_with_exit(build: Build, error: str |
 
 
 def test_a_message_sent_arrives_as_an_event(build: Build) -> None:
-    node, role = build(on_start(rl.Send(receiver=ME, message=SaveCheckpoint(label="x"))))
+    node, role = build(on_start(rl.Send(receiver=ME, message=CheckpointSaved(label="x", clock=0))))
     assert node.run() is None
     (_, arrived) = role.events
     assert isinstance(arrived, rl.Received)
     assert (arrived.sender, arrived.incarnation) == (ME, 4)
-    assert isinstance(arrived.message, SaveCheckpoint)
+    assert isinstance(arrived.message, CheckpointSaved)
 
 
 def test_what_is_sent_beside_halt_still_goes_out(build: Build, tmp_path: Path) -> None:
@@ -141,7 +141,9 @@ def test_what_is_sent_beside_halt_still_goes_out(build: Build, tmp_path: Path) -
         connect = rl.Connect(
             peer=rl.Address("other"), incarnation=1, endpoint=other.endpoint, host=""
         )
-        words = rl.Send(receiver=rl.Address("other"), message=SaveCheckpoint(label="last words"))
+        words = rl.Send(
+            receiver=rl.Address("other"), message=CheckpointSaved(label="last words", clock=0)
+        )
         node, _ = build(lambda _event, _now: [connect, rl.Exit(), words])
         assert node.run() is None
         arrived: list[Envelope] = []
@@ -149,7 +151,7 @@ def test_what_is_sent_beside_halt_still_goes_out(build: Build, tmp_path: Path) -
         while not arrived and time.monotonic() < deadline:
             other.poll(0.05)
             arrived = list(other.receive())
-    assert [type(envelope.message) for envelope in arrived] == [SaveCheckpoint]
+    assert [type(envelope.message) for envelope in arrived] == [CheckpointSaved]
 
 
 def test_nothing_is_delivered_after_halt(build: Build) -> None:
@@ -226,7 +228,7 @@ def test_a_timer_always_due_does_not_keep_messages_out(build: Build) -> None:
         again = rl.SetTimer(name="greedy", at=now - 1)
         match event:
             case rl.Started():
-                return [again, rl.Send(receiver=ME, message=HeartbeatAck())]
+                return [again, rl.Send(receiver=ME, message=Finished(counters={}))]
             case rl.Received():
                 return [rl.Exit()]
             case _:
@@ -244,7 +246,7 @@ def test_messages_are_handled_while_work_goes_on(build: Build) -> None:
         match event:
             case rl.Started():
                 work = rl.Compute(name="gradient", work=lambda: handled.wait(PATIENCE_SECONDS))
-                return [work, rl.Send(receiver=ME, message=HeartbeatAck())]
+                return [work, rl.Send(receiver=ME, message=Finished(counters={}))]
             case rl.Received():
                 handled.set()
                 return []
@@ -391,10 +393,11 @@ def test_what_a_peer_did_wrong_is_logged_seldom_and_dropped(
     def react(event: rl.Event, _now: rl.Seconds) -> Sequence[rl.Action]:
         match event:
             case rl.Started():
-                alive = rl.Send(receiver=ME, message=HeartbeatAck())
-                return [alive] * 20 + [rl.Send(receiver=ME, message=Stop(reason=""))]
-            case rl.Received(message=HeartbeatAck()):
-                raise RemoteProtocolError("me sent HeartbeatAck")
+                alive = rl.Send(receiver=ME, message=Finished(counters={}))
+                last = CheckpointSaved(label="", clock=0)
+                return [alive] * 20 + [rl.Send(receiver=ME, message=last)]
+            case rl.Received(message=Finished()):
+                raise RemoteProtocolError("me sent Finished")
             case _:
                 return [rl.Exit()]
 
@@ -402,20 +405,19 @@ def test_what_a_peer_did_wrong_is_logged_seldom_and_dropped(
     assert node.run() is None
     assert len(role.events) == 22
     assert log == [
-        ("warning", f"rejected a message ({n} so far): me sent HeartbeatAck")
-        for n in (1, 2, 4, 8, 16)
+        ("warning", f"rejected a message ({n} so far): me sent Finished") for n in (1, 2, 4, 8, 16)
     ]
 
 
 def test_a_message_that_the_role_does_not_accept_never_reaches_it(
     build: Build, log: list[tuple[str, str]]
 ) -> None:
-    sends = [rl.Send(receiver=ME, message=m) for m in (HeartbeatAck(), Stop(reason=""))]
-    node, role = build(on_start(*sends))
-    role.accepts = frozenset({Stop})
+    messages = Finished(counters={}), CheckpointSaved(label="", clock=0)
+    node, role = build(on_start(*(rl.Send(receiver=ME, message=m) for m in messages)))
+    role.accepts = frozenset({CheckpointSaved})
     assert node.run() is None
     assert [type(event).__name__ for event in role.events] == ["Started", "Received"]
-    said = "rejected a message (1 so far): me sent me HeartbeatAck, which it does not accept"
+    said = "rejected a message (1 so far): me sent me Finished, which it does not accept"
     assert log == [("warning", said)]
 
 
@@ -434,11 +436,11 @@ def test_an_error_ends_the_role_and_only_a_bug_has_a_traceback(
 
 
 def test_a_message_that_cannot_be_sent_is_a_bug_of_ours(build: Build) -> None:
-    text = SaveCheckpoint(label="\udcff")
+    text = CheckpointSaved(label="\udcff", clock=0)
     node, _ = build(lambda _event, _now: [rl.Send(receiver=ME, message=text)])
     error = node.run()
     assert error is not None
-    assert error.startswith("LocalProtocolError: cannot send Save")
+    assert error.startswith("LocalProtocolError: cannot send CheckpointSaved")
 
 
 def test_an_event_posted_before_the_start_comes_after_started(build: Build) -> None:
