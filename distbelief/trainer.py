@@ -359,6 +359,8 @@ class Trainer:
                     tell=status.update,
                 )
             check_data(job, found)
+            if found.proof:
+                log.announce(found.proof)
             n_shards = job.cluster.shards
             self._layout = Layout.of(found.tensors, n_shards=n_shards, dtype=found.dtype)
             if from_scratch:
