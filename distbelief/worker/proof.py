@@ -39,8 +39,9 @@ from distbelief.graph.region import Region, Shape
 from distbelief.program.compiler import Compiled
 from distbelief.program.plan import Plan
 from distbelief.task import task as tk
+from distbelief.task.dry_run import Names, check_mean
 from distbelief.task.forward import Sample
-from distbelief.task.losses import Loss
+from distbelief.task.losses import Loss, is_named
 from distbelief.worker.batches import step_seed
 from distbelief.worker.build import Split
 from distbelief.worker.computation import SEED, output_name, outputs_of
@@ -368,6 +369,10 @@ class Proof:
 
         IncomparableError if nothing is known.
         """
+        if not is_named(self.task.loss):
+            names = Names(model=self.task.model.factory, loss=self.task.loss, data="data.train")
+            module, loss = tk.build_model(self.task.model), tk.build_loss(self.task)
+            check_mean(module, batches[0], loss=loss, names=names)
         try:
             self.compare(batches)
         except IncomparableError:
