@@ -104,6 +104,7 @@ def train(module: nn.Module, batch: Batch, *, loss: Loss, names: Names) -> None:
 
 N_TRIED: Final = 8  # samples, of which a loss is tried once, twice and three times over
 GROWS: Final = 0.01  # least growth of a loss that counts, relative to it
+UNSURE: Final = 0.25  # how far a sum may be from twice and three times itself, if it is random
 
 
 def check_mean(module: nn.Module, batch: Batch, *, loss: Loss, names: Names) -> None:
@@ -119,7 +120,7 @@ def check_mean(module: nn.Module, batch: Batch, *, loss: Loss, names: Names) -> 
     def value(n_copies: int) -> float:
         tensors = {path: torch.cat([tensor] * n_copies) for path, tensor in few.items()}
         copies = Batch.of(tensors)
-        return float(loss(copies.run(module), copies.targets))
+        return float(loss(copies.run(module), copies.targets).detach())
 
     try:
         with torch.random.fork_rng(devices=[]):
@@ -127,13 +128,18 @@ def check_mean(module: nn.Module, batch: Batch, *, loss: Loss, names: Names) -> 
             one, again, two, three = (value(n) for n in (1, 1, 2, 3))
     except Exception:  # noqa: BLE001 -- of the user's, who may want one number of samples only
         return
-    growth, chance = two - one, again != one  # as of dropout
-    if not abs(growth) > (0.3 if chance else GROWS) * abs(one):  # or not a number
+    growth = two - one
+    if again != one:  # as by dropout: only a plain sum shows
+        near = UNSURE * abs(one)
+        is_bad = abs(two - 2 * one) < near and abs(three - 3 * one) < near
+    elif abs(growth) > GROWS * abs(one):  # and a number
+        is_sum = abs(three - two - growth) <= GROWS * abs(growth)
+        ratio = two / one if one else 0.0
+        is_power = ratio > 0 and math.isclose(3 ** math.log2(ratio), three / one, rel_tol=1e-3)
+        is_bad = is_sum or is_power
+    else:
         return
-    is_sum = abs(three - two - growth) <= (0.1 if chance else GROWS) * abs(growth)
-    ratio = two / one if one else 0.0
-    is_power = ratio > 0 and math.isclose(3 ** math.log2(ratio), three / one, rel_tol=1e-3)
-    if is_sum or is_power:
+    if is_bad:
         raise JobError(
             f"[algorithm] loss {names.loss} is {one:.4g} for {n_samples_of(few)} samples and "
             f"{two:.4g} for the same samples twice: let it be the mean over the samples, as by "
