@@ -375,6 +375,8 @@ class Trainer:
                     has_hosts=has_hosts,
                 )
             check_data(job, found)
+            if found.proof:
+                log.announce(found.proof)
             n_shards = job.cluster.shards
             self._layout = Layout.of(found.tensors, n_shards=n_shards, dtype=found.dtype)
             if from_scratch:

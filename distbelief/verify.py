@@ -15,23 +15,15 @@ from rich.console import Console
 from rich.table import Table
 from safetensors.torch import save_file
 from torch import nn
-from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode
-from typing_extensions import override
 
 from distbelief.config.load import resolve
 from distbelief.core.files import scratch
 from distbelief.core.signals import ended_by_signals
-from distbelief.data import Batch, Path as Keys, tensors_of
+from distbelief.data import Batch, Path as Keys
 from distbelief.errors import JobError
-from distbelief.graph.graph import Layer, LayerGraph
-from distbelief.graph.lowering.operation import by_name
-from distbelief.graph.operator import Step
-from distbelief.graph.ops.attention import Attention, scores_shape
-from distbelief.graph.ops.call import default_dtype, is_module
-from distbelief.graph.ops.dropout import Dropout, mask
+from distbelief.graph.graph import LayerGraph
+from distbelief.graph.ops.call import is_module
 from distbelief.graph.ops.linear import Embedding
-from distbelief.graph.region import Region, Shape
 from distbelief.launch.computation import compute
 from distbelief.launch.local import LocalLauncher
 from distbelief.partition.api import PlanningResult
@@ -42,118 +34,19 @@ from distbelief.task.forward import Sample
 from distbelief.task.losses import Loss, loss_function
 from distbelief.task.task import ModelSpec, build_model
 from distbelief.worker.batches import step_seed
-from distbelief.worker.computation import SEED, Computation, output_name
-
-
-_DRAW: Final = torch.ops.aten.bernoulli_.float
-_UNIFORM: Final = (torch.ops.aten.rand.default, torch.ops.aten.rand_like.default)
-_USUAL: Final = 0.5  # default probability
-
-
-@final
-class SharedDropoutMasks(TorchDispatchMode):
-    """Draws in one process the dropout masks that ranks draw, for one forward pass.
-
-    Ranks compute masks by a hash of each index. torch draws every mask by `bernoulli_`, in
-    the order of the graph, and some models draw u and compute floor(u + kept); all other random
-    numbers are rejected.
-    """
-
-    def __init__(self, graph: LayerGraph, *, seed: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call] # torch has no types here
-        self._step = Step(training=True, seed=seed)
-        self._left = [layer for layer in graph.layers if 0 < _probability(layer) < 1]
-
-    @override
-    def __torch_dispatch__(
-        self,
-        func: object,
-        types: Sequence[type],
-        args: Sequence[object] = (),
-        kwargs: Mapping[str, object] | None = None,
-    ) -> object:
-        assert isinstance(func, OpOverload), func
-        # Attention may drop weights, but does not without a probability.
-        idle = "attention" in str(func) and not by_name(func, list(args), kwargs or {})["dropout_p"]
-        if idle or torch.Tag.nondeterministic_seeded not in func.tags:
-            return func(*args, **(kwargs or {}))
-        if func is _DRAW and not self._left:
-            raise _refusal("dropout in a part that is computed whole, or whose result is not used")
-        if (func is not _DRAW and func not in _UNIFORM) or not self._left:
-            raise _refusal(f"torch's {func}")
-        layer = self._left.pop(0)
-        left = 1 - _probability(layer)
-        drawn = func(*args, **(kwargs or {})) if func in _UNIFORM else args[0]
-        assert isinstance(drawn, torch.Tensor), func
-        probability = args[1] if func is _DRAW and len(args) > 1 else _USUAL
-        kept = self._mask(layer, drawn)
-        if kept.numel() != drawn.numel() or (func is _DRAW and probability != left):
-            raise _refusal(repr(layer.name))  # the mask of another layer
-        # Steps may come before samples, as inside of torch's recurrent layers.
-        at = layer.integer("batch") if "batch" in layer.options else 0
-        drawn.copy_(kept.movedim(0, at).reshape(drawn.shape) != 0)
-        return drawn if func is _DRAW else drawn * (1 - left / 2)
-
-    def _mask(self, layer: Layer, like: torch.Tensor) -> torch.Tensor:
-        shape = _fates(layer)
-        # The samples may share a dimension with words, say.
-        like = like.new_empty(like.numel() // max(1, math.prod(shape)))
-        return mask(
-            layer.name,
-            shape,
-            Region.of(*shape),
-            probability=_probability(layer),
-            like=like,
-            step=self._step,
-        )
-
-    def check(self) -> None:
-        """Check, after the pass, that all masks were drawn; raise JobError if not."""
-        if self._left:
-            raise _refusal(repr(self._left[0].name))
-
-
-def _refusal(culprit: str) -> JobError:
-    return JobError(
-        f"--verify cannot compare {culprit}: its random numbers differ between processes; "
-        "use torch.nn.Dropout, or a model without"
-    )
-
-
-def _probability(layer: Layer) -> float:
-    # 0 if the layer drops nothing.
-    word = {Dropout.name: "probability", Attention.name: "dropout"}.get(layer.kind)
-    return layer.number(word) if word else 0.0
-
-
-def _fates(layer: Layer) -> Shape:
-    # The shape of what is dropped independently, without the batch.
-    if layer.kind == Attention.name:
-        return scores_shape(layer)
-    return layer.shape[: len(layer.shape) - layer.integer("n_shared")]
+from distbelief.worker.computation import SEED, Computation
+from distbelief.worker.proof import (
+    LARGE,
+    Agreement,
+    Results,
+    Tensors,
+    compared,
+    in_precision,
+    reference,
+)
 
 
 # --- result ---
-
-ROUNDING: Final = 3.0  # a plan agrees if its error is at most this many times that of one process
-SMALLEST: Final = 1e-6  # relative error that always counts as rounding
-LARGE: Final = 1e-3  # an error in float32 that says nothing, though one process has it, too
-SMALLEST_DOUBLE: Final = 1e-9  # the same in float64
-
-
-@final
-class Agreement(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Errors of one quantity: distances from float64, relative to its largest number."""
-
-    plan: float
-    one_process: float
-    double: float | None = None  # that of the plan in float64, run if float32 is not enough
-
-    @property
-    def agrees(self) -> bool:
-        if self.double is not None:
-            return self.double <= SMALLEST_DOUBLE
-        return self.plan <= max(ROUNDING * self.one_process, SMALLEST)
 
 
 @final
@@ -230,11 +123,6 @@ class VerificationResult(msgspec.Struct, frozen=True, kw_only=True):
 N_STEPS: Final = 12
 N_WARM: Final = 3
 _SHARE_TRUE: Final = 0.8  # of a mask
-# Of the largest gradient: errors are relative to at least this. A gradient that is a sum of larger
-# numbers (zero for a bias before softmax) has their rounding.
-SHARE: Final = 0.1
-
-Tensors = Mapping[str, torch.Tensor]
 Counters = Sequence[Mapping[str, float]]  # of each rank, at its end
 
 
@@ -288,7 +176,7 @@ def verify(
             file="partition.toml",
         )
 
-        def run(computation: Computation, launcher: LocalLauncher) -> tuple[Tensors, Counters]:
+        def run(computation: Computation, launcher: LocalLauncher) -> tuple[Results, Counters]:
             outputs, seen = compute(
                 job,
                 computation,
@@ -308,10 +196,10 @@ def verify(
             alone = _seconds(module, batch, function, n_steps=n_steps)
             # The last step is compared.
             seed = step_seed(SEED, (computation.n_steps - 1) * plan.batch)
-            single = _reference(module, batch, function, graph=graph, seed=seed)
-            double = Batch.of({path: _double(value) for path, value in batch.tensors().items()})
+            single = reference(module, batch, function, graph=graph, seed=seed)
+            double = in_precision(batch, torch.float64)
             try:
-                exact = _reference(module.double(), double, function, graph=graph, seed=seed)
+                exact = reference(module.double(), double, function, graph=graph, seed=seed)
             except RuntimeError as error:
                 why = str(error).splitlines()[0]
                 raise JobError(
@@ -320,11 +208,11 @@ def verify(
                 ) from error
         finally:
             torch.set_num_threads(threads)
-        errors = _compared(found, single, exact)
+        errors = compared(found, single, exact)
         if not all(each.agrees and each.plan <= LARGE for each in errors.values()):
             with LocalLauncher() as fresh:  # the other still has ends of ranks
                 found, _ = run(msgspec.structs.replace(computation, dtype="float64"), fresh)
-            doubles = _compared(found, single, exact)
+            doubles = compared(found, single, exact)
             errors = {
                 name: msgspec.structs.replace(each, double=doubles[name].plan)
                 for name, each in errors.items()
@@ -382,7 +270,7 @@ def _found(
     outputs: Tensors,
     names: Sequence[str],
     seen: Counters,
-) -> dict[str, torch.Tensor]:
+) -> Results:
     # A status holds finite numbers only.
     loss = sum(rank.get("loss", math.nan) for rank in seen) / computation.n_samples
     gradients = {
@@ -390,7 +278,7 @@ def _found(
         for index, name in enumerate(names)
         if name in graph.tensors
     }
-    return {**outputs, "loss": torch.tensor(loss, dtype=torch.float64), **gradients}
+    return Results({**outputs, "loss": torch.tensor(loss, dtype=torch.float64)}, gradients)
 
 
 def _seconds(module: nn.Module, batch: Batch, loss: Loss, *, n_steps: int) -> float:
@@ -401,53 +289,6 @@ def _seconds(module: nn.Module, batch: Batch, loss: Loss, *, n_steps: int) -> fl
         loss(batch.run(module), batch.targets).backward()
         times.append(time.perf_counter() - begun)
     return median(times[1:])
-
-
-def _reference(
-    module: nn.Module, batch: Batch, loss: Loss, *, graph: LayerGraph, seed: int
-) -> dict[str, torch.Tensor]:
-    # One process, with the dropout masks of this step.
-    module.zero_grad()
-    masks = SharedDropoutMasks(graph, seed=seed)
-    with masks, default_dtype(module.parameters()):
-        outputs = tensors_of(returned := batch.run(module))
-        value = loss(returned, batch.targets)
-        value.backward()
-    masks.check()
-    found = {output_name(path): outputs[path].detach() for path in graph.fields}
-    found["loss"] = value.detach()
-    for name, parameter in module.named_parameters():
-        if parameter.grad is not None:
-            found[name] = parameter.grad.clone()
-    return found
-
-
-def _double(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.double() if tensor.is_floating_point() else tensor
-
-
-def _compared(found: Tensors, single: Tensors, exact: Tensors) -> dict[str, Agreement]:
-    names = [name for name in exact if name in found]
-    n_results = names.index("loss") + 1
-    largest = max(_largest(exact[name]) for name in names[n_results:] or names)
-    errors: dict[str, Agreement] = {}
-    for name in names:
-        # A gradient that is only rounding (a bias before normalisation) is relative to the others.
-        scale = max(_largest(exact[name]), SHARE * largest)
-        errors[name] = Agreement(
-            _distance(found[name], exact[name]) / scale,
-            _distance(single[name], exact[name]) / scale,
-        )
-    gradients = sorted(names[n_results:], key=lambda name: errors[name].plan)
-    return {name: errors[name] for name in (*names[:n_results], *gradients)}
-
-
-def _distance(tensor: torch.Tensor, exact: torch.Tensor) -> float:
-    return _largest(tensor.double() - exact)
-
-
-def _largest(tensor: torch.Tensor) -> float:
-    return float(tensor.abs().max()) if tensor.numel() else 0.0
 
 
 def _links(plan: Plan, graph: LayerGraph, seen: Counters, *, n_steps: int) -> list[Link]:

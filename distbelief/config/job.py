@@ -70,6 +70,8 @@ class ClusterTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     pins: tuple[
         str, ...
     ] = ()  # layers that the planner must split in a given way: "conv1=grid:3x3"
+    # Compare split replicas with one process before the start, on some of the training data.
+    proof: bool = True
     # Cluster that the planner plans for: a built-in name, the path of a cluster file, or "here" for
     # hosts like this one.
     machines: str = "here"

@@ -163,6 +163,7 @@ class Preparation:
                 job,
                 initial_file=str(stem.with_suffix(".safetensors")),
                 plan=str(stem.with_suffix(".plan.json")),
+                proves=False,
             )
         return self._preflights[key]
 

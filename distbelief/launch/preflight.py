@@ -6,13 +6,16 @@ process never runs the user's code. `prepare_main` runs on each joining host: it
 functions that the job names, if the host's user allows them, and prepares the data.
 """
 
+import math
 import os
+import time
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
 
 import msgspec
+import numpy as np
 import torch
 from safetensors.torch import save_file
 
@@ -20,8 +23,9 @@ from distbelief.config.algorithms import coordinator_of
 from distbelief.config.job import Fit, Job
 from distbelief.config.load import job_from_json
 from distbelief.core import files
+from distbelief.core.formatting import size
 from distbelief.core.tensor_files import TensorFile
-from distbelief.data import Dataset, marks_of
+from distbelief.data import Dataset, marks_of, read_batch
 from distbelief.errors import DistBeliefError, JobError, StorageError
 from distbelief.launch.likeness import Likeness, likeness_of
 from distbelief.launch.role_process import (
@@ -35,6 +39,7 @@ from distbelief.launch.role_process import (
 from distbelief.parameter_server.initial_values import Initial
 from distbelief.parameter_server.layout import ElementType, Layout, TensorSpec
 from distbelief.parameter_server.optimizers import UpdateRule, check_groups
+from distbelief.program.plan import Plan
 from distbelief.program.step_cost import PlanCost
 from distbelief.run.folders import folder_at
 from distbelief.run.summary import DataFacts, TaskFacts
@@ -48,6 +53,8 @@ from distbelief.worker.local_executor import FlatModel
 
 
 ANSWER_BYTES_MAX: Final = 1 << 26
+# Of all values of a model, in float64: values, gradients and buffers, of one process and of ranks.
+N_COPIES: Final = 8
 
 
 class PreflightRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,6 +81,7 @@ class PreflightResult(msgspec.Struct, frozen=True, kw_only=True):
     costs: dict[int, PlanCost] = {}  # of each plan, if ranks are chosen by the hosts that join
     sample: Sample | None = None  # shapes and types of the data, for the plans
     likeness: Likeness | None = None  # what hosts that join must have in common with this one
+    proof: str = ""  # whether split replicas compute what one process does, for the user
 
     def formed(self, ranks: tuple[int, ...]) -> "PreflightResult":
         """Return the result for replicas of these ranks."""
@@ -176,8 +184,11 @@ def read_result(request: Path) -> PreflightResult | None:
         return None
 
 
-def answer_to(job: Job, *, initial_file: str, plan: str) -> PreflightResult:
-    """Try model and data in this process; the files are those of a `PreflightRequest`."""
+def answer_to(job: Job, *, initial_file: str, plan: str, proves: bool = True) -> PreflightResult:
+    """Try model and data in this process; the files are those of a `PreflightRequest`.
+
+    If it `proves`, split replicas are compared with one process, unless the job leaves that out.
+    """
     task, cluster = job.task, job.cluster
     if not cluster.is_split:
         datasets = tasks.datasets_of(task)
@@ -214,9 +225,44 @@ def answer_to(job: Job, *, initial_file: str, plan: str) -> PreflightResult:
             for plan in (made.values() if isinstance(counts, Fit) else ())
         },
         sample=sample,
+        proof=_proof(job, captured, most, answer, datasets["data.train"])
+        if proves and cluster.proof
+        else "",
     )
     same = (most.cluster.n_machines,) * cluster.n_replicas
     return answer.formed(counts if isinstance(counts, tuple) else same)
+
+
+def _proof(
+    job: Job, captured: tasks.Captured, plan: Plan, found: PreflightResult, data: Dataset
+) -> str:
+    """Compare a plan with one process; return a sentence on that, or raise JobError."""
+    from distbelief.partition.profiling.this_host import memory  # noqa: PLC0415 -- as above
+    from distbelief.worker.proof import IncomparableError, Proof  # noqa: PLC0415
+
+    begun = time.perf_counter()
+    unknown = "Not proved that split replicas compute what one process does"
+    n_bytes = N_COPIES * 8 * sum(math.prod(spec.shape) for spec in found.tensors)
+    if n_bytes > memory():
+        return f"{unknown}: that would take {size(n_bytes)} of memory"
+    proof = Proof(
+        task=job.task,
+        plan=plan,
+        graph=captured.graph,
+        sample=tasks.sample_of(data),
+        dtype=torch.float64 if found.dtype == "float64" else torch.float32,
+    )
+    drawn = np.random.default_rng(0).integers
+    batches = [read_batch(data, drawn(len(data), size=n).tolist()) for n in proof.sizes]
+    try:
+        but = proof.check(batches)
+    except IncomparableError as error:
+        return f"{unknown}: {error}"
+    n_first, n_second = proof.sizes
+    return (
+        f"Split replicas compute what one process does{but}: two steps of {n_first} and "
+        f"{n_second} samples agree (tried in {time.perf_counter() - begun:.1f} s)"
+    )
 
 
 def check_device(device: str, fix: str) -> None:

@@ -6,6 +6,7 @@ inputs, layers, outputs, targets, loss, gradient.
 """
 
 import inspect
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from typing import Final
 import torch
 from torch import nn
 
-from distbelief.data import Batch, shown_path, tensors_of
+from distbelief.data import Batch, n_samples_of, shown_path, tensors_of
 from distbelief.errors import JobError
 from distbelief.graph.graph import GraphError, LayerGraph
 from distbelief.graph.ops.losses import ClassSums, ElementwiseLoss
@@ -99,6 +100,51 @@ def train(module: nn.Module, batch: Batch, *, loss: Loss, names: Names) -> None:
         raise JobError(f"[model] the backward pass of {names.model} failed: {error}") from error
     finally:
         module.zero_grad(set_to_none=True)
+
+
+N_TRIED: Final = 8  # samples, of which a loss is tried once, twice and three times over
+GROWS: Final = 0.01  # least growth of a loss that counts, relative to it
+UNSURE: Final = 0.25  # how far a sum may be from twice and three times itself, if it is random
+
+
+def check_mean(module: nn.Module, batch: Batch, *, loss: Loss, names: Names) -> None:
+    """Raise JobError for a loss that grows with the number of samples, such as a sum.
+
+    A mean is the same for samples that are given several times, whatever it counts; a sum, and a
+    sum beside a mean, grow by as much each time; a sum over a power of their number, as that power.
+    A loss that compares the samples of a batch with each other grows in another way, and may.
+    """
+    module.train()
+    few = {path: tensor[:N_TRIED] for path, tensor in batch.tensors().items()}
+
+    def value(n_copies: int) -> float:
+        tensors = {path: torch.cat([tensor] * n_copies) for path, tensor in few.items()}
+        copies = Batch.of(tensors)
+        return float(loss(copies.run(module), copies.targets).detach())
+
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            one, again, two, three = (value(n) for n in (1, 1, 2, 3))
+    except Exception:  # noqa: BLE001 -- of the user's, who may want one number of samples only
+        return
+    growth = two - one
+    if again != one:  # as by dropout: only a plain sum shows
+        near = UNSURE * abs(one)
+        is_bad = abs(two - 2 * one) < near and abs(three - 3 * one) < near
+    elif abs(growth) > GROWS * abs(one):  # and a number
+        is_sum = abs(three - two - growth) <= GROWS * abs(growth)
+        ratio = two / one if one else 0.0
+        is_power = ratio > 0 and math.isclose(3 ** math.log2(ratio), three / one, rel_tol=1e-3)
+        is_bad = is_sum or is_power
+    else:
+        return
+    if is_bad:
+        raise JobError(
+            f"[algorithm] loss {names.loss} is {one:.4g} for {n_samples_of(few)} samples and "
+            f"{two:.4g} for the same samples twice: let it be the mean over the samples, as by "
+            "reduction='mean', not a sum"
+        )
 
 
 def evaluate(module: nn.Module, batch: Batch, *, loss: Loss, metric: Metric, names: Names) -> None:

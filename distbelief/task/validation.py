@@ -10,7 +10,7 @@ from distbelief.errors import JobError
 from distbelief.graph.capture import evaluation_difference
 from distbelief.task import dry_run, task as tasks
 from distbelief.task.forward import Forward, Sample, input_specs
-from distbelief.task.losses import LOSS_METRIC, OWN, own_loss
+from distbelief.task.losses import LOSS_METRIC, OWN, is_named, own_loss
 from distbelief.task.task import DataSpec, TaskSpec
 
 
@@ -26,6 +26,8 @@ def check(task: TaskSpec, batch_size: int, datasets: Mapping[str, Dataset] | Non
         names = dry_run.Names(model=task.model.factory, loss=task.loss, data=table, indices=indices)
         if table == "data.train":
             dry_run.train(module, batch, loss=loss, names=names)
+            if not is_named(task.loss):
+                dry_run.check_mean(module, batch, loss=loss, names=names)
             continue
         sample = tasks.sample_of(dataset, table=table)
         dry_run.evaluate(

@@ -12,14 +12,14 @@ from typing_extensions import override
 
 import distbelief
 from distbelief import verify
-from distbelief.data import Batch
 from distbelief.errors import JobError
 from distbelief.graph.capture import InputSpec, capture
 from distbelief.graph.losses import append_loss
 from distbelief.launch.local import LocalLauncher
 from distbelief.task.losses import loss_function
-from distbelief.verify import Agreement, Link, VerificationResult
+from distbelief.verify import Link, VerificationResult
 from distbelief.worker.computation import Computation
+from distbelief.worker.proof import Agreement, Results, compared, in_precision, reference
 from tests.distbelief.examples import a_sample
 
 
@@ -84,15 +84,15 @@ def test_all_of_it_is_plain_data() -> None:
 
 
 def test_a_gradient_of_rounding_is_relative_to_the_others() -> None:
-    exact = {
+    outputs = {
         "outputs": torch.ones(2, dtype=torch.float64),
         "loss": torch.ones((), dtype=torch.float64),
-        "weight": torch.ones(3, dtype=torch.float64),
-        "bias": torch.full((3,), 1e-17, dtype=torch.float64),
     }
-    rounded = {name: tensor.float() for name, tensor in exact.items()}
-    found = rounded | {"bias": torch.full((3,), 5e-8)}
-    errors = verify._compared(found, rounded, exact)
+    bias = torch.full((3,), 1e-17, dtype=torch.float64)
+    exact = Results(outputs, {"bias": bias, "weight": torch.ones(3, dtype=torch.float64)})
+    rounded = {name: tensor.float() for name, tensor in exact.gradients.items()}
+    found = Results(outputs, rounded | {"bias": torch.full((3,), 5e-8)})
+    errors = compared(found, Results(outputs, rounded), exact)
     assert verified(errors).passed
     assert list(errors)[-1] == "bias"
     assert errors["bias"].plan == pytest.approx(5e-7)
@@ -136,15 +136,16 @@ def test_what_a_forward_makes_has_the_precision_of_its_parameters() -> None:
     module = Starting().double()
     graph = append_loss(capture(module, [InputSpec(shape=(4,))]), "cross_entropy")
     batch = verify._batch(graph, a_sample((4,), labels=True), batch=5, loss="cross_entropy")
-    batch = Batch.of({path: verify._double(value) for path, value in batch.tensors().items()})
+    batch = in_precision(batch, torch.float64)
     function = loss_function("cross_entropy")
-    found = verify._reference(module, batch, function, graph=graph, seed=0)
-    assert found["layer.bias"].dtype == torch.float64
+    found = reference(module, batch, function, graph=graph, seed=0)
+    assert found.gradients["layer.bias"].dtype == torch.float64
     assert torch.get_default_dtype() == torch.float32
 
 
 def test_sums_of_nothing_are_zero() -> None:
-    assert verify._distance(torch.zeros(0), torch.zeros(0)) == 0.0
+    nothing = Results({"outputs": torch.zeros(0)}, {})
+    assert compared(nothing, nothing, nothing)["outputs"].plan == 0.0
 
 
 def net() -> nn.Module:

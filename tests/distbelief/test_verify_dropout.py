@@ -13,7 +13,7 @@ from distbelief.errors import JobError
 from distbelief.graph.capture import InputSpec, capture
 from distbelief.graph.lowering.recurrent import N_UNITS_MIN
 from distbelief.graph.operator import Step
-from distbelief.verify import SharedDropoutMasks
+from distbelief.worker.proof import SharedDropoutMasks
 from tests.distbelief.graph.reference import evaluate
 
 

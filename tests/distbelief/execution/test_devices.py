@@ -10,11 +10,11 @@ from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 from distbelief.program.compiler import compile_plan
+from distbelief.worker.in_process import LocalGroup, StepOutput
 from tests.distbelief.execution.test_execution import BATCH, SEED, inputs_of, slope
 from tests.distbelief.graph.zoo.catalogue import ZOO
 from tests.distbelief.graph.zoo.comparison import tensors_of, whole_modules
 from tests.distbelief.program.plans import captured, random_plan
-from tests.distbelief.worker.in_process import LocalGroup, StepOutput
 
 
 pytestmark = pytest.mark.untraced

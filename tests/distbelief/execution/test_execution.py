@@ -17,11 +17,11 @@ from distbelief.graph.ops.norms import running_averages
 from distbelief.graph.ops.views import Cat
 from distbelief.program.compiler import Compiled, compile_plan
 from distbelief.program.step_graph import statistics_of
+from distbelief.worker.in_process import LocalGroup, StepOutput
 from tests.distbelief.graph.reference import evaluate
 from tests.distbelief.graph.zoo.catalogue import ZOO, Applied
 from tests.distbelief.graph.zoo.comparison import tensors_of, whole_modules
 from tests.distbelief.program.plans import captured, random_plan
-from tests.distbelief.worker.in_process import LocalGroup, StepOutput
 
 
 pytestmark = pytest.mark.untraced

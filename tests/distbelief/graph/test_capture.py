@@ -16,7 +16,7 @@ from distbelief.graph.graph import INPUT, GraphError, LayerGraph
 from distbelief.graph.operator import Step, operator_of
 from distbelief.graph.region import Region, Shape
 from distbelief.program.step_graph import statistics_of
-from distbelief.verify import SharedDropoutMasks
+from distbelief.worker.proof import SharedDropoutMasks
 from tests.distbelief.graph.ops.comparison import close_gradients
 from tests.distbelief.graph.reference import Partials, evaluate
 from tests.distbelief.graph.zoo.catalogue import ZOO, Applied, Case

@@ -1,15 +1,20 @@
 """What the check of model and data reports, tried in this process."""
 
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import final
 
 import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn import functional
 from torch.utils.data import TensorDataset
+from typing_extensions import override
 
 from distbelief.config.load import parse_job
 from distbelief.core.memory import PrivateMemory
@@ -157,3 +162,80 @@ def test_roles_are_built_from_all_that_the_check_found(tmp_path: Path) -> None:
     assert context.n_train == spec.n_train == 7
     assert spec.layout == layout.spec
     assert context.task == job.task
+
+
+SPLIT = ("cluster.partitions=2", "algorithm.batch_size=6")
+
+
+def counting() -> nn.Module:
+    return Counting()
+
+
+@final
+class Counting(nn.Module):
+    """Halves its outputs in the second step, which capture does not see."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.calls: list[int] = []
+
+    @override
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not isinstance(x, FakeTensor):
+            self.calls.append(len(x))
+        found: torch.Tensor = self.layer(x)
+        return found if len(self.calls) < 2 else found / 2
+
+
+def test_split_replicas_are_compared_with_one_process(tmp_path: Path) -> None:
+    found = checked(tmp_path, *SPLIT)
+    assert found.error is None
+    assert found.proof.startswith("Split replicas compute what one process does: two steps of 6 ")
+    assert checked(tmp_path, *SPLIT, "cluster.proof=false").proof == ""
+
+
+def test_a_split_model_that_computes_something_else_is_refused(tmp_path: Path) -> None:
+    """It once trained another model, without a word."""
+    found = checked(tmp_path, *SPLIT, f"model.factory={__name__}:counting")
+    assert found.is_users
+    assert "split replicas would compute something else than one process" in str(found.error)
+    assert "differs in the second step" in str(found.error)
+    whole = checked(tmp_path, f"model.factory={__name__}:counting")
+    assert (whole.error, whole.proof) == (None, "")  # a whole replica is the module itself
+
+
+def test_a_model_beyond_this_host_is_not_compared_and_the_screen_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("distbelief.partition.profiling.this_host.memory", lambda: 1.0)
+    found = checked(tmp_path, *SPLIT)
+    said = "Not proved that split replicas compute what one process does: that would take 1.8 kB"
+    assert (found.error, found.proof) == (None, f"{said} of memory")
+
+
+def summed(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(outputs, targets, reduction="sum")
+
+
+SUMMED = f"algorithm.loss={__name__}:summed"
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (SUMMED,),
+        (SUMMED, *SPLIT),
+        (SUMMED, *SPLIT, "model.initial=seed"),
+        (f'algorithm={{ name = "sandblaster", loss = "{__name__}:summed" }}',),
+    ],
+)
+def test_a_sum_as_loss_is_refused(tmp_path: Path, overrides: tuple[str, ...]) -> None:
+    """Figures of a batch method depended on the size of its chunks."""
+    found = checked(tmp_path, *overrides)
+    assert found.is_users
+    assert re.search(
+        r"summed is [\d.]+ for \d samples and [\d.]+ for the same samples twice: let it be the "
+        "mean over the samples, as by reduction='mean'",
+        str(found.error),
+    )

@@ -1,4 +1,5 @@
 import re
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -7,6 +8,7 @@ import msgspec
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 from typing_extensions import override
 
 from distbelief.data import Batch
@@ -423,3 +425,94 @@ def test_labels_are_those_of_the_outputs_or_ignored(label: int, *, is_right: boo
 def test_the_own_loss_of_a_model_has_one_element() -> None:
     with pytest.raises(JobError, match=r"the model's loss has shape \(3,\): it must have one"):
         own_loss({"loss": torch.ones(3), "logits": torch.ones(3, 2)}, None)
+
+
+LABELS = torch.arange(12) % 3
+ROWS = torch.randn(12, 4, generator=torch.Generator().manual_seed(2))
+
+
+def tried(
+    function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    *,
+    targets: torch.Tensor = LABELS,
+) -> None:
+    """Try a loss of scores of three classes, from a net with dropout."""
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 3))
+        names = dry_run.Names(model="m:net", loss="m:loss", data="data.train")
+        for part in (nn.Sequential(net[0], net[1], net[3]), net):
+            dry_run.check_mean(part, Batch(ROWS, targets), loss=function, names=names)
+
+
+def contrast(rows: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+    """Each sample against all others of the batch: it grows with their number, and may."""
+    return functional.cross_entropy(rows @ rows.T, torch.arange(len(rows)))
+
+
+def covered(rows: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """A mean over the labels that are not ignored."""
+    return functional.cross_entropy(rows, torch.where(labels == 0, -100, labels))
+
+
+def unbiased(rows: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+    return rows.var(0).sum()
+
+
+def weighted(rows: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    weight = torch.tensor([1.0, 5.0, 0.1])
+    return functional.cross_entropy(rows, labels, weight=weight) - 4.0
+
+
+@pytest.mark.parametrize("function", [covered, weighted, contrast, unbiased])
+def test_means_over_any_count_are_losses(function: Callable[..., torch.Tensor]) -> None:
+    tried(function)
+    tried(lambda outputs, targets: function(outputs, targets) * 0 + float("nan"))
+
+
+def of_each(rows: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(rows, labels, reduction="none")
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda rows, labels: of_each(rows, labels).sum(),
+        lambda rows, labels: of_each(rows, labels).sum() / 2,
+        lambda rows, labels: -of_each(rows, labels).sum(),
+        lambda rows, labels: of_each(rows, labels).mean() + 0.1 * rows.square().sum(),
+        lambda rows, labels: of_each(rows, labels).sum() / len(rows) ** 0.5,
+        lambda rows, labels: of_each(rows, labels).mean() / len(rows),
+        lambda rows, labels: of_each(rows, labels).sum() ** 2,
+    ],
+)
+def test_a_loss_that_depends_on_the_number_of_samples_is_refused(
+    function: Callable[..., torch.Tensor],
+) -> None:
+    """It was accepted, and a loss that Sandblaster showed as 2.6 was about 20."""
+    with pytest.raises(JobError, match=r"m:loss is .* for 8 samples and .*reduction='mean'"):
+        tried(function)
+
+
+class WithLoss(nn.Module):
+    """Returns a loss of its own, which may want groups of some size."""
+
+    def __init__(self, reduction: str, size: int) -> None:
+        super().__init__()
+        self.layer, self.reduction, self.size = nn.Linear(4, 3), reduction, size
+
+    @override
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        if len(x) != self.size and self.size:
+            raise ValueError("another number of samples")
+        scores = self.layer(x)
+        return {"loss": functional.cross_entropy(scores, labels, reduction=self.reduction)}
+
+
+def test_a_sum_that_the_model_returns_is_refused() -> None:
+    both = {"x": ROWS, "labels": LABELS}
+    names = dry_run.Names(model="m:net", loss="model", data="data.train")
+    for right in (WithLoss("mean", 0), WithLoss("sum", 8)):  # the other takes no other number
+        dry_run.check_mean(right, Batch(both, both), loss=own_loss, names=names)
+    with pytest.raises(JobError, match=r"loss model is .* for 8 samples"):
+        dry_run.check_mean(WithLoss("sum", 0), Batch(both, both), loss=own_loss, names=names)

@@ -17,8 +17,8 @@ from distbelief.graph.losses import append_loss
 from distbelief.program.compiler import compile_plan
 from distbelief.program.placement import Placement
 from distbelief.worker.batches import micro_sizes
+from distbelief.worker.in_process import LocalGroup, StepOutput
 from tests.distbelief.program.plans import random_plan
-from tests.distbelief.worker.in_process import LocalGroup, StepOutput
 
 
 def input_names(graph: LayerGraph) -> list[str]:

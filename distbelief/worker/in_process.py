@@ -7,6 +7,7 @@ executor and sees only what it has read, received or computed.
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import final
 
 import torch
@@ -15,6 +16,7 @@ from torch import nn
 from distbelief.core.vectors import Vector
 from distbelief.execution.dataflow import dataflow
 from distbelief.execution.executor import PartitionExecutor, Seed, StepInputs, mean_over_samples
+from distbelief.execution.operations import Dataflow
 from distbelief.execution.schedule import MicroBatchSchedule, ReadyQueue
 from distbelief.graph.region import Region
 from distbelief.program.compiler import Compiled
@@ -49,6 +51,20 @@ class LocalGroup:
     seeds: frozenset[str] | None = None  # where gradients begin; by default the loss
     seed_gradient: Seed = mean_over_samples
     device: str = "cpu"
+
+    @cached_property
+    def flows(self) -> Sequence[Dataflow]:
+        return [
+            dataflow(
+                self.compiled,
+                rank,
+                training=self.training,
+                loss=self.loss,
+                outputs=self.outputs,
+                seeds=self.seeds,
+            )
+            for rank in range(self.compiled.n_machines)
+        ]
 
     def step(
         self,
@@ -129,14 +145,7 @@ class _Rank:
         sizes: Sequence[int],
         seed: int,
     ) -> None:
-        flow = dataflow(
-            group.compiled,
-            index,
-            training=group.training,
-            loss=group.loss,
-            outputs=group.outputs,
-            seeds=group.seeds,
-        )
+        flow = group.flows[index]
         self.n_samples = sum(sizes)
         self.gradients: dict[int, torch.Tensor] = {}
         self.execution = PartitionExecutor(
