@@ -28,6 +28,7 @@ from distbelief.graph.region import Region
 
 
 CONSTANT: Final = "constant"  # the operation that returns its argument
+MODES: Final = ("train", "training")  # arguments that say whether the model trains
 
 
 @final
@@ -40,8 +41,9 @@ class TorchCall(Operator):
     # options   operation: "aten.cumsum.default", or module: its path in the model, a key of
     #           `Step.modules`; arguments: JSON; output: index of one of several results; batch: the
     #           dimension of the result that is the batch, -1 for none; mask: whether its numbers
-    #           stand for True and False; along: the dimensions that an operation works along, it
-    #           is split by all others; if absent, by none
+    #           stand for True and False; mode: the argument that is true in training; along: the
+    #           dimensions that an operation works along, it is split by all others; if absent, by
+    #           none
     #           of a module, without arguments: they are the inputs, and the batch comes first
     #           statistics: buffers by name, separated by commas: the output is their new values
     #           operations: floating point operations of a module's forward pass per sample; if
@@ -97,9 +99,10 @@ class TorchCall(Operator):
             name, text = layer.text("operation"), layer.text("arguments")
             tags = () if name == CONSTANT else operation_of(name).tags
             is_random = torch.Tag.nondeterministic_seeded in tags
+            mode = {layer.text("mode"): call.step.training} if "mode" in layer.options else {}
             with step_numbers(call) if is_random else nullcontext():
                 result = evaluated(
-                    name, text, inputs=inputs, tensors=call.tensors, n_samples=n_samples
+                    name, text, inputs=inputs, tensors=call.tensors, n_samples=n_samples, **mode
                 )
         if "output" in layer.options:
             leaves = pytree.tree_leaves(result)
@@ -208,10 +211,11 @@ def evaluated(
     inputs: Sequence[torch.Tensor],
     tensors: Mapping[str, torch.Tensor],
     n_samples: int,
+    **more: bool,
 ) -> object:
-    """Return the result of an operation for these tensors."""
+    """Return the result of an operation for these tensors, with more arguments."""
     given, keywords = decoded(arguments, inputs=inputs, tensors=tensors, n_samples=n_samples)
-    return given[0] if name == CONSTANT else operation_of(name)(*given, **keywords)
+    return given[0] if name == CONSTANT else operation_of(name)(*given, **keywords | more)
 
 
 def decoded(  # noqa: C901 -- a case for each kind of argument

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from distbelief.graph.graph import INPUT, Layer, LayerGraph
+from distbelief.graph.module_calls import module_at
 from distbelief.graph.operator import Step, operator_of
 from distbelief.graph.ops.norms import running_averages
 from distbelief.graph.region import Region
@@ -18,7 +19,7 @@ from tests.distbelief.graph.zoo.catalogue import Case
 def whole_modules(graph: LayerGraph, model: nn.Module) -> dict[str, nn.Module]:
     """Return the modules that opaque layers call."""
     paths = [layer.text("module") for layer in graph.layers if "module" in layer.options]
-    return {path: model.get_submodule(path) for path in paths}
+    return {path: module_at(model, path) for path in paths}
 
 
 def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
