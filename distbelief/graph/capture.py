@@ -35,7 +35,7 @@ from typing_extensions import override
 
 from distbelief.errors import JobError
 from distbelief.graph import lowering, ops  # noqa: F401 -- registers operators and lowering rules
-from distbelief.graph.graph import INPUT, Builder, GraphError, LayerGraph, TensorUse
+from distbelief.graph.graph import INPUT, Builder, GraphError, LayerGraph, TensorUse, as_real
 from distbelief.graph.lowering.fallback import per_sample
 from distbelief.graph.lowering.lower import Lowerer, NeedsFunctionalError
 from distbelief.graph.lowering.noise import replace_noise
@@ -469,8 +469,9 @@ def _lowered(
             tensor = tensors[path]
             known = getattr(tensor, "values_of_buffer", None)
             if known is None:
-                use = TensorUse(name=path, shape=tuple(tensor.shape), trains=tensor.requires_grad)
-                known = Held(use, tensor.dtype)
+                shape = tuple(as_real(tensor).shape)
+                use = TensorUse(name=path, shape=shape, trains=tensor.requires_grad)
+                known = context.in_parts(use) if tensor.is_complex() else Held(use, tensor.dtype)
             elif isinstance(known, torch.Tensor) and known.is_floating_point():
                 # Layers read floats, indices are known to rules.
                 with suppress(GraphError):  # too large, but perhaps only a part is read

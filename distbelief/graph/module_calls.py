@@ -142,6 +142,7 @@ class LeafCall:
         def like(x: torch.Tensor, *, is_input: bool, has_gradient: bool = False) -> torch.Tensor:
             shape = [n_samples_in(n, n_samples) for n in x.shape]
             dtype = torch.float32 if x.is_floating_point() else x.dtype
+            dtype = torch.complex64 if x.is_complex() else dtype
             made = torch.zeros(shape, dtype=dtype, device=device)
             if is_input and x.is_floating_point() and device.type != "meta":
                 made.uniform_()

@@ -19,7 +19,7 @@ from distbelief.core.tensor_files import TensorFile
 from distbelief.data import Dataset, Path, are_alike, marks_of, read_batch, shown_path
 from distbelief.errors import JobError
 from distbelief.graph.capture import capture
-from distbelief.graph.graph import INPUT, Builder, GraphError, LayerGraph
+from distbelief.graph.graph import INPUT, Builder, GraphError, LayerGraph, as_real
 from distbelief.graph.losses import append_loss
 from distbelief.graph.module_calls import module_at
 from distbelief.parameter_server.initial_values import Initial
@@ -388,7 +388,7 @@ def specs_of(module: nn.Module) -> list[TensorSpec]:
     return [
         TensorSpec(
             name=name,
-            shape=tuple(tensor.shape),
+            shape=tuple(as_real(tensor).shape),
             kind="parameter" if tensor.requires_grad else "buffer",
         )
         for name, tensor in sorted(tensors.items())

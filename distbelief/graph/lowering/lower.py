@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from distbelief.graph.graph import Builder, GraphError
 from distbelief.graph.lowering.calls import call_in_parts, detached
-from distbelief.graph.lowering.complex_numbers import Complex, by_parts, has_complex
+from distbelief.graph.lowering.complex_numbers import by_parts, has_complex
 from distbelief.graph.lowering.fallback import call_whole, whole_module
 from distbelief.graph.lowering.operation import (
     RULES,
@@ -27,6 +27,7 @@ from distbelief.graph.lowering.operation import (
     plain_name,
 )
 from distbelief.graph.lowering.values import (
+    Complex,
     Held,
     Made,
     NotSplitError,

@@ -132,7 +132,11 @@ def _of_module(call: Call, n_samples: int) -> object:
     for word in buffers.keys() & state.keys():
         # Ranks have floats, also of whole numbers.
         own, value = buffers[word].dtype, state[word]
-        state[word] = value.clone() if own.is_floating_point else value.to(own, copy=True)
+        kept = own.is_floating_point or own.is_complex
+        state[word] = value.clone() if kept else value.to(own, copy=True)
+    for word, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if word in state and tensor.is_complex():
+            state[word] = torch.view_as_complex(state[word].contiguous())
     arguments: list[Any] = [value.expand(n_samples, *value.shape[1:]) for value in call.inputs]
     words: dict[str, Any] = {}
     if "arguments" in layer.options:

@@ -235,6 +235,7 @@ class Packing(nn.Module):
 
     @override
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.unflatten(1, (2, 2))
         lengths = (x[:, :, 0] > 0).sum(1).clamp(min=1)
         packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
         found: torch.Tensor = self.layer(packed)[1][0]
@@ -300,7 +301,7 @@ OPAQUE: dict[str, tuple[Callable[[], nn.Module], list[str], str]] = {
     "rows by vmap": (lambda: Applied(lambda x: torch.vmap(torch.sin)(x) * 2), ["applied"], "dim"),
     "a derivative": (lambda: Physics(by_autograd), ["physics"], "torch.autograd.grad"),
     "a derivative in a part": (
-        lambda: nn.Sequential(nn.Linear(3, 4), Physics(by_autograd)),
+        lambda: nn.Sequential(nn.Linear(4, 4), Physics(by_autograd)),
         ["1"],
         "computes gradients in its forward",
     ),
@@ -355,6 +356,7 @@ def test_what_ranks_cannot_compute_is_refused_with_what_replaces_it(
         captured(nn.Sequential(nn.Linear(4, 4), Applied(function)), 3, 4)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 def test_a_scripted_module_is_refused() -> None:
     """Regression: AttributeError: 'OrderedDictWrapper' object has no attribute 'update'."""
     inner = torch.jit.trace(nn.Linear(4, 4), torch.zeros(2, 4))  # type: ignore[no-untyped-call]

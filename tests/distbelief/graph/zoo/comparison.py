@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from distbelief.graph.graph import INPUT, Layer, LayerGraph
+from distbelief.graph.graph import INPUT, Layer, LayerGraph, as_real
 from distbelief.graph.module_calls import module_at
 from distbelief.graph.operator import Step, operator_of
 from distbelief.graph.ops.norms import running_averages
@@ -26,7 +26,8 @@ def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return parameters and buffers as ranks have them: floats, also those of whole numbers."""
     tensors: dict[str, torch.Tensor] = dict(model.named_parameters())
     for name, tensor in model.named_buffers():
-        tensors[name] = tensor.clone() if tensor.is_floating_point() else tensor.double()
+        real = as_real(tensor)
+        tensors[name] = real.clone() if real.is_floating_point() else real.double()
     return tensors
 
 
