@@ -7,9 +7,11 @@ everything else.
 
 import inspect
 import math
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from functools import partial, reduce, wraps
 from itertools import count
 from types import NoneType
@@ -18,13 +20,13 @@ from unittest.mock import patch
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.func import functional_call
-from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
+from typing_extensions import override
 
 from distbelief.graph.graph import GraphError, below
 from distbelief.graph.unsupported import attributes_kept, lost_change, opaque_reason
@@ -64,7 +66,8 @@ class LeafCall:
 
     def check_arguments(self) -> None:
         """Raise `OpaqueError` for the caller if an argument may hide a tensor."""
-        for given in pytree.tree_leaves(self._given):
+        # A packed sequence has no row for each sample.
+        for given in pytree.tree_leaves(self._given, is_leaf=_is_packed):
             if not isinstance(given, (torch.Tensor, *_PLAIN)):
                 raise OpaqueError(
                     self.path.rpartition(".")[0],
@@ -83,10 +86,12 @@ class LeafCall:
         symbols = (n for x in inputs for n in x.shape if type(n) is not int)
         extent: Any = next(symbols, 1)
         batch = extent if type(extent) is int else extent // n_samples_in(extent, 1)
-        with disable_proxy_modes_tracing(), unset_fake_temporarily():
+        # A thread of its own has none of the modes that torch.export has set in this one.
+        with ThreadPoolExecutor(1) as thread:
             for device, n_samples in (("meta", N_WITHOUT_MEMORY), ("cpu", N_TRIED)):
                 try:
-                    self._returned = self._run(inputs, n_samples, torch.device(device))
+                    run = thread.submit(self._run, inputs, n_samples, torch.device(device))
+                    self._returned = run.result()
                     break
                 except LostChangeError:
                     raise
@@ -134,22 +139,32 @@ class LeafCall:
 
     def _run(self, inputs: Sequence[torch.Tensor], n_samples: int, device: torch.device) -> object:
         # On zeros in place of the module's tensors; without memory, or for real on a few samples.
-        def like(x: torch.Tensor, *, is_input: bool) -> torch.Tensor:
+        def like(x: torch.Tensor, *, is_input: bool, has_gradient: bool = False) -> torch.Tensor:
             shape = [n_samples_in(n, n_samples) for n in x.shape]
-            if is_input and x.is_floating_point() and device.type != "meta":
-                return torch.rand(shape)
             dtype = torch.float32 if x.is_floating_point() else x.dtype
-            return torch.zeros(shape, dtype=dtype, device=device)
+            dtype = torch.complex64 if x.is_complex() else dtype
+            made = torch.zeros(shape, dtype=dtype, device=device)
+            if is_input and x.is_floating_point() and device.type != "meta":
+                made.uniform_()
+            # A copy of a leaf may be changed in place, as the output of a layer may.
+            return made.requires_grad_().clone() if has_gradient else made
 
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
+        with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             state = {
                 name: like(x, is_input=False)
                 for name, x in (*self.module.named_parameters(), *self.module.named_buffers())
             }
-            arguments, keywords = self.arguments([like(x, is_input=True) for x in inputs])
+            arguments, keywords = self.arguments(
+                [
+                    like(x, is_input=True, has_gradient=given.requires_grad)
+                    for x, given in zip(inputs, self.tensors, strict=True)
+                ]
+            )
             before = dict(state)
             counter = FlopCounterMode(display=False)
+            # Its hooks on gradients would make torch.autograd.grad fail in the forward.
+            counter.mod_tracker = _NoTracker()
             # Ranks run it without compiling; a forward may ask.
             is_eager = patch.multiple(
                 torch.compiler, _is_compiling_flag=False, _is_exporting_flag=False
@@ -157,11 +172,19 @@ class LeafCall:
             # torch.export replaces `__call__` to count calls of modules; this one is only for
             # shapes, and `_call_impl` is what it replaced.
             plain_calls = patch.object(nn.Module, "__call__", nn.Module._call_impl)  # noqa: SLF001
-            with plain_calls, _changes_counted(), is_eager, counter:
+            with plain_calls, is_eager, counter:
                 result: object = functional_call(self.module, state, tuple(arguments), keywords)
             self.operations = counter.get_total_flops() / n_samples
             _refuse_change(self.path, self.module, before, state)
             return result
+
+
+def _is_packed(given: object) -> bool:
+    return isinstance(given, PackedSequence)
+
+
+class _NoTracker(nullcontext[None]):
+    parents = ("Global",)
 
 
 def _with(tree: object, tensors: Sequence[object]) -> Any:  # noqa: ANN401 -- a tree
@@ -218,15 +241,6 @@ class OpaqueError(Exception):
     def __init__(self, path: str, reason: str) -> None:
         super().__init__(reason)
         self.path = path
-
-
-def _changes_counted() -> AbstractContextManager[None]:
-    # Inside of torch.export no tensor counts changes in place, unless this key is there again;
-    # torch has no public name for that.
-    excluded = torch._C._dispatch_tls_local_exclude_set()  # noqa: SLF001
-    excluded = excluded.remove(torch._C.DispatchKey.ADInplaceOrView)  # noqa: SLF001
-    included = torch._C._dispatch_tls_local_include_set()  # noqa: SLF001
-    return torch._C._ForceDispatchKeyGuard(included, excluded)  # noqa: SLF001
 
 
 def _samples(x: torch.Tensor, n_samples: int) -> Sequence[int]:
@@ -301,7 +315,50 @@ def leaves(
                 _CALLS.pop(key, None)
 
 
-def _forward(part: nn.Module, path: str, calls: dict[int, LeafCall], hooks: _Hooks) -> object:
+@final
+class AppliedFunction(nn.Module):
+    """Calls a `torch.autograd.Function`, whose own gradient torch.export would not see."""
+
+    def __init__(self, function: type[torch.autograd.Function]) -> None:
+        super().__init__()
+        self.function = function
+
+    @override
+    def forward(self, *arguments: object, **keywords: object) -> object:
+        return self.function.apply(*arguments, **keywords)  # type: ignore[no-untyped-call]
+
+
+def module_at(root: nn.Module, path: str) -> nn.Module:
+    """Return the module of a model that a layer names.
+
+    A path with a colon, "package.module:Name", is that of a function with a gradient of its own,
+    whose module the model's has imported.
+    """
+    place, colon, name = path.partition(":")
+    if not colon:
+        return root.get_submodule(path)
+    function = getattr(sys.modules.get(place), name, None)
+    if not (isinstance(function, type) and issubclass(function, torch.autograd.Function)):
+        raise GraphError(f"there is no torch.autograd.Function {path!r} here: import {place}")
+    return AppliedFunction(function)
+
+
+def path_of(function: type, given: Sequence[object]) -> str | None:
+    """Return the path by which ranks find a function, for these arguments; None if they cannot."""
+    place, name = function.__module__, function.__qualname__
+    plain = all(isinstance(one, (torch.Tensor, *_PLAIN)) for one in pytree.tree_leaves(given))
+    is_found = getattr(sys.modules.get(place), name, None) is function
+    return f"{place}:{name}" if plain and is_found and place != "__main__" else None
+
+
+def leaf_call(part: nn.Module, path: str, calls: dict[int, LeafCall]) -> Callable[..., object]:
+    """Return a function that calls this module as one operation."""
+    return _forward(part, path, calls, [])
+
+
+def _forward(
+    part: nn.Module, path: str, calls: dict[int, LeafCall], hooks: _Hooks
+) -> Callable[..., object]:
     def forward(*arguments: object, **keywords: object) -> object:
         call = LeafCall(part, path, (arguments, keywords), hooks)
         if not call.tensors:

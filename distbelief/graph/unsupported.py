@@ -10,7 +10,7 @@ max_norm of an embedding   would change rows behind the parameter server's back:
 """
 
 import random  # noqa: TID251 -- to see whether a forward has used it
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import numpy as np
@@ -63,6 +63,17 @@ def refuse_bounded_tables(module: nn.Module) -> None:
             )
 
 
+def refuse_scripts(module: nn.Module) -> None:
+    """Raise `GraphError` for modules of TorchScript: no rank can give them its tensors."""
+    for path, part in module.named_modules():
+        if isinstance(part, torch.jit.ScriptModule):
+            raise GraphError(
+                f"{path or 'the model'} is compiled by torch.jit.script or trace, which cannot be "
+                "split: use the module that it was made from, or one process per replica "
+                "(partitions = 1)"
+            )
+
+
 Generator = random.Random | np.random.Generator | np.random.RandomState | torch.Generator
 
 
@@ -105,6 +116,7 @@ def _state(generator: Generator) -> object:
 def attributes_kept(module: nn.Module) -> Iterator[None]:
     """Restore the attributes of all modules, whatever a forward writes into them."""
     # Dictionaries, of tensors and of hooks, are changed in place; handles of hooks refer to them.
+    # Those that nobody changed are left alone: some cannot be.
     before = [
         (part, dict(vars(part)), {k: dict(v) for k, v in vars(part).items() if isinstance(v, dict)})
         for part in module.modules()
@@ -116,8 +128,14 @@ def attributes_kept(module: nn.Module) -> Iterator[None]:
             vars(part).clear()
             vars(part).update(attributes)
             for name, table in tables.items():
-                attributes[name].clear()
-                attributes[name].update(table)
+                if _items(attributes[name]) != _items(table):
+                    attributes[name].clear()
+                    attributes[name].update(table)
+
+
+def _items(table: Mapping[object, object]) -> list[tuple[object, int]]:
+    # Compared by identity: tensors have no plain equality.
+    return [(key, id(value)) for key, value in table.items()]
 
 
 def lost_change(name: str) -> str:

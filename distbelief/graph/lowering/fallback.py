@@ -21,6 +21,7 @@ from distbelief.graph.graph import GraphError, Layer, Option, TensorUse, uses
 from distbelief.graph.lowering.operation import Context, Operation
 from distbelief.graph.lowering.values import (
     Encoder,
+    Made,
     NotSplitError,
     Results,
     Value,
@@ -29,7 +30,7 @@ from distbelief.graph.lowering.values import (
     refuse_symbols,
 )
 from distbelief.graph.module_calls import LeafCall, OpaqueError
-from distbelief.graph.ops.call import evaluated
+from distbelief.graph.ops.call import MODES, evaluated
 from distbelief.graph.unsupported import is_replaced
 
 
@@ -48,7 +49,12 @@ def call_whole(operation: Operation, reason: str) -> object:
     if torch.Tag.pointwise in operation.target.tags:
         refuse_symbols(operation.arguments.values())
     encoder = Encoder(operation.builder)
-    text = encoder.text([], operation.arguments)
+    # Random numbers that are drawn in training only are left to the step.
+    is_random = torch.Tag.nondeterministic_seeded in operation.target.tags
+    told = (word for word in MODES if is_random and operation.arguments.get(word) is True)
+    mode = next(told, None)
+    arguments = dict(operation.arguments) | ({mode: False} if mode else {})
+    text = encoder.text([], arguments)
     result = operation.result
     several = not isinstance(result, torch.Tensor)
     if several and not isinstance(result, tuple | list):
@@ -60,6 +66,8 @@ def call_whole(operation: Operation, reason: str) -> object:
         if not isinstance(one, torch.Tensor):
             raise NotSplitError("it returns something else than tensors")
         options: dict[str, Option] = {"operation": str(operation.target), "arguments": text}
+        if mode is not None:
+            options["mode"] = mode
         if index is not None:
             options["output"] = index
         if not is_known:
@@ -238,12 +246,15 @@ def _keeps_samples_apart(operation: Operation, encoder: Encoder, text: str) -> b
 
     try:
         together = run(values, 2)
+    except Exception:  # noqa: BLE001 -- noise may be no valid input
+        return is_torchs
+    try:
         alone = [
             run([v[i : i + 1] if b else v for v, b in zip(values, batched, strict=True)], 1)
             for i in range(2)
         ]
-    except Exception:  # noqa: BLE001 -- noise may be no valid input
-        return is_torchs
+    except Exception as error:  # one sample reads another, say
+        raise _mixes(operation) from error
     # Of several results only those that are used: others may number the samples.
     parts = [node for node in operation.node.users if node.target is operator.getitem]
     results = _tensors(operation.result)
@@ -256,11 +267,23 @@ def _keeps_samples_apart(operation: Operation, encoder: Encoder, text: str) -> b
         if not torch.allclose(
             together[index].double(), joined.double(), rtol=1e-3, atol=1e-4, equal_nan=True
         ):
-            raise GraphError(
-                f"{operation.name} mixes samples: a layer must keep them separate; give attention "
-                "and recurrent layers batch_first=True, and normalise with torch.nn.BatchNorm"
-            )
+            raise _mixes(operation)
     return True
+
+
+def _mixes(operation: Operation) -> GraphError:
+    given = pytree.tree_leaves(dict(operation.arguments))
+    numbered = any(isinstance(one, Made) and one.number is None for one in given)
+    if numbered or "index" in str(operation.target):
+        return GraphError(
+            f"{operation.name} mixes samples, as message passing does that numbers the nodes of "
+            "all graphs of a batch: keep a dimension for the samples (torch.gather, torch.bmm), "
+            "or use one process per replica (partitions = 1)"
+        )
+    return GraphError(
+        f"{operation.name} mixes samples: a layer must keep them separate; give attention "
+        "and recurrent layers batch_first=True, and normalise with torch.nn.BatchNorm"
+    )
 
 
 def _tensors(result: object) -> list[torch.Tensor]:
