@@ -118,6 +118,13 @@ class Server:
             scatter(self.layout, k, shard._values.vector, tensors)
         return tensors
 
+    def samples(self, worker: str) -> tuple[int, int | None]:
+        """Return a worker's samples that the shards know, in all and of its last push."""
+        roles = [self.simulation.role(name) for name in self.shards]
+        sessions = [r._sessions.get(Address(worker)) for r in roles if isinstance(r, Shard)]
+        (counts,) = {(one.samples, one.n_samples) for one in sessions if one is not None}
+        return counts
+
     def optimizer(
         self, monkeypatch: pytest.MonkeyPatch, params: object, **options: object
     ) -> distbelief.DownpourSGD:

@@ -138,6 +138,29 @@ def test_what_is_pushed_moves_the_server_as_the_worker_has_moved(
     assert parameter.tolist() == [0.75, 2.5]
 
 
+@pytest.mark.parametrize("kind", ["exchange", "optimizer"])
+def test_samples_are_counted_over_all_exchanges(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """Shards take the difference of two totals for the samples of a push, and weigh it so.
+
+    A worker that begins to count anew with each exchange has pushed nothing, as it seems.
+    """
+    parameter = nn.Parameter(torch.zeros(2))
+    server = Server([parameter], rule=SUM, policy=ExchangePolicy(weight="samples"))
+    if kind == "exchange":
+        loop: distbelief.Exchange | distbelief.DownpourSGD = server.exchange(
+            monkeypatch, torch.optim.SGD([parameter], lr=RATE), every=1
+        )
+    else:
+        loop = server.optimizer(monkeypatch, [parameter])
+    found = []
+    for samples in [16, 16, 5, 0, 7]:
+        parameter.grad = torch.ones(2)
+        loop.step(samples=samples)
+        server.compute(1.0)
+        found.append(server.samples("worker-0"))
+    assert found == [(16, 16), (32, 16), (37, 5), (37, 0), (44, 7)]
+
+
 def test_steps_during_an_exchange_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Merge: x <- a' + (x - a). Overwriting x would lose them (a fault of Dpplee3)."""
     parameter = nn.Parameter(torch.zeros(4))

@@ -175,6 +175,7 @@ class OneCopy:
         life: int = 1,
         samples: int | None = None,
         fetched_clock: int = 0,
+        tick: pf.Ticks = msgspec.UNSET,
     ) -> list[Action]:
         """Send every block of a push, and the push itself; return its actions."""
         dtype = self.layout.dtype
@@ -183,7 +184,11 @@ class OneCopy:
             values = np.full(stop - start, value, dtype)
             self.receive(block(sequence, index, values, number=number or 1), sender, life=life)
         message = said(
-            sequence, samples=samples, fetched_clock=fetched_clock, number=number or self.life
+            sequence,
+            samples=samples,
+            fetched_clock=fetched_clock,
+            number=number or self.life,
+            tick=tick,
         )
         return self.receive(message, sender, life=life)
 
@@ -209,7 +214,12 @@ def block(sequence: int, index: int, values: Vector, *, number: int = 1) -> pf.P
 
 
 def said(
-    sequence: int, *, samples: int | None = None, fetched_clock: int = 0, number: int = 1
+    sequence: int,
+    *,
+    samples: int | None = None,
+    fetched_clock: int = 0,
+    number: int = 1,
+    tick: pf.Ticks = msgspec.UNSET,
 ) -> pf.Push:
     return pf.Push(
         sequence=sequence,
@@ -217,6 +227,7 @@ def said(
         fetched_clock=fetched_clock,
         n_gradients=1,
         samples=10 * sequence if samples is None else samples,
+        tick=tick,
     )
 
 

@@ -308,6 +308,46 @@ def test_a_deposed_primary_does_not_raise_its_floor() -> None:
     assert kinds(copy.hello(tick=1, number=1), OTHER) == ["Floor"]
 
 
+def test_a_tick_ends_when_the_backup_has_its_push_too() -> None:
+    """Else the floor counts a push that only this copy has.
+
+    If it then dies, the backup leads without that push, and a worker has begun a tick on
+    values that are staler than allowed.
+    """
+    copy = OneCopy(A, policy=ExchangePolicy(staleness=0))
+    copy.lead(1)
+    for name in (CLIENT, OTHER):
+        copy.hello(name, tick=0)
+    copy.lead(2, B)
+    credit(copy, 0)
+    credit(copy, 1)
+    for clock, name in enumerate((CLIENT, OTHER)):
+        copy.push(1, sender=name, tick=1)
+        copy.work()
+        assert copy.counters()["pushes_applied"] == clock + 1
+    assert copy.counters()["floor"] == 0
+    told = only(acknowledge(copy, 0), pf.PushApplied)
+    assert (told.floor, told.behind) == (0, OTHER)
+    assert copy.counters()["floor"] == 0
+    assert only(acknowledge(copy, 1), pf.PushApplied).floor == 1
+
+
+def test_the_staleness_that_is_told_is_of_the_push_that_both_copies_have() -> None:
+    """A client slows down by what it is told: it must not hear of a push that may be lost."""
+    copy = leader()
+    copy.hello(OTHER)
+    copy.push(1, sender=OTHER)
+    copy.work()
+    acknowledge(copy, 0)
+    copy.push(1, fetched_clock=0)
+    copy.work()
+    assert only(acknowledge(copy, 1), pf.PushApplied).staleness == 1
+    copy.push(2, fetched_clock=2)
+    copy.work()  # of staleness 0, and not confirmed
+    assert only(copy.said(1, number=1), pf.PushApplied).staleness == 1
+    assert only(acknowledge(copy, 2), pf.PushApplied).staleness == 0
+
+
 def test_a_stopping_primary_does_not_wait_for_its_backup() -> None:
     copy = half_applied()
     actions = copy.receive(Stop(reason="enough"))

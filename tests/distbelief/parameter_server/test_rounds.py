@@ -1,4 +1,4 @@
-"""Rounds in which clients push parts of a shard."""
+"""Rounds: when one ends, and what clients add to it that push parts of a shard."""
 
 import numpy as np
 import pytest
@@ -7,6 +7,8 @@ from distbelief.core.vectors import Vector
 from distbelief.parameter_server.policy import ExchangePolicy, Round
 from distbelief.parameter_server.slices import IndexRanges, ShardSlice
 from distbelief.parameter_server.store import RoundSum
+from distbelief.roles.role import Address, Seconds
+from tests.distbelief.parameter_server.shard_copies import A, OneCopy
 
 
 N = 192
@@ -57,3 +59,132 @@ def test_a_push_of_a_round_may_change_some_of_what_its_client_holds(held: ShardS
     for start, stop in ((48, 64), (160, 170)):
         expected[start:stop] = whole[start:stop]
     np.testing.assert_array_equal(rounds.total, expected)
+
+
+# --- when a round ends ---
+
+GRACE: Seconds = 2.0
+BEFORE: Seconds = 1e-3
+
+
+class Shard:
+    """One shard, whose workers are all in; it works at once."""
+
+    def __init__(self, n_workers: int, *, quorum: float) -> None:
+        policy = ExchangePolicy(round=Round(quorum=quorum, grace_seconds=GRACE), weight="mean")
+        self.copy = OneCopy(A, policy=policy, is_replicated=False)
+        self.workers = [Address(f"worker-{n}") for n in range(n_workers)]
+        self.ticks = [0] * n_workers
+        for name in self.workers:
+            self.copy.hello(name, tick=0)
+
+    def push(self, *indices: int) -> None:
+        for index in indices:
+            self.ticks[index] += 1
+            self.copy.push(self.ticks[index], sender=self.workers[index], tick=self.ticks[index])
+        self.copy.work_all()
+
+    def push_elsewhere(self, *indices: int) -> None:
+        """End a tick whose push another shard has, and the round there waits for this shard's."""
+        for index in indices:
+            self.ticks[index] += 1
+            self.copy.hello(self.workers[index], tick=self.ticks[index])
+
+    def wait(self, seconds: Seconds) -> None:
+        self.copy.wait(seconds)
+        self.copy.work_all()
+
+    @property
+    def n_applied(self) -> float:
+        return self.copy.counters()["pushes_applied"]
+
+
+@pytest.mark.parametrize(
+    ("n_workers", "quorum", "n_needed"),
+    [
+        (3, 0.5, 2),
+        (3, 0.34, 2),
+        (4, 0.7, 3),
+        (5, 0.01, 1),
+        # Products that floating point makes a little more than the number that is meant.
+        (10, 0.7, 7),
+        (3, 1 / 3, 1),
+        (25, 0.28, 7),
+    ],
+)
+def test_a_quorum_is_a_share_of_the_workers_and_no_less(
+    n_workers: int, quorum: float, n_needed: int
+) -> None:
+    """Half of three workers is two: rounds of one would be half as large as was asked for."""
+    shard = Shard(n_workers, quorum=quorum)
+    shard.push(*range(n_needed - 1))
+    shard.wait(10 * GRACE)
+    assert shard.n_applied == 0
+    shard.push(n_needed - 1)
+    shard.wait(GRACE - BEFORE)
+    assert shard.n_applied == 0
+    shard.wait(2 * BEFORE)
+    assert shard.n_applied == n_needed
+
+
+def test_a_round_ends_at_once_when_all_are_here() -> None:
+    shard = Shard(3, quorum=0.5)
+    shard.push(0, 1, 2)
+    assert shard.n_applied == 3
+
+
+def test_the_grace_begins_with_the_quorum_and_later_pushes_do_not_prolong_it() -> None:
+    shard = Shard(4, quorum=0.5)
+    shard.push(0)
+    shard.wait(10 * GRACE)
+    shard.push(1)
+    shard.wait(GRACE / 2)
+    shard.push(2)
+    shard.wait(GRACE / 2 - BEFORE)
+    assert shard.n_applied == 0
+    shard.wait(2 * BEFORE)
+    assert shard.n_applied == 3
+
+
+def test_each_round_has_a_grace_of_its_own() -> None:
+    shard = Shard(3, quorum=0.5)
+    shard.push(0, 1)
+    shard.wait(GRACE)
+    assert shard.n_applied == 2
+    shard.push(0, 2)
+    shard.wait(GRACE - BEFORE)
+    assert shard.n_applied == 2
+    shard.wait(2 * BEFORE)
+    assert shard.n_applied == 4
+
+
+@pytest.mark.parametrize("round_seconds", [1.0, 7.0])
+def test_workers_that_wait_at_another_shard_are_waited_for_as_long_as_two_rounds(
+    round_seconds: Seconds,
+) -> None:
+    """They have ended the tick elsewhere, so this shard's round has no quorum, and never will.
+
+    Without that time a shard would end each of its rounds with the first push that comes, as
+    soon as those of the others are a little late.
+    """
+    shard = Shard(3, quorum=0.75)
+    for _ in range(2):  # the time of a round is known with the second
+        shard.push(0, 1, 2)
+        shard.wait(round_seconds)
+    shard.push(0, 1, 2)
+    assert shard.n_applied == 9
+    shard.push(0)
+    shard.push_elsewhere(1, 2)
+    shard.wait(GRACE + 2 * round_seconds - BEFORE)
+    assert shard.n_applied == 9
+    shard.wait(2 * BEFORE)
+    assert shard.n_applied == 10
+
+
+def test_a_worker_that_does_not_wait_elsewhere_is_waited_for_without_end() -> None:
+    shard = Shard(3, quorum=0.75)
+    shard.push(0, 1, 2)
+    shard.push(0)
+    shard.push_elsewhere(1)
+    shard.wait(100 * GRACE)
+    assert shard.n_applied == 3
