@@ -98,12 +98,19 @@ NOTHING: Final = Spans()
 
 # Each rank of a split replica pushes its own part of the parameters. A shard must know which part
 # has which samples, so a rank counts its positions from a number of its own.
-_PART: Final = 1 << 44  # more samples than any job has
+_PART: Final = 1 << 41  # more samples than any job has; 4,096 ranks stay exact as floats
 
 
 def of_part(span: Span, part: int) -> Span:
     """Return the positions for which a push by the rank of this number stands."""
+    assert span[1] <= _PART, span
     return part * _PART + span[0], part * _PART + span[1]
+
+
+def dealt_of(span: Span) -> Span:
+    """Return the positions that were dealt for which such a push stands."""
+    part = span[0] // _PART * _PART
+    return span[0] - part, span[1] - part
 
 
 def in_part(spans: Spans, part: int) -> Spans:

@@ -30,6 +30,7 @@ import msgspec
 import numpy as np
 
 from distbelief.core.memory import Memory
+from distbelief.core.spans import dealt_of
 from distbelief.core.vectors import Vector
 from distbelief.errors import FalseClaimError, RemoteProtocolError, StorageError
 from distbelief.parameter_server import slices as sl
@@ -543,7 +544,7 @@ class Sessions:
         self._check_tick(client.name, client, message.tick)
         if message.dealt is msgspec.UNSET:
             return
-        (start, stop), n = message.dealt, self._config.n_samples
+        (start, stop), n = dealt_of(message.dealt), self._config.n_samples
         is_of_one_epoch = not n or start // n == (stop - 1) // n
         if not (self._config.deals and start < stop and is_of_one_epoch):
             raise FalseClaimError(

@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from distbelief.core.spans import Span, Spans
+from distbelief.core.spans import Span, Spans, of_part
 from distbelief.errors import FalseClaimError, ProtocolError
 from distbelief.parameter_server.policy import ExchangePolicy
 from distbelief.parameter_server.sessions import TICKS_AHEAD_MAX
@@ -38,6 +38,16 @@ def test_no_push_has_more_positions_than_an_epoch(dealt: Span) -> None:
         copy.receive(push_of(dealt), CLIENT)
     assert copy.shard._values.applied == Spans()
     copy.receive(push_of((96, 100)), CLIENT)
+
+
+@pytest.mark.parametrize("part", [1, 7, 4095])
+def test_a_rank_claims_positions_of_its_own(part: int) -> None:
+    """They begin at a number that is no multiple of an epoch."""
+    copy = OneCopy(A, is_replicated=False, deals=True, n_samples=100)
+    copy.hello()
+    with pytest.raises(FalseClaimError, match="which nobody dealt"):
+        copy.receive(push_of(of_part((99, 101), part)), CLIENT)
+    copy.receive(push_of(of_part((96, 100), part)), CLIENT)
 
 
 def test_no_push_has_positions_where_nothing_is_dealt() -> None:
