@@ -57,6 +57,7 @@ from distbelief.worker.local_executor import FlatModel
 ANSWER_BYTES_MAX: Final = 1 << 26
 # Of all values of a model, in float64: values, gradients and buffers, of one process and of ranks.
 N_COPIES: Final = 8
+PROOF_SECONDS_MAX: Final = 10.0  # after which no further plan is compared
 
 
 class PreflightRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -227,7 +228,7 @@ def answer_to(job: Job, *, initial_file: str, plan: str, proves: bool = True) ->
             for plan in (made.values() if isinstance(counts, Fit) else ())
         },
         sample=sample,
-        proof=_proof(job, captured, most, answer, datasets["data.train"])
+        proof=_proof(job, captured, [*made.values()], answer, datasets["data.train"])
         if proves and cluster.proof
         else "",
     )
@@ -236,9 +237,9 @@ def answer_to(job: Job, *, initial_file: str, plan: str, proves: bool = True) ->
 
 
 def _proof(
-    job: Job, captured: tasks.Captured, plan: Plan, found: PreflightResult, data: Dataset
+    job: Job, captured: tasks.Captured, plans: list[Plan], found: PreflightResult, data: Dataset
 ) -> str:
-    """Compare a plan with one process; return a sentence on that, or raise JobError."""
+    """Compare plans with one process; return a sentence on that, or raise JobError."""
     from distbelief.partition.profiling.this_host import memory  # noqa: PLC0415 -- as above
     from distbelief.worker.proof import IncomparableError, Proof  # noqa: PLC0415
 
@@ -247,22 +248,30 @@ def _proof(
     n_bytes = N_COPIES * 8 * sum(math.prod(spec.shape) for spec in found.tensors)
     if n_bytes > memory():
         return f"{unknown}: that would take {size(n_bytes)} of memory"
-    proof = Proof(
-        task=job.task,
-        plan=plan,
-        graph=captured.graph,
-        sample=tasks.sample_of(data),
-        dtype=torch.float64 if found.dtype == "float64" else torch.float32,
-    )
-    drawn = np.random.default_rng(0).integers
-    batches = [read_batch(data, drawn(len(data), size=n).tolist()) for n in proof.sizes]
-    try:
-        but = proof.check(batches)
-    except IncomparableError as error:
-        return f"{unknown}: {error}"
-    n_first, n_second = proof.sizes
+    proved: list[int] = []
+    but, sizes = "", (0, 0)
+    for plan in sorted(plans, key=lambda plan: -plan.cluster.n_machines):
+        if proved and time.perf_counter() - begun > PROOF_SECONDS_MAX:
+            break
+        proof = Proof(
+            task=job.task,
+            plan=plan,
+            graph=captured.graph,
+            sample=tasks.sample_of(data),
+            dtype=torch.float64 if found.dtype == "float64" else torch.float32,
+        )
+        drawn = np.random.default_rng(0).integers
+        sizes = proof.sizes
+        batches = [read_batch(data, drawn(len(data), size=n).tolist()) for n in sizes]
+        try:
+            but = proof.check(batches)
+        except IncomparableError as error:
+            return f"{unknown}: {error}"
+        proved.append(plan.cluster.n_machines)
+    n_first, n_second = sizes
+    which = f" of {' and '.join(map(str, proved))} ranks" if len(plans) > 1 else ""
     return (
-        f"Split replicas compute what one process does{but}: two steps of {n_first} and "
+        f"Split replicas{which} compute what one process does{but}: two steps of {n_first} and "
         f"{n_second} samples agree (tried in {time.perf_counter() - begun:.1f} s)"
     )
 

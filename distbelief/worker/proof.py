@@ -187,7 +187,7 @@ def _fates(layer: Layer) -> Shape:
 ROUNDING: Final = 3.0  # a plan agrees if its error is at most this many times that of one process
 SMALLEST: Final = 1e-6  # relative error that always counts as rounding
 LARGE: Final = 1e-3  # an error in float32 that says nothing, though one process has it, too
-SMALLEST_DOUBLE: Final = 1e-7  # the same in float64
+SMALLEST_DOUBLE: Final = 1e-9  # the same in float64
 
 
 @final
@@ -320,6 +320,7 @@ def in_precision(batch: Batch, dtype: torch.dtype) -> Batch:
 # --- two steps ---
 
 ROUNDED: Final = 3e-5  # a difference in float32 that needs no further look
+ROUNDED_DOUBLE: Final = 1e-7  # the same in float64, where a model may have constants in float32
 STEP_SIZE: Final = 0.01  # how far a tensor goes between the steps, as root mean square
 FLOPS_MAX: Final = 1e10  # of a step
 N_SAMPLES_MAX: Final = 512  # of a step
@@ -386,7 +387,7 @@ class Proof:
         if step is not None and self.dtype != torch.float64:
             try:
                 # At kinks, as of ReLU, rounding moves gradients as much as a fault may.
-                step = self._first_bad(batches, torch.float64, SMALLEST_DOUBLE)
+                step = self._first_bad(batches, torch.float64, ROUNDED_DOUBLE)
             except (JobError, RuntimeError):  # an operation has no float64
                 step = self._first_bad(batches, self.dtype, LARGE)
         if step is not None:
