@@ -168,8 +168,8 @@ def test_early_messages_wait_and_a_rejected_one_drops_no_other(driver: Driver) -
 
     The rejection discarded its first OpenSession and every timer, so its replica hung for ever.
     """
-    driver.inner.refuses = said(wire.StartTraining(), "replica-0.1")
-    fine = said(wire.HeartbeatAck())
+    driver.inner.refuses = said(wire.Finished(counters={}), "replica-0.1")
+    fine = said(wire.CheckpointSaved(label="x", clock=0))
     for early in (driver.inner.refuses, fine):
         driver.handle(early)
     driver.say(wire.StartTraining())
@@ -185,8 +185,8 @@ def test_early_messages_wait_and_a_rejected_one_drops_no_other(driver: Driver) -
 def test_a_message_that_the_role_within_does_not_accept_never_reaches_it(driver: Driver) -> None:
     driver.inner.accepts = frozenset({wire.StartTraining})
     driver.running("shard-0")
-    with pytest.raises(RemoteProtocolError, match="shard-0 sent replica-0 HeartbeatAck"):
-        driver.say(wire.HeartbeatAck(), sender="shard-0")
+    with pytest.raises(RemoteProtocolError, match="shard-0 sent replica-0 Finished"):
+        driver.say(wire.Finished(counters={}), sender="shard-0")
     assert driver.inner.events == []
 
 
@@ -211,13 +211,13 @@ def test_a_peer_whose_last_message_comes_late_is_lost_anew() -> None:
     driver.say(peers("replica-0"))
     driver.inner.events.clear()
     for sender in ("replica-0", "replica-1"):
-        driver.say(wire.HeartbeatAck(), sender=sender)
+        driver.say(wire.Finished(counters={}), sender=sender)
     for _ in range(2):
         driver.say(peers("replica-0"))
     _, _, lost = driver.inner.events  # once, and not the other one
     assert isinstance(lost, rl.PeerLost)
     assert (lost.peer, lost.incarnation) == ("replica-1", 1)
-    driver.say(wire.HeartbeatAck(), sender="replica-1")
+    driver.say(wire.Finished(counters={}), sender="replica-1")
     driver.inner.events.clear()
     driver.say(peers("replica-0", "replica-1"))  # it was silent, and is back
     assert [type(event) for event in driver.inner.events] == [rl.PeerJoined]
