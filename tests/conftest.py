@@ -34,7 +34,7 @@ def _one_torch_thread() -> None:
     """Sums have the same bits on every machine only if nobody splits them."""
     import torch  # noqa: PLC0415 -- the process that deals tests out does without
 
-    torch.set_num_threads(1)
+    torch.set_num_threads(int(os.environ.get("TORCH_THREADS", "1")))
 
 
 @pytest.fixture(autouse=True)

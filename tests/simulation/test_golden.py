@@ -7,7 +7,9 @@ what the system does is meant to change, record anew, and say why:
 
 No figure depends on what classes, fields, modules or log lines are called: headers of
 messages, where such names travel, have no size here. Nor does any depend on real time
-or the order of a set.
+or the order of a set. The bits of trained values depend on the processor: they are
+compared where every operation of the run rounds as it did where it was recorded, and
+elsewhere the values are, within a tolerance.
 """
 
 import hashlib
@@ -22,7 +24,6 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from torch.nn import functional
 
 from distbelief.config.job import StopTable
 from distbelief.core.vectors import Vector
@@ -41,6 +42,7 @@ from tests.simulation import sandblasts, scenarios, split_sandblasts, split_scen
 from tests.simulation.groups import Group
 from tests.simulation.invariants import shard_in
 from tests.simulation.jobs import JobCluster
+from tests.simulation.kernels import Operations, digest, rounding
 from tests.simulation.random_faults import random_faults
 from tests.simulation.test_downpour import downpour
 from tests.simulation.test_machines import COUNTING, faults_of
@@ -56,6 +58,7 @@ Figures = dict[str, object]
 
 values      SHA-256 of all parameters at the end, in the order of the layout: those of
             the copies that lead, or of a job's last snapshots
+near        their norm, and three sums of them with drawn signs
 pushes      applied by shards, both copies of each, in all their lives
 fetches     read by clients, torn ones too
 restarts    of each role that has had more lives than one
@@ -83,13 +86,14 @@ class Watch:
         if isinstance(event, Computed) and isinstance(event.result, FetchResult):
             self._n_fetches += 1
 
-    def figures(self, values: bytes) -> Figures:
-        assert any(values), "no role holds the values any more"
+    def figures(self, values: Vector) -> Figures:
+        assert values.any(), "no role holds the values any more"
         traffic = self._cluster.traffic
         names = sorted({name for name, _ in self._lives})
         restarts = {name: self._cluster.incarnation(name) - 1 for name in names}
         return {
-            "values": hashlib.sha256(values).hexdigest(),
+            "values": hashlib.sha256(values.tobytes()).hexdigest(),
+            "near": near(values),
             "pushes": self._sum("pushes_applied", of_shards=True),
             "fetches": self._n_fetches,
             "restarts": {name: n for name, n in restarts.items() if n},
@@ -109,13 +113,19 @@ class Watch:
         )
 
 
-def parameters(layout: Layout, vectors: Sequence[Vector]) -> bytes:
+def near(values: Vector) -> list[float]:
+    signs = np.random.default_rng(1).choice([-1.0, 1.0], size=(3, len(values)))
+    exact = values.astype(np.float64)
+    return [float(f"{x:.13g}") for x in (np.linalg.norm(exact), *(signs * exact).sum(axis=1))]
+
+
+def parameters(layout: Layout, vectors: Sequence[Vector]) -> Vector:
     """Return what the shards hold, tensor by tensor."""
     dtype = torch.float64 if layout.dtype.itemsize == 8 else torch.float32
     tensors = [torch.zeros(spec.n_elements, dtype=dtype) for spec in layout.tensors]
     for index, vector in enumerate(vectors):
         scatter(layout, index, vector, tensors)
-    return b"".join(tensor.numpy().tobytes() for tensor in tensors)
+    return torch.cat(tensors).numpy()
 
 
 @contextmanager
@@ -214,8 +224,7 @@ def split(seed: int) -> Figures:
     )
     watch = Watch(run.simulation)
     run.run()
-    values = b"".join(tensor.numpy().tobytes() for tensor in run.values().values())
-    return watch.figures(values)
+    return watch.figures(torch.cat([*run.values().values()]).numpy())
 
 
 def lbfgs(seed: int, *, warm_steps: int = 0) -> Figures:
@@ -227,7 +236,7 @@ def lbfgs(seed: int, *, warm_steps: int = 0) -> Figures:
     run = sandblasts.Run(replace(scene, faults=faults, warm_steps=warm_steps, trace="order"))
     watch = Watch(run.cluster)
     run.play()
-    return watch.figures(run.values)
+    return watch.figures(np.frombuffer(run.values))
 
 
 def lbfgs_after_downpour(seed: int) -> Figures:
@@ -242,24 +251,24 @@ def lbfgs_split(seed: int) -> Figures:
     run = split_sandblasts.Run(replace(scene, faults=(*scene.faults, kill)))
     watch = Watch(run.cluster)
     run.play()
-    return watch.figures(run.bits_of(buffers=True))
+    return watch.figures(np.frombuffer(run.bits_of(buffers=True)))
 
 
 class Family(NamedTuple):
     play: Callable[[int], Figures]
     n_seeds: int
-    exact: bool  # sums of whole numbers, which have the same bits on every processor
+    tolerance: float  # of rounding; 0 for sums of whole numbers, which no processor rounds
 
 
 FAMILIES = {
-    "marks": Family(marks_one_copy, 7, exact=True),
-    "marks-two-copies": Family(marks_two_copies, 9, exact=True),
-    "downpour": Family(job_one_copy, 8, exact=False),
-    "downpour-two-copies": Family(job_two_copies, 8, exact=False),
-    "downpour-split": Family(split, 8, exact=True),
-    "lbfgs": Family(lbfgs, 9, exact=False),
-    "lbfgs-after-downpour": Family(lbfgs_after_downpour, 5, exact=False),
-    "lbfgs-split": Family(lbfgs_split, 6, exact=False),
+    "marks": Family(marks_one_copy, 7, tolerance=0.0),
+    "marks-two-copies": Family(marks_two_copies, 9, tolerance=0.0),
+    "downpour": Family(job_one_copy, 8, tolerance=3e-4),
+    "downpour-two-copies": Family(job_two_copies, 8, tolerance=3e-4),
+    "downpour-split": Family(split, 8, tolerance=0.0),
+    "lbfgs": Family(lbfgs, 9, tolerance=1e-9),
+    "lbfgs-after-downpour": Family(lbfgs_after_downpour, 5, tolerance=1e-9),
+    "lbfgs-split": Family(lbfgs_split, 6, tolerance=1e-9),
 }
 CASES = [(name, seed) for name, f in FAMILIES.items() for seed in range(f.n_seeds)]
 
@@ -275,43 +284,42 @@ def played(family: str, seed: int) -> Figures:
 # ------------------------------------------------------------------------- the records
 
 
-def arithmetic() -> str:
-    """Return a digest of some gradients: of another processor it may be another one."""
-    digest = hashlib.sha256()
-    for dtype in (torch.float32, torch.float64):
-        generator = torch.Generator().manual_seed(1)
-        x = torch.randn(4, 40, generator=generator, dtype=dtype)
-        a = torch.randn(70, 40, generator=generator, dtype=dtype, requires_grad=True)
-        b = torch.randn(2, 70, generator=generator, dtype=dtype, requires_grad=True)
-        hidden = functional.batch_norm(torch.tanh(x @ a.t()), None, None, training=True)
-        loss = functional.cross_entropy(hidden @ b.t(), torch.tensor([0, 1, 1, 0]))
-        for found in torch.autograd.grad(loss, [a, b]):
-            flat = found.reshape(-1).numpy()
-            digest.update(flat.tobytes())
-            digest.update(np.dot(flat, flat).tobytes())
-    return digest.hexdigest()[:16]
+def operations(family: str, seed: int) -> set[str]:
+    """Return those of a case that has been played before: what it keeps is there by now."""
+    noted = Operations()
+    with noted:
+        played(family, seed)
+    return noted.seen
 
 
 def record() -> None:
-    """Write down the figures of all cases, one line each."""
+    """Write down the figures of all cases, one line each, and how their operations round."""
     torch.set_num_threads(1)  # as in tests
-    lines = [
-        f"  {json.dumps(key)}: {json.dumps(played(*case))}"
-        for key, case in zip(KEYS, CASES, strict=True)
+    cases, kernels = [], []
+    for key, case in zip(KEYS, CASES, strict=True):
+        cases.append(f"  {json.dumps(key)}: {json.dumps(played(*case))}")
+        if FAMILIES[case[0]].tolerance:
+            seen = operations(*case)
+            digests = digest(seen), digest(set(map(rounding, seen)))
+            kernels.append(f"  {json.dumps(key)}: {json.dumps(digests)}")
+    parts = [
+        f'"{name}": {{\n' + ",\n".join(lines) + "\n}"
+        for name, lines in (("cases", cases), ("kernels", kernels))
     ]
-    head = f'"arithmetic": {json.dumps(arithmetic())}'
-    cases = ",\n".join(lines)
-    FILE.write_text(f'{{\n{head},\n"cases": {{\n{cases}\n}}\n}}\n', encoding="utf-8")
+    FILE.write_text("{\n" + ",\n".join(parts) + "\n}\n", encoding="utf-8")
 
 
-def recorded() -> tuple[str, dict[str, Figures]]:
-    """Return the digest of the arithmetic, and the figures of each case."""
+def recorded() -> tuple[dict[str, Figures], dict[str, tuple[str, str]]]:
+    """Return the figures of each case; digests of its operations, and of how they round."""
     content = json.loads(FILE.read_text(encoding="utf-8"))
-    return content["arithmetic"], content["cases"]
+    return content["cases"], content["kernels"]
 
 
-def is_as_recorded() -> bool:
-    return arithmetic() == recorded()[0]
+def rounds_otherwise(family: str, seed: int) -> bool:
+    """Return whether the operations of a case are those recorded, and round otherwise."""
+    known, roundings = recorded()[1][f"{family}-{seed}"]
+    seen = operations(family, seed)
+    return digest(seen) == known and digest(set(map(rounding, seen))) != roundings
 
 
 SLOW = [pytest.mark.slow]  # whose first case captures a graph
@@ -321,21 +329,17 @@ PARAMETERS = [pytest.param(*case, marks=SLOW if "split" in case[0] else []) for 
 @pytest.mark.parametrize(("family", "seed"), PARAMETERS, ids=KEYS)
 def test_a_run_has_the_recorded_figures(family: str, seed: int) -> None:
     key = f"{family}-{seed}"
-    expected, found = recorded()[1][key], played(family, seed)
-    names = list(dict.fromkeys([*expected, *found]))
-    if not FAMILIES[family].exact and not is_as_recorded():
-        names.remove("values")
-    wrong = [
-        f"{name} is {found.get(name)}, recorded {expected.get(name)}"
-        for name in names
-        if found.get(name) != expected.get(name)
-    ]
-    assert not wrong, f"{key}: {'; '.join(wrong)}"
-
-
-def test_this_processor_rounds_as_the_one_that_recorded() -> None:
-    if not is_as_recorded():
-        pytest.skip("values of trained models are not compared: it rounds differently")
+    expected, found = recorded()[0][key], played(family, seed)
+    names = {*expected, *found} - {"near"}
+    wrong = {name for name in names if found.get(name) != expected.get(name)}
+    tolerance = FAMILIES[family].tolerance
+    if tolerance and "values" in wrong and rounds_otherwise(family, seed):
+        here, there = np.array(found["near"]), np.array(expected["near"])
+        if (abs(here - there) <= tolerance * there[0]).all():
+            wrong.remove("values")
+    assert not wrong, "; ".join(
+        f"{name} is {found.get(name)}, recorded {expected.get(name)}" for name in sorted(wrong)
+    )
 
 
 def kind_of(role: str) -> str:
@@ -345,7 +349,7 @@ def kind_of(role: str) -> str:
 
 
 def test_roles_of_every_kind_have_died() -> None:
-    cases = recorded()[1]
+    cases = recorded()[0]
     assert list(cases) == KEYS
     died: dict[str, set[str]] = {}
     for key, figures in cases.items():
