@@ -4,7 +4,7 @@ import select
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Final, Literal, Self, cast, final
 
@@ -12,10 +12,11 @@ import msgspec
 import torch
 
 from distbelief.config.presets import expand
-from distbelief.core.files import Scratch
+from distbelief.core.files import Scratch, explaining
 from distbelief.errors import JobError, PeerLostError
 from distbelief.parameter_server.config import COPIES_MAX
 from distbelief.parameter_server.optimizers import UpdateRule
+from distbelief.run.directory import RunDirectory
 from distbelief.serve.address import SHARDS_MAX, by_position, exchange_policy, parameter_specs
 from distbelief.serve.server_process import ServerReady, ServerRequest
 from distbelief.transport.shared_memory import FileMemory
@@ -47,7 +48,9 @@ class ParameterServer:
         shard_copies: Processes per shard, 1 or 2. With 2, a backup takes over when the
             primary fails, and no acknowledged push is lost.
         shared_memory: Whether workers on this host share memory with the shards.
-        directory: For checkpoints and logs; default: a temporary directory.
+        directory: For checkpoints and logs; default: a temporary directory. If a server with the
+            same parameters, rule and shards has left checkpoints there, this one continues from
+            them, as `distbelief serve` does.
         snapshot_every: Seconds between checkpoints, from which a failed shard restarts.
         start_seconds_max: How long the shards may take to start.
 
@@ -128,34 +131,30 @@ class ParameterServer:
     def start(self) -> Self:
         """Start the shards, and wait until they are ready.
 
-        JobError if the server runs already, or its directory has old checkpoints; StorageError if
-        the disk has no space for the values; PeerLostError if the shards do not start.
+        JobError if the server runs already, or its directory has checkpoints of another;
+        StorageError if the disk has no space for the values, or another server uses the directory;
+        PeerLostError if the shards do not start.
         """
         if self._process is not None:
             raise JobError("the parameter server is running already")
         request = self._request
-        held: tuple[int, ...] = ()
-        if not request.directory:
-            self._own_directory = Scratch.make()
-            request = msgspec.structs.replace(request, directory=str(self._own_directory.path))
-            held = (self._own_directory.held,)
-        directory = Path(request.directory)
-        directory.mkdir(parents=True, exist_ok=True)
-        snapshots = directory / "snapshots"
-        if any(snapshots.rglob("*.safetensors")):  # the shards would restore them
-            raise JobError(
-                f"ParameterServer: directory {directory} holds checkpoints: use another, or remove "
-                f"{snapshots}"
+        with ExitStack() as stack:  # the directory stays locked until the process has ended, too
+            if request.directory:
+                directory = Path(request.directory)
+                with explaining(directory, doing="make"):
+                    directory.mkdir(parents=True, exist_ok=True)
+                held = stack.enter_context(RunDirectory.take(directory)).held
+            else:
+                self._own_directory = Scratch.make()
+                directory, held = self._own_directory.path, self._own_directory.held
+                request = msgspec.structs.replace(request, directory=str(directory))
+            request.prepare(self._parameters)
+            self._process = subprocess.Popen(  # noqa: S603 -- our own program
+                [sys.executable, "-P", "-m", "distbelief.serve.server_process", str(request.file)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                pass_fds=(held,),
             )
-        request.write_initial(self._parameters)
-        file = directory / "request.json"
-        file.write_bytes(msgspec.json.encode(request))
-        self._process = subprocess.Popen(  # noqa: S603 -- our own program
-            [sys.executable, "-P", "-m", "distbelief.serve.server_process", str(file)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            pass_fds=held,  # the directory stays locked until both processes have ended
-        )
         try:
             self._address = self._await_address(self._process)
         except BaseException:

@@ -73,6 +73,31 @@ class ServerRequest(msgspec.Struct, frozen=True, kw_only=True):
     def initial_file(self) -> Path:
         return Path(self.directory) / "initial.safetensors"
 
+    @property
+    def file(self) -> Path:
+        return Path(self.directory) / "request.json"
+
+    @property
+    def has_checkpoints(self) -> bool:
+        return any((Path(self.directory) / "snapshots").rglob("*.safetensors"))
+
+    def prepare(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Write what the server process reads.
+
+        Where another server has left checkpoints, this one continues from them; JobError if it had
+        other parameters, shards, or another rule.
+        """
+        if not self.has_checkpoints:
+            self.write_initial(parameters)
+        elif self.file.is_file():
+            _check_same(self, _read(self.file), directory=Path(self.directory))
+        else:
+            raise JobError(
+                f"{self.directory} holds the checkpoints of something else, not of a "
+                "ParameterServer: use another directory"
+            )
+        files.write_private(self.file, msgspec.json.encode(self))  # it may contain a secret
+
     def write_initial(self, parameters: Iterable[torch.Tensor]) -> None:
         values = {
             spec.name: parameter.detach().contiguous().clone()
@@ -225,6 +250,8 @@ def main(path: str) -> int:
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     request = msgspec.json.decode(Path(path).read_bytes(), type=ServerRequest)
+    if request.has_checkpoints:
+        _tell_on_stderr(f"continuing from the checkpoints in {request.directory}")
     try:
         error = serve(request, _watched_by_parent, tell=_tell_on_stderr)
     except DistBeliefError as problem:
@@ -315,7 +342,7 @@ def _resolved(
         run=secrets.token_hex(16),
         reach=request.reach.pinned(),
     )
-    file = run.path / "request.json"
+    file = request.file
     is_first = not file.is_file()
     if from_scratch and not is_first:
         place = run.put_aside(request.initial_file, run.snapshots)
@@ -357,7 +384,7 @@ def _check_same(now: ServerRequest, before: ServerRequest, *, directory: Path) -
         if old != new:
             raise JobError(
                 f"{directory} has another {what}: {old!s:.300} instead of {new!s:.300}. "
-                "Use the same, or a new directory (--directory)"
+                "Use the same, or a new directory"
             )
 
 
