@@ -17,13 +17,24 @@ from typing import Literal, cast, final
 import torch
 from typing_extensions import override
 
+from distbelief.core.arguments import checked
 from distbelief.errors import JobError
 from distbelief.optimizer import DownpourSGD
 from distbelief.parameter_server.config import Numbers
 from distbelief.parameter_server.policy import ExchangePolicy
 from distbelief.serve.address import ServerAddress, exchange_policy
-from distbelief.server_loop import LOOK_SECONDS, ServerLoop, follow, number_of_samples
+from distbelief.server_loop import ELSEWHERE, LOOK_SECONDS, ServerLoop, follow, number_of_samples
 from distbelief.worker.config import EVERY_MIN, fitting_every
+
+
+_OF_INNER = {
+    **dict.fromkeys(
+        ("lr", "learning_rate", "momentum", "weight_decay", "betas"),
+        "it belongs to the inner optimizer, as in Exchange(torch.optim.SGD(params, lr=0.1), ...)",
+    ),
+    "rule": "it belongs to the server: ParameterServer(..., rule=...)",
+    **dict.fromkeys(("n_push", "n_fetch", "sync_every", "local_steps"), "it is every"),
+}
 
 
 @final
@@ -65,6 +76,7 @@ class Exchange(ServerLoop):
         PeerLostError: the server does not answer in time.
     """
 
+    @checked("Exchange", ELSEWHERE | _OF_INNER)
     def __init__(
         self,
         inner: torch.optim.Optimizer,

@@ -23,14 +23,32 @@ from typing import ParamSpec, TypeVar, cast, final
 import torch
 from typing_extensions import override
 
+from distbelief.core.arguments import checked
 from distbelief.errors import JobError
 from distbelief.serve.address import ServerAddress
-from distbelief.server_loop import ServerLoop, follow, number_of_samples
+from distbelief.server_loop import ELSEWHERE, ServerLoop, follow, number_of_samples
 from distbelief.worker.loop_worker import StagedPush
 
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+
+
+_OF_THE_SERVER = "it belongs to the rule of the server: ParameterServer(..., rule=...)"
+_OF_THE_RULE = dict.fromkeys(
+    (
+        "lr",
+        "initial_lr",
+        "momentum",
+        "weight_decay",
+        "betas",
+        "eps",
+        "nesterov",
+        "schedule",
+        "rule",
+    ),
+    _OF_THE_SERVER,
+)
 
 
 @final
@@ -67,6 +85,7 @@ class DownpourSGD(ServerLoop, torch.optim.Optimizer):
         PeerLostError: the server does not answer in time.
     """
 
+    @checked("DownpourSGD", ELSEWHERE | _OF_THE_RULE)
     def __init__(  # noqa: PLR0913 -- the options of one algorithm
         self,
         params: Iterable[torch.nn.Parameter],
@@ -88,6 +107,8 @@ class DownpourSGD(ServerLoop, torch.optim.Optimizer):
                 f"DownpourSGD: learning_rate is {learning_rate} with n_fetch {n_fetch}: between "
                 "fetches a worker steps by itself: give it a rate above 0"
             )
+        if isinstance(cast("object", params), torch.nn.Module):
+            raise JobError("DownpourSGD: give it net.parameters(), not net")
         torch.optim.Optimizer.__init__(self, params, {"learning_rate": learning_rate or 0.0})
         self._parameters = list(chain.from_iterable(group["params"] for group in self.param_groups))
         self._n_fetch, self._n_push = n_fetch, n_push
@@ -288,11 +309,10 @@ class _Group(dict[str, object]):
 
 
 _GROUP_KEYS = {"params", "param_names", "learning_rate"}
-_OF_THE_RULE = {"lr", "initial_lr", "momentum", "weight_decay", "betas"}
 
 
 def _refusal(key: str) -> JobError:
-    why = "it belongs to the rule of the server: ParameterServer(..., rule=...)"
+    why = _OF_THE_SERVER
     if key in {"lr", "initial_lr"}:
         why = "torch's schedulers do not work: give the server's rule learning_rate= and schedule="
     return JobError(f"DownpourSGD: parameter groups have no {key!r}: {why}")

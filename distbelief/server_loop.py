@@ -45,6 +45,14 @@ RETRY_SECONDS = 2.0  # the blocks under way take 1.4 s at 100 Mbit/s
 LOOK_SECONDS = 1e-4  # for messages, in a step that waits for nothing
 JOIN_SECONDS_MAX = 10.0  # a server that runs answers at once
 EXIT_SECONDS_MAX = 5.0  # at interpreter exit, for unfinished pushes
+_NOBODY = "workers have no number: any may come and go"
+# Options of other libraries that a loop has none of
+ELSEWHERE = {
+    **dict.fromkeys(("rank", "world_size", "workers", "num_workers", "replicas"), _NOBODY),
+    **dict.fromkeys(("process_group", "backend"), "give server, the address of a ParameterServer"),
+    **dict.fromkeys(("address", "host", "master_addr", "port"), "it is server"),
+    "timeout": "it is timeout_seconds",
+}
 
 
 @final
@@ -67,6 +75,7 @@ class ClientSession:
         numbers: Numbers = "float32",
         frozen: Collection[int] = (),  # parameters that are fetched once and never pushed
     ) -> None:
+        specs = parameter_specs(parameters)
         self.address = address
         self._user = user
         self.now = time.monotonic
@@ -80,7 +89,7 @@ class ClientSession:
         memory: Memory = PrivateMemory(host="")
         if address.memory and Path(address.memory).is_dir():  # this process sees it
             memory = FileMemory(Path(address.memory))
-        layout = Layout.of(parameter_specs(parameters), n_shards=address.n_shards)
+        layout = Layout.of(specs, n_shards=address.n_shards)
         self.client = ParameterClient(
             ClientConfig(pushes=True, numbers=numbers, retry_seconds=RETRY_SECONDS),
             PartialView(layout, frozen={layout.tensors[place].name for place in frozen}),

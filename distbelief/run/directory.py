@@ -70,7 +70,9 @@ class RunDirectory:
             run = cls._taken(first.with_name(f"{first.name}{suffix}"))
             if run is not None:
                 return run
-        raise StorageError(f"{first} and {files.SIBLINGS_MAX} siblings exist: name another directory")
+        raise StorageError(
+            f"{first} and {files.SIBLINGS_MAX} siblings exist: name another directory"
+        )
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], *, write: bool = True) -> Self:

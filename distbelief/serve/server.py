@@ -1,17 +1,19 @@
 """`ParameterServer`: the handle of a parameter server in processes on this host."""
 
+import math
 import select
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Final, Literal, Self, cast, final
+from typing import Final, Literal, Self, final
 
 import msgspec
 import torch
 
 from distbelief.config.presets import expand
+from distbelief.core.arguments import checked
 from distbelief.core.files import Scratch, explaining
 from distbelief.errors import JobError, PeerLostError
 from distbelief.parameter_server.config import COPIES_MAX
@@ -19,11 +21,25 @@ from distbelief.parameter_server.optimizers import UpdateRule
 from distbelief.run.directory import RunDirectory
 from distbelief.serve.address import SHARDS_MAX, by_position, exchange_policy, parameter_specs
 from distbelief.serve.server_process import ServerReady, ServerRequest
+from distbelief.task.imports import check_is_no_import
 from distbelief.transport.shared_memory import FileMemory
 
 
 CLOSE_SECONDS_MAX: Final = 10.0
 END_SECONDS_MAX: Final = 5.0  # of a process that has closed its output
+_RULE: Final = "Give the rule its options, as in rule=distbelief.SGD(learning_rate=0.1)."
+_ELSEWHERE: Final = {
+    **dict.fromkeys(("lr", "learning_rate", "momentum", "weight_decay", "schedule"), _RULE),
+    **dict.fromkeys(
+        ("workers", "num_workers", "world_size"), "Any number of workers may join: leave it out."
+    ),
+    **dict.fromkeys(
+        ("host", "port", "address", "bind"),
+        "It serves this host; for others run `distbelief serve --bind tcp://0.0.0.0:7700`.",
+    ),
+    "optimizer": _RULE,
+    "every": "Each Exchange has its own: Exchange(..., every=64).",
+}
 
 
 @final
@@ -58,6 +74,7 @@ class ParameterServer:
         JobError: an argument is not valid.
     """
 
+    @checked("ParameterServer", _ELSEWHERE)
     def __init__(  # noqa: PLR0913 -- the options of one algorithm, and of its processes
         self,
         params: Iterable[torch.nn.Parameter] | Iterable[tuple[str, torch.nn.Parameter]],
@@ -79,10 +96,11 @@ class ParameterServer:
         for name, (value, most) in limits.items():
             if type(value) is not int or not 1 <= value <= most:
                 raise JobError(f"ParameterServer: {name} is {value!r}; use 1 to {most}")
-        if not isinstance(cast("object", snapshot_every), int | float) or not snapshot_every > 0:
-            raise JobError(
-                f"ParameterServer: snapshot_every is {snapshot_every!r}; use seconds, more than 0"
-            )
+        times = {"snapshot_every": snapshot_every, "start_seconds_max": start_seconds_max}
+        for name, seconds in times.items():
+            is_number = type(seconds) in {int, float}
+            if not (is_number and 0.0 < seconds < math.inf):
+                raise JobError(f"ParameterServer: {name} is {seconds!r}; use seconds, more than 0")
         exchange = exchange_policy(
             "ParameterServer",
             {},
@@ -96,7 +114,7 @@ class ParameterServer:
             rule = msgspec.convert(expand({"preset": preset})["rule"], type=UpdateRule)
         if not isinstance(rule, UpdateRule):
             raise JobError(
-                f"ParameterServer: rule is {rule!r}; use one, as "
+                f"ParameterServer: rule is {' '.join(repr(rule).split())[:60]}; use one, as "
                 "distbelief.SGD(learning_rate=0.1), or a preset"
             )
         if isinstance(params, torch.nn.Module):
@@ -111,9 +129,11 @@ class ParameterServer:
             shard_copies=shard_copies,
             shared_memory=shared_memory,
             snapshot_every=snapshot_every,
-            directory="" if directory is None else str(Path(directory).absolute()),
+            start_seconds_max=start_seconds_max,
+            directory="" if directory is None else str(_path(directory).absolute()),
             keeps=directory is not None,
         )
+        self._request.check("ParameterServer")
         self._start_seconds_max = start_seconds_max
         self._own_directory: Scratch | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -137,6 +157,7 @@ class ParameterServer:
         """
         if self._process is not None:
             raise JobError("the parameter server is running already")
+        check_is_no_import("ParameterServer.start")
         request = self._request
         with ExitStack() as stack:  # the directory stays locked until the process has ended, too
             if request.directory:
@@ -198,9 +219,19 @@ class ParameterServer:
             status = process.poll()
             how = f"ended with status {status}"
             if status is None:
-                how = f"is not ready after {self._start_seconds_max:g} s"
+                how = (
+                    f"is not ready after {self._start_seconds_max:g} s: give it more, with "
+                    "start_seconds_max"
+                )
             raise PeerLostError(f"the parameter server {how}")
         reply = msgspec.json.decode(line, type=ServerReady)
         if reply.error is not None:
             raise PeerLostError(f"the parameter server cannot start: {reply.error}")
         return reply.address
+
+
+def _path(directory: str | Path) -> Path:
+    try:
+        return Path(directory)
+    except TypeError:
+        raise JobError(f"ParameterServer: directory is {directory!r}; use a path") from None

@@ -64,6 +64,7 @@ class ServerRequest(msgspec.Struct, frozen=True, kw_only=True):
     shard_copies: int
     shared_memory: bool = True  # with workers on this host
     snapshot_every: float  # seconds between checkpoints
+    start_seconds_max: float = 60.0  # for a shard, until its first message
     directory: str = ""  # for checkpoints, logs and the initial values
     keeps: bool = True  # False: remove the directory at the end
     run: str = ""  # name of the run; "": a random one
@@ -97,6 +98,26 @@ class ServerRequest(msgspec.Struct, frozen=True, kw_only=True):
                 "ParameterServer: use another directory"
             )
         files.write_private(self.file, msgspec.json.encode(self))  # it may contain a secret
+
+    def settings(self) -> DownpourSettings:
+        """Return what shards are told; they need the settings of a job."""
+        return DownpourSettings(
+            loss="mse",
+            batch_size=1,
+            rule=self.rule,
+            # What workers send does not matter to shards.
+            exchange=msgspec.structs.replace(self.exchange, send="gradient", every=1),
+        )
+
+    def check(self, user: str) -> None:
+        """Raise JobError if the processes of the server would refuse it."""
+        try:
+            msgspec.json.decode(msgspec.json.encode(self), type=ServerRequest)
+            self.settings()
+        except (msgspec.MsgspecError, ValueError, TypeError) as error:
+            text, _, place = str(error).partition(" - at `$.")
+            place = f"{place.rstrip('`')}: " if place else ""
+            raise JobError(f"{user}: {place}{text}") from None
 
     def write_initial(self, parameters: Iterable[torch.Tensor]) -> None:
         values = {
@@ -175,6 +196,7 @@ def _serve(request: ServerRequest, private: Path, watch: Watch, tell: Tell) -> s
             admits_guests=True,
             snapshot_every=request.snapshot_every,
             import_seconds_max=IMPORT_SECONDS_MAX,
+            start_seconds_max=request.start_seconds_max,
             first_incarnation=previous.incarnation,
             first_label=previous.label,
             before=previous.before,
@@ -212,13 +234,7 @@ def _role_spec(request: ServerRequest, supervisor: str, memory: str) -> bytes:
         model=ModelSpec(factory=nothing),
         data=jobs.DataTables(train=DataSpec(factory=nothing)),
         algorithm_name="downpour",
-        algorithm=DownpourSettings(
-            loss="mse",
-            batch_size=1,
-            rule=request.rule,
-            # What workers send does not matter to shards.
-            exchange=msgspec.structs.replace(request.exchange, send="gradient", every=1),
-        ),
+        algorithm=request.settings(),
         cluster=jobs.ClusterTable(shards=request.n_shards, shard_copies=request.shard_copies),
         evaluation=jobs.EvaluationTable(),
         stop=jobs.StopTable(samples=1),
@@ -306,6 +322,7 @@ def run_server(
     the same port. Model, rule and number of shards must be the same. The directory and the name of
     the run in `request` are set here.
     """
+    request.check("serve")
     request.reach.check()
     if request.reach.keys is not None:
         # Read the keys now, so that an error in them comes before any file is written.

@@ -1,3 +1,4 @@
+import math
 import re
 import subprocess
 import sys
@@ -10,8 +11,8 @@ import torch
 from hypothesis import given, strategies as st
 from torch import nn
 
-from distbelief.errors import JobError, StorageError
-from distbelief.parameter_server.optimizers import SGD, Adagrad
+from distbelief.errors import JobError, PeerLostError, StorageError
+from distbelief.parameter_server.optimizers import SGD, Adagrad, Step, UpdateRule
 from distbelief.run.directory import RunDirectory
 from distbelief.serve.address import ServerAddress, parameter_specs
 from distbelief.serve.server import ParameterServer
@@ -102,10 +103,10 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[ServerRequest]:
     return requests
 
 
-def serve(directory: Path, net: nn.Module, **options: Any) -> None:
-    options = {"rule": SGD(learning_rate=0.1), **options}
+def serve(directory: Path, net: nn.Module, *, rule: UpdateRule | None = None) -> None:
+    rule = rule or SGD(learning_rate=0.1)
     with pytest.raises(Started):
-        ParameterServer(net.parameters(), directory=directory, **options).start()
+        ParameterServer(net.parameters(), rule=rule, directory=directory).start()
 
 
 @pytest.mark.parametrize("at", ["shard-0", "cut-00002/shard-1"])  # a run's, too
@@ -196,6 +197,15 @@ def test_what_a_killed_server_left_in_memory_is_swept(
         ({"shard_copies": 3}, "shard_copies is 3; use 1 to 2"),
         ({"snapshot_every": "fast"}, "snapshot_every is 'fast'; use seconds, more than 0"),
         ({"snapshot_every": 0}, "snapshot_every is 0; use seconds, more than 0"),
+        ({"snapshot_every": math.inf}, "snapshot_every is inf; use seconds, more than 0"),
+        ({"start_seconds_max": 0}, "start_seconds_max is 0; use seconds, more than 0"),
+        ({"directory": 3}, "directory is 3; use a path"),
+        ({"rule": SGD(learning_rate=0.0)}, "rule 'sgd': learning_rate is 0; use a number above 0"),
+        ({"rule": SGD(learning_rate=True)}, "rule.learning_rate: Expected `float`, got `bool`"),
+        (
+            {"rule": SGD(learning_rate=0.1, schedule=Step(n_pushes=1.5, decay=0.1))},  # type: ignore[arg-type]
+            "rule.schedule.n_pushes: Expected `int`, got `float`",
+        ),
     ],
 )
 def test_numbers_that_are_none_are_refused_before_anything_starts(
@@ -204,4 +214,15 @@ def test_numbers_that_are_none_are_refused_before_anything_starts(
     """The process printed a traceback; the error then was "not ready after 60 s", after 6."""
     net = nn.Linear(2, 1)
     with pytest.raises(JobError, match=re.escape(error)):
-        ParameterServer(net.parameters(), rule=SGD(learning_rate=0.1), **options)
+        ParameterServer(net.parameters(), **{"rule": SGD(learning_rate=0.1), **options})
+
+
+def test_a_start_that_takes_too_long_names_the_option(tmp_path: Path) -> None:
+    """Regression: "not ready after 60 s", and nothing of how to give it more."""
+    net = nn.Linear(2, 1)
+    rule = SGD(learning_rate=0.1)
+    server = ParameterServer(
+        net.parameters(), rule=rule, directory=tmp_path, start_seconds_max=1e-3
+    )
+    with pytest.raises(PeerLostError, match=r"not ready after 0.001 s: .*start_seconds_max"):
+        server.start()
