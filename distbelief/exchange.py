@@ -10,7 +10,7 @@ exchange.finish()
 """
 
 from collections.abc import Callable, Sequence
-from itertools import chain, compress
+from itertools import compress
 from pathlib import Path
 from typing import Literal, cast, final
 
@@ -22,8 +22,8 @@ from distbelief.errors import JobError
 from distbelief.optimizer import DownpourSGD
 from distbelief.parameter_server.config import Numbers
 from distbelief.parameter_server.policy import ExchangePolicy
-from distbelief.serve.address import ServerAddress, exchange_policy
-from distbelief.server_loop import ELSEWHERE, LOOK_SECONDS, ServerLoop, follow, number_of_samples
+from distbelief.serve.address import ServerAddress, Tensors, exchange_policy
+from distbelief.server_loop import ELSEWHERE, LOOK_SECONDS, ServerLoop, number_of_samples
 from distbelief.worker.config import EVERY_MIN, fitting_every
 
 
@@ -59,8 +59,9 @@ class Exchange(ServerLoop):
 
     Args:
         inner: Takes the local steps. Its parameters are those that the server was given, in the
-            same order.
+            same order unless both sides have names.
         server: `ParameterServer.address`, or the line that `distbelief serve` prints.
+        buffers: The model, or its buffers, if the server has them: statistics of BatchNorm.
         preset: How to exchange, by the name of a paper (see `distbelief presets`); by default as
             the server was told. The next two replace choices of it.
         every: Steps between two exchanges, by default 64; "auto" fits them to the link, so that it
@@ -82,6 +83,7 @@ class Exchange(ServerLoop):
         inner: torch.optim.Optimizer,
         *,
         server: str,
+        buffers: Tensors | None = None,
         preset: str | None = None,
         every: int | Literal["auto"] | None = None,
         numbers: Numbers | None = None,
@@ -101,8 +103,10 @@ class Exchange(ServerLoop):
         if numbers not in (None, "float32", "bfloat16"):
             raise JobError(f'Exchange: numbers is {numbers!r}; use "float32" or "bfloat16"')
         address = ServerAddress.parse(server)
-        policy = _policy(address.exchange, preset, every=every, numbers=numbers)
+        policy = _policy(address, preset, every=every, numbers=numbers)
         self.inner = inner
+        self._order = self._order_of(inner.param_groups, address)
+        self._take_buffers(buffers, address)
         self._every = EVERY_MIN if policy.every == "auto" else policy.every
         parameters = self._parameters()
         self._n_parameters = len(parameters)
@@ -119,10 +123,11 @@ class Exchange(ServerLoop):
         self._open(
             parameters, address, policy, timeout_seconds=timeout_seconds, keys=keys, frozen=frozen
         )
+        comes_again = [*self._trained, *(True for _ in self._tensors)]
         self._anchor, self._fetched = (
             [
-                values.clone() if trains else values
-                for values, trains in zip(self._session.values, self._trained, strict=True)
+                values.clone() if again else values
+                for values, again in zip(self._session.values, comes_again, strict=True)
             ]
             for _ in range(2)
         )
@@ -138,7 +143,7 @@ class Exchange(ServerLoop):
             PeerLostError: the server does not answer in time, or has ended.
             JobError: a parameter has become NaN or infinite.
         """
-        if len(self._parameters()) != self._n_parameters:
+        if sum(len(group["params"]) for group in self.inner.param_groups) != self._n_parameters:
             raise JobError(
                 "Exchange: a group of parameters was added to the inner optimizer: "
                 "pass all of them at once"
@@ -150,7 +155,7 @@ class Exchange(ServerLoop):
             )
         self._session.check()  # a local step would reach nobody
         samples = number_of_samples(samples, "Exchange")
-        follow(self._parameters(), self._session.values, user="Exchange")
+        self._follow(self._parameters())
         loss: float | None = self.inner.step(closure)
         self._is_finished = False
         self._n_steps += 1
@@ -202,7 +207,7 @@ class Exchange(ServerLoop):
         if self._session.closed:
             return
         with torch.no_grad(), self._session.uninterrupted, self._session.background:
-            follow(self._parameters(), self._session.values, user="Exchange")
+            self._follow(self._parameters())
             if self._n_unsent:
                 self._exchange()
             self._end_exchange()
@@ -213,10 +218,10 @@ class Exchange(ServerLoop):
         self._is_finished = True
 
     def _parameters(self) -> list[torch.nn.Parameter]:
-        return list(chain.from_iterable(group["params"] for group in self.inner.param_groups))
+        return self._given(self.inner.param_groups)
 
     def _of(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return those that train."""
+        """Return those that train; buffers come after all parameters."""
         return list(compress(tensors, self._trained))
 
     def _exchange(self) -> None:
@@ -226,7 +231,7 @@ class Exchange(ServerLoop):
         values, anchor = self._session.values, self._anchor
         changes = [
             then - now if trains else None
-            for trains, now, then in zip(self._trained, values, anchor, strict=True)
+            for trains, now, then in zip(self._trained, values, anchor, strict=False)
         ]
         clocks = self._session.client.clocks
         self._issue(
@@ -275,10 +280,21 @@ class Exchange(ServerLoop):
         # Exactly the fetched values where there was no step since the push.
         torch._foreach_sub_(values, self._of(self._anchor))
         torch._foreach_add_(values, self._of(self._fetched))
+        self._buffers.hold()
+        n = self._n_parameters
+        for value, fetched in zip(self._session.values[n:], self._fetched[n:], strict=True):
+            value.copy_(fetched)
+        self._buffers.merge(contains_pushes=True)
         self._anchor, self._fetched = self._fetched, self._anchor
 
 
-def _policy(server: ExchangePolicy, preset: str | None, **given: object) -> ExchangePolicy:
+def _policy(address: ServerAddress, preset: str | None, **given: object) -> ExchangePolicy:
+    server = address.exchange
+    if address.preset and server.send == "gradient":
+        raise JobError(
+            f"Exchange: the server has preset {address.preset!r}, whose rule takes gradients: use "
+            "distbelief.DownpourSGD, or give ParameterServer a preset of local steps"
+        )
     usual = server.chosen
     if preset is not None:
         usual = {}

@@ -15,7 +15,6 @@ the optimizer.
 import math
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from itertools import chain
 from pathlib import Path
 from types import MethodType
 from typing import ParamSpec, TypeVar, cast, final
@@ -25,8 +24,8 @@ from typing_extensions import override
 
 from distbelief.core.arguments import checked
 from distbelief.errors import JobError
-from distbelief.serve.address import ServerAddress
-from distbelief.server_loop import ELSEWHERE, ServerLoop, follow, number_of_samples
+from distbelief.serve.address import ServerAddress, Tensors
+from distbelief.server_loop import ELSEWHERE, ServerLoop, number_of_samples
 from distbelief.worker.loop_worker import StagedPush
 
 
@@ -62,9 +61,11 @@ class DownpourSGD(ServerLoop, torch.optim.Optimizer):
     rule; parameter groups that set them are rejected.
 
     Args:
-        params: The model's parameters, in the order that the server was given them, or
-            groups of them, each with a `learning_rate` of its own if needed.
+        params: The model's parameters, with names or without, or groups of them, each with a
+            `learning_rate` of its own if needed. Without names on both sides they are in the
+            order that the server was given them.
         server: `ParameterServer.address`, or the line that `distbelief serve` prints.
+        buffers: The model, or its buffers, if the server has them: statistics of BatchNorm.
         n_fetch: Steps between fetches.
         n_push: Steps between pushes.
         learning_rate: Of this worker's own steps between fetches and pushes (the server's
@@ -88,9 +89,10 @@ class DownpourSGD(ServerLoop, torch.optim.Optimizer):
     @checked("DownpourSGD", ELSEWHERE | _OF_THE_RULE)
     def __init__(  # noqa: PLR0913 -- the options of one algorithm
         self,
-        params: Iterable[torch.nn.Parameter],
+        params: Iterable[torch.nn.Parameter] | Iterable[tuple[str, torch.nn.Parameter]],
         *,
         server: str,
+        buffers: Tensors | None = None,
         n_fetch: int = 1,
         n_push: int = 1,
         learning_rate: float | None = None,
@@ -110,7 +112,10 @@ class DownpourSGD(ServerLoop, torch.optim.Optimizer):
         if isinstance(cast("object", params), torch.nn.Module):
             raise JobError("DownpourSGD: give it net.parameters(), not net")
         torch.optim.Optimizer.__init__(self, params, {"learning_rate": learning_rate or 0.0})
-        self._parameters = list(chain.from_iterable(group["params"] for group in self.param_groups))
+        address = ServerAddress.parse(server)
+        self._order = self._order_of(self.param_groups, address)
+        self._parameters = self._given(self.param_groups)
+        self._take_buffers(buffers, address)
         self._n_fetch, self._n_push = n_fetch, n_push
         is_seldom = n_fetch > 1 or n_push > 1
         self._keeps_local_steps = is_seldom and not overwrite_local_steps
@@ -119,7 +124,6 @@ class DownpourSGD(ServerLoop, torch.optim.Optimizer):
         self._sends = "gradient"
         self._accrued: list[torch.Tensor | None] = [None] * len(self._parameters)
         self._accrued_clocks: tuple[int, ...] = ()
-        address = ServerAddress.parse(server)
         policy = address.exchange
         if policy.send == "delta":
             raise JobError(
@@ -169,7 +173,7 @@ class DownpourSGD(ServerLoop, torch.optim.Optimizer):
                 )
         samples = number_of_samples(samples, "DownpourSGD")
         with torch.no_grad(), self._session.uninterrupted, self._session.background:
-            follow(self._parameters, self._session.values, user="DownpourSGD")
+            self._follow(self._parameters)
             self._enter()
             is_due = self._n_steps % self._n_push == 0
             if is_due:  # before anything is taken: a step that fails here can be repeated
@@ -201,12 +205,14 @@ class DownpourSGD(ServerLoop, torch.optim.Optimizer):
         if self._session.closed:
             return
         with torch.no_grad(), self._session.uninterrupted, self._session.background:
-            follow(self._parameters, self._session.values, user="DownpourSGD")
+            self._follow(self._parameters)
             if self._n_accrued:
                 self._issue(self._stage_accrued())
             self._await_pushes()
             self._step_out()
+            self._buffers.hold()
             self._fetch(self._session.values)  # what is under way may be older than the last push
+            self._buffers.merge(contains_pushes=True)
             self._is_fetching = False
         self._is_finished = True
 
@@ -249,7 +255,8 @@ class DownpourSGD(ServerLoop, torch.optim.Optimizer):
         self._n_accrued += 1
 
     def _rates(self) -> list[float]:
-        return [group["learning_rate"] for group in self.param_groups for _ in group["params"]]
+        rates = [group["learning_rate"] for group in self.param_groups for _ in group["params"]]
+        return [rates[place] for place in self._order]
 
     def _stage_accrued(self) -> StagedPush:
         push = self._stage(
@@ -267,16 +274,17 @@ class DownpourSGD(ServerLoop, torch.optim.Optimizer):
             self._await_turn()
         elif self._awaits_pushes:
             self._await_pushes()
+        self._buffers.hold()
         if not self._fetches_ahead:
             self._fetch(self._session.values)
         elif self._is_fetching:  # not in the first step
             self._end_fetch(self._session.values)
             self._is_fetching = False
+        self._buffers.merge(contains_pushes=self._session.client.fetches_own_pushes)
         if self._keeps_local_steps:
             # Local steps that are not pushed yet are repeated from the fetched values.
-            for accrued, values, rate in zip(
-                self._accrued, self._session.values, self._rates(), strict=True
-            ):
+            values_of = self._session.values[: len(self._accrued)]
+            for accrued, values, rate in zip(self._accrued, values_of, self._rates(), strict=True):
                 if accrued is not None and rate:
                     values.add_(accrued, alpha=-rate)
 

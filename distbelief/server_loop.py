@@ -11,37 +11,25 @@ no blocks and no thread; the few messages wait in the socket. Ctrl+C acts betwee
 
 import atexit
 import math
-import os
-import secrets
-import time
 import weakref
-from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from operator import index
 from pathlib import Path
-from typing import final
+from typing import cast
 
 import torch
 
-from distbelief.core.memory import Memory, PrivateMemory
-from distbelief.core.signals import HeldInterrupt
-from distbelief.errors import DistBeliefError, JobError, PeerLostError, TransportError
-from distbelief.parameter_server.client.client import ParameterClient
-from distbelief.parameter_server.config import ClientConfig, Numbers
-from distbelief.parameter_server.layout import Layout, PartialView
+from distbelief.errors import DistBeliefError, JobError
 from distbelief.parameter_server.policy import ExchangePolicy
-from distbelief.protocol import Join
-from distbelief.roles.role import SUPERVISOR, Computed
-from distbelief.serve.address import ServerAddress, parameter_specs
-from distbelief.transport.node import BackgroundRunner, RoleRunner
-from distbelief.transport.shared_memory import FileMemory
-from distbelief.transport.zmq_transport import ANOTHER, REFUSED
+from distbelief.roles.role import Computed
+from distbelief.serve.address import ServerAddress, Tensors, named
+from distbelief.serve.session import ClientSession
 from distbelief.worker import loop_worker as lw
+from distbelief.worker.local_buffers import Bindings, LocalBuffers, bind_again, bindings_of
 
 
 TORN_WAIT_SECONDS = 1e-3
-RETRY_SECONDS = 2.0  # the blocks under way take 1.4 s at 100 Mbit/s
 LOOK_SECONDS = 1e-4  # for messages, in a step that waits for nothing
 JOIN_SECONDS_MAX = 10.0  # a server that runs answers at once
 EXIT_SECONDS_MAX = 5.0  # at interpreter exit, for unfinished pushes
@@ -55,158 +43,11 @@ ELSEWHERE = {
 }
 
 
-@final
-class ClientSession:
-    """A connection to a parameter server; call `join` before the first command.
+Groups = Sequence[Mapping[str, object]]  # of an optimizer
 
-    Once `background` is used, everything but `check` and `close` needs to hold it.
 
-    JobError if address, keys or parameters are not valid; PeerLostError if a server on this host
-    does not run.
-    """
-
-    def __init__(
-        self,
-        parameters: list[torch.nn.Parameter],  # in the order in which the server got them
-        address: ServerAddress,
-        *,
-        user: str,  # the class whose session it is, for errors
-        keys: str | Path | None = None,  # directory of this host's keys, for an address with a key
-        numbers: Numbers = "float32",
-        frozen: Collection[int] = (),  # parameters that are fetched once and never pushed
-    ) -> None:
-        specs = parameter_specs(parameters)
-        self.address = address
-        self._user = user
-        self.now = time.monotonic
-        self._is_closed = self._is_refused = False
-        self._pid = os.getpid()
-        for parameter in parameters:
-            if not parameter.is_contiguous():
-                parameter.data = parameter.data.contiguous()
-        # One flat tensor for each parameter, a view of its memory.
-        self.values = [parameter.detach().view(-1) for parameter in parameters]
-        memory: Memory = PrivateMemory(host="")
-        if address.memory and Path(address.memory).is_dir():  # this process sees it
-            memory = FileMemory(Path(address.memory))
-        layout = Layout.of(specs, n_shards=address.n_shards)
-        self.client = ParameterClient(
-            ClientConfig(pushes=True, numbers=numbers, retry_seconds=RETRY_SECONDS),
-            PartialView(layout, frozen={layout.tensors[place].name for place in frozen}),
-            memory=memory,
-            shard_copies=address.shard_copies,
-        )
-        self._log: list[str] = []
-        listen = address.listen_config(keys)
-        self._key = "" if listen.keys is None else listen.keys.public
-        self._transport = listen.transport(
-            name=f"worker-{secrets.token_hex(6)}", incarnation=1, run=address.run, log=self._note
-        )
-        try:
-            self._transport.start()
-        except TransportError as error:
-            if not listen.directory:
-                raise
-            raise PeerLostError(
-                f"{self._user}: the server at {address.endpoint} cannot be reached: {error}"
-            ) from None
-        try:
-            self._transport.connect(SUPERVISOR, 1, str(address.place()), watched=True)
-        except BaseException:
-            self._transport.close()
-            raise
-        join = Join(endpoint=self._transport.endpoint, host=memory.host, pid=0)
-        self._worker = lw.LoopWorker(client=self.client, join=join)
-        self.node = RoleRunner(self._worker, transport=self._transport, log=self._note)
-        self.moves_blocks = not memory.host  # not through shared memory
-        self._thread: BackgroundRunner | None = None
-        if self.moves_blocks:
-            self._thread = BackgroundRunner(self.node, name=f"{user}-blocks")
-        self.background: AbstractContextManager[None] = self._thread or nullcontext()
-        self.uninterrupted = HeldInterrupt(self.node.wake)
-
-    @property
-    def closed(self) -> bool:
-        # A forked child, such as a DataLoader's, has neither the thread nor the sockets.
-        return self._is_closed or os.getpid() != self._pid
-
-    def _note(self, level: str, text: str) -> None:
-        if level in {"warning", "error"}:
-            self._log = [*self._log[-9:], text]
-
-    def join(self, timeout_seconds: float) -> None:
-        self.wait(lambda: self._worker.has_joined, "a first answer", timeout_seconds)
-
-    def command(self, command: Computed, timeout_seconds: float) -> None:
-        """Perform one command of the worker's role, or raise PeerLostError."""
-        if self.closed or not self.node.tell(command):
-            self.wait(lambda: False, command.name, timeout_seconds)  # raises the reason
-
-    def check(self) -> None:
-        """Raise PeerLostError if the session is closed, or its role has ended in the thread.
-
-        JobError if the server has refused these parameters.
-        """
-        if self.closed:
-            raise PeerLostError(f"{self._user} is closed: make a new one to continue")
-        if self.node.error is not None:
-            kind, _, text = self.node.error.partition(": ")
-            text = f"{self._user}: server {self.address.endpoint}: {text}"
-            if kind != JobError.__name__:
-                raise PeerLostError(text)
-            hint = "" if "layout" not in text else ", with the parameters in the same order"
-            raise JobError(text + hint)
-
-    def wait(self, until: Callable[[], bool], what: str, timeout_seconds: float) -> None:
-        """Run the role until `until()` is true; PeerLostError, with `what`, if it never is.
-
-        JobError if the server does not allow this host's key, or not any more.
-        """
-
-        def is_decided() -> bool:
-            self.uninterrupted.check()
-            # ZeroMQ has given up for good: say it of whatever the loop waits for from now on.
-            self._is_refused |= self._transport.has_failed(SUPERVISOR, REFUSED)
-            if self._is_refused:
-                allows = "no longer allows" if self._worker.has_joined else "does not allow"
-                raise JobError(
-                    f"{self._user}: the server at {self.address.endpoint} {allows} this "
-                    f"host's key. On the server: distbelief keys allow {self._key} NAME"
-                )
-            return until()
-
-        if not self.closed and self.node.pump(is_decided, timeout_seconds=timeout_seconds):
-            return
-        self.check()
-        hint = (
-            "Is it running, and is this the address that it prints now? A server in "
-            "another directory has another run=."
-        )
-        if self._transport.has_failed(SUPERVISOR, ANOTHER):
-            hint = (
-                "The process that listens there has not the key in the address: use the "
-                "address that the server prints now."
-            )
-        raise PeerLostError(
-            f"{self._user}: server {self.address.endpoint}: no answer within {timeout_seconds:g} s "
-            f"(waiting for {what}). " + " ".join([hint, *self._log[-1:]])
-        )
-
-    def close(self) -> None:
-        """Leave the server; unsent messages are sent, within a second."""
-        if self.closed:
-            return
-        self._is_closed = True
-        if self._thread is None:
-            self._leave()
-        else:
-            self._thread.end(self._leave)
-
-    def _leave(self) -> None:
-        if self._worker.has_joined:
-            self.node.tell(Computed(name=lw.LEAVE))
-        self.node.close()
-        self._transport.close()
+def _list_in(group: Mapping[str, object], key: str) -> list[object]:
+    return cast("list[object]", group.get(key, []))
 
 
 class ServerLoop:
@@ -219,6 +60,38 @@ class ServerLoop:
     _is_finished = True  # the server has everything
     _n_steps: int
     _sends: str  # what it pushes, for errors
+    _names: tuple[str, ...]  # of the server's tensors, if it knows them
+    _order: list[int]  # of the server's parameters: which of the loop's each is
+    _tensors: list[torch.Tensor]  # the buffers
+    _bindings: Bindings
+    _buffers: LocalBuffers
+
+    def _given(self, groups: Groups) -> list[torch.nn.Parameter]:
+        """Return the parameters of an optimizer's groups, in the server's order."""
+        parameters = [one for group in groups for one in _list_in(group, "params")]
+        return [cast("torch.nn.Parameter", parameters[place]) for place in self._order]
+
+    def _order_of(self, groups: Groups, address: ServerAddress) -> list[int]:
+        names: list[str] = []
+        for group in groups:
+            known = _list_in(group, "param_names") or [""] * len(_list_in(group, "params"))
+            names += map(str, known)
+        return address.places(names, user=type(self).__name__)
+
+    def _take_buffers(self, buffers: Tensors | None, address: ServerAddress) -> None:
+        user = type(self).__name__
+        self._names = address.names
+        names, given = named([] if buffers is None else buffers, what="buffer")
+        if len(given) != address.n_buffers:
+            way_out = "give buffers=net, here and to ParameterServer (or ParameterServer(net))"
+            first = f", as {address.names[-address.n_buffers]!r}" if address.names else ""
+            there = f"{address.n_buffers} buffers{first}" if address.n_buffers else "no buffers"
+            raise JobError(
+                f"{user}: the server has {there}, and {len(given)} are given here: {way_out}"
+            )
+        places = address.places(names, user=user, of_buffers=True)
+        self._tensors = [given[place] for place in places]
+        self._bindings = bindings_of(buffers) if isinstance(buffers, torch.nn.Module) else ()
 
     def _open(
         self,
@@ -235,8 +108,15 @@ class ServerLoop:
         self._timeout_seconds = _seconds(timeout_seconds, user)
         self._policy = policy
         self._session = ClientSession(
-            parameters, address, user=user, keys=keys, numbers=policy.numbers, frozen=frozen
+            parameters,
+            address,
+            user=user,
+            buffers=self._tensors,
+            keys=keys,
+            numbers=policy.numbers,
+            frozen=frozen,
         )
+        self._buffers = LocalBuffers(self._session.client.view, self._session.values)
         # Not a bound method: that would keep this object alive.
         weakref.finalize(self, ClientSession.close, self._session)
         atexit.register(partial(_finish_at_exit, weakref.ref(self)))
@@ -244,6 +124,7 @@ class ServerLoop:
             self._session.join(min(timeout_seconds, JOIN_SECONDS_MAX))
             self._enter()  # first: a tick begins with a fetch
             self._fetch(self._session.values)
+            self._buffers.merge(contains_pushes=True)
         except BaseException:
             self._session.close()
             raise
@@ -325,19 +206,37 @@ class ServerLoop:
         """
         session = self._session
         self._await_room()
+        values = dict(enumerate(session.values)) | self._buffers.to_push()
         outcome = session.client.stage(
-            tensors, session.values, fetched_clocks=clocks, skip_missing=True
+            [*tensors, *(None for _ in self._tensors)],
+            list(values.values()),
+            fetched_clocks=clocks,
+            skip_missing=True,
         )()
+        if outcome.finite:
+            self._buffers.pushed()
         return lw.StagedPush(outcome=outcome, n_gradients=n_gradients, samples=samples)
 
     def _issue(self, push: lw.StagedPush) -> None:
         self._session.command(Computed(name=lw.PUSHED, result=push), self._timeout_seconds)
         if not push.outcome.finite:
-            which = ", ".join(str(int(name)) for name in push.outcome.culprits)
+            which = ", ".join(self._called(int(name)) for name in push.outcome.culprits)
             raise JobError(
                 f"{type(self).__name__}: step {self._n_steps}: NaN or infinity in the "
-                f"{self._sends} of parameter {which} (from 0): use a lower learning rate, or clip"
+                f"{self._sends} of {which} (from 0): use a lower learning rate, or clip"
             )
+
+    def _called(self, place: int) -> str:
+        """Return what to call a tensor in an error."""
+        n_parameters = len(self._order)
+        kind = "parameter" if place < n_parameters else "buffer"
+        name = f"{kind} {place if place < n_parameters else place - n_parameters}"
+        return f"{name}, {self._names[place]!r}," if self._names else name
+
+    def _follow(self, parameters: Sequence[torch.Tensor]) -> None:
+        bind_again(self._bindings)
+        tensors = [*parameters, *self._tensors]
+        follow(tensors, self._session.values, user=type(self).__name__)
 
     def _begin_fetch(self, *, exact: bool = False) -> None:
         name = lw.FETCH_EXACTLY if exact else lw.FETCH
@@ -378,9 +277,7 @@ def _finish_at_exit(reference: "weakref.ref[ServerLoop]") -> None:
             print(f"{type(optimizer).__name__}: at exit: {error}")  # noqa: T201 -- no log is left at exit
 
 
-def follow(
-    parameters: Sequence[torch.nn.Parameter], values: list[torch.Tensor], *, user: str
-) -> None:
+def follow(parameters: Sequence[torch.Tensor], values: list[torch.Tensor], *, user: str) -> None:
     """Make values views of the parameters again where `parameter.data` was replaced.
 
     JobError if the new memory is of another type, size, or on another device.

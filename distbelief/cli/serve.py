@@ -81,24 +81,27 @@ def serve(  # noqa: PLR0913 -- options
             "`distbelief serve nets:make --rule adagrad --learning-rate 0.02`"
         )
     from distbelief.serve import options as options_module  # noqa: PLC0415 -- torch
-    from distbelief.serve.address import exchange_policy, parameter_specs  # noqa: PLC0415 -- torch
+    from distbelief.serve.address import exchange_policy, parameter_specs, saved_buffers  # noqa: PLC0415 -- torch
     from distbelief.serve.server_process import ServerRequest, run_server  # noqa: PLC0415 -- torch
 
     o.look_up_modules_here()
-    named = dict(options_module.model(model, seed=seed).named_parameters())
-    parameters = list(named.values())
+    module = options_module.model(model, seed=seed)
+    named, buffers = dict(module.named_parameters()), dict(saved_buffers(module))
     request = ServerRequest(
-        tensors=parameter_specs(parameters),
+        tensors=parameter_specs(named.values(), buffers=buffers.values()),
+        names=(*named, *buffers),
         rule=options_module.rule(
             rule, learning_rate, options or (), preset=preset, names=list(named)
         ),
         exchange=exchange_policy("--preset", {}, preset),
+        preset=preset or "",
         n_shards=shards,
         shard_copies=shard_copies,
         snapshot_every=snapshot_every,
         reach=options_module.listen_config(bind, keys=keys, insecure=insecure),
     )
-    error = run_server(request, parameters, directory, tell=typer.echo, from_scratch=from_scratch)
+    tensors = [*named.values(), *buffers.values()]
+    error = run_server(request, tensors, directory, tell=typer.echo, from_scratch=from_scratch)
     if error is not None:
         typer.echo(error, err=True)
         return o.FAILED

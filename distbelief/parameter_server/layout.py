@@ -8,7 +8,8 @@
     shard 1   a[128:300] 0........0                        offsets   0
               ^ parameters, n_gradient ^^ buffers  ^
 
-Names, shapes, kinds and the number of shards alone decide it. Parameters precede buffers.
+Names, shapes, kinds and the number of shards alone decide it. Parameters precede buffers, and these
+counters.
 """
 
 import hashlib
@@ -20,25 +21,27 @@ from typing import Literal, final
 
 import msgspec
 import numpy as np
+import torch
 
 from distbelief.core.vectors import ALIGNMENT, Vector
 from distbelief.graph.region import Region
 from distbelief.parameter_server import slices as sl
 
 
-__all__ = ["ElementType", "Layout", "LayoutSpec", "PartialView", "Segment", "TensorSpec"]
+__all__ = ["ElementType", "Layout", "LayoutSpec", "PartialView", "Segment", "TensorSpec", "kind_of"]
 
 
 # --- tensors ---
 
-Kind = Literal["parameter", "buffer"]
+Kind = Literal["parameter", "buffer", "counter"]
 
 
 class TensorSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One tensor of a model: name, shape and kind.
 
-    Gradients update a "parameter"; a "buffer" (BatchNorm statistics, a frozen parameter) is
-    averaged over the clients.
+    Gradients update a "parameter". A "buffer" (BatchNorm statistics, a frozen parameter) is
+    averaged over the clients, which push its values. Of a "counter", a buffer of integers, they
+    push what they have added, and the mean of that is added: an average would lose counts.
     """
 
     name: str
@@ -54,6 +57,14 @@ class TensorSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     @property
     def n_elements(self) -> int:
         return math.prod(self.shape)
+
+
+def kind_of(tensor: torch.Tensor) -> Kind:
+    """Return what a model's tensor is to the shards."""
+    if tensor.requires_grad:
+        return "parameter"
+    is_real = tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool
+    return "buffer" if is_real or isinstance(tensor, torch.nn.Parameter) else "counter"
 
 
 # --- cuts ---
@@ -114,19 +125,19 @@ def _cut_at(n_elements: int, k: int, *, n_shards: int) -> int:
 
 def place(
     tensors: Sequence[TensorSpec], pieces: Sequence[tuple[int, int, int]]
-) -> tuple[tuple[Segment, ...], int, int]:
-    """Return the segments of one shard, the end of its parameters, and its size."""
+) -> tuple[tuple[Segment, ...], tuple[int, ...]]:
+    """Return the segments of one shard, and the ends of its parameters, buffers and counters."""
     segments: list[Segment] = []
     ends: list[int] = []
     offset = 0
-    kinds: tuple[Kind, Kind] = ("parameter", "buffer")
+    kinds: tuple[Kind, ...] = ("parameter", "buffer", "counter")
     for kind in kinds:
         for index, start, stop in sorted(pieces):
             if tensors[index].kind == kind:
                 segments.append(Segment(index, start, stop, offset))
                 offset += sl.padded(stop - start)
         ends.append(offset)
-    return tuple(segments), ends[0], ends[1]
+    return tuple(segments), tuple(ends)
 
 
 # --- layouts ---
@@ -166,9 +177,8 @@ class Layout:
         self.spec = msgspec.structs.replace(spec, tensors=tensors)
         pieces = cut(tensors, n_shards=spec.n_shards)
         placed = [place(tensors, pieces[k]) for k in range(spec.n_shards)]
-        self._segments = [segments for segments, _, _ in placed]
-        self._n_gradient = [n_gradient for _, n_gradient, _ in placed]
-        self._shard_size = [shard_size for _, _, shard_size in placed]
+        self._segments = [segments for segments, _ in placed]
+        self._ends = [ends for _, ends in placed]
         text = msgspec.json.encode([_CUTTING, ALIGNMENT, self.spec])
         # 16 hexadecimal digits, equal for equal layouts only.
         self.fingerprint = hashlib.sha256(text).hexdigest()[:16]
@@ -194,11 +204,15 @@ class Layout:
 
     def shard_size(self, k: int) -> int:
         """Elements of shard k's vector, padding included: a multiple of 64."""
-        return self._shard_size[k]
+        return self._ends[k][2]
 
     def n_gradient(self, k: int) -> int:
         """Elements of the parameter part of shard k's vector: a multiple of 64."""
-        return self._n_gradient[k]
+        return self._ends[k][0]
+
+    def n_averaged(self, k: int) -> int:
+        """Elements of shard k's vector before its counters: a multiple of 64."""
+        return self._ends[k][1]
 
     def segments(self, k: int) -> tuple[Segment, ...]:
         """What lies on shard k, by rising offset."""
@@ -232,6 +246,7 @@ class PartialView:
         frozen: Collection[str] = (),
     ) -> None:
         self.layout = layout
+        self.frozen = frozenset(frozen)
         self.first = PartialView(layout, items) if frozen else self
         if frozen and items is None:
             items = [(spec.name, Region.of(*spec.shape)) for spec in layout.tensors]

@@ -4,8 +4,9 @@ The values are published in a seqlock vector that clients on this host can read,
 memory. From `begin_push` to `end_push` they are marked as being written; the work between runs
 outside the role, and nothing else may touch them.
 
-Buffers are averages over the clients that push: v += (pushed - v) / n. With n = 1 they are
-exactly what was pushed, so one replica has the BatchNorm of sequential training.
+Buffers are averages over the n clients that push: v += (pushed - v) / n. With n = 1 they are
+exactly what was pushed, so one replica has the BatchNorm of sequential training. Of counters the
+clients push what they have added: v += pushed / n.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -245,6 +246,7 @@ class ShardStore:
         self._memory = memory
         self._n_elements = layout.shard_size(index)
         self._n_gradient = layout.n_gradient(index)
+        self._n_averaged = layout.n_averaged(index)
         self._dtype = layout.dtype
         self._published = SeqlockVector.create(None, "", n_elements=0, dtype=self._dtype)
         self._replicated: list[Vector] = []  # the values, then the state by name
@@ -478,7 +480,9 @@ class ShardStore:
         n_here = self.n_held_elements
         n = min(self._n_gradient, n_here)
         gradients, buffer_values = parts(pushed, shard_slice.n_parameters)
-        buffers = self._slice_update(touched, shard_slice, n, n_here)
+        n_averaged = min(self._n_averaged, n_here)
+        buffers = self._slice_update(touched, shard_slice, n, n_averaged)
+        counters = self._slice_update(touched, shard_slice, n_averaged, n_here)
         updates: list[tuple[UpdateRule, int, SliceUpdate]] = []
         for group, (one, _) in enumerate(self._rules):
             parameters = self._slice_update(touched, shard_slice, 0, n, group=group)
@@ -503,9 +507,10 @@ class ShardStore:
                 state = (self.state[name] for name in one.state(0, self._dtype))
                 slice_update.apply(partial(update, one, clock), (values, *state), gradients)
             buffers.apply(partial(_average, n_clients=n_clients), [values], buffer_values)
+            counters.apply(partial(_count, n_clients=n_clients), [values], buffer_values)
 
         n_parameters = sum(one.target.n_elements for *_, one in updates)
-        n_buffers = buffers.target.n_elements
+        n_buffers = buffers.target.n_elements + counters.target.n_elements
         # Read and write each vector, read the gradient.
         n_passes = 3 + 2 * len(self.state)
         n_bytes = (n_parameters + n_buffers) * values.itemsize
@@ -557,3 +562,7 @@ def _average(vectors: Sequence[Vector], pushed: Vector, *, n_clients: int) -> No
         target.copy_(source)  # v + (p - v) would not be exactly p
     else:
         target.lerp_(source, 1.0 / n_clients)
+
+
+def _count(vectors: Sequence[Vector], pushed: Vector, *, n_clients: int) -> None:
+    torch.from_numpy(vectors[0]).add_(torch.from_numpy(pushed), alpha=1.0 / n_clients)

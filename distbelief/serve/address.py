@@ -1,5 +1,7 @@
 """What a training loop needs to join a parameter server: its address, the names of tensors."""
 
+import base64
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Final, Self, cast
@@ -12,7 +14,7 @@ from typing_extensions import override
 from distbelief.config.presets import expand
 from distbelief.errors import JobError, JobFileError
 from distbelief.parameter_server.config import COPIES_MAX
-from distbelief.parameter_server.layout import TensorSpec
+from distbelief.parameter_server.layout import TensorSpec, kind_of
 from distbelief.parameter_server.optimizers import UpdateRule, check_groups, rule_of
 from distbelief.parameter_server.policy import DOWNPOUR, ExchangePolicy
 from distbelief.transport.address import Endpoint, number_of, own_address_towards
@@ -21,6 +23,10 @@ from distbelief.transport.keys import DIRECTORY, KeyPair, public_key
 
 
 SHARDS_MAX: Final = 4096
+_NAMES_BYTES_MAX: Final = 1 << 24  # of all names together
+
+# What a server or a loop is given: tensors, tensors with names, or a module that has them.
+Tensors = torch.nn.Module | Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
 
 
 class ServerAddress(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,7 +37,7 @@ class ServerAddress(msgspec.Struct, frozen=True, kw_only=True):
     without keys     tcp://HOST:PORT?secret=…&run=…&shards=2&copies=1
 
     A server with another policy than Downpour's adds exchange={"staleness":3, ...}: workers follow
-    it.
+    it. One that knows the names of its tensors adds them, packed, as names=….
     """
 
     endpoint: str
@@ -42,6 +48,9 @@ class ServerAddress(msgspec.Struct, frozen=True, kw_only=True):
     shard_copies: int = 1
     memory: str  # directory of shared memory, for workers on this host
     exchange: ExchangePolicy = DOWNPOUR
+    preset: str = ""  # by which the policy was chosen
+    n_buffers: int = 0  # of the tensors, the last
+    names: tuple[str, ...] = ()  # of the tensors, in their order; (): unknown
 
     @override
     def __str__(self) -> str:
@@ -53,6 +62,13 @@ class ServerAddress(msgspec.Struct, frozen=True, kw_only=True):
             query["memory"] = self.memory
         if self.exchange != DOWNPOUR:
             query["exchange"] = msgspec.json.encode(self.exchange.chosen).decode()
+        if self.preset:
+            query["preset"] = self.preset
+        if self.n_buffers:
+            query["buffers"] = self.n_buffers
+        if self.names:
+            packed = zlib.compress(msgspec.json.encode(self.names), 9)
+            query["names"] = base64.urlsafe_b64encode(packed).decode().rstrip("=")
         return f"{self.endpoint}?{urlencode(query)}"
 
     def place(self) -> Endpoint:
@@ -104,6 +120,9 @@ class ServerAddress(msgspec.Struct, frozen=True, kw_only=True):
             shard_copies=int(query.get("copies", "1")),
             memory=query.get("memory", ""),
             exchange=msgspec.json.decode(query.get("exchange", "{}"), type=ExchangePolicy),
+            preset=query.get("preset", ""),
+            n_buffers=int(query.get("buffers", "0")),
+            names=_unpacked(query["names"]) if "names" in query else (),
         )
         if address.secret:
             KeyPair.parse(address.secret)
@@ -115,6 +134,57 @@ class ServerAddress(msgspec.Struct, frozen=True, kw_only=True):
         if not (1 <= address.n_shards <= SHARDS_MAX and 1 <= copies <= COPIES_MAX):
             raise JobError("no such server")
         return address
+
+    def places(self, names: Sequence[str], *, user: str, of_buffers: bool = False) -> list[int]:
+        """Return for each parameter of the server, or each buffer, which of the loop's it is.
+
+        By name where both sides have names, else in the order given. JobError if the names differ.
+        """
+        n = len(self.names) - self.n_buffers
+        wanted = self.names[n:] if of_buffers else self.names[:n]
+        if not (wanted and all(names)):
+            return list(range(len(names)))
+        what = "buffer" if of_buffers else "parameter"
+        for ours, theirs, whose in (
+            (wanted, names, "the server has {}, which is not"),
+            (names, wanted, "{} is not on the server, and is"),
+        ):
+            missing = [name for name in ours if name not in set(theirs)]
+            if missing:
+                raise JobError(
+                    f"{user}: {whose.format(f'{what} {missing[0]!r}')} among those given here "
+                    f"({len(wanted)} there, {len(names)} here): give both sides the same model, or "
+                    "one of them no names, to match by position"
+                )
+        place = {name: index for index, name in enumerate(names)}
+        return [place[name] for name in wanted]
+
+
+def _unpacked(text: str) -> tuple[str, ...]:
+    try:
+        packed = base64.urlsafe_b64decode(text + "=" * (-len(text) % 4))
+        names = zlib.decompressobj().decompress(packed, _NAMES_BYTES_MAX)
+        return msgspec.json.decode(names, type=tuple[str, ...])
+    except zlib.error as error:
+        raise ValueError(str(error)) from None
+
+
+def named(tensors: Tensors, *, what: str) -> tuple[list[str], list[torch.Tensor]]:
+    """Return names, "" where there are none, and tensors; JobError if a name comes twice."""
+    if isinstance(tensors, torch.nn.Module):
+        tensors = tensors.named_parameters() if what == "parameter" else saved_buffers(tensors)
+    pairs = [one if isinstance(one, tuple) else ("", one) for one in tensors]
+    names = [name for name, _ in pairs]
+    twice = sorted({name for name in names if name and names.count(name) > 1})
+    if twice:
+        raise JobError(f"{what} {twice[0]!r} is given twice: give each its own name")
+    return names, [tensor for _, tensor in pairs]
+
+
+def saved_buffers(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Return the buffers that the module saves, by name."""
+    saved = module.state_dict(keep_vars=True).keys()
+    return [(name, buffer) for name, buffer in module.named_buffers() if name in saved]
 
 
 def exchange_policy(
@@ -152,9 +222,11 @@ def by_position(rule: UpdateRule, names: Sequence[str]) -> UpdateRule:
     return msgspec.structs.replace(rule, groups=groups)
 
 
-def parameter_specs(parameters: Iterable[torch.nn.Parameter]) -> tuple[TensorSpec, ...]:
-    """Return the specs of a training loop's parameters, named by their positions."""
-    specs = []
+def parameter_specs(
+    parameters: Iterable[torch.Tensor], *, buffers: Iterable[torch.Tensor] = ()
+) -> tuple[TensorSpec, ...]:
+    """Return the specs of a training loop's tensors, named by their positions."""
+    specs: list[TensorSpec] = []
     for index, parameter in enumerate(parameters):
         if not isinstance(cast("object", parameter), torch.Tensor):
             raise JobError(
@@ -171,4 +243,10 @@ def parameter_specs(parameters: Iterable[torch.nn.Parameter]) -> tuple[TensorSpe
         specs.append(TensorSpec(name=f"{index:06d}", shape=shape, kind="parameter"))
     if not specs:
         raise JobError("no parameters are given: is it net.parameters()?")
+    for index, buffer in enumerate(buffers):
+        if not isinstance(cast("object", buffer), torch.Tensor) or buffer.is_complex():
+            kind = getattr(buffer, "dtype", type(buffer).__name__)
+            raise JobError(f"buffer {index} is a {kind}: give real tensors, as net.buffers()")
+        name, shape = f"{len(specs):06d}", tuple(buffer.shape)
+        specs.append(TensorSpec(name=name, shape=shape, kind=kind_of(buffer.detach())))
     return tuple(specs)

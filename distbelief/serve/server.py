@@ -4,7 +4,7 @@ import math
 import select
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Final, Literal, Self, final
@@ -19,7 +19,14 @@ from distbelief.errors import JobError, PeerLostError
 from distbelief.parameter_server.config import COPIES_MAX
 from distbelief.parameter_server.optimizers import UpdateRule
 from distbelief.run.directory import RunDirectory
-from distbelief.serve.address import SHARDS_MAX, by_position, exchange_policy, parameter_specs
+from distbelief.serve.address import (
+    SHARDS_MAX,
+    Tensors,
+    by_position,
+    exchange_policy,
+    named,
+    parameter_specs,
+)
 from distbelief.serve.server_process import ServerReady, ServerRequest
 from distbelief.task.imports import check_is_no_import
 from distbelief.transport.shared_memory import FileMemory
@@ -47,8 +54,11 @@ class ParameterServer:
     """A parameter server: shards in processes on this host, for any number of workers.
 
     Args:
-        params: The model's parameters, with names or without, as in torch; their current values
-            are the initial ones.
+        params: The model, whose parameters and buffers are served; or its parameters, with names or
+            without, as in torch. Their current values are the initial ones. Workers that have names
+            too are matched by name, others by position.
+        buffers: Of a model whose parameters are given; or the model itself, for those that it
+            saves. Workers average them, and add up what they count.
         rule: The update rule, such as `distbelief.Adagrad(learning_rate=0.02)`; by default the
             preset's. It may have `groups`: other rules for parameters whose names match a pattern.
         preset: How workers exchange, by the name of a paper: `distbelief presets` lists them.
@@ -77,8 +87,9 @@ class ParameterServer:
     @checked("ParameterServer", _ELSEWHERE)
     def __init__(  # noqa: PLR0913 -- the options of one algorithm, and of its processes
         self,
-        params: Iterable[torch.nn.Parameter] | Iterable[tuple[str, torch.nn.Parameter]],
+        params: Tensors,
         *,
+        buffers: Tensors | None = None,
         rule: UpdateRule | None = None,
         preset: str | None = None,
         staleness: int | None = None,
@@ -118,13 +129,19 @@ class ParameterServer:
                 "distbelief.SGD(learning_rate=0.1), or a preset"
             )
         if isinstance(params, torch.nn.Module):
-            raise JobError("ParameterServer: give it net.parameters(), not net")
-        given = [one if isinstance(one, tuple) else ("", one) for one in params]
-        self._parameters = [parameter for _, parameter in given]
+            if buffers is not None:
+                raise JobError("ParameterServer: params is a module, which has buffers of its own")
+            buffers = params
+        names, parameters = named(params, what="parameter")
+        buffer_names, own_buffers = named([] if buffers is None else buffers, what="buffer")
+        all_names = [*names, *buffer_names]
+        self._tensors = [*parameters, *own_buffers]
         self._request = ServerRequest(
-            tensors=parameter_specs(self._parameters),
-            rule=by_position(rule, [name for name, _ in given if name]),
+            tensors=parameter_specs(parameters, buffers=own_buffers),
+            names=tuple(all_names) if all(all_names) else (),
+            rule=by_position(rule, [name for name in names if name]),
             exchange=exchange,
+            preset=preset or "",
             n_shards=shards,
             shard_copies=shard_copies,
             shared_memory=shared_memory,
@@ -169,7 +186,7 @@ class ParameterServer:
                 self._own_directory = Scratch.make()
                 directory, held = self._own_directory.path, self._own_directory.held
                 request = msgspec.structs.replace(request, directory=str(directory))
-            request.prepare(self._parameters)
+            request.prepare(self._tensors)
             self._process = subprocess.Popen(  # noqa: S603 -- our own program
                 [sys.executable, "-P", "-m", "distbelief.serve.server_process", str(request.file)],
                 stdin=subprocess.PIPE,

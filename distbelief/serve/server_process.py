@@ -60,6 +60,8 @@ class ServerRequest(msgspec.Struct, frozen=True, kw_only=True):
     tensors: tuple[TensorSpec, ...]
     rule: UpdateRule
     exchange: ExchangePolicy = DOWNPOUR
+    preset: str = ""  # that chose it
+    names: tuple[str, ...] = ()  # of the tensors; (): unknown
     n_shards: int
     shard_copies: int
     shared_memory: bool = True  # with workers on this host
@@ -121,7 +123,7 @@ class ServerRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     def write_initial(self, parameters: Iterable[torch.Tensor]) -> None:
         values = {
-            spec.name: parameter.detach().contiguous().clone()
+            spec.name: parameter.detach().to(torch.float32, copy=True).contiguous()
             for spec, parameter in zip(self.tensors, parameters, strict=True)
         }
         files.write_by(self.initial_file, lambda path: save_file(values, path))
@@ -138,6 +140,9 @@ class ServerRequest(msgspec.Struct, frozen=True, kw_only=True):
             shard_copies=self.shard_copies,
             memory=memory,
             exchange=self.exchange,
+            preset=self.preset,
+            n_buffers=sum(spec.kind != "parameter" for spec in self.tensors),
+            names=self.names,
         )
 
 
@@ -391,9 +396,13 @@ def _read(file: Path) -> ServerRequest:
 
 
 def _check_same(now: ServerRequest, before: ServerRequest, *, directory: Path) -> None:
-    old_shapes, new_shapes = ([spec.shape for spec in each.tensors] for each in (before, now))
+    old_model, new_model = (
+        [(spec.kind, spec.shape) for spec in each.tensors] for each in (before, now)
+    )
+    names_known = bool(before.names and now.names)
     for what, old, new in (
-        ("model", old_shapes, new_shapes),
+        ("model", old_model, new_model),
+        ("model", before.names if names_known else (), now.names if names_known else ()),
         ("rule", before.rule, now.rule),
         ("exchange", before.exchange.chosen, now.exchange.chosen),
         ("number of shards", before.n_shards, now.n_shards),

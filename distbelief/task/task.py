@@ -22,7 +22,7 @@ from distbelief.graph.capture import capture
 from distbelief.graph.graph import INPUT, Builder, GraphError, LayerGraph
 from distbelief.graph.losses import append_loss
 from distbelief.parameter_server.initial_values import Initial
-from distbelief.parameter_server.layout import Layout, TensorSpec
+from distbelief.parameter_server.layout import Layout, TensorSpec, kind_of
 from distbelief.task import dry_run, losses
 from distbelief.task.forward import Forward, Sample, WholeLoss, input_specs
 from distbelief.task.imports import call_factory, place, resolve
@@ -393,11 +393,7 @@ def specs_of(module: nn.Module) -> list[TensorSpec]:
     saved = module.state_dict(keep_vars=True).keys()
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     return [
-        TensorSpec(
-            name=name,
-            shape=tuple(tensor.shape),
-            kind="parameter" if tensor.requires_grad else "buffer",
-        )
+        TensorSpec(name=name, shape=tuple(tensor.shape), kind=kind_of(tensor))
         for name, tensor in sorted(tensors.items())
         if name in saved
     ]

@@ -217,7 +217,7 @@ def whole_replica(
     # The executor clips, by torch's own function.
     objective = TrainingObjective(
         config,
-        Items(values=model.values, trained=model.trained, averages=model.averages),
+        Items(values=model.values, trained=model.trained),
         client=client,
         n_ranks=1,
         is_whole=True,

@@ -15,11 +15,12 @@ from torch import nn
 from distbelief.data import Batch, Dataset, n_samples_of, read_batch
 from distbelief.errors import DistBeliefError, JobError
 from distbelief.execution.executor import Put, StepResult
-from distbelief.parameter_server.layout import TensorSpec
+from distbelief.parameter_server.layout import TensorSpec, kind_of
 from distbelief.roles.role import Action, Compute, Cost, Seconds
 from distbelief.task import dry_run
 from distbelief.task.losses import Loss, Metric
 from distbelief.worker.batches import BatchIndices, BatchSlice, step_seed
+from distbelief.worker.local_buffers import bind_again, bindings_of
 from distbelief.worker.objective import STEP, Close, StepOutcome
 
 
@@ -35,14 +36,12 @@ FLOPS_PER_PARAMETER = 6.0
 class FlatModel:
     """A module's tensors as flat views, its gradients, and their accrued sum.
 
-    Shared tensors count once, under their first name. Parameters that require no grad, and
-    buffers, are "buffers" to the shards: averaged, not updated. The former are fetched once and
-    never pushed. Buffers that the module does not save (persistent=False) are left out.
+    Shared tensors count once, under their first name. Parameters that require no grad are fetched
+    once and never pushed. Buffers that the module does not save (persistent=False) are left out.
 
     Attributes:
         module: The user's model; this object owns its tensors from now on.
         values: Flat views of all tensors, in the order of `specs()`.
-        averages: Items that a step changes in place: running averages.
         trained: Items with a gradient.
         frozen: Names of parameters without one.
         shapes: Of all tensors.
@@ -67,16 +66,7 @@ class FlatModel:
         self._trained = [
             index for index, tensor in enumerate(self._tensors) if tensor.requires_grad
         ]
-        self._buffers = [
-            (owner, name, buffer)
-            for owner in module.modules()
-            for name, buffer in owner.named_buffers(recurse=False)
-        ]
-        self.averages = [
-            index
-            for index, tensor in enumerate(self._tensors)
-            if not isinstance(tensor, nn.Parameter) and tensor.dtype != torch.bool
-        ]
+        self._bindings = bindings_of(module)
         self.trained = frozenset(self._trained)
         self.frozen = frozen_of(module)
         self.shapes = [tensor.shape for tensor in self._tensors]
@@ -84,14 +74,9 @@ class FlatModel:
 
     def specs(self) -> list[TensorSpec]:
         """Return name, shape and kind of every tensor, sorted by name."""
-        trained = set(self._trained)
         return [
-            TensorSpec(
-                name=name,
-                shape=tuple(tensor.shape),
-                kind="parameter" if index in trained else "buffer",
-            )
-            for index, (name, tensor) in enumerate(zip(self._names, self._tensors, strict=True))
+            TensorSpec(name=name, shape=tuple(tensor.shape), kind=kind_of(tensor))
+            for name, tensor in zip(self._names, self._tensors, strict=True)
         ]
 
     def aliases(self) -> Mapping[str, str]:
@@ -125,19 +110,11 @@ class FlatModel:
             self._tensors[index].grad = None
         value = loss(batch.run(self.module), batch.targets)
         value.backward()
-        self._keep_buffers()
+        bind_again(self._bindings)
         return float(value.detach())
 
     def clip(self, norm_max: float) -> None:
         torch.nn.utils.clip_grad_norm_([self._tensors[index] for index in self._trained], norm_max)
-
-    def _keep_buffers(self) -> None:
-        # Forward may bind a buffer to a new tensor: copy the new values into the old one.
-        for owner, name, tensor in self._buffers:
-            bound = owner._buffers[name]  # noqa: SLF001
-            if bound is not tensor and bound is not None:
-                tensor.copy_(bound)
-                owner._buffers[name] = tensor  # noqa: SLF001
 
 
 def _tensors_of(module: nn.Module, *, shared: bool = False) -> dict[str, torch.Tensor]:

@@ -32,6 +32,7 @@ from distbelief.roles.role import SUPERVISOR, Action, Compute, Computed, Cost, R
 from distbelief.worker.batches import BatchIndices, BatchSlice, Dealt, DealtPlan
 from distbelief.worker.config import DownpourSettings, fitting_every
 from distbelief.worker.group import GroupLeader, GroupProgress, Outgoing
+from distbelief.worker.local_buffers import LocalBuffers
 from distbelief.worker.local_steps import LocalSteps
 from distbelief.worker.objective import Install, LocalNorm, Objective
 
@@ -170,7 +171,6 @@ class Items:
     values: Sequence[torch.Tensor]  # flat
     trained: frozenset[int]  # with a gradient; the others are pushed as they are
     counts: Mapping[int, int] = field(default_factory=dict)  # running average -> its step counter
-    averages: Sequence[int] = ()  # changed in place by a step
     n_bytes: float = field(init=False)  # asked for several times a step
 
     def __post_init__(self) -> None:
@@ -233,8 +233,7 @@ class TrainingObjective(Objective):
         if config.inner is not None:
             trained = {item: items.values[item] for item in sorted(items.trained)}
             self._local_steps = LocalSteps(config.inner, trained, shapes=shapes)
-        self._sent: dict[int, torch.Tensor] = {}  # averages as the shards have them
-        self._gains: dict[int, torch.Tensor] | None = None  # their local changes, during a fetch
+        self._buffers = LocalBuffers(client.view, items.values)
         self._samples_allowed: int | None = None
         self._position = 0  # samples consumed since the replica's first incarnation
         self._pushed = 0  # samples up to the end of the last push
@@ -282,8 +281,7 @@ class TrainingObjective(Objective):
         if step is not None and step.draft is not None:
             self._client.abandon()
         self._total.drop()
-        self._sent.clear()
-        self._gains = None
+        self._buffers.forget()
         if self._local_steps is not None:
             self._local_steps.restart()
         self._fetch_due, self._has_values, self._push_due = True, False, False
@@ -333,18 +331,18 @@ class TrainingObjective(Objective):
 
     @override
     def installing(self, work: Install) -> Install:
-        if not self._pace.keeps_local_steps:
-            return work
         rate = self._config.rate(self._clock)
+        contains_pushes = self._client.fetches_own_pushes
 
         def install() -> FetchResult:
-            if self._gains is None:  # after a torn install the values are a mixture
-                self._gains = {item: self.values[item] - sent for item, sent in self._sent.items()}
+            self._buffers.hold()
             if self._local_steps is not None:
                 self._local_steps.hold()
             installed = work()
             if not installed.torn:
-                self._repeat(rate)
+                self._buffers.merge(contains_pushes=contains_pushes)
+                if self._pace.keeps_local_steps:
+                    self._repeat(rate)
             return installed
 
         return install
@@ -558,9 +556,6 @@ class TrainingObjective(Objective):
         n_gradients = self._total.n_gradients
         # Only the push buffers hold the sum now: no gradient is pushed twice (DB-8).
         self._total.drop()
-        if result.finite:
-            again = self._items.averages if self._sent else ()
-            self._sent = {item: self.values[item].clone() for item in again}
         return self._staged(result, n_gradients=n_gradients, stop=self._total.stop, now=now)
 
     def _staged(
@@ -573,6 +568,7 @@ class TrainingObjective(Objective):
         if not staged.finite:  # the client's report names the tensors
             self._skip_push()
             return self._bad(n_gradients, actions)
+        self._buffers.pushed()
         self._fetch_due, self._exchange_began = True, now
         self._pushed = max(self._pushed, stop)
         self.counters.pushes += 1
@@ -646,14 +642,16 @@ class TrainingObjective(Objective):
         clocks = self._total.fetched_clocks(self._client.clocks)
         local_steps = self._local_steps
         if local_steps is None:
-            return self._client.stage(self._total.sums, self.values, fetched_clocks=clocks)
+            values = dict(enumerate(self.values)) | self._buffers.to_push()
+            return self._client.stage(
+                self._total.sums, list(values.values()), fetched_clocks=clocks
+            )
         draft = self._client.draft(fetched_clocks=clocks)
 
         def stage() -> PushResult:
             local_steps.put_into(draft.put)
-            for item, value in enumerate(self.values):
-                if item not in self._items.trained:
-                    draft.put(item, value)
+            for item, value in self._buffers.to_push().items():
+                draft.put(item, value)
             result = draft.finish()
             local_steps.pushed(finite=result.finite)
             return result
@@ -661,13 +659,6 @@ class TrainingObjective(Objective):
         return stage
 
     def _repeat(self, rate: float) -> None:
-        gains, self._gains = self._gains or {}, None
-        for item in {*gains, *self._items.averages}:
-            self._sent[item] = self.values[item].clone()
-        for item, gain in gains.items():
-            # A change that is not finite comes from a skipped sample.
-            if bool(gain.isfinite().all()):
-                self.values[item].add_(gain)
         if self._local_steps is not None:
             self._local_steps.merge()
         self._take_local_step(
@@ -686,9 +677,8 @@ class TrainingObjective(Objective):
         assert step is not None
         step.after = self._after(step_result)
         if step.draft is not None:
-            for item, value in enumerate(self.values):
-                if item not in self._items.trained:
-                    step.draft.put(item, step.after.get(item, value))
+            for item, value in self._buffers.to_push(step.after).items():
+                step.draft.put(item, value)
             step.staged = step.draft.finish()
             square = 0.0 if step.staged.finite else math.nan
         else:
@@ -717,8 +707,6 @@ class TrainingObjective(Objective):
         # A running average that is not finite comes from a bad sample and is dropped.
         if is_finite(step.after):
             for item, value in step.after.items():
-                if item not in self._sent and self._pace.keeps_local_steps:
-                    self._sent[item] = self.values[item].clone()
                 self.values[item].copy_(value)
         if step.staged is None and step.counts:
             if self._clip_norm is not None:

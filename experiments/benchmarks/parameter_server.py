@@ -50,7 +50,7 @@ from distbelief.parameter_server.optimizers import SGD, Adagrad, UpdateRule
 from distbelief.roles.role import Computed
 from distbelief.serve.address import ServerAddress
 from distbelief.serve.server import ParameterServer
-from distbelief.server_loop import ClientSession
+from distbelief.serve.session import ClientSession
 from distbelief.transport.config import ListenConfig
 from distbelief.transport.keys import new_secret
 from distbelief.worker.loop_worker import FETCH, INSTALLED, PUSHED, StagedPush

@@ -27,7 +27,7 @@ from distbelief.parameter_server.shard import Shard
 from distbelief.protocol import Join, PeerEntry, Peers
 from distbelief.roles.role import SUPERVISOR, Address, Computed, Received
 from distbelief.serve.address import ServerAddress, parameter_specs
-from distbelief.server_loop import RETRY_SECONDS
+from distbelief.serve.session import RETRY_SECONDS
 from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.machines import ClusterOptions, Machine
 from distbelief.simulation.network import Link
@@ -49,19 +49,23 @@ class Server:
         link: Link | None = None,
         numbers: Numbers = "float32",
         policy: ExchangePolicy = DOWNPOUR,
+        preset: str = "",
+        buffers: Sequence[torch.Tensor] = (),
+        names: Sequence[str] = (),
     ) -> None:
         self.host = host
         self.policy = policy
+        self.preset, self.names, self.n_buffers = preset, tuple(names), len(buffers)
         self.turns: Turns | None = None
-        specs = parameter_specs(parameters)
+        specs = parameter_specs(parameters, buffers=buffers)
         self.layout = Layout.of(specs, n_shards=n_shards)
         frozen = [
-            spec.name for spec, one in zip(specs, parameters, strict=True) if not one.requires_grad
+            spec.name for spec, one in zip(specs, parameters, strict=False) if not one.requires_grad
         ]
         self.shards = [Address(f"shard-{k}") for k in range(n_shards)]
         self.workers = [Address(f"worker-{i}") for i in range(n_loops)]
         self.free = list(self.workers)
-        first = [parameter.detach().reshape(-1).clone() for parameter in parameters]
+        first = [one.detach().reshape(-1).clone() for one in (*parameters, *buffers)]
 
         def initial(k: int) -> Vector:
             vector = torch.zeros(self.layout.shard_size(k)).numpy()
@@ -115,7 +119,7 @@ class Server:
         return tensors
 
     def optimizer(
-        self, monkeypatch: pytest.MonkeyPatch, params: object, **options: float | bool | None
+        self, monkeypatch: pytest.MonkeyPatch, params: object, **options: object
     ) -> distbelief.DownpourSGD:
         """Return the optimizer of one more loop."""
         address = self._address(monkeypatch)
@@ -126,10 +130,7 @@ class Server:
         )
 
     def exchange(
-        self,
-        monkeypatch: pytest.MonkeyPatch,
-        inner: torch.optim.Optimizer,
-        **options: int | str | None,
+        self, monkeypatch: pytest.MonkeyPatch, inner: torch.optim.Optimizer, **options: object
     ) -> distbelief.Exchange:
         """Return the exchange of one more loop."""
         address = self._address(monkeypatch)
@@ -140,9 +141,14 @@ class Server:
 
         class OfThis(SimulatedSession):
             def __init__(
-                self, parameters: list[nn.Parameter], _address: object, **_options: object
+                self,
+                parameters: list[nn.Parameter],
+                _address: object,
+                *,
+                buffers: Sequence[torch.Tensor],
+                **_options: object,
             ) -> None:
-                super().__init__(server, parameters)
+                super().__init__(server, [*parameters, *buffers])
 
         monkeypatch.setattr("distbelief.server_loop.ClientSession", OfThis)
         address = ServerAddress(
@@ -151,6 +157,9 @@ class Server:
             n_shards=len(self.shards),
             memory="",
             exchange=self.policy,
+            preset=self.preset,
+            n_buffers=self.n_buffers,
+            names=self.names,
         )
         return str(address)
 
@@ -217,8 +226,8 @@ class Turns:
 class SimulatedSession:
     """Replaces `optimizer.ClientSession`, in virtual time."""
 
-    def __init__(self, server: Server, parameters: list[nn.Parameter]) -> None:
-        self.values = [parameter.detach().view(-1) for parameter in parameters]
+    def __init__(self, server: Server, tensors: Sequence[torch.Tensor]) -> None:
+        self.values = [tensor.detach().view(-1) for tensor in tensors]
         self.closed = False
         self.node = self
         self.background = nullcontext()

@@ -649,7 +649,7 @@ class PushDraft:
     _culprits: list[str] = field(default_factory=list)
 
     def put(self, index: int, tensor: torch.Tensor) -> None:
-        """Copy one gradient, or the value of a buffer, into every shard's push buffer.
+        """Copy a gradient, a buffer's value or a counter's change into every shard's push buffer.
 
         The tensor, (n_elements,), may be overwritten as soon as this returns.
         """
@@ -678,7 +678,7 @@ class PushDraft:
         for index, spec in enumerate(self._specs):
             if index in self._put:
                 continue
-            if spec.kind == "buffer" and spec.n_elements:
+            if spec.kind != "parameter" and spec.n_elements:
                 raise LocalProtocolError(
                     f"buffer {spec.name!r} was not put into the draft of a push: put its value"
                 )

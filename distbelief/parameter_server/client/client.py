@@ -424,9 +424,12 @@ class ParameterClient:
         memory: Memory,  # shared with shards on this host
         shard_copies: int = 1,
     ) -> None:
+        self.view = view
         self._specs = view.tensors
         self._is_parameter = [spec.kind == "parameter" for spec in view.tensors]
         self._pushes_allowed = config.pushes
+        # Whether the last fetch, which may be under way, has all pushes of this client for certain.
+        self.fetches_own_pushes = True
         self._incarnation: int | None = None  # once started
         self._staleness = bf.Staleness()
         self._links: dict[int, ShardLink] = {}  # by index of the shard, in that order
@@ -526,6 +529,7 @@ class ParameterClient:
         """Fetch from every shard, without rounding if `exact`; not during an install."""
         if self._installing is not None:
             raise LocalProtocolError("begin_fetch while an install is under way")
+        self.fetches_own_pushes = self.unacknowledged == 0
         actions: list[rl.Action] = []
         for link in self._links.values():
             fetches = link.fetching.begin(is_open=link.is_open, exact=exact)
@@ -614,7 +618,7 @@ class ParameterClient:
         """Return the work that copies a push into every shard's buffer and checks it.
 
         Gradients are sums of raw gradients (DB-7), each (n_elements,), in the order of the layout
-        or the selection; None for zeros. Of buffers the values are pushed instead. `fetched_clocks`
+        or the selection; None for zeros. Of buffers `values` are pushed instead. `fetched_clocks`
         are by default those of the last install. With `skip_missing`, tensors without a gradient
         keep their values and rule state.
         """
@@ -658,6 +662,7 @@ class ParameterClient:
         actions: list[rl.Action] = []
         if outcome.finite:
             self._n_pushed += 1
+            self.fetches_own_pushes = False
             counts = {"n_gradients": n_gradients, "samples": samples, "commit_token": commit_token}
             counts |= {} if commit_token else self._end_tick(samples)
             for link, target in zip(self._links.values(), targets, strict=True):

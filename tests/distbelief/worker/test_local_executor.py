@@ -35,7 +35,7 @@ def test_tensors_are_sorted_once_each_and_of_their_kind() -> None:
         "frozen.bias": "buffer",
         "frozen.weight": "buffer",
         "norm.bias": "parameter",
-        "norm.num_batches_tracked": "buffer",
+        "norm.num_batches_tracked": "counter",
         "norm.running_mean": "buffer",
         "norm.running_var": "buffer",
         "norm.weight": "parameter",

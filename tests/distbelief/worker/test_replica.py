@@ -15,6 +15,7 @@ from distbelief.errors import JobError, RemoteProtocolError
 from distbelief.execution.executor import StepResult
 from distbelief.parameter_server.client.buffers import FetchResult, PushResult
 from distbelief.parameter_server.client.client import ParameterClient
+from distbelief.parameter_server.layout import Layout, PartialView, TensorSpec
 from distbelief.parameter_server.optimizers import SGD
 from distbelief.roles.role import Action, Computed, Executor, Started
 from distbelief.worker.batches import BatchIndices, BatchSlice
@@ -156,6 +157,13 @@ class Client:
     clocks = (2,)
     unacknowledged = 0
     can_push = ready = False
+    fetches_own_pushes = True
+    view = PartialView(
+        Layout.of(
+            [TensorSpec(name="a", shape=(3,)), TensorSpec(name="b", shape=(2,), kind="buffer")],
+            n_shards=1,
+        )
+    )
 
     def staged(self, *_: object, **__: object) -> list[Action]:
         return []
@@ -175,7 +183,7 @@ def objective_of(config: DownpourSettings, items: Items, *, is_whole: bool) -> T
 
 def test_a_repeated_torn_fetch_repeats_local_steps_once() -> None:
     values = [torch.ones(3), torch.zeros(2)]
-    items = Items(values=values, trained=frozenset({0}), averages=(1,))
+    items = Items(values=values, trained=frozenset({0}))
     config = DownpourSettings(
         loss="", batch_size=4, rule=SGD(learning_rate=0.1), n_push=2, local_learning_rate=0.5
     )
