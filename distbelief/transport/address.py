@@ -98,7 +98,11 @@ def refuses(endpoint: str) -> bool:
         place = Endpoint.parse(endpoint)
         if place.host:
             socket.create_connection((place.host, place.port), timeout=1.0).close()
-    except ConnectionRefusedError:
+        else:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+                probe.settimeout(1.0)
+                probe.connect(place.path)
+    except (ConnectionRefusedError, FileNotFoundError):
         return True
     except (OSError, TransportError):  # no route, or no answer: it may come back
         pass
