@@ -23,7 +23,13 @@ from distbelief.optimizer import DownpourSGD
 from distbelief.parameter_server.config import Numbers
 from distbelief.parameter_server.policy import ExchangePolicy
 from distbelief.serve.address import ServerAddress, Tensors, exchange_policy
-from distbelief.server_loop import ELSEWHERE, LOOK_SECONDS, ServerLoop, number_of_samples
+from distbelief.server_loop import (
+    ELSEWHERE,
+    LOOK_SECONDS,
+    ServerLoop,
+    is_of_model,
+    number_of_samples,
+)
 from distbelief.worker.config import EVERY_MIN, fitting_every
 
 
@@ -58,8 +64,9 @@ class Exchange(ServerLoop):
     optimizer. Any scheduler of torch may be used with the inner optimizer, whose state stays here.
 
     Args:
-        inner: Takes the local steps. Its parameters are those that the server was given, in the
-            same order unless both sides have names.
+        inner: Takes the local steps. What else changes parameters after a step, such as clamping,
+            weight decay by hand or a projection, counts as part of that step. Its parameters are
+            those that the server was given, in the same order unless both sides have names.
         server: `ParameterServer.address`, or the line that `distbelief serve` prints.
         buffers: The model, or its buffers, if the server has them: statistics of BatchNorm.
         preset: How to exchange, by the name of a paper (see `distbelief presets`); by default as
@@ -156,6 +163,8 @@ class Exchange(ServerLoop):
         self._session.check()  # a local step would reach nobody
         samples = number_of_samples(samples, "Exchange")
         self._follow(self._parameters())
+        if self._is_finished:
+            self._refuse_changes()
         loss: float | None = self.inner.step(closure)
         self._is_finished = False
         self._n_steps += 1
@@ -186,9 +195,16 @@ class Exchange(ServerLoop):
     def load_state_dict(self, state_dict: dict[str, object]) -> None:
         """Continue with what `state_dict` has returned.
 
+        With a model's state instead, as `net.state_dict()`: set the server's values to it, for all
+        workers, and fetch them. Steps that are not pushed yet are dropped.
+
         Raises:
             JobError: it is the state of something else.
         """
+        if is_of_model(state_dict):
+            self._load(state_dict, self._parameters())
+            torch._foreach_copy_(self._of(self._anchor), self._of(self._session.values))
+            return
         inner, every = state_dict.get("inner"), state_dict.get("every")
         if not isinstance(inner, dict) or not isinstance(every, int):
             raise JobError(
@@ -223,6 +239,23 @@ class Exchange(ServerLoop):
     def _of(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return those that train; buffers come after all parameters."""
         return list(compress(tensors, self._trained))
+
+    @override
+    def _settle(self) -> None:
+        self._end_exchange()
+        self._n_unsent = 0
+
+    def _refuse_changes(self) -> None:
+        """Raise JobError if values were changed before the first step after an exchange of all."""
+        pairs = zip(self._trained, self._session.values, self._anchor, strict=False)
+        for place, (trains, now, then) in enumerate(pairs):
+            if trains and not torch.equal(now, then):
+                raise JobError(
+                    f"Exchange: {self._called(place)} was changed since the server's values came, "
+                    "and before any step: each worker would add that change. To set the values of "
+                    "the server, use load_state_dict(net.state_dict()) of this Exchange or of "
+                    "ParameterServer; changes after a step, such as clamping, count as part of it"
+                )
 
     def _exchange(self) -> None:
         # The anchor is needed until the last fetch is merged: if the link is slower than `every`

@@ -25,7 +25,7 @@ from typing_extensions import override
 from distbelief.core.arguments import checked
 from distbelief.errors import JobError
 from distbelief.serve.address import ServerAddress, Tensors
-from distbelief.server_loop import ELSEWHERE, ServerLoop, number_of_samples
+from distbelief.server_loop import ELSEWHERE, ServerLoop, is_of_model, number_of_samples
 from distbelief.worker.loop_worker import StagedPush
 
 
@@ -142,6 +142,7 @@ class DownpourSGD(ServerLoop, torch.optim.Optimizer):
             keys=keys,
             frozen=self._frozen,
         )
+        self._note_versions()
         # Then push t - 1 and the fetch for step t + 1 are under way during step t.
         self._fetches_ahead = self._session.moves_blocks and not self._awaits_pushes
         self._is_fetching = False
@@ -158,7 +159,8 @@ class DownpourSGD(ServerLoop, torch.optim.Optimizer):
 
         Raises:
             PeerLostError: the server does not answer in time, or has ended.
-            JobError: a gradient is NaN or infinite.
+            JobError: a gradient is NaN or infinite, or something else has changed a parameter
+                (a change through `.data` cannot be seen).
         """
         self._session.check()
         loss = None
@@ -172,6 +174,14 @@ class DownpourSGD(ServerLoop, torch.optim.Optimizer):
                     "finish(), and make a new DownpourSGD"
                 )
         samples = number_of_samples(samples, "DownpourSGD")
+        self._refuse_changes()
+        try:
+            self._push_and_fetch(samples)
+        finally:
+            self._note_versions()
+        return loss
+
+    def _push_and_fetch(self, samples: int) -> None:
         with torch.no_grad(), self._session.uninterrupted, self._session.background:
             self._follow(self._parameters)
             self._enter()
@@ -198,7 +208,6 @@ class DownpourSGD(ServerLoop, torch.optim.Optimizer):
                     self._is_fetching = True
                 if push is not None:
                     self._issue(push)
-        return loss
 
     @override
     def finish(self) -> None:
@@ -214,6 +223,7 @@ class DownpourSGD(ServerLoop, torch.optim.Optimizer):
             self._fetch(self._session.values)  # what is under way may be older than the last push
             self._buffers.merge(contains_pushes=True)
             self._is_fetching = False
+        self._note_versions()
         self._is_finished = True
 
     @override
@@ -226,6 +236,15 @@ class DownpourSGD(ServerLoop, torch.optim.Optimizer):
 
     @override
     def load_state_dict(self, state_dict: dict[str, object]) -> None:
+        """Continue with what `state_dict` has returned.
+
+        With a model's state instead, as `net.state_dict()`: set the server's values to it, for all
+        workers, and fetch them. Gradients that are not pushed yet are dropped.
+        """
+        if is_of_model(state_dict):
+            self._load(state_dict, self._parameters)
+            self._note_versions()
+            return
         groups = cast("list[dict[str, object]]", state_dict["param_groups"])
         for group in groups:
             _Group(group)  # refuses what another optimizer saved
@@ -235,6 +254,38 @@ class DownpourSGD(ServerLoop, torch.optim.Optimizer):
     @override
     def zero_grad(self, set_to_none: bool = True) -> None:
         _plain(super().zero_grad)(set_to_none)
+
+    @override
+    def _settle(self) -> None:
+        self._await_pushes()
+        if self._is_fetching:
+            self._end_fetch(self._session.values)
+            self._is_fetching = False
+        self._drop_accrued()
+
+    def _drop_accrued(self) -> None:
+        self._n_accrued = 0
+        self._accrued = [None] * len(self._parameters)
+
+    def _note_versions(self) -> None:
+        self._versions = [one._version for one in self._parameters]  # noqa: SLF001 -- torch's own
+
+    def _refuse_changes(self) -> None:
+        """Raise JobError if something else has changed a parameter since the last step."""
+        for place, (parameter, known) in enumerate(
+            zip(self._parameters, self._session.values, strict=False)
+        ):
+            is_changed = parameter._version != self._versions[place]  # noqa: SLF001 -- torch's own
+            if parameter.data_ptr() != known.data_ptr() and parameter.shape.numel() == len(known):
+                # Where the memory is new, the old one has the values.
+                is_changed |= not torch.equal(parameter.detach().reshape(-1), known)
+            if is_changed and place not in self._frozen:
+                raise JobError(
+                    f"DownpourSGD: {self._called(place)} was changed between two steps, and the "
+                    "next fetch would undo that: the server has the values. To set them there, use "
+                    "load_state_dict(net.state_dict()) of this optimizer; to clamp or decay in "
+                    "each step, distbelief.Exchange; to go on without the change, finish()"
+                )
 
     def _accrue(self) -> None:
         # Raw gradients, as a sum (DB-7); the clocks of the oldest one give the staleness.
@@ -265,8 +316,7 @@ class DownpourSGD(ServerLoop, torch.optim.Optimizer):
             samples=self._samples,
             clocks=self._accrued_clocks,
         )
-        self._n_accrued = 0
-        self._accrued = [None] * len(self._parameters)
+        self._drop_accrued()
         return push
 
     def _fetch_and_repeat(self) -> None:

@@ -24,7 +24,7 @@ from distbelief.errors import DistBeliefError, JobError
 from distbelief.parameter_server.policy import ExchangePolicy
 from distbelief.roles.role import Computed
 from distbelief.serve.address import ServerAddress, Tensors, named
-from distbelief.serve.session import ClientSession
+from distbelief.serve.session import ClientSession, in_order, set_values
 from distbelief.worker import loop_worker as lw
 from distbelief.worker.local_buffers import Bindings, LocalBuffers, bind_again, bindings_of
 
@@ -60,6 +60,8 @@ class ServerLoop:
     _is_finished = True  # the server has everything
     _n_steps: int
     _sends: str  # what it pushes, for errors
+    _address: ServerAddress
+    _keys: str | Path | None
     _names: tuple[str, ...]  # of the server's tensors, if it knows them
     _order: list[int]  # of the server's parameters: which of the loop's each is
     _tensors: list[torch.Tensor]  # the buffers
@@ -80,7 +82,7 @@ class ServerLoop:
 
     def _take_buffers(self, buffers: Tensors | None, address: ServerAddress) -> None:
         user = type(self).__name__
-        self._names = address.names
+        self._address, self._names = address, address.names
         names, given = named([] if buffers is None else buffers, what="buffer")
         if len(given) != address.n_buffers:
             way_out = "give buffers=net, here and to ParameterServer (or ParameterServer(net))"
@@ -106,7 +108,7 @@ class ServerLoop:
         """Join the server, take part in its ticks, and fetch its values."""
         user = type(self).__name__
         self._timeout_seconds = _seconds(timeout_seconds, user)
-        self._policy = policy
+        self._policy, self._keys = policy, keys
         self._session = ClientSession(
             parameters,
             address,
@@ -128,6 +130,29 @@ class ServerLoop:
         except BaseException:
             self._session.close()
             raise
+
+    def _load(self, state: Mapping[str, object], parameters: Sequence[torch.Tensor]) -> None:
+        """Set the server's values to a model's state, and fetch them."""
+        self._session.check()
+        self._follow(parameters)
+        tensors, user = [*parameters, *self._tensors], type(self).__name__
+        values = in_order(state, self._names, tensors, user=user)
+        with torch.no_grad(), self._session.background:
+            self._settle()
+        set_values(
+            values, self._address, user=user, timeout_seconds=self._timeout_seconds, keys=self._keys
+        )
+        with torch.no_grad(), self._session.uninterrupted, self._session.background:
+            for tensor, value in zip(tensors, values, strict=True):
+                tensor.copy_(value)
+            self._buffers.forget()
+            self._fetch(self._session.values, exact=True)
+            self._buffers.merge(contains_pushes=True)
+        self._is_finished = True
+
+    def _settle(self) -> None:
+        """Wait for what is under way, and drop what is not sent."""
+        raise NotImplementedError
 
     def finish(self) -> None:
         """Push what is left, wait until it is applied, and fetch once more.
@@ -310,3 +335,8 @@ def number_of_samples(samples: int, user: str) -> int:
     if number < 0:
         raise JobError(f"{user}: samples is {samples!r}; use a whole number, 0 or more")
     return number
+
+
+def is_of_model(state: Mapping[str, object]) -> bool:
+    """Return whether this is a model's state, not an optimizer's."""
+    return bool(state) and all(isinstance(value, torch.Tensor) for value in state.values())

@@ -290,6 +290,7 @@ class Sessions:
         self._clients: dict[Address, Session] = {}
         self._n_regions = 0
         self.queue: deque[Address] = deque()  # clients whose next push is complete
+        self._set_values: set[Address] = set()  # clients with a push that sets values
         self.applying: PushInProgress | None = None
         self._round: deque[PushInProgress] = deque()  # still to add to the round in progress
         self._folded: list[PushInProgress] = []  # added to it
@@ -523,6 +524,8 @@ class Sessions:
         push_buffer.lend(sequence, message.payload)
         if push_buffer.push is None:
             push_buffer.push = message
+            if message.sets:
+                self._set_values.add(client.name)
         self._enqueue(client)
         received = client.n_blocks if client.region else push_buffer.received
         if push_buffer.push is not message:
@@ -533,12 +536,28 @@ class Sessions:
 
     def begin_push(self, now: Seconds, *, is_last: bool = False) -> PushInProgress | None:
         """Return the next push to apply, or to add to a round; `is_last`: no more come."""
-        if not self._round and self._may_take(now, is_last=is_last):
+        setting = None if self._round else self._setting
+        if setting is not None:  # by itself, also where there are rounds
+            self.queue.remove(setting.client.name)
+            self._set_values.discard(setting.client.name)
+            setting.client.queued = False
+            self._round.append(setting)
+        elif not self._round and self._may_take(now, is_last=is_last):
             self._take_queued(now)
         if not self._round:
             return None
         self.applying = self._round.popleft()
         return self.applying
+
+    @property
+    def _setting(self) -> PushInProgress | None:
+        """A complete push that sets values."""
+        for name in self._set_values.intersection(self.queue):
+            client = self._clients[name]
+            complete = client.next_complete()
+            if complete is not None and complete.push is not None and complete.push.sets:
+                return PushInProgress(client, complete, complete.push, 0, rp.Share(sets=True))
+        return None
 
     def _take_queued(self, now: Seconds) -> None:
         """Take the oldest complete push, or those of a round in the order of their names."""

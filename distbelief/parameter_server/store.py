@@ -423,7 +423,7 @@ class ShardStore:
         if is_known:
             self._pushed_slice = None
             return _nothing, Cost()
-        return self._begin_apply(pushed, shard_slice, touched, n_clients, scale=share.scale)
+        return self._begin_apply(pushed, shard_slice, touched, n_clients, share=share)
 
     def _begin_in_round(
         self,
@@ -455,7 +455,7 @@ class ShardStore:
         ranges = so_far.touched
         touched = whole if ranges is None else self.slice_table.get(ranges.stripes())
         # Every element of the sum is a mean already.
-        apply, then = self._begin_apply(so_far.total, whole, touched, 1, scale=1.0)
+        apply, then = self._begin_apply(so_far.total, whole, touched, 1, share=rp.WHOLE)
 
         def work() -> None:
             add()
@@ -471,7 +471,7 @@ class ShardStore:
         touched: ShardSlice,
         n_clients: int,
         *,
-        scale: float,
+        share: rp.Share,
     ) -> tuple[Callable[[], None], Cost]:
         if self._n_held is None:
             self._published.begin()
@@ -498,8 +498,8 @@ class ShardStore:
             rule: UpdateRule, clock: int, vectors: Sequence[Vector], gradient: Vector
         ) -> None:
             state = dict(zip(rule.state(0, self._dtype), vectors[1:], strict=True))
-            if scale != 1.0:
-                gradient = gradient * gradient.dtype.type(scale)
+            if share.scale != 1.0:
+                gradient = gradient * gradient.dtype.type(share.scale)
             rule.apply(vectors[0], gradient, state, clock=clock)
 
         def work() -> None:
@@ -514,7 +514,11 @@ class ShardStore:
         # Read and write each vector, read the gradient.
         n_passes = 3 + 2 * len(self.state)
         n_bytes = (n_parameters + n_buffers) * values.itemsize
-        return work, Cost(n_bytes=float(n_passes * n_bytes), flops=4.0 * n_parameters)
+        cost = Cost(n_bytes=float(n_passes * n_bytes), flops=4.0 * n_parameters)
+        if share.sets:
+            rest = [(buffers, buffer_values), (counters, buffer_values)]
+            return partial(_set, values, [*((one, gradients) for *_, one in updates), *rest]), cost
+        return work, cost
 
     def _slice_update(
         self, touched: ShardSlice, shard_slice: ShardSlice, start: int, stop: int, *, group: int = 0
@@ -566,3 +570,8 @@ def _average(vectors: Sequence[Vector], pushed: Vector, *, n_clients: int) -> No
 
 def _count(vectors: Sequence[Vector], pushed: Vector, *, n_clients: int) -> None:
     torch.from_numpy(vectors[0]).add_(torch.from_numpy(pushed), alpha=1.0 / n_clients)
+
+
+def _set(values: Vector, placed: Sequence[tuple[SliceUpdate, Vector]]) -> None:
+    for slice_update, pushed in placed:
+        slice_update.apply(partial(_average, n_clients=1), [values], pushed)

@@ -161,6 +161,7 @@ class Push(AnyMessage, frozen=True):
     # Positions [start, stop) of its samples, where data are dealt (`core.spans`): a shard that has
     # applied a push with one of them acknowledges this one, and leaves its values as they are.
     dealt: Dealt = msgspec.UNSET
+    sets: bool = False  # the shard's values become those of the push, whatever its rule
 
 
 class PushApplied(AnyMessage, frozen=True):

@@ -69,6 +69,7 @@ class Share(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     scale: Factor = 1.0  # multiplies the gradient of a push that is applied by itself
     weight: Factor | None = None  # in its round; None: it is applied by itself
     n_to_follow: Count = 0  # pushes of the round after this one
+    sets: bool = False  # as in `Push`
 
 
 WHOLE = Share()

@@ -21,6 +21,7 @@ from distbelief.parameter_server.optimizers import UpdateRule
 from distbelief.run.directory import RunDirectory
 from distbelief.serve.address import (
     SHARDS_MAX,
+    ServerAddress,
     Tensors,
     by_position,
     exchange_policy,
@@ -28,6 +29,7 @@ from distbelief.serve.address import (
     parameter_specs,
 )
 from distbelief.serve.server_process import ServerReady, ServerRequest
+from distbelief.serve.session import in_order, set_values
 from distbelief.task.imports import check_is_no_import
 from distbelief.transport.shared_memory import FileMemory
 
@@ -199,6 +201,23 @@ class ParameterServer:
             self.close()
             raise
         return self
+
+    def load_state_dict(self, state_dict: Mapping[str, object]) -> None:
+        """Set all served values, of frozen parameters too, while the server runs.
+
+        Workers go on from them with their next fetch: what they have not pushed yet is added.
+        The state of the rule stays.
+
+        Args:
+            state_dict: `net.state_dict()` of the model that is served.
+
+        Raises:
+            JobError: it is of another model, or not finite.
+            PeerLostError: the server does not answer in time.
+        """
+        address = ServerAddress.parse(self.address)
+        values = in_order(state_dict, address.names, self._tensors, user="ParameterServer")
+        set_values(values, address, user="ParameterServer", timeout_seconds=self._start_seconds_max)
 
     def close(self) -> None:
         """Stop the shards; does nothing if they have stopped."""

@@ -3,10 +3,10 @@
 import os
 import secrets
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import final
+from typing import cast, final
 
 import torch
 
@@ -181,3 +181,61 @@ class ClientSession:
             self.node.tell(Computed(name=lw.LEAVE))
         self.node.close()
         self._transport.close()
+
+
+def in_order(
+    state: Mapping[str, object], names: Sequence[str], tensors: Sequence[torch.Tensor], *, user: str
+) -> list[torch.Tensor]:
+    """Return what a model's state has for these tensors, in their order and types.
+
+    JobError if something is missing, has another shape, or is there for no tensor.
+    """
+    if not names:
+        raise JobError(
+            f"{user}: the server does not know what its tensors are called: give ParameterServer "
+            "the module, or net.named_parameters()"
+        )
+    found: list[torch.Tensor] = []
+    for name, tensor in zip(names, tensors, strict=True):
+        value = state.get(name)
+        if not isinstance(value, torch.Tensor) or value.shape != tensor.shape:
+            there = list(value.shape) if isinstance(value, torch.Tensor) else "nothing"
+            raise JobError(
+                f"{user}: the state has {there} as {name!r}, where the server has "
+                f"{list(tensor.shape)}: give the state of the model that is served"
+            )
+        found.append(value.detach().to(tensor.dtype, copy=True).contiguous())
+    for name in state.keys() - set(names):
+        # A tied tensor has several names, and the server knows one.
+        if not any(torch.equal(one, cast("torch.Tensor", state[name])) for one in found):
+            raise JobError(
+                f"{user}: the state has {name!r}, which is not served: give ParameterServer the "
+                "module, so that its buffers are"
+            )
+    return found
+
+
+def set_values(
+    values: Sequence[torch.Tensor],  # parameters, then buffers, in the server's order
+    address: ServerAddress,
+    *,
+    user: str,
+    timeout_seconds: float,
+    keys: str | Path | None = None,
+) -> None:
+    """Set the server's values, frozen ones too; its rule keeps its state."""
+    n = len(values) - address.n_buffers
+    parameters = [torch.nn.Parameter(value, requires_grad=False) for value in values[:n]]
+    session = ClientSession(parameters, address, user=user, buffers=values[n:], keys=keys)
+    try:
+        session.join(timeout_seconds)
+        client = session.client
+        session.wait(lambda: client.can_push, "room for a push", timeout_seconds)
+        outcome = client.stage(session.values, session.values)()
+        if not outcome.finite:
+            raise JobError(f"{user}: the state has NaN or infinite values: it would spoil all")
+        push = lw.StagedPush(outcome=outcome, n_gradients=0, samples=0, sets=True)
+        session.command(Computed(name=lw.PUSHED, result=push), timeout_seconds)
+        session.wait(lambda: client.unacknowledged == 0, "an acknowledgement", timeout_seconds)
+    finally:
+        session.close()

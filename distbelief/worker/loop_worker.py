@@ -38,6 +38,7 @@ class StagedPush:
     outcome: PushResult
     n_gradients: int
     samples: int
+    sets: bool = False  # the server's values, instead of changing them
 
 
 LoopMessage = wire.Peers | wire.HeartbeatAck | wire.StartTraining | wire.Stop | ShardReply
@@ -142,7 +143,11 @@ class LoopWorker:
                 return self.client.installed(outcome, now)
             case "worker:pushed", StagedPush() as push:
                 return self.client.staged(
-                    push.outcome, n_gradients=push.n_gradients, samples=push.samples, now=now
+                    push.outcome,
+                    n_gradients=push.n_gradients,
+                    samples=push.samples,
+                    sets=push.sets,
+                    now=now,
                 )
             case "worker:enter", (int() | None) as staleness:
                 self._is_in, self._staleness = True, staleness

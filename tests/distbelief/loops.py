@@ -151,6 +151,7 @@ class Server:
                 super().__init__(server, [*parameters, *buffers])
 
         monkeypatch.setattr("distbelief.server_loop.ClientSession", OfThis)
+        monkeypatch.setattr("distbelief.serve.session.ClientSession", OfThis)
         address = ServerAddress(
             endpoint="ipc:///nowhere/.supervisor.1",
             run="t",
@@ -250,6 +251,7 @@ class SimulatedSession:
         peers = Peers(entries=entries)
         event = Received(sender=SUPERVISOR, incarnation=1, message=peers)
         self._simulation.post(self._name, event)
+        self._simulation.run(until=self._simulation.now)
 
     def check(self) -> None:
         if self.closed:

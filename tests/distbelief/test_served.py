@@ -1,6 +1,8 @@
 """What a server serves to users' own loops: tensors matched by name, buffers, values set anew."""
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Callable, Mapping
+from typing import cast
 
 import pytest
 import torch
@@ -247,3 +249,146 @@ def test_buffers_of_only_one_side_are_refused(monkeypatch: pytest.MonkeyPatch, k
 def named_buffers(net: nn.Module) -> list[tuple[str, torch.Tensor]]:
     names, buffers = named(net, what="buffer")
     return list(zip(names, buffers, strict=True))
+
+
+# ------------------------------------------------------------ changes by something else
+
+
+CHANGES: Mapping[str, Callable[[nn.Module, nn.Module], object]] = {
+    "load": lambda net, other: net.load_state_dict(other.state_dict()),
+    "clamp": lambda net, _: [one.clamp_(-0.01, 0.01) for one in net.parameters()],
+    "decay": lambda net, _: [one.mul_(0.9) for one in net.parameters()],
+    "initialise": lambda net, _: [nn.init.constant_(one, 0.5) for one in net.parameters()],
+    "new memory": lambda net, other: nn.utils.vector_to_parameters(
+        nn.utils.parameters_to_vector(other.parameters()), net.parameters()
+    ),
+}
+every_change = pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
+
+
+def other_net() -> nn.Module:
+    torch.manual_seed(1)
+    return Normal()
+
+
+@every_change
+@pytest.mark.parametrize("options", [{}, {"n_push": 2, "n_fetch": 3, "learning_rate": RATE}])
+def test_a_change_that_the_next_fetch_would_undo_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+    change: Callable[[nn.Module, nn.Module], object],
+    options: dict[str, object],
+) -> None:
+    """A checkpoint that was loaded after DownpourSGD(...), or each clamp_, was discarded."""
+    net = normal()
+    server = serve_net(net, rule=SGD)
+    optimizer = server.optimizer(monkeypatch, net.parameters(), buffers=net, **options)
+    for _ in range(2):
+        with torch.no_grad():
+            change(net, other_net())
+        before = server.values()
+        with pytest.raises(
+            distbelief.JobError, match=r"parameter 0, 'net\.0\.weight', was changed"
+        ):
+            train(net, optimizer, range(3))
+        assert all(map(torch.equal, before, server.values()))
+        optimizer.finish()  # as the error says
+        train(net, optimizer, range(3))
+
+
+@pytest.mark.parametrize("change", [CHANGES["load"], CHANGES["initialise"]])
+def test_a_change_that_each_worker_would_add_is_refused(
+    monkeypatch: pytest.MonkeyPatch, change: Callable[[nn.Module, nn.Module], object]
+) -> None:
+    """Of two workers that loaded a checkpoint the server had 2 x checkpoint - start."""
+    net = normal()
+    server = serve_net(net, rule=SUM, n_loops=3)
+    inner = torch.optim.SGD(net.parameters(), lr=RATE)
+    exchange = server.exchange(monkeypatch, inner, buffers=net, every=2)
+    for _ in range(2):
+        with torch.no_grad():
+            change(net, other_net())
+        with pytest.raises(
+            distbelief.JobError, match=r"net\.0\.weight', was changed since the serv"
+        ):
+            train(net, exchange, range(3))
+        exchange.load_state_dict(net.state_dict())
+        train(net, exchange, range(3))
+        exchange.finish()
+
+
+def test_averages_that_are_swapped_in_and_out_again_are_no_change(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    net = normal()
+    server = serve_net(net, rule=SUM)
+    inner = torch.optim.SGD(net.parameters(), lr=RATE)
+    exchange = server.exchange(monkeypatch, inner, buffers=net, every=2)
+    train(net, exchange, range(3))
+    exchange.finish()
+    kept = copy.deepcopy(net.state_dict())
+    net.load_state_dict(other_net().state_dict())
+    net.load_state_dict(kept)
+    train(net, exchange, range(3))
+
+
+def test_what_follows_a_step_of_an_exchange_is_part_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in torch: a projection after each step, weight decay by hand."""
+    net, plain = normal(), normal()
+    server = serve_net(net, rule=SUM)
+    inner = torch.optim.SGD(net.parameters(), lr=RATE)
+    exchange = server.exchange(monkeypatch, inner, buffers=net, every=3)
+    alone = torch.optim.SGD(plain.parameters(), lr=RATE)
+    for step in range(8):
+        for one, optimizer in ((net, exchange), (plain, alone)):
+            train(one, optimizer, range(step, step + 1))
+            for parameter in one.parameters():
+                parameter.data.mul_(0.99).clamp_(-0.2, 0.2)
+    exchange.finish()
+    for value, expected in zip(net.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-6)
+
+
+# ------------------------------------------------------------ values set anew
+
+
+@both_kinds
+@both_data_paths
+def test_a_models_state_becomes_the_servers(
+    monkeypatch: pytest.MonkeyPatch, kind: str, host: str
+) -> None:
+    net = normal()
+    momentum = distbelief.Momentum(learning_rate=0.1, momentum=0.9)
+    rule = momentum if kind == "DownpourSGD" else SUM
+    server = serve_net(net, rule=rule, host=host, n_loops=3)
+    optimizer = loop(monkeypatch, server, kind, net.parameters(), buffers=net)
+    train(net, optimizer, range(3))
+    state = cast("dict[str, object]", other_net().state_dict())
+    optimizer.load_state_dict(state)
+    served = dict(zip(server.names, server.values(), strict=True))
+    for name, value in net.state_dict().items():
+        assert torch.equal(value, cast("torch.Tensor", state[name])), name
+        assert torch.equal(served[name], value.reshape(-1).float()), name
+    second = normal()
+    loop(monkeypatch, server, kind, second.parameters(), buffers=second)
+    assert all(map(torch.equal, net.state_dict().values(), second.state_dict().values()))
+    train(net, optimizer, range(3))
+    optimizer.finish()
+
+
+@both_kinds
+def test_a_state_of_another_model_is_refused(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    net = normal()
+    server = serve_net(net, rule=SUM, n_loops=6)
+    optimizer = loop(monkeypatch, server, kind, net.parameters(), buffers=net)
+    state = dict(net.state_dict())
+    wrong: list[tuple[str, dict[str, torch.Tensor]]] = [
+        ("the state has nothing as 'seen'", {k: v for k, v in state.items() if k != "seen"}),
+        (r"the state has \[3\] as 'net.0.bias'", state | {"net.0.bias": torch.ones(3)}),
+        ("the state has 'extra', which is not served", state | {"extra": torch.ones(3)}),
+        ("the state has NaN", state | {"net.0.bias": torch.full((5,), torch.nan)}),
+    ]
+    for why, given in wrong:
+        with pytest.raises(distbelief.JobError, match=f"{kind}: {why}"):
+            optimizer.load_state_dict(cast("dict[str, object]", given))
+    tied = state | {"tied": state["net.0.weight"]}
+    optimizer.load_state_dict(cast("dict[str, object]", tied))

@@ -651,6 +651,7 @@ class ParameterClient:
         now: rl.Seconds,
         commit_token: int = 0,  # of a chunk, whose sum is committed later, not applied
         dealt: pf.Dealt = msgspec.UNSET,  # positions of its samples
+        sets: bool = False,  # values, not gradients
     ) -> list[rl.Action]:
         """Push what was staged if it is finite; otherwise count and report it.
 
@@ -666,7 +667,9 @@ class ParameterClient:
             counts = {"n_gradients": n_gradients, "samples": samples, "commit_token": commit_token}
             counts |= {} if commit_token else self._end_tick(samples)
             for link, target in zip(self._links.values(), targets, strict=True):
-                messages = link.pushing.issue(target, is_open=link.is_open, dealt=dealt, **counts)
+                messages = link.pushing.issue(
+                    target, is_open=link.is_open, dealt=dealt, sets=sets, **counts
+                )
                 actions += [*link.send(messages, now), *link.wait(now)]
         else:
             self._n_non_finite += 1
