@@ -200,6 +200,7 @@ class DownpourSGD(ServerLoop, torch.optim.Optimizer):
                 for parameter, rate in zip(self._parameters, self._rates(), strict=True):
                     if parameter.grad is not None:
                         parameter.add_(parameter.grad, alpha=-rate)
+                self._read()
             self._n_steps += 1
             if self._fetches_ahead:
                 # First: behind the blocks of a push, the request would wait for the link.
@@ -268,6 +269,7 @@ class DownpourSGD(ServerLoop, torch.optim.Optimizer):
         self._accrued = [None] * len(self._parameters)
 
     def _note_versions(self) -> None:
+        self._write()
         self._versions = [one._version for one in self._parameters]  # noqa: SLF001 -- torch's own
 
     def _refuse_changes(self) -> None:

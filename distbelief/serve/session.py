@@ -55,11 +55,9 @@ class ClientSession:
         self.now = time.monotonic
         self._is_closed = self._is_refused = False
         self._pid = os.getpid()
-        for tensor in (*parameters, *buffers):
-            if not tensor.is_contiguous():
-                tensor.data = tensor.data.contiguous()
-        # One flat tensor for each parameter and each buffer, a view of its memory.
-        self.values = [tensor.detach().view(-1) for tensor in (*parameters, *buffers)]
+        # One flat tensor for each parameter and each buffer: a view of its memory, or, where that
+        # has another order (channels_last), a copy.
+        self.values = [tensor.detach().contiguous().view(-1) for tensor in (*parameters, *buffers)]
         memory: Memory = PrivateMemory(host="")
         if address.memory and Path(address.memory).is_dir():  # this process sees it
             memory = FileMemory(Path(address.memory))

@@ -722,6 +722,7 @@ def test_a_guest_that_was_killed_is_gone_as_soon_as_nothing_listens_there(server
     actions = server.join("worker-1")
     (connect,) = [action for action in actions if isinstance(action, rl.Connect)]
     assert connect.watched
+    server.incarnations["worker-1"] = 1
     reason = "nothing listens there any more"
     actions = server.die("worker-1", reason)
     peers = [a for a in actions if isinstance(a, rl.Send) and isinstance(a.message, wire.Peers)]
