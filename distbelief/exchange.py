@@ -239,7 +239,7 @@ class Exchange(ServerLoop, torch.optim.Optimizer):
         self.inner.zero_grad(set_to_none)
 
     @override
-    def state_dict(self) -> dict[str, object]:  # type: ignore[override]
+    def state_dict(self) -> dict[str, object]:
         """Return the inner optimizer's state, and the steps between exchanges as "every".
 
         The parameters are the server's. Call `finish` first: steps that are not pushed are in no

@@ -239,7 +239,7 @@ def test_wrong_arguments_are_rejected(monkeypatch: pytest.MonkeyPatch, model: nn
     inner = torch.optim.SGD(model.parameters(), lr=RATE)
     for every in (0, 2.5, "3"):
         with pytest.raises(distbelief.JobError, match=f"every is {every!r}; use a whole number"):
-            server.exchange(monkeypatch, inner, every=every)  # type: ignore[arg-type]
+            server.exchange(monkeypatch, inner, every=every)
     with pytest.raises(distbelief.JobError, match="use an optimizer such as torch"):
         server.exchange(monkeypatch, model.parameters())  # type: ignore[arg-type]
     downpour = server.optimizer(monkeypatch, model.parameters())
@@ -488,7 +488,7 @@ def test_the_state_is_restored_and_another_is_refused(
         one.inner.step()
     assert all(torch.equal(one, other) for one, other in zip(flat(model), flat(twin), strict=True))
     with pytest.raises(distbelief.JobError, match=r"not a state of an Exchange: state, param"):
-        exchange.load_state_dict(inner.state_dict())  # type: ignore[arg-type]
+        exchange.load_state_dict(inner.state_dict())
     assert exchange.state_dict().keys() == {"state", "param_groups", "every"}
 
 
@@ -499,7 +499,7 @@ def test_a_timeout_that_is_none_is_refused(
     server = Server(list(model.parameters()), rule=SUM)
     inner = torch.optim.SGD(model.parameters(), lr=RATE)
     with pytest.raises(distbelief.JobError, match=f"timeout_seconds is {seconds!r}; use a number"):
-        server.exchange(monkeypatch, inner, timeout_seconds=seconds)  # type: ignore[arg-type]
+        server.exchange(monkeypatch, inner, timeout_seconds=seconds)
 
 
 # ----------------------------------------------------------------- as an optimizer of torch
@@ -529,8 +529,8 @@ def test_a_loop_may_take_it_for_an_optimizer_of_torch(
     exchange.finish()
     assert exchange.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"] < RATE
     assert exchange.state.keys() == set(model.parameters())
-    for one, other in zip(flat(model), flat(plain), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+    for value, other in zip(flat(model), flat(plain), strict=True):
+        torch.testing.assert_close(value, other, rtol=1e-5, atol=1e-6)
     exchange.zero_grad(set_to_none=False)
     assert all(not torch.any(one.grad) for one in model.parameters() if one.grad is not None)
     with pytest.raises(distbelief.JobError, match="group of parameters cannot be added"):
@@ -565,13 +565,17 @@ def test_after_nan_one_call_goes_back_to_the_last_exchange(
 
 
 def both(
-    monkeypatch: pytest.MonkeyPatch, model: nn.Module, user: str, **options: int
+    monkeypatch: pytest.MonkeyPatch, model: nn.Module, user: str
 ) -> tuple[Server, distbelief.Exchange | distbelief.DownpourSGD]:
     """Return a server, and an Exchange or a DownpourSGD, each of plain SGD."""
     if user == "Exchange":
-        return exchanging(monkeypatch, model, **options)
+        server = Server(list(model.parameters()), rule=SUM)
+        inner = torch.optim.SGD(model.parameters(), lr=RATE)
+        return server, server.exchange(monkeypatch, inner, every=3)
     server = Server(list(model.parameters()), rule=distbelief.SGD(learning_rate=RATE))
-    return server, server.optimizer(monkeypatch, model.parameters(), blocking=True, **options)
+    return server, server.optimizer(
+        monkeypatch, model.parameters(), n_fetch=3, n_push=2, learning_rate=RATE
+    )
 
 
 USERS = ["Exchange", "DownpourSGD"]
@@ -611,13 +615,11 @@ def test_a_copy_is_refused(
 def test_the_memory_layout_of_parameters_stays(monkeypatch: pytest.MonkeyPatch, user: str) -> None:
     """Regression: parameters in channels_last became contiguous, and convolutions slower."""
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Conv2d(3, 4, 2), nn.Flatten(), nn.Linear(16, 2))
+    convolution = nn.Conv2d(3, 4, 2)
+    net = nn.Sequential(convolution, nn.Flatten(), nn.Linear(16, 2))
     net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     plain = copy.deepcopy(net)
-    options = {"every": 3}
-    if user == "DownpourSGD":
-        options = {"n_fetch": 3, "n_push": 2, "learning_rate": RATE}  # type: ignore[dict-item]
-    server, optimizer = both(monkeypatch, net, user, **options)
+    server, optimizer = both(monkeypatch, net, user)
     for step in range(8):
         x = torch.randn(5, 3, 3, 3, generator=torch.Generator().manual_seed(step))
         pairs: Any = ((plain, torch.optim.SGD(plain.parameters(), lr=RATE)), (net, optimizer))
@@ -625,8 +627,8 @@ def test_the_memory_layout_of_parameters_stays(monkeypatch: pytest.MonkeyPatch, 
             its.zero_grad()
             one(x).square().mean().backward()
             its.step()
-        assert net[0].weight.is_contiguous(memory_format=torch.channels_last)
-        assert not net[0].weight.is_contiguous()
+        assert convolution.weight.is_contiguous(memory_format=torch.channels_last)
+        assert not convolution.weight.is_contiguous()
     optimizer.finish()
     for one, other, there in zip(
         net.parameters(), plain.parameters(), server.values(), strict=True

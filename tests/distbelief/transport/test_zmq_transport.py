@@ -407,7 +407,12 @@ def test_the_end_of_a_watched_connection_is_told_once(make: Make) -> None:
         assert a.ended() == []
         peer.close()
     ended: list[tuple[str, int, str]] = []
-    wait(a, until=lambda: bool(ended.extend(a.ended()) or ended))
+
+    def has_ended() -> bool:
+        ended.extend(a.ended())
+        return bool(ended)
+
+    wait(a, until=has_ended)
     assert ended == [("b", 3, b.endpoint)]
     a.poll(0.0)
     assert a.ended() == []
