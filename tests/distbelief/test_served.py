@@ -10,6 +10,7 @@ from torch import nn
 from typing_extensions import override
 
 import distbelief
+from distbelief.parameter_server.policy import ExchangePolicy, Round
 from distbelief.serve.address import ServerAddress, named
 from tests.distbelief.loops import Server
 
@@ -392,3 +393,19 @@ def test_a_state_of_another_model_is_refused(monkeypatch: pytest.MonkeyPatch, ki
             optimizer.load_state_dict(cast("dict[str, object]", given))
     tied = state | {"tied": state["net.0.weight"]}
     optimizer.load_state_dict(cast("dict[str, object]", tied))
+
+
+def test_values_are_set_at_once_where_there_are_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A round would wait for the other worker, and average the values with its steps."""
+    policy = ExchangePolicy(send="delta", every=2, staleness=0, round=Round(), weight="mean")
+    nets = [normal(), normal()]
+    server = serve_net(nets[0], rule=SUM, policy=policy, n_loops=3)
+    exchanges = [
+        server.exchange(monkeypatch, torch.optim.SGD(net.parameters(), lr=RATE), buffers=net)
+        for net in nets
+    ]
+    state = other_net().state_dict()
+    exchanges[0].load_state_dict(cast("dict[str, object]", state))
+    served = dict(zip(server.names, server.values(), strict=True))
+    for name, value in state.items():
+        assert torch.equal(served[name], value.reshape(-1).float()), name

@@ -313,3 +313,54 @@ def test_a_server_continues_where_one_in_its_directory_ended(tmp_path: Path) -> 
 
     assert torch.equal(run(), torch.full((70,), -1.0))
     assert torch.equal(run(), torch.full((70,), -2.0))
+
+
+def normal() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(7, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
+
+
+def labelled(seed: int, n: int = 32) -> tuple[torch.Tensor, torch.Tensor]:
+    inputs = 3.0 + 5.0 * torch.randn(n, 7, generator=torch.Generator().manual_seed(seed))
+    return inputs, (inputs[:, :3] - 3.0).argmax(1)
+
+
+def train_on(net: nn.Module, optimizer: torch.optim.Optimizer, seeds: range) -> float:
+    """Train, and return the accuracy of the net in evaluation mode."""
+    for seed in seeds:
+        inputs, targets = labelled(seed)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(net(inputs), targets).backward()
+        optimizer.step()
+    return accuracy_of(net)
+
+
+def accuracy_of(net: nn.Module) -> float:
+    inputs, targets = labelled(-1, n=1000)
+    with torch.no_grad():
+        found = copy.deepcopy(net).eval()(inputs).argmax(1)
+    return float((found == targets).float().mean())
+
+
+@pytest.mark.untraced
+def test_a_worker_that_joins_late_is_as_accurate_as_one_process() -> None:
+    """B had the parameters of A after 100 steps, and fresh statistics: 0.40 where A had 0.80."""
+    plain, first, second = normal(), normal(), normal()
+    expected = train_on(plain, torch.optim.SGD(plain.parameters(), lr=RATE), range(130))
+    first[0].bias.requires_grad = second[0].bias.requires_grad = False
+    rule = distbelief.SGD(learning_rate=RATE)
+    with ParameterServer(first, rule=rule, shards=2) as server:
+        one = distbelief.DownpourSGD(first.parameters(), server=server.address, buffers=first)
+        train_on(first, one, range(100))
+        one.close()
+        backwards = list(second.named_parameters())[::-1]
+        other = distbelief.DownpourSGD(backwards, server=server.address, buffers=second)
+        joined = accuracy_of(second)
+        train_on(second, other, range(100, 130))
+        other.finish()
+        assert min(joined, accuracy_of(second)) > max(expected - 0.1, 0.7)
+        assert second[1].num_batches_tracked == 130
+        server.load_state_dict(plain.state_dict())  # of a frozen parameter too
+        third = normal()
+        distbelief.DownpourSGD(third.parameters(), server=server.address, buffers=third).close()
+        assert all(map(torch.equal, third.state_dict().values(), plain.state_dict().values()))

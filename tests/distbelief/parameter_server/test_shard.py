@@ -5,6 +5,7 @@ from typing import TypeVar
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 from typing_extensions import override
 
 from distbelief.core.memory import PrivateMemory, Region
@@ -13,8 +14,9 @@ from distbelief.errors import LocalProtocolError, RemoteProtocolError, StorageEr
 from distbelief.parameter_server import pinned_versions
 from distbelief.parameter_server.checkpoint import N_SAVES_MAX
 from distbelief.parameter_server.config import ABSENCE_SECONDS_MAX, ShardConfig
-from distbelief.parameter_server.layout import Layout, TensorSpec
-from distbelief.parameter_server.optimizers import SGD, Adagrad
+from distbelief.parameter_server.layout import Kind, Layout, TensorSpec
+from distbelief.parameter_server.optimizers import SGD, Adagrad, Momentum
+from distbelief.parameter_server.policy import DOWNPOUR, ExchangePolicy, Round
 from distbelief.parameter_server.shard import Shard
 from distbelief.protocol import (
     CheckpointSaved,
@@ -472,6 +474,32 @@ def test_buffers_of_one_client_are_what_it_pushed_to_the_bit() -> None:
         alone.work(alone.receive(said(sequence)))
         values = alone.shard._values.vector[start:]
         assert values.tobytes() == pushed[start:].tobytes()
+
+
+def test_what_clients_have_counted_is_added_whatever_others_have_counted_since() -> None:
+    tensors = [TensorSpec(name="w", shape=(100,)), TensorSpec(name="n", shape=(), kind="counter")]
+    layout = Layout.of(tensors, n_shards=1, dtype="float64")
+    alone = opened(layout)
+    alone.hello(OTHER)
+    values, counter = alone.shard._values.vector, layout.n_averaged(0)
+    for sequence in (1, 2):
+        alone.work(alone.push(sequence, value=8.0))
+        assert values[counter] == 4.0 * sequence
+
+
+@pytest.mark.parametrize("policy", [DOWNPOUR, ExchangePolicy(staleness=0, round=Round())])
+def test_a_push_that_sets_values_does_so_whatever_the_rule_and_the_rounds(
+    policy: ExchangePolicy,
+) -> None:
+    rule = Momentum(learning_rate=0.1, groups={"m": SGD(learning_rate=0.5)})
+    kinds: dict[str, Kind] = {"m": "parameter", "n": "counter", "r": "buffer", "w": "parameter"}
+    tensors = [TensorSpec(name=name, shape=(70,), kind=kind) for name, kind in kinds.items()]
+    alone = opened(Layout.of(tensors, n_shards=1, dtype="float64"), rule=rule, policy=policy)
+    alone.hello(OTHER, tick=0)
+    pushed = np.random.default_rng(0).standard_normal(alone.shard._values.vector.size)
+    alone.receive(block(1, 0, pushed))
+    alone.work(alone.receive(replace(said(1), sets=True)))
+    assert alone.shard._values.vector.tobytes() == pushed.tobytes()
 
 
 def test_buffers_of_several_clients_are_averaged_and_the_gone_do_not_count() -> None:
