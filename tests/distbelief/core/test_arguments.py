@@ -96,7 +96,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "no rule": (
         lambda: public.ParameterServer(net().parameters()),
-        "ParameterServer: rule is None; use one, as public.SGD(learning_rate=0.1)",
+        "ParameterServer: rule is None; use one, as distbelief.SGD(learning_rate=0.1)",
     ),
     "an optimizer of torch as rule": (
         lambda: public.ParameterServer(net().parameters(), rule=inner()),
