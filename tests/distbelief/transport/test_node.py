@@ -479,7 +479,8 @@ def test_a_probe_tells_of_an_endpoint_at_which_nothing_listens(
         ending = stack.enter_context(socket.socket(socket.AF_UNIX))
         ending.bind(str(tmp_path / "ending"))
         ending.listen()
-        threading.Thread(target=_take_and_break, args=(ending,), daemon=True).start()
+        if how == "ending":
+            threading.Thread(target=_take_and_break, args=(ending,)).start()
         open_port, port = listener.getsockname()[1], one.getsockname()[1]
         one.close()
         ended = {
