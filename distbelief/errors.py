@@ -3,6 +3,7 @@
 DistBeliefError
     JobError                  what the user gave cannot be run: file, model, data, loss
         JobFileError          the job file: a key, a value, a unit
+        SettingError          a setting of an update rule or a policy; msgspec names its table
         GraphError            the model, a plan or a cluster (in `graph.graph`)
     ProtocolError             a message that is not legal in the current state ...
         LocalProtocolError    ... sent by our own code: a bug in this package
@@ -26,6 +27,13 @@ class JobError(DistBeliefError):
 
 class JobFileError(JobError):
     """The job file has an unknown key, a value of the wrong type or an unknown unit."""
+
+
+class SettingError(JobError, ValueError):
+    """A setting has a value that it cannot have.
+
+    It is a ValueError as well, so that msgspec, where it decodes a table, tells which.
+    """
 
 
 class ProtocolError(DistBeliefError):

@@ -9,26 +9,47 @@ exchange.step()
 exchange.finish()
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from itertools import compress
 from pathlib import Path
-from typing import Literal, cast, final
+from typing import Any, Literal, cast, final
 
 import torch
 from typing_extensions import override
 
+from distbelief.core.arguments import checked
 from distbelief.errors import JobError
 from distbelief.optimizer import DownpourSGD
 from distbelief.parameter_server.config import Numbers
 from distbelief.parameter_server.policy import ExchangePolicy
 from distbelief.serve.address import ServerAddress, Tensors, exchange_policy
-from distbelief.server_loop import LOOK_SECONDS, ServerLoop, is_of_model, number_of_samples
+from distbelief.server_loop import (
+    ELSEWHERE,
+    LOOK_SECONDS,
+    ServerLoop,
+    is_of_model,
+    number_of_samples,
+)
 from distbelief.worker.config import EVERY_MIN, fitting_every
 
 
+_OF_INNER = {
+    **dict.fromkeys(
+        ("lr", "learning_rate", "momentum", "weight_decay", "betas"),
+        "it belongs to the inner optimizer, as in Exchange(torch.optim.SGD(params, lr=0.1), ...)",
+    ),
+    "rule": "it belongs to the server: ParameterServer(..., rule=...)",
+    **dict.fromkeys(("n_push", "n_fetch", "sync_every", "local_steps"), "it is every"),
+}
+
+
 @final
-class Exchange(ServerLoop):
+class Exchange(ServerLoop, torch.optim.Optimizer):
     """Takes local steps by a torch optimizer, and exchanges their sum with a parameter server.
+
+    To a loop it is that optimizer: groups of parameters and state are those of `inner`, so that
+    torch's schedulers and gradient scalers take either.
 
         step        1      2      ...    every   every + 1    ...
         inner       x      x      x      x       x            x
@@ -44,7 +65,7 @@ class Exchange(ServerLoop):
 
     The server's rule applies what is pushed as if it were a gradient: `SGD(learning_rate=1.0)` adds
     up the steps of all workers, 1.0 / n averages those of n workers, and momentum is DiLoCo's outer
-    optimizer. Any scheduler of torch may be used with the inner optimizer, whose state stays here.
+    optimizer. The state of the inner optimizer stays here.
 
     Args:
         inner: Takes the local steps. What else changes parameters after a step, such as clamping,
@@ -67,6 +88,7 @@ class Exchange(ServerLoop):
         PeerLostError: the server does not answer in time.
     """
 
+    @checked("Exchange", ELSEWHERE | _OF_INNER)
     def __init__(
         self,
         inner: torch.optim.Optimizer,
@@ -104,6 +126,7 @@ class Exchange(ServerLoop):
         self._pushed_at = self._left_at = 0.0
         self._exchange_seconds = self._compute_seconds = 0.0
         self._sends = "change"
+        self._way_back = "; take_back() goes back to the last exchange"
         self._is_pushed = False  # a push waits for its acknowledgement; then a fetch begins
         self._is_fetching = False
         # Frozen parameters are fetched once, here, and never pushed.
@@ -121,7 +144,34 @@ class Exchange(ServerLoop):
             for _ in range(2)
         )
 
-    def step(self, closure: Callable[[], float] | None = None, *, samples: int = 1) -> float | None:
+    # torch's constructor is not called: it would keep groups and state of its own.
+
+    @property
+    @override
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[explicit-any, override]
+        return self.inner.param_groups
+
+    @property
+    @override
+    def state(self) -> defaultdict[torch.Tensor, Any]:  # type: ignore[explicit-any, override]
+        return self.inner.state
+
+    @property
+    @override
+    def defaults(self) -> dict[str, Any]:  # type: ignore[explicit-any, override]
+        return self.inner.defaults
+
+    @override
+    def add_param_group(self, param_group: dict[str, object]) -> None:
+        raise JobError(
+            "Exchange: a group of parameters cannot be added: pass all of them to the inner "
+            "optimizer at once"
+        )
+
+    @override
+    def step(  # type: ignore[override]  # torch's are overloads; this is their union
+        self, closure: Callable[[], float] | None = None, *, samples: int = 1
+    ) -> float | None:
         """Take a local step; exchange, if that is due.
 
         Args:
@@ -130,7 +180,7 @@ class Exchange(ServerLoop):
 
         Raises:
             PeerLostError: the server does not answer in time, or has ended.
-            JobError: a parameter has become NaN or infinite.
+            JobError: a parameter has become NaN or infinite: `take_back` goes on without.
         """
         if sum(len(group["params"]) for group in self.inner.param_groups) != self._n_parameters:
             raise JobError(
@@ -148,6 +198,7 @@ class Exchange(ServerLoop):
         if self._is_finished:
             self._refuse_changes()
         loss: float | None = self.inner.step(closure)
+        self._read()
         self._is_finished = False
         self._n_steps += 1
         self._n_unsent += 1
@@ -155,25 +206,48 @@ class Exchange(ServerLoop):
         with torch.no_grad(), self._session.uninterrupted, self._session.background:
             if self._n_steps > 1:
                 self._compute_seconds += self._session.now() - self._left_at
-            self._enter()
-            self._receive()
-            if self._n_unsent >= self._every:
-                self._exchange()
+            try:
+                self._enter()
+                self._receive()
+                if self._n_unsent >= self._every:
+                    self._exchange()
+            finally:
+                self._write()
             self._left_at = self._session.now()
         return loss
 
-    def zero_grad(self) -> None:
-        """Forget the gradients, as the inner optimizer does."""
-        self.inner.zero_grad()
+    def take_back(self) -> None:
+        """Take back the local steps that are not pushed, and go on from the server's values.
 
+        For a loop in which a parameter has become NaN. As in the replicas of a job the state of
+        the inner optimizer, which led there, is lost.
+
+        Raises:
+            PeerLostError: the server does not answer in time.
+        """
+        self._session.check()
+        with torch.no_grad(), self._session.uninterrupted, self._session.background:
+            self._follow(self._parameters())
+            self._settle()
+            self._fetch_anew()
+            torch._foreach_copy_(self._of(self._anchor), self._of(self._session.values))
+        self.inner.state.clear()
+
+    @override
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients, as the inner optimizer does."""
+        self.inner.zero_grad(set_to_none)
+
+    @override
     def state_dict(self) -> dict[str, object]:
-        """Return the inner optimizer's state, and the steps between exchanges.
+        """Return the inner optimizer's state, and the steps between exchanges as "every".
 
         The parameters are the server's. Call `finish` first: steps that are not pushed are in no
         state.
         """
-        return {"inner": self.inner.state_dict(), "every": self._every}
+        return {**self.inner.state_dict(), "every": self._every}
 
+    @override
     def load_state_dict(self, state_dict: dict[str, object]) -> None:
         """Continue with what `state_dict` has returned.
 
@@ -187,8 +261,9 @@ class Exchange(ServerLoop):
             self._load(state_dict, self._parameters())
             torch._foreach_copy_(self._of(self._anchor), self._of(self._session.values))
             return
-        inner, every = state_dict.get("inner"), state_dict.get("every")
-        if not isinstance(inner, dict) or not isinstance(every, int):
+        inner = dict(state_dict)
+        every = inner.pop("every", None)
+        if not isinstance(every, int) or inner.keys() != {"state", "param_groups"}:
             raise JobError(
                 f"Exchange: not a state of an Exchange: {', '.join(map(str, state_dict))}"
             )
@@ -213,6 +288,7 @@ class Exchange(ServerLoop):
             # Once more: other workers may have pushed since.
             self._fetch(self._fetched, exact=True)
             self._merge()
+            self._write()
         self._is_finished = True
 
     def _parameters(self) -> list[torch.nn.Parameter]:

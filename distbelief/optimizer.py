@@ -22,14 +22,32 @@ from typing import ParamSpec, TypeVar, cast, final
 import torch
 from typing_extensions import override
 
+from distbelief.core.arguments import checked
 from distbelief.errors import JobError
 from distbelief.serve.address import ServerAddress, Tensors
-from distbelief.server_loop import ServerLoop, is_of_model, number_of_samples
+from distbelief.server_loop import ELSEWHERE, ServerLoop, is_of_model, number_of_samples
 from distbelief.worker.loop_worker import StagedPush
 
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+
+
+_OF_THE_SERVER = "it belongs to the rule of the server: ParameterServer(..., rule=...)"
+_OF_THE_RULE = dict.fromkeys(
+    (
+        "lr",
+        "initial_lr",
+        "momentum",
+        "weight_decay",
+        "betas",
+        "eps",
+        "nesterov",
+        "schedule",
+        "rule",
+    ),
+    _OF_THE_SERVER,
+)
 
 
 @final
@@ -68,6 +86,7 @@ class DownpourSGD(ServerLoop, torch.optim.Optimizer):
         PeerLostError: the server does not answer in time.
     """
 
+    @checked("DownpourSGD", ELSEWHERE | _OF_THE_RULE)
     def __init__(  # noqa: PLR0913 -- the options of one algorithm
         self,
         params: Iterable[torch.nn.Parameter] | Iterable[tuple[str, torch.nn.Parameter]],
@@ -90,6 +109,8 @@ class DownpourSGD(ServerLoop, torch.optim.Optimizer):
                 f"DownpourSGD: learning_rate is {learning_rate} with n_fetch {n_fetch}: between "
                 "fetches a worker steps by itself: give it a rate above 0"
             )
+        if isinstance(cast("object", params), torch.nn.Module):
+            raise JobError("DownpourSGD: give it net.parameters(), not net")
         torch.optim.Optimizer.__init__(self, params, {"learning_rate": learning_rate or 0.0})
         address = ServerAddress.parse(server)
         self._order = self._order_of(self.param_groups, address)
@@ -179,6 +200,7 @@ class DownpourSGD(ServerLoop, torch.optim.Optimizer):
                 for parameter, rate in zip(self._parameters, self._rates(), strict=True):
                     if parameter.grad is not None:
                         parameter.add_(parameter.grad, alpha=-rate)
+                self._read()
             self._n_steps += 1
             if self._fetches_ahead:
                 # First: behind the blocks of a push, the request would wait for the link.
@@ -247,6 +269,7 @@ class DownpourSGD(ServerLoop, torch.optim.Optimizer):
         self._accrued = [None] * len(self._parameters)
 
     def _note_versions(self) -> None:
+        self._write()
         self._versions = [one._version for one in self._parameters]  # noqa: SLF001 -- torch's own
 
     def _refuse_changes(self) -> None:
@@ -346,11 +369,10 @@ class _Group(dict[str, object]):
 
 
 _GROUP_KEYS = {"params", "param_names", "learning_rate"}
-_OF_THE_RULE = {"lr", "initial_lr", "momentum", "weight_decay", "betas"}
 
 
 def _refusal(key: str) -> JobError:
-    why = "it belongs to the rule of the server: ParameterServer(..., rule=...)"
+    why = _OF_THE_SERVER
     if key in {"lr", "initial_lr"}:
         why = "torch's schedulers do not work: give the server's rule learning_rate= and schedule="
     return JobError(f"DownpourSGD: parameter groups have no {key!r}: {why}")

@@ -13,12 +13,15 @@ import atexit
 import math
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from operator import index
 from pathlib import Path
-from typing import cast
+from types import TracebackType
+from typing import NoReturn, Self, cast
 
 import torch
+from typing_extensions import override
 
 from distbelief.errors import DistBeliefError, JobError
 from distbelief.parameter_server.policy import ExchangePolicy
@@ -33,6 +36,14 @@ TORN_WAIT_SECONDS = 1e-3
 LOOK_SECONDS = 1e-4  # for messages, in a step that waits for nothing
 JOIN_SECONDS_MAX = 10.0  # a server that runs answers at once
 EXIT_SECONDS_MAX = 5.0  # at interpreter exit, for unfinished pushes
+_NOBODY = "workers have no number: any may come and go"
+# Options of other libraries that a loop has none of
+ELSEWHERE = {
+    **dict.fromkeys(("rank", "world_size", "workers", "num_workers", "replicas"), _NOBODY),
+    **dict.fromkeys(("process_group", "backend"), "give server, the address of a ParameterServer"),
+    **dict.fromkeys(("address", "host", "master_addr", "port"), "it is server"),
+    "timeout": "it is timeout_seconds",
+}
 
 
 Groups = Sequence[Mapping[str, object]]  # of an optimizer
@@ -52,6 +63,7 @@ class ServerLoop:
     _is_finished = True  # the server has everything
     _n_steps: int
     _sends: str  # what it pushes, for errors
+    _way_back = ""  # after NaN
     _address: ServerAddress
     _keys: str | Path | None
     _names: tuple[str, ...]  # of the server's tensors, if it knows them
@@ -59,6 +71,7 @@ class ServerLoop:
     _tensors: list[torch.Tensor]  # the buffers
     _bindings: Bindings
     _buffers: LocalBuffers
+    _copies: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()  # tensors, and their values in order
 
     def _given(self, groups: Groups) -> list[torch.nn.Parameter]:
         """Return the parameters of an optimizer's groups, in the server's order."""
@@ -119,6 +132,9 @@ class ServerLoop:
             self._enter()  # first: a tick begins with a fetch
             self._fetch(self._session.values)
             self._buffers.merge(contains_pushes=True)
+            tensors = [*parameters, *self._tensors]
+            self._copies = follow(tensors, self._session.values, user=user)
+            self._write()
         except BaseException:
             self._session.close()
             raise
@@ -137,10 +153,15 @@ class ServerLoop:
         with torch.no_grad(), self._session.uninterrupted, self._session.background:
             for tensor, value in zip(tensors, values, strict=True):
                 tensor.copy_(value)
-            self._buffers.forget()
-            self._fetch(self._session.values, exact=True)
-            self._buffers.merge(contains_pushes=True)
+            self._fetch_anew()
         self._is_finished = True
+
+    def _fetch_anew(self) -> None:
+        """Take the server's values, whatever is here."""
+        self._buffers.forget()
+        self._fetch(self._session.values, exact=True)
+        self._buffers.merge(contains_pushes=True)
+        self._write()
 
     def _settle(self) -> None:
         """Wait for what is under way, and drop what is not sent."""
@@ -172,6 +193,27 @@ class ServerLoop:
                 self.finish()
         finally:
             self._session.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: object, trace: TracebackType | None
+    ) -> None:
+        """Close; after an error that of the block is raised, not what follows from it."""
+        if kind is None:
+            self.close()
+            return
+        with suppress(DistBeliefError):
+            self.close(timeout_seconds=EXIT_SECONDS_MAX)
+
+    @override
+    def __reduce_ex__(self, protocol: object, /) -> NoReturn:
+        user = type(self).__name__
+        raise JobError(
+            f"{user} cannot be copied or pickled: it is one worker's connection to its server. "
+            f"Copy the model and state_dict(), or make another {user}"
+        )
 
     def counters(self) -> dict[str, float]:
         """Return metrics: pushes sent, acknowledged and lost, staleness, bytes."""
@@ -241,6 +283,7 @@ class ServerLoop:
             raise JobError(
                 f"{type(self).__name__}: step {self._n_steps}: NaN or infinity in the "
                 f"{self._sends} of {which} (from 0): use a lower learning rate, or clip"
+                f"{self._way_back}"
             )
 
     def _called(self, place: int) -> str:
@@ -253,7 +296,19 @@ class ServerLoop:
     def _follow(self, parameters: Sequence[torch.Tensor]) -> None:
         bind_again(self._bindings)
         tensors = [*parameters, *self._tensors]
-        follow(tensors, self._session.values, user=type(self).__name__)
+        self._copies = follow(tensors, self._session.values, user=type(self).__name__)
+        self._read()
+
+    def _read(self) -> None:
+        """Copy what has changed in tensors whose memory has another order."""
+        for tensor, copy in self._copies:
+            copy.copy_(tensor.detach())
+
+    def _write(self) -> None:
+        """Copy what has changed in the values of such tensors."""
+        with torch.no_grad():
+            for tensor, copy in self._copies:
+                tensor.copy_(copy)
 
     def _begin_fetch(self, *, exact: bool = False) -> None:
         name = lw.FETCH_EXACTLY if exact else lw.FETCH
@@ -294,13 +349,18 @@ def _finish_at_exit(reference: "weakref.ref[ServerLoop]") -> None:
             print(f"{type(optimizer).__name__}: at exit: {error}")  # noqa: T201 -- no log is left at exit
 
 
-def follow(parameters: Sequence[torch.Tensor], values: list[torch.Tensor], *, user: str) -> None:
+def follow(
+    parameters: Sequence[torch.Tensor], values: list[torch.Tensor], *, user: str
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Make values views of the parameters again where `parameter.data` was replaced.
 
+    Returns those whose memory has another order, with their values, which are a copy then.
     JobError if the new memory is of another type, size, or on another device.
     """
+    copies: list[tuple[torch.Tensor, torch.Tensor]] = []
     for place, (parameter, known) in enumerate(zip(parameters, values, strict=True)):
-        if parameter.data_ptr() == known.data_ptr():
+        is_in_order = parameter.is_contiguous()
+        if is_in_order and parameter.data_ptr() == known.data_ptr():
             continue
         now = (parameter.dtype, parameter.device, parameter.numel())
         if now != (known.dtype, known.device, known.numel()):
@@ -308,9 +368,13 @@ def follow(parameters: Sequence[torch.Tensor], values: list[torch.Tensor], *, us
                 f"{user}: parameter {place} has become {parameter.dtype} on {parameter.device}, "
                 f"{parameter.numel()} elements: convert and move the model before it is made"
             )
-        if not parameter.is_contiguous():
-            parameter.data = parameter.data.contiguous()
-        values[place] = parameter.detach().view(-1)
+        if is_in_order:
+            values[place] = parameter.detach().view(-1)
+            continue
+        if parameter.data_ptr() == known.data_ptr():  # the same memory, in another order now
+            values[place] = known.clone()
+        copies.append((parameter, values[place].view(parameter.shape)))
+    return copies
 
 
 def _seconds(timeout: object, user: str) -> float:

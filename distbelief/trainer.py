@@ -80,7 +80,7 @@ from distbelief.supervisor.handover import Handover, handover_of
 from distbelief.supervisor.stop_rules import StopRules
 from distbelief.supervisor.supervisor import Supervisor
 from distbelief.supervisor.view import JobView
-from distbelief.task.imports import installed_imports
+from distbelief.task.imports import check_is_no_import, installed_imports
 from distbelief.task.task import build_model
 from distbelief.transport.address import LOOPBACK, Endpoint
 from distbelief.transport.config import ListenConfig
@@ -726,6 +726,7 @@ def train(  # noqa: PLR0913 -- a front door: all but the first are options
         JobError: the job cannot be run.
         StorageError: a directory or shared memory cannot be created.
     """
+    check_is_no_import("distbelief.train")
     console = Console(quiet=not show)
     with ended_by_signals(), ExitStack() as stack:
         if watch is not None:

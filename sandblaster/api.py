@@ -22,12 +22,14 @@ from torch.nn.utils import parameters_to_vector
 from distbelief.config import toml
 from distbelief.config.job import Job
 from distbelief.config.load import load_job, parse_job
+from distbelief.core.arguments import checked
 from distbelief.core.files import scratch
 from distbelief.errors import JobError, StorageError
 from distbelief.run.directory import RunDirectory
 from distbelief.run.resume import check_same
 from distbelief.supervisor.view import JobView
-from distbelief.task.task import build_model
+from distbelief.task.imports import check_is_no_import
+from distbelief.task.task import build_model, check_shapes
 from distbelief.trainer import HeldCallback, Run, train
 from sandblaster.config import MethodName
 from sandblaster.optimizers.termination import Reason
@@ -120,6 +122,21 @@ def _result(**figures: object) -> MinimizeResult:
     return result
 
 
+_ELSEWHERE = {
+    **dict.fromkeys(("workers", "num_workers", "world_size", "n_jobs"), "it is replicas"),
+    **dict.fromkeys(
+        ("lr", "learning_rate"), "a line search finds each step's length: leave it out"
+    ),
+    **dict.fromkeys(("epochs", "max_iter", "maxiter"), "it is max_iterations"),
+    **dict.fromkeys(("gtol", "tolerance_grad"), "it is tolerance"),
+    **dict.fromkeys(("ftol", "tolerance_change"), "it is value_tolerance"),
+    **dict.fromkeys(("maxcor", "history_size"), "it is history"),
+    "batch_size": "each step is of all the data; portion is what a replica computes at once",
+    "optimizer": "it is method",
+    "jac": "torch computes the gradient: leave it out",
+    "x0": "the search begins at the model's present values: leave it out",
+}
+
 Callback = Callable[[MinimizeResult], object]
 """Receives progress; returns True, or raises StopIteration, to end the run."""
 
@@ -154,6 +171,7 @@ class CallbackWatch:
         return self._has_ended_it
 
 
+@checked("minimize", _ELSEWHERE)
 def minimize(  # noqa: PLR0913 -- the options of a job, by their names there
     model: nn.Module | Factory,
     loss: Factory,
@@ -206,6 +224,9 @@ def minimize(  # noqa: PLR0913 -- the options of a job, by their names there
         JobError: the arguments cannot be run, or the run failed.
         StorageError: a directory cannot be used.
     """
+    check_is_no_import("sandblaster.minimize")
+    if isinstance(model, nn.Module):
+        check_shapes(model, "minimize")
     problem = Problem(model, data)
     others: dict[str, object] = {
         "algorithm": {

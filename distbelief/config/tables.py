@@ -50,6 +50,7 @@ _PLACES = {
     "epochs": "[stop]",
     "samples": "[stop]",
     "batch_size": "[algorithm]",
+    "n_push": "[algorithm]",
     "loss": "[algorithm]",
     "rule": "[algorithm]",
     "clip_norm": "[algorithm]",
@@ -59,11 +60,55 @@ _PLACES = {
     "shards": "[cluster]",
     "partitions": "[cluster]",
     "device": "[cluster]",
+    "threads": "[cluster]",
     "metric": "[evaluation]",
     "directory": "[output]",
     "learning_rate": _RULE.format('"sgd"', "learning_rate = 0.1"),
     "weight_decay": _RULE.format('"sgd"', "learning_rate = 0.1, weight_decay = 1e-4"),
     "momentum": _RULE.format('"momentum"', "learning_rate = 0.1, momentum = 0.9"),
+}
+
+_READS = "Each replica reads its next batch by itself while it computes: leave it out."
+_SCHEDULE = (
+    'It is the schedule of the rule, as in rule = { name = "sgd", learning_rate = 0.1, '
+    'schedule = { name = "cosine", n_pushes = 10000, n_warm_up = 100 } }.'
+)
+_PRECISION = (
+    'Models compute in their own types; numbers = "bfloat16" in [algorithm.exchange] halves what '
+    "hosts send."
+)
+_TEST = "Held-out data are the table [data.test]."
+_RESUME = "It is a flag: distbelief train --resume RUN_DIR."
+_HOSTS = "Hosts join a job: distbelief train JOB --listen tcp://0.0.0.0:7700 --hosts N."
+_PLACEMENT = "Processes find each other by themselves: leave it out."
+# Keys of other libraries that are no key here.
+_ELSEWHERE = {
+    **dict.fromkeys(("num_workers", "pin_memory", "persistent_workers", "prefetch_factor"), _READS),
+    **dict.fromkeys(("scheduler", "lr_scheduler", "warmup_steps", "lr_decay"), _SCHEDULE),
+    **dict.fromkeys(("precision", "mixed_precision", "amp", "fp16", "bf16"), _PRECISION),
+    **dict.fromkeys(("val", "valid", "validation", "eval_data", "val_data", "test_data"), _TEST),
+    **dict.fromkeys(("resume", "ckpt_path", "resume_from_checkpoint"), _RESUME),
+    **dict.fromkeys(("num_nodes", "nnodes", "num_machines"), _HOSTS),
+    **dict.fromkeys(("backend", "rank", "local_rank", "init_method", "master_addr"), _PLACEMENT),
+    "shuffle": "Each epoch has an order of its own, from [algorithm] seed: leave it out.",
+    "strategy": 'It is [algorithm] preset, such as "downpour" or "diloco": distbelief presets.',
+    **dict.fromkeys(
+        ("val_check_interval", "eval_steps", "eval_every"),
+        'It is every of [evaluation], a time: every = "10 s".',
+    ),
+    **dict.fromkeys(
+        ("log_every_n_steps", "logging_steps", "log_every"),
+        'It is report_every of [output], a time: report_every = "2 s".',
+    ),
+    **dict.fromkeys(
+        ("save_steps", "save_every", "checkpoint_every"),
+        'It is snapshot_every of [output], a time: snapshot_every = "30 s".',
+    ),
+    **dict.fromkeys(
+        ("nesterov", "dampening"),
+        'It is an option of rule = { name = "momentum", learning_rate = 0.1, momentum = 0.9 }.',
+    ),
+    "betas": "Give beta1 and beta2.",
 }
 
 # Names from elsewhere that need more than another name here.
@@ -140,7 +185,9 @@ def check_known(table: Mapping[str, object], known: Iterable[str], path: Path) -
         if key not in known:
             meant = SYNONYMS.get(key.lower(), key)
             hint = nearest(key, known)
-            if meant not in known and _PLACES.get(meant, header(path)) != header(path):
+            if key.lower() in _ELSEWHERE:
+                hint = _ELSEWHERE[key.lower()]
+            elif meant not in known and _PLACES.get(meant, header(path)) != header(path):
                 hint = f"'{meant}' belongs into {_PLACES[meant]}."
             raise TableError((*path, key), f"{header(path)} has no key '{key}'. {hint}")
 

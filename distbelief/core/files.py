@@ -233,7 +233,7 @@ def make_numbered(parent: Path, prefix: str) -> Path:
         with suppress(FileExistsError):  # perhaps made just now, by another process
             path.mkdir(mode=0o700)
             return path
-    raise StorageError(f"{parent} has {SIBLINGS_MAX} {prefix}*: remove some")
+    raise StorageError(f"{parent} has {SIBLINGS_MAX} {prefix}*: use another directory")
 
 
 def force(path: Path) -> None:

@@ -13,6 +13,7 @@ clipped to [-clip_value, clip_value], then weight decay is added (but see `Adam`
 element by element with torch's fused kernels, so S shards give the bits of one (DB-13).
 """
 
+import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -26,9 +27,10 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from distbelief.core.arguments import check_call
 from distbelief.core.formatting import nearest
 from distbelief.core.vectors import ALIGNMENT, Vector
-from distbelief.errors import RemoteProtocolError
+from distbelief.errors import RemoteProtocolError, SettingError
 from distbelief.parameter_server import slices
 from distbelief.parameter_server.layout import Layout
 from distbelief.parameter_server.slices import IndexRanges, Indices, ShardSlice, padded
@@ -55,16 +57,45 @@ from distbelief.parameter_server.slices import IndexRanges, Indices, ShardSlice,
 def _check(
     struct: msgspec.Struct, user: str, fields: str, fits: Callable[[float], bool], use: str
 ) -> None:
-    """Raise ValueError if one of these fields, of those that the struct has, does not fit."""
+    """Raise SettingError if one of these fields, of those that the struct has, does not fit."""
     for field in fields.split():
         value = getattr(struct, field, None)
         is_number = isinstance(value, int | float)
         if value is not None and not (is_number and fits(value)):
-            raise ValueError(f"{user}: {field} is {value!r}; use {use}")
+            raise SettingError(f"{user}: {field} is {value!r}; use {use}")
+
+
+_DECAY = "Give schedule, as in Cosine(n_pushes=1000)."
+_MOMENTUM = "Use Momentum, whose options are momentum, dampening and nesterov."
+# What options of torch's optimizers are here
+_ELSEWHERE = {
+    "alpha": "It is smoothing.",
+    "amsgrad": "Leave it out: no rule has it.",
+    "betas": "Give beta1 and beta2.",
+    "dampening": _MOMENTUM,
+    "lr_decay": _DECAY,
+    "momentum": _MOMENTUM,
+    "nesterov": _MOMENTUM,
+    "rho": "It is smoothing of RMSprop.",
+}
+
+
+class _Settings(msgspec.StructMeta):
+    """Makes rules and schedules, whose wrong arguments are a JobError and no TypeError."""
+
+    @override
+    def __call__(self, *arguments: object, **options: object) -> object:
+        check_call(self.__name__, inspect.signature(self), arguments, options, _ELSEWHERE)
+        return super().__call__(*arguments, **options)
 
 
 class _Schedule(
-    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="name"
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    forbid_unknown_fields=True,
+    tag_field="name",
+    metaclass=_Settings,
 ):
     n_warm_up: int = 0  # pushes over which the rate first rises
 
@@ -85,7 +116,7 @@ class _Schedule(
 
 
 @final
-class Constant(_Schedule, frozen=True, tag="constant"):
+class Constant(_Schedule, frozen=True, kw_only=True, tag="constant"):
     """The learning rate as it is, after the warm-up."""
 
     @override
@@ -94,7 +125,7 @@ class Constant(_Schedule, frozen=True, tag="constant"):
 
 
 @final
-class Step(_Schedule, frozen=True, tag="step"):
+class Step(_Schedule, frozen=True, kw_only=True, tag="step"):
     """The rate falls by `decay` after every `n_pushes`."""
 
     n_pushes: int
@@ -106,7 +137,7 @@ class Step(_Schedule, frozen=True, tag="step"):
 
 
 @final
-class Exponential(_Schedule, frozen=True, tag="exponential"):
+class Exponential(_Schedule, frozen=True, kw_only=True, tag="exponential"):
     """The rate falls smoothly by `decay` over every `n_pushes`."""
 
     n_pushes: int
@@ -118,7 +149,7 @@ class Exponential(_Schedule, frozen=True, tag="exponential"):
 
 
 @final
-class InverseTime(_Schedule, frozen=True, tag="inverse_time"):
+class InverseTime(_Schedule, frozen=True, kw_only=True, tag="inverse_time"):
     """Half the rate after `n_pushes`, a third after twice as many, and so on."""
 
     n_pushes: int
@@ -129,7 +160,7 @@ class InverseTime(_Schedule, frozen=True, tag="inverse_time"):
 
 
 @final
-class Cosine(_Schedule, frozen=True, tag="cosine"):
+class Cosine(_Schedule, frozen=True, kw_only=True, tag="cosine"):
     """Half a cosine wave down to `floor` over `n_pushes`, then `floor`."""
 
     n_pushes: int
@@ -297,7 +328,12 @@ make the cost of a call small. A multiple of `ALIGNMENT`."""
 
 
 class _Rule(
-    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="name"
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    forbid_unknown_fields=True,
+    tag_field="name",
+    metaclass=_Settings,
 ):
     adaptive: ClassVar[bool] = False  # each element has its own rate
     several_passes: ClassVar[bool] = False  # over the memory: there is no fused kernel
@@ -314,12 +350,12 @@ class _Rule(
     def __post_init__(self) -> None:
         for pattern, rule in self.groups.items():
             if not isinstance(cast("object", rule), _Rule) or rule.groups:
-                raise ValueError(
+                raise SettingError(
                     f"rule {self.name!r}: groups has for {pattern!r} no update rule, or one with "
                     "groups of its own: use one without"
                 )
         if not isinstance(self.schedule, Schedule):
-            raise ValueError(  # noqa: TRY004 - one kind of error for a wrong setting
+            raise SettingError(
                 f"rule {self.name!r}: schedule is {self.schedule!r}; use one of "
                 "distbelief.parameter_server.optimizers, as in Cosine(n_pushes=1)"
             )
@@ -386,7 +422,7 @@ class _Rule(
 
 
 @final
-class SGD(_Rule, frozen=True, tag="sgd"):
+class SGD(_Rule, frozen=True, kw_only=True, tag="sgd"):
     """Stochastic gradient descent as in `torch.optim.SGD`, without state."""
 
     @override
@@ -395,7 +431,7 @@ class SGD(_Rule, frozen=True, tag="sgd"):
 
 
 @final
-class Momentum(_Rule, frozen=True, tag="momentum"):
+class Momentum(_Rule, frozen=True, kw_only=True, tag="momentum"):
     """Heavy-ball momentum (Polyak 1964) or Nesterov's, as in `torch.optim.SGD`.
 
     The velocity starts as the first gradient, undampened. The rate multiplies the velocity when
@@ -413,7 +449,7 @@ class Momentum(_Rule, frozen=True, tag="momentum"):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.nesterov and (self.momentum == 0.0 or self.dampening != 0.0):
-            raise ValueError(
+            raise SettingError(
                 f"rule 'momentum': nesterov is true with momentum {self.momentum} and "
                 f"dampening {self.dampening}; it needs momentum above 0 and dampening 0"
             )
@@ -424,7 +460,7 @@ class Momentum(_Rule, frozen=True, tag="momentum"):
 
 
 @final
-class DelayedNesterov(_Rule, frozen=True, tag="delayed_nesterov"):
+class DelayedNesterov(_Rule, frozen=True, kw_only=True, tag="delayed_nesterov"):
     """Nesterov's momentum of the mean of `n_pushes` pushes (Liu et al. 2024, section 5, c = 0).
 
     Each push moves the parameters by its share at once; the velocity follows after the last one.
@@ -452,7 +488,7 @@ class DelayedNesterov(_Rule, frozen=True, tag="delayed_nesterov"):
 
 
 @final
-class Adagrad(_Rule, frozen=True, tag="adagrad"):
+class Adagrad(_Rule, frozen=True, kw_only=True, tag="adagrad"):
     """A rate per parameter that falls with the gradients seen (Duchi et al. 2011).
 
     Dean et al. 2012, section 4.1: "eta_i,K = gamma / sqrt(sum_j=1..K dw_i,j^2)"; gamma is
@@ -486,7 +522,7 @@ class Adagrad(_Rule, frozen=True, tag="adagrad"):
 
 
 @final
-class RMSprop(_Rule, frozen=True, tag="rmsprop"):
+class RMSprop(_Rule, frozen=True, kw_only=True, tag="rmsprop"):
     """Adagrad with a decaying average (Tieleman & Hinton 2012), as in `torch.optim.RMSprop`.
 
     Torch has no fused kernel for it: five passes, over pieces that stay in the cache.
@@ -519,7 +555,7 @@ class RMSprop(_Rule, frozen=True, tag="rmsprop"):
 
 
 @final
-class Adam(_Rule, frozen=True, tag="adam"):
+class Adam(_Rule, frozen=True, kw_only=True, tag="adam"):
     """Adaptive moments (Kingma & Ba 2015, Algorithm 1), as in `torch.optim.Adam`.
 
     The clock is the step t of the bias correction. With `decoupled_weight_decay` the parameters
@@ -568,11 +604,11 @@ def rule_of(rule: UpdateRule, name: str) -> UpdateRule:
 
 
 def check_groups(rule: UpdateRule, names: Iterable[str]) -> None:
-    """Raise ValueError if a group of the rule is that of none of these parameters."""
+    """Raise SettingError if a group of the rule is that of none of these parameters."""
     names = list(names)
     for pattern in rule.groups:
         if not any(fnmatchcase(name, pattern) for name in names):
-            raise ValueError(
+            raise SettingError(
                 f"rule.groups has {pattern!r}, and no parameter's name is like that: use a name, "
                 f"or a pattern such as '*.bias'. {nearest(pattern, names)}"
             )

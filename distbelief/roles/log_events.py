@@ -14,7 +14,7 @@ _TEXTS: Final[Mapping[Level, Mapping[str, str]]] = {
     "info": {
         "role_back": "{role} is back after {seconds:.1f} s",
         "role_waits": "{role} waits for a host with free cores (distbelief join)",
-        "guest_away": "{role} silent for {seconds:.1f} s: going on without it",
+        "guest_away": "{role} {reason}: going on without it",
         "backup_in_sync": "{role} is in sync: it holds every acknowledged push",
         "backup_unresponsive": "{other} does not answer {role}, which continues without a backup",
         "stopping": "{reason}: stopping",

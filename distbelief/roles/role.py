@@ -199,6 +199,7 @@ class Connect(msgspec.Struct, frozen=True, kw_only=True):
     incarnation: int
     endpoint: str
     host: str
+    watched: bool = False  # deliver `PeerLost` once the connection ends and nothing listens there
 
 
 class Probe(msgspec.Struct, frozen=True, kw_only=True):

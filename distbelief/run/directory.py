@@ -71,7 +71,9 @@ class RunDirectory:
             run = cls._taken(first.with_name(f"{first.name}{suffix}"))
             if run is not None:
                 return run
-        raise StorageError(f"{first} and {files.SIBLINGS_MAX} siblings exist: remove some")
+        raise StorageError(
+            f"{first} and {files.SIBLINGS_MAX} siblings exist: name another directory"
+        )
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], *, write: bool = True) -> Self:
@@ -96,6 +98,12 @@ class RunDirectory:
         """Lock this directory, whatever files it contains."""
         files.refuse_special(path)
         return cls(path, lock=_lock(path))
+
+    @property
+    def held(self) -> int:
+        """Descriptor of the lock; a child process that inherits it holds the lock too."""
+        assert self._lock is not None
+        return self._lock
 
     def __enter__(self) -> Self:
         return self

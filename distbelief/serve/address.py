@@ -232,6 +232,11 @@ def parameter_specs(
             raise JobError(
                 f"parameter {index} is a {type(parameter).__name__}: give net.parameters()"
             )
+        if torch.nn.parameter.is_lazy(parameter):
+            raise JobError(
+                f"parameter {index} has no shape yet: run a batch through the net first, or "
+                "replace its Lazy module by one with its sizes given"
+            )
         if parameter.dtype != torch.float32:
             raise JobError(f"parameter {index} is {parameter.dtype}: use net.float()")
         shape = tuple(parameter.shape)

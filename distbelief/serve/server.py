@@ -1,22 +1,24 @@
 """`ParameterServer`: the handle of a parameter server in processes on this host."""
 
+import math
 import select
 import subprocess
 import sys
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Final, Literal, Self, cast, final
+from typing import Final, Literal, Self, final
 
 import msgspec
 import torch
 
 from distbelief.config.presets import expand
-from distbelief.core import files
-from distbelief.core.files import Scratch
+from distbelief.core.arguments import checked
+from distbelief.core.files import Scratch, explaining, make_directory
 from distbelief.errors import JobError, PeerLostError
 from distbelief.parameter_server.config import COPIES_MAX
 from distbelief.parameter_server.optimizers import UpdateRule
+from distbelief.run.directory import RunDirectory
 from distbelief.serve.address import (
     SHARDS_MAX,
     ServerAddress,
@@ -28,11 +30,25 @@ from distbelief.serve.address import (
 )
 from distbelief.serve.server_process import ServerReady, ServerRequest
 from distbelief.serve.session import in_order, set_values
+from distbelief.task.imports import check_is_no_import
 from distbelief.transport.shared_memory import FileMemory
 
 
 CLOSE_SECONDS_MAX: Final = 10.0
 END_SECONDS_MAX: Final = 5.0  # of a process that has closed its output
+_RULE: Final = "Give the rule its options, as in rule=distbelief.SGD(learning_rate=0.1)."
+_ELSEWHERE: Final = {
+    **dict.fromkeys(("lr", "learning_rate", "momentum", "weight_decay", "schedule"), _RULE),
+    **dict.fromkeys(
+        ("workers", "num_workers", "world_size"), "Any number of workers may join: leave it out."
+    ),
+    **dict.fromkeys(
+        ("host", "port", "address", "bind"),
+        "It serves this host; for others run `distbelief serve --bind tcp://0.0.0.0:7700`.",
+    ),
+    "optimizer": _RULE,
+    "every": "Each Exchange has its own: Exchange(..., every=64).",
+}
 
 
 @final
@@ -60,7 +76,9 @@ class ParameterServer:
         shard_copies: Processes per shard, 1 or 2. With 2, a backup takes over when the
             primary fails, and no acknowledged push is lost.
         shared_memory: Whether workers on this host share memory with the shards.
-        directory: For checkpoints and logs; default: a temporary directory.
+        directory: For checkpoints and logs; default: a temporary directory. If a server with the
+            same parameters, rule and shards has left checkpoints there, this one continues from
+            them, as `distbelief serve` does.
         snapshot_every: Seconds between checkpoints, from which a failed shard restarts.
         start_seconds_max: How long the shards may take to start.
 
@@ -68,6 +86,7 @@ class ParameterServer:
         JobError: an argument is not valid.
     """
 
+    @checked("ParameterServer", _ELSEWHERE)
     def __init__(  # noqa: PLR0913 -- the options of one algorithm, and of its processes
         self,
         params: Tensors,
@@ -90,10 +109,11 @@ class ParameterServer:
         for name, (value, most) in limits.items():
             if type(value) is not int or not 1 <= value <= most:
                 raise JobError(f"ParameterServer: {name} is {value!r}; use 1 to {most}")
-        if not isinstance(cast("object", snapshot_every), int | float) or not snapshot_every > 0:
-            raise JobError(
-                f"ParameterServer: snapshot_every is {snapshot_every!r}; use seconds, more than 0"
-            )
+        times = {"snapshot_every": snapshot_every, "start_seconds_max": start_seconds_max}
+        for name, seconds in times.items():
+            is_number = type(seconds) in {int, float}
+            if not (is_number and 0.0 < seconds < math.inf):
+                raise JobError(f"ParameterServer: {name} is {seconds!r}; use seconds, more than 0")
         exchange = exchange_policy(
             "ParameterServer",
             {},
@@ -107,7 +127,7 @@ class ParameterServer:
             rule = msgspec.convert(expand({"preset": preset})["rule"], type=UpdateRule)
         if not isinstance(rule, UpdateRule):
             raise JobError(
-                f"ParameterServer: rule is {rule!r}; use one, as "
+                f"ParameterServer: rule is {' '.join(repr(rule).split())[:60]}; use one, as "
                 "distbelief.SGD(learning_rate=0.1), or a preset"
             )
         if isinstance(params, torch.nn.Module):
@@ -128,9 +148,11 @@ class ParameterServer:
             shard_copies=shard_copies,
             shared_memory=shared_memory,
             snapshot_every=snapshot_every,
-            directory="" if directory is None else str(Path(directory).absolute()),
+            start_seconds_max=start_seconds_max,
+            directory="" if directory is None else str(_path(directory).absolute()),
             keeps=directory is not None,
         )
+        self._request.check("ParameterServer")
         self._start_seconds_max = start_seconds_max
         self._own_directory: Scratch | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -148,34 +170,31 @@ class ParameterServer:
     def start(self) -> Self:
         """Start the shards, and wait until they are ready.
 
-        JobError if the server runs already, or its directory has old checkpoints; StorageError if
-        the disk has no space for the values; PeerLostError if the shards do not start.
+        JobError if the server runs already, or its directory has checkpoints of another;
+        StorageError if the disk has no space for the values, or another server uses the directory;
+        PeerLostError if the shards do not start.
         """
         if self._process is not None:
             raise JobError("the parameter server is running already")
+        check_is_no_import("ParameterServer.start")
         request = self._request
-        held: tuple[int, ...] = ()
-        if not request.directory:
-            self._own_directory = Scratch.make()
-            request = msgspec.structs.replace(request, directory=str(self._own_directory.path))
-            held = (self._own_directory.held,)
-        directory = Path(request.directory)
-        files.make_directory(directory)
-        snapshots = directory / "snapshots"
-        if any(snapshots.rglob("*.safetensors")):  # the shards would restore them
-            raise JobError(
-                f"ParameterServer: directory {directory} holds checkpoints: use another, or remove "
-                f"{snapshots}"
+        with ExitStack() as stack:  # the directory stays locked until the process has ended, too
+            if request.directory:
+                directory = Path(request.directory)
+                with explaining(directory, doing="make"):
+                    make_directory(directory)
+                held = stack.enter_context(RunDirectory.take(directory)).held
+            else:
+                self._own_directory = Scratch.make()
+                directory, held = self._own_directory.path, self._own_directory.held
+                request = msgspec.structs.replace(request, directory=str(directory))
+            request.prepare(self._tensors)
+            self._process = subprocess.Popen(  # noqa: S603 -- our own program
+                [sys.executable, "-P", "-m", "distbelief.serve.server_process", str(request.file)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                pass_fds=(held,),
             )
-        request.write_initial(self._tensors)
-        file = directory / "request.json"
-        file.write_bytes(msgspec.json.encode(request))
-        self._process = subprocess.Popen(  # noqa: S603 -- our own program
-            [sys.executable, "-P", "-m", "distbelief.serve.server_process", str(file)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            pass_fds=held,  # the directory stays locked until both processes have ended
-        )
         try:
             self._address = self._await_address(self._process)
         except BaseException:
@@ -236,9 +255,19 @@ class ParameterServer:
             status = process.poll()
             how = f"ended with status {status}"
             if status is None:
-                how = f"is not ready after {self._start_seconds_max:g} s"
+                how = (
+                    f"is not ready after {self._start_seconds_max:g} s: give it more, with "
+                    "start_seconds_max"
+                )
             raise PeerLostError(f"the parameter server {how}")
         reply = msgspec.json.decode(line, type=ServerReady)
         if reply.error is not None:
             raise PeerLostError(f"the parameter server cannot start: {reply.error}")
         return reply.address
+
+
+def _path(directory: str | Path) -> Path:
+    try:
+        return Path(directory)
+    except TypeError:
+        raise JobError(f"ParameterServer: directory is {directory!r}; use a path") from None

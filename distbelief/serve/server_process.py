@@ -66,6 +66,7 @@ class ServerRequest(msgspec.Struct, frozen=True, kw_only=True):
     shard_copies: int
     shared_memory: bool = True  # with workers on this host
     snapshot_every: float  # seconds between checkpoints
+    start_seconds_max: float = 60.0  # for a shard, until its first message
     directory: str = ""  # for checkpoints, logs and the initial values
     keeps: bool = True  # False: remove the directory at the end
     run: str = ""  # name of the run; "": a random one
@@ -74,6 +75,51 @@ class ServerRequest(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def initial_file(self) -> Path:
         return Path(self.directory) / "initial.safetensors"
+
+    @property
+    def file(self) -> Path:
+        return Path(self.directory) / "request.json"
+
+    @property
+    def has_checkpoints(self) -> bool:
+        return any((Path(self.directory) / "snapshots").rglob("*.safetensors"))
+
+    def prepare(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Write what the server process reads.
+
+        Where another server has left checkpoints, this one continues from them; JobError if it had
+        other parameters, shards, or another rule.
+        """
+        if not self.has_checkpoints:
+            self.write_initial(parameters)
+        elif self.file.is_file():
+            _check_same(self, _read(self.file), directory=Path(self.directory))
+        else:
+            raise JobError(
+                f"{self.directory} holds the checkpoints of something else, not of a "
+                "ParameterServer: use another directory"
+            )
+        files.write_private(self.file, msgspec.json.encode(self))  # it may contain a secret
+
+    def settings(self) -> DownpourSettings:
+        """Return what shards are told; they need the settings of a job."""
+        return DownpourSettings(
+            loss="mse",
+            batch_size=1,
+            rule=self.rule,
+            # What workers send does not matter to shards.
+            exchange=msgspec.structs.replace(self.exchange, send="gradient", every=1),
+        )
+
+    def check(self, user: str) -> None:
+        """Raise JobError if the processes of the server would refuse it."""
+        try:
+            msgspec.json.decode(msgspec.json.encode(self), type=ServerRequest)
+            self.settings()
+        except (msgspec.MsgspecError, ValueError, TypeError) as error:
+            text, _, place = str(error).partition(" - at `$.")
+            place = f"{place.rstrip('`')}: " if place else ""
+            raise JobError(f"{user}: {place}{text}") from None
 
     def write_initial(self, parameters: Iterable[torch.Tensor]) -> None:
         values = {
@@ -155,6 +201,7 @@ def _serve(request: ServerRequest, private: Path, watch: Watch, tell: Tell) -> s
             admits_guests=True,
             snapshot_every=request.snapshot_every,
             import_seconds_max=IMPORT_SECONDS_MAX,
+            start_seconds_max=request.start_seconds_max,
             first_incarnation=previous.incarnation,
             first_label=previous.label,
             before=previous.before,
@@ -192,13 +239,7 @@ def _role_spec(request: ServerRequest, supervisor: str, memory: str) -> bytes:
         model=ModelSpec(factory=nothing),
         data=jobs.DataTables(train=DataSpec(factory=nothing)),
         algorithm_name="downpour",
-        algorithm=DownpourSettings(
-            loss="mse",
-            batch_size=1,
-            rule=request.rule,
-            # What workers send does not matter to shards.
-            exchange=msgspec.structs.replace(request.exchange, send="gradient", every=1),
-        ),
+        algorithm=request.settings(),
         cluster=jobs.ClusterTable(shards=request.n_shards, shard_copies=request.shard_copies),
         evaluation=jobs.EvaluationTable(),
         stop=jobs.StopTable(samples=1),
@@ -230,6 +271,8 @@ def main(path: str) -> int:
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     request = msgspec.json.decode(Path(path).read_bytes(), type=ServerRequest)
+    if request.has_checkpoints:
+        _tell_on_stderr(f"continuing from the checkpoints in {request.directory}")
     try:
         error = serve(request, _watched_by_parent, tell=_tell_on_stderr)
     except DistBeliefError as problem:
@@ -284,6 +327,7 @@ def run_server(
     the same port. Model, rule and number of shards must be the same. The directory and the name of
     the run in `request` are set here.
     """
+    request.check("serve")
     request.reach.check()
     if request.reach.keys is not None:
         # Read the keys now, so that an error in them comes before any file is written.
@@ -320,7 +364,7 @@ def _resolved(
         run=secrets.token_hex(16),
         reach=request.reach.pinned(),
     )
-    file = run.path / "request.json"
+    file = request.file
     is_first = not file.is_file()
     if from_scratch and not is_first:
         place = run.put_aside(request.initial_file, run.snapshots)
@@ -352,9 +396,13 @@ def _read(file: Path) -> ServerRequest:
 
 
 def _check_same(now: ServerRequest, before: ServerRequest, *, directory: Path) -> None:
-    old_shapes, new_shapes = ([spec.shape for spec in each.tensors] for each in (before, now))
+    old_model, new_model = (
+        [(spec.kind, spec.shape) for spec in each.tensors] for each in (before, now)
+    )
+    names_known = bool(before.names and now.names)
     for what, old, new in (
-        ("model", old_shapes, new_shapes),
+        ("model", old_model, new_model),
+        ("model", before.names if names_known else (), now.names if names_known else ()),
         ("rule", before.rule, now.rule),
         ("exchange", before.exchange.chosen, now.exchange.chosen),
         ("number of shards", before.n_shards, now.n_shards),
@@ -362,7 +410,7 @@ def _check_same(now: ServerRequest, before: ServerRequest, *, directory: Path) -
         if old != new:
             raise JobError(
                 f"{directory} has another {what}: {old!s:.300} instead of {new!s:.300}. "
-                "Use the same, or a new directory (--directory)"
+                "Use the same, or a new directory"
             )
 
 

@@ -49,20 +49,18 @@ class ClientSession:
         numbers: Numbers = "float32",
         frozen: Collection[int] = (),  # parameters that are fetched once and never pushed
     ) -> None:
+        specs = parameter_specs(parameters, buffers=buffers)
         self.address = address
         self._user = user
         self.now = time.monotonic
         self._is_closed = self._is_refused = False
         self._pid = os.getpid()
-        for tensor in (*parameters, *buffers):
-            if not tensor.is_contiguous():
-                tensor.data = tensor.data.contiguous()
-        # One flat tensor for each parameter and each buffer, a view of its memory.
-        self.values = [tensor.detach().view(-1) for tensor in (*parameters, *buffers)]
+        # One flat tensor for each parameter and each buffer: a view of its memory, or, where that
+        # has another order (channels_last), a copy.
+        self.values = [tensor.detach().contiguous().view(-1) for tensor in (*parameters, *buffers)]
         memory: Memory = PrivateMemory(host="")
         if address.memory and Path(address.memory).is_dir():  # this process sees it
             memory = FileMemory(Path(address.memory))
-        specs = parameter_specs(parameters, buffers=buffers)
         layout = Layout.of(specs, n_shards=address.n_shards)
         self.client = ParameterClient(
             ClientConfig(pushes=True, numbers=numbers, retry_seconds=RETRY_SECONDS),

@@ -377,9 +377,14 @@ class Supervisor:
         if not record.join(message):
             self._introduce(record)
             return
-        incarnation = record.incarnation
         self.out.add(
-            rl.Connect(peer=record.name, incarnation=incarnation, endpoint=endpoint, host=host)
+            rl.Connect(
+                peer=record.name,
+                incarnation=record.incarnation,
+                endpoint=endpoint,
+                host=host,
+                watched=record.kind == "guest",  # of others the launcher tells the end
+            )
         )
         # Those of a first incarnation were shown before the start.
         for warning in message.warnings if record.restarts else ():
@@ -468,13 +473,17 @@ class Supervisor:
         if record.silence_reported or silence <= limit:
             return
         if is_guest:
-            record.presence = Presence.AWAY
-            self.out.log(LogEvent("guest_away", record.name, seconds=silence))
-            self._notify_peers(record)
+            self._away(record, f"silent for {silence:.1f} s")
             return
         record.silence_reported = True
         name, incarnation = record.name, record.incarnation
         self.out.log(LogEvent("role_silent", name, incarnation, seconds=silence, limit=dead_after))
+
+    def _away(self, guest: RoleRecord, why: str) -> None:
+        """Let others go on without a guest, which may come back."""
+        guest.presence, guest.end = Presence.AWAY, None
+        self.out.log(LogEvent("guest_away", guest.name, reason=why))
+        self._notify_peers(guest)
 
     def _process_begins(self, event: rl.PeerJoined) -> None:
         record = self.members.get(event.peer)
@@ -508,6 +517,10 @@ class Supervisor:
         stage = self.shutdown.stage
         if self.shutdown.interrupted or (stage >= ShutdownStage.CLOSE and record.end):
             self._end_role(record)
+            return
+        if record.kind == "guest":
+            if record.presence is not Presence.AWAY:
+                self._away(record, why)
             return
         if stage >= ShutdownStage.CLOSE or (record.trains and stage is not ShutdownStage.RUN):
             self.out.log(LogEvent("role_died_at_end", record.name, reason=why))

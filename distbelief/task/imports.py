@@ -18,8 +18,12 @@ from distbelief.core.formatting import nearest
 from distbelief.errors import JobError
 
 
+GUARD = "if __name__ == '__main__':"
 _PACKAGE = Path(__file__).parents[1]
 _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
+
+
+_under_import: list[str] = []  # modules of the user, while they are imported
 
 
 class Importable(Protocol):
@@ -33,6 +37,11 @@ def resolve(path: str, *, table: str = "job") -> Importable:
     module_name, colon, name = path.partition(":")
     if not (colon and name and all(module_name.split("."))):
         raise JobError(f"[{table}] {path!r} is no import path: write 'package.module:function'")
+    if module_name == "__main__":
+        raise JobError(
+            f"[{table}] {path}: other processes cannot import the main program: write the name of "
+            f"its file, 'file:{name}', and put what starts the job under {GUARD}"
+        )
     found: object = _module(module_name, table=table)
     for part in name.split("."):
         owner = found
@@ -116,6 +125,9 @@ def _imports_of(source: Path) -> Iterable[str]:
 
 
 def _module(name: str, *, table: str) -> object:
+    arguments = sys.argv
+    _under_import.append(name)
+    sys.argv = arguments[:1]  # those of this process are not the user's
     try:
         return importlib.import_module(name)
     except (Exception, SystemExit) as error:  # user code may raise anything
@@ -127,9 +139,26 @@ def _module(name: str, *, table: str) -> object:
                 f"{_searched()}. Start from the directory that holds it, or install it"
             ) from None
         where = "" if isinstance(error, SyntaxError) else place(error)  # its text has file and line
+        kind = "" if isinstance(error, JobError) else f"{type(error).__name__}: "
+        script = ""
+        lines = [frame.line or "" for frame in extract_tb(error.__traceback__)]
+        if isinstance(error, SystemExit) or any("argv" in line for line in lines):
+            script = f": is it a script? Put what it runs under {GUARD}"
         raise JobError(
-            f"[{table}] importing {name} failed: {type(error).__name__}: {error}{where}"
+            f"[{table}] importing {name} failed: {kind}{error}{where}{script}"
         ) from error
+    finally:
+        sys.argv = arguments
+        _under_import.pop()
+
+
+def check_is_no_import(user: str) -> None:
+    """Raise JobError if a module of a job calls this while it is imported."""
+    if _under_import:
+        raise JobError(
+            f"{user} is called while {_under_import[-1]} is imported, by each process of the job: "
+            f"put what starts the job under {GUARD}"
+        )
 
 
 def _searched() -> str:

@@ -237,10 +237,15 @@ def reader(file: TensorFile, layout: Layout) -> Read:
             raise StorageError(
                 f"{file.place}: tensor {name!r} has type {entry.dtype}: use {', '.join(_TYPES)}"
             )
+        stored = _TYPES[entry.dtype]
         try:
-            raw = torch.from_numpy(file.raw(name, start, stop))
-        except OSError as error:
+            raw = file.raw(name, start, stop)
+        except (OSError, StorageError) as error:
             raise StorageError(f"cannot read initial values from {file.place}: {error}") from None
-        return np.asarray(raw.view(_TYPES[entry.dtype]).to(dtype).numpy())
+        if raw.nbytes != (stop - start) * stored.itemsize:
+            raise StorageError(f"{file.place}: its header is wrong about {name!r}")
+        if not raw.nbytes:  # torch gives an empty array a stride with which it has no views
+            return np.empty(0, layout.dtype)
+        return np.asarray(torch.from_numpy(raw).view(stored).to(dtype).numpy())
 
     return read

@@ -161,14 +161,22 @@ def build_model(spec: ModelSpec) -> nn.Module:
             f"[model] {spec.factory} returned {dry_run.shown(module)}, not an nn.Module: "
             "let it return the model, as in Net(...)"
         )
-    # The layout needs all shapes before the first forward pass.
-    for name, parameter in module.named_parameters():
-        if isinstance(parameter, nn.parameter.UninitializedParameter):
-            raise JobError(
-                f"[model] {spec.factory}: parameter {name!r} has no shape yet: replace "
-                "the Lazy module by one with its sizes given"
-            )
+    check_shapes(module, f"[model] {spec.factory}")
     return module
+
+
+def check_shapes(module: nn.Module, user: str) -> None:
+    """Raise JobError if a tensor of a module gets its shape in the first forward only."""
+    for kind, tensors in (
+        ("parameter", module.named_parameters()),
+        ("buffer", module.named_buffers()),
+    ):
+        for name, tensor in tensors:
+            if nn.parameter.is_lazy(tensor):
+                raise JobError(
+                    f"{user}: {kind} {name!r} has no shape yet: replace the Lazy module by one "
+                    "with its sizes given"
+                )
 
 
 def build_dataset(spec: DataSpec, *, table: str = "data.train") -> Dataset:

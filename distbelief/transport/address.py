@@ -123,16 +123,21 @@ def number_of(host: str) -> str:
 
 
 def refuses(endpoint: str) -> bool:
-    """Return whether a host answers that nothing listens at this endpoint; blocks for 1 s."""
+    """Return whether no role lives at this endpoint any more; blocks for 1 s.
+
+    One that does greets at once. A process that is ending may still take a connection, and breaks
+    it; one that is stopped, or behind a broken link, says nothing: it may come back.
+    """
     try:
         place = Endpoint.parse(endpoint)
-        if place.host:
-            socket.create_connection((place.host, place.port), timeout=1.0).close()
-    except ConnectionRefusedError:
+        with socket.socket(socket.AF_INET if place.host else socket.AF_UNIX) as probe:
+            probe.settimeout(1.0)
+            probe.connect((place.host, place.port) if place.host else place.path)
+            return not probe.recv(1)
+    except (ConnectionRefusedError, ConnectionResetError, FileNotFoundError):
         return True
-    except (OSError, TransportError):  # no route, or no answer: it may come back
-        pass
-    return False
+    except (OSError, TransportError):  # no route, or no answer
+        return False
 
 
 def own_address_towards(host: str) -> str:

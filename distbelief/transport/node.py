@@ -312,6 +312,10 @@ class RoleRunner:
         events += [self._posted.popleft() for _ in range(len(self._posted))]
         for event in events:
             self._deliver(event)
+        for peer, incarnation, endpoint in self._transport.ended():
+            self._connect(
+                rl.Probe(peer=rl.Address(peer), incarnation=incarnation, endpoint=endpoint)
+            )
         for envelope in self._transport.receive():
             sender = rl.Address(envelope.sender)
             incarnation, message = envelope.incarnation, envelope.message
@@ -388,7 +392,9 @@ class RoleRunner:
             threading.Thread(target=self._probe, args=(action,), name=name, daemon=True).start()
             return
         try:
-            self._transport.connect(action.peer, action.incarnation, action.endpoint)
+            self._transport.connect(
+                action.peer, action.incarnation, action.endpoint, watched=action.watched
+            )
         except TransportError as error:  # the role limits how long it waits for a peer
             self._log("error", str(error))
 

@@ -34,6 +34,7 @@ from distbelief.transport.address import LOOPBACK, Endpoint, is_six
 REFUSED: Final = (zmq.EVENT_HANDSHAKE_FAILED_AUTH,)
 # Events: the peer closed the connection in the handshake: it has another key, or none.
 ANOTHER: Final = (zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
+ENDED: Final = (zmq.EVENT_DISCONNECTED,)  # a connection that was there; the peer may live on
 BATCH_MAX: Final = 64  # messages read by one call of `receive`
 ZAP_ENDPOINT: Final = "inproc://zeromq.zap.01"  # fixed by ZeroMQ's RFC 27
 _FRAME_BYTES_MAX: Final = max(wire.HEADER_BYTES_MAX, wire.FRAME_BYTES_MAX) + 64  # CURVE adds 42
@@ -50,24 +51,26 @@ class PeerSocket:
     incarnation: int  # process generation of the peer
     endpoint: str  # the endpoint that the peer announced
     socket: auth.Socket  # socket for messages to the peer
-    refusals: auth.Socket | None  # monitor of failed handshakes; None if not watched
-    # Failed handshakes by event type, since `take` last returned them.
-    failed: set[int] = field(default_factory=set)
+    target: str  # where that is from here
+    # Monitor of failed handshakes and of the connection's end; None if not watched
+    monitor: auth.Socket | None
+    # Events by type, since `take` last returned them.
+    seen: set[int] = field(default_factory=set)
 
     def take(self, kinds: tuple[int, ...]) -> bool:
-        """Return whether a handshake has failed with one of these events since the last call."""
-        while self.refusals is not None and self.refusals.poll(0):
-            event = parse_monitor_message(self.refusals.recv_multipart())
-            self.failed.add(int(event["event"]))
-        found = self.failed & set(kinds)
-        self.failed.difference_update(found)
+        """Return whether there was one of these events since the last call."""
+        while self.monitor is not None and self.monitor.poll(0):
+            event = parse_monitor_message(self.monitor.recv_multipart())
+            self.seen.add(int(event["event"]))
+        found = self.seen & set(kinds)
+        self.seen.difference_update(found)
         return bool(found)
 
     def close(self, linger_ms: int) -> None:
         """Close, sending queued messages in the background for this long."""
-        if self.refusals is not None:
+        if self.monitor is not None:
             self.socket.disable_monitor()
-            self.refusals.close(0)
+            self.monitor.close(0)
         self.socket.close(linger_ms)
 
 
@@ -111,6 +114,8 @@ class ZmqTransport:
         self._requests: list[tuple[float, list[bytes]]] = []  # of peers, since when
         self._sockets: dict[str, PeerSocket] = {}
         self._source: auth.Source | None = None  # of the message that was yielded last
+        self._watched: dict[auth.Socket, str] = {}  # names of peers by their monitors
+        self._ended: list[tuple[str, int, str]] = []
         self._context: zmq.Context[auth.Socket] | None = None
 
     def start(self) -> None:
@@ -143,6 +148,7 @@ class ZmqTransport:
         self._poller = zmq.Poller()
         self._poller.register(self._inbox, zmq.POLLIN)
         self._poller.register(self._zap, zmq.POLLIN)
+        self._watched.clear()
         self._extra_fds = frozenset()
 
     def close(self) -> None:
@@ -165,8 +171,8 @@ class ZmqTransport:
     def connect(self, peer: str, incarnation: int, endpoint: str, *, watched: bool = False) -> None:
         """Send to `peer` at `endpoint` from now on; messages queued on an older link are lost.
 
-        If `watched`, failed handshakes are recorded for `has_failed`. Raises TransportError: the
-        endpoint is invalid or not allowed.
+        If `watched`, failed handshakes are recorded for `has_failed`, and the connection's end for
+        `ended`. Raises TransportError: the endpoint is invalid or not allowed.
         """
         known = self._sockets.get(peer)
         if known and (known.incarnation, known.endpoint) == (incarnation, endpoint):
@@ -180,7 +186,8 @@ class ZmqTransport:
         self.disconnect(peer)
         while len(self._sockets) >= _PEERS_MAX:  # the first is the least recently used
             self.disconnect(next(iter(self._sockets)))
-        link = PeerSocket(incarnation, endpoint, *self._outgoing(watched=watched))
+        outgoing, monitor = self._outgoing(watched=watched)
+        link = PeerSocket(incarnation, endpoint, outgoing, str(target), monitor)
         try:
             link.socket.ipv6 = is_six(target.host)
             self._authenticator.dial(link.socket, peer, target)
@@ -194,6 +201,9 @@ class ZmqTransport:
                 f"cannot connect to {peer} at {endpoint!r}: {error.strerror}"
             ) from None
         self._sockets[peer] = link
+        if monitor is not None:
+            self._watched[monitor] = peer
+            self._poller.register(monitor, zmq.POLLIN)
 
     def _outgoing(self, *, watched: bool) -> tuple[auth.Socket, auth.Socket | None]:
         if self._context is None:
@@ -203,13 +213,18 @@ class ZmqTransport:
         outgoing.sndhwm = self._messages_max
         outgoing.reconnect_ivl = 50
         outgoing.reconnect_ivl_max = 2000
-        refusals = outgoing.get_monitor_socket(sum((*REFUSED, *ANOTHER))) if watched else None
-        return outgoing, refusals
+        events = sum((*REFUSED, *ANOTHER, *ENDED))
+        return outgoing, outgoing.get_monitor_socket(events) if watched else None
 
     def has_failed(self, peer: str, kinds: tuple[int, ...]) -> bool:
         """Return whether a handshake with a watched peer has failed so since the last call."""
         link = self._sockets.get(peer)
         return link is not None and link.take(kinds)
+
+    def ended(self) -> list[tuple[str, int, str]]:
+        """Return peer, incarnation and endpoint of watched connections that have ended."""
+        ended, self._ended = self._ended, []
+        return ended
 
     def assign_name(self, name: str, to: str) -> None:
         """Give the name to the key that has the name `to`, if there are keys."""
@@ -220,6 +235,9 @@ class ZmqTransport:
         """Drop the link to `peer` and its queued messages."""
         link = self._sockets.pop(peer, None)
         if link:
+            if link.monitor is not None:
+                self._poller.unregister(link.monitor)
+                del self._watched[link.monitor]
             link.close(0)
 
     def send(self, peer: str, message: Message, *, lent: bool = False) -> bool:
@@ -260,6 +278,10 @@ class ZmqTransport:
             self._answer_requests()
         if self._curve is not None:
             self._curve.refresh()
+        for monitor in ready & self._watched.keys():
+            link = self._sockets[self._watched[monitor]]
+            if link.take(ENDED):
+                self._ended.append((self._watched[monitor], link.incarnation, link.target))
         return ready & wanted
 
     def receive(self) -> Iterator[wire.Envelope]:

@@ -235,7 +235,7 @@ class SimulatedSession:
     """Replaces `optimizer.ClientSession`, in virtual time."""
 
     def __init__(self, server: Server, tensors: Sequence[torch.Tensor]) -> None:
-        self.values = [tensor.detach().view(-1) for tensor in tensors]
+        self.values = [tensor.detach().contiguous().view(-1) for tensor in tensors]
         self.closed = False
         self.node = self
         self.background = nullcontext()

@@ -4,6 +4,8 @@ import copy
 import math
 import signal
 from collections.abc import Callable
+from operator import methodcaller
+from typing import Any
 
 import pytest
 import torch
@@ -510,6 +512,7 @@ def test_the_state_is_restored_and_another_is_refused(
     assert all(torch.equal(one, other) for one, other in zip(flat(model), flat(twin), strict=True))
     with pytest.raises(distbelief.JobError, match=r"not a state of an Exchange: state, param"):
         exchange.load_state_dict(inner.state_dict())
+    assert exchange.state_dict().keys() == {"state", "param_groups", "every"}
 
 
 @pytest.mark.parametrize("seconds", [0, -1.0, "60", None, True, math.nan])
@@ -520,3 +523,138 @@ def test_a_timeout_that_is_none_is_refused(
     inner = torch.optim.SGD(model.parameters(), lr=RATE)
     with pytest.raises(distbelief.JobError, match=f"timeout_seconds is {seconds!r}; use a number"):
         server.exchange(monkeypatch, inner, timeout_seconds=seconds)
+
+
+# ----------------------------------------------------------------- as an optimizer of torch
+
+
+def test_a_loop_may_take_it_for_an_optimizer_of_torch(
+    monkeypatch: pytest.MonkeyPatch, model: nn.Module
+) -> None:
+    """Regression: schedulers and `zero_grad(set_to_none=True)` ended in a TypeError."""
+    plain = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=RATE, momentum=0.9)
+    inner = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
+    _, exchange = exchanging(monkeypatch, model, inner, every=3)
+    assert isinstance(exchange, torch.optim.Optimizer)
+    assert exchange.param_groups is inner.param_groups
+    assert exchange.defaults["momentum"] == 0.9
+    schedules = [
+        torch.optim.lr_scheduler.CosineAnnealingLR(one, T_max=7) for one in (optimizer, exchange)
+    ]
+    for step in range(7):
+        for net, one in ((plain, optimizer), (model, exchange)):
+            one.zero_grad(set_to_none=step % 2 == 0)
+            backward(net, step)
+            one.step()
+        for schedule in schedules:
+            schedule.step()
+    exchange.finish()
+    assert exchange.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"] < RATE
+    assert exchange.state.keys() == set(model.parameters())
+    for value, other in zip(flat(model), flat(plain), strict=True):
+        torch.testing.assert_close(value, other, rtol=1e-5, atol=1e-6)
+    exchange.zero_grad(set_to_none=False)
+    assert all(not torch.any(one.grad) for one in model.parameters() if one.grad is not None)
+    with pytest.raises(distbelief.JobError, match="group of parameters cannot be added"):
+        exchange.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+
+
+def test_after_nan_one_call_goes_back_to_the_last_exchange(
+    monkeypatch: pytest.MonkeyPatch, model: nn.Module
+) -> None:
+    """Regression: each further step failed, and nothing but a new Exchange helped."""
+    inner = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
+    server, exchange = exchanging(monkeypatch, model, inner, every=2)
+    take_steps(model, exchange, 2)
+    exchange.finish()
+    before = server.values()
+    inputs = torch.full((2, 7), torch.nan)
+    exchange.zero_grad()
+    model(inputs).sum().backward()
+    exchange.step()
+    with pytest.raises(distbelief.JobError, match=r"NaN .* clip; take_back\(\) goes back to the"):
+        exchange.step()
+    exchange.take_back()
+    assert not exchange.state  # NaN in the velocity would come back at once
+    for one, other, there in zip(flat(model), before, server.values(), strict=True):
+        assert torch.equal(one, other)
+        assert torch.equal(one, there)
+    take_steps(model, exchange, 4)
+    exchange.finish()
+    for one, there in zip(flat(model), server.values(), strict=True):
+        assert torch.equal(one, there)
+    assert not torch.equal(flat(model)[0], before[0])
+
+
+def both(
+    monkeypatch: pytest.MonkeyPatch, model: nn.Module, user: str
+) -> tuple[Server, distbelief.Exchange | distbelief.DownpourSGD]:
+    """Return a server, and an Exchange or a DownpourSGD, each of plain SGD."""
+    if user == "Exchange":
+        server = Server(list(model.parameters()), rule=SUM)
+        inner = torch.optim.SGD(model.parameters(), lr=RATE)
+        return server, server.exchange(monkeypatch, inner, every=3)
+    server = Server(list(model.parameters()), rule=distbelief.SGD(learning_rate=RATE))
+    return server, server.optimizer(
+        monkeypatch, model.parameters(), n_fetch=3, n_push=2, learning_rate=RATE
+    )
+
+
+USERS = ["Exchange", "DownpourSGD"]
+
+
+@pytest.mark.parametrize("user", USERS)
+def test_at_the_end_of_a_with_block_it_is_closed(
+    monkeypatch: pytest.MonkeyPatch, model: nn.Module, user: str
+) -> None:
+    server, optimizer = both(monkeypatch, model, user)
+    with optimizer as same:
+        assert same is optimizer
+        take_steps(model, optimizer, 3)
+    for one, there in zip(flat(model), server.values(), strict=True):
+        torch.testing.assert_close(one, there)
+    with pytest.raises(distbelief.PeerLostError, match="is closed"):
+        optimizer.step()
+    _, optimizer = both(monkeypatch, model, user)
+    with pytest.raises(ZeroDivisionError), optimizer:
+        raise ZeroDivisionError
+    with pytest.raises(distbelief.PeerLostError, match="is closed"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("user", USERS)
+@pytest.mark.parametrize("how", [copy.copy, copy.deepcopy, methodcaller("__reduce_ex__", 2)])
+def test_a_copy_is_refused(
+    monkeypatch: pytest.MonkeyPatch, model: nn.Module, how: Callable[[object], object], user: str
+) -> None:
+    """Regression: a copy had no connection, and failed in its first step with torch's words."""
+    _, optimizer = both(monkeypatch, model, user)
+    with pytest.raises(distbelief.JobError, match=f"{user} cannot be copied or pickled.*make ano"):
+        how(optimizer)
+
+
+@pytest.mark.parametrize("user", USERS)
+def test_the_memory_layout_of_parameters_stays(monkeypatch: pytest.MonkeyPatch, user: str) -> None:
+    """Regression: parameters in channels_last became contiguous, and convolutions slower."""
+    torch.manual_seed(0)
+    convolution = nn.Conv2d(3, 4, 2)
+    net = nn.Sequential(convolution, nn.Flatten(), nn.Linear(16, 2))
+    net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    plain = copy.deepcopy(net)
+    server, optimizer = both(monkeypatch, net, user)
+    for step in range(8):
+        x = torch.randn(5, 3, 3, 3, generator=torch.Generator().manual_seed(step))
+        pairs: Any = ((plain, torch.optim.SGD(plain.parameters(), lr=RATE)), (net, optimizer))
+        for one, its in pairs:
+            its.zero_grad()
+            one(x).square().mean().backward()
+            its.step()
+        assert convolution.weight.is_contiguous(memory_format=torch.channels_last)
+        assert not convolution.weight.is_contiguous()
+    optimizer.finish()
+    for one, other, there in zip(
+        net.parameters(), plain.parameters(), server.values(), strict=True
+    ):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+        assert torch.equal(one.detach().reshape(-1), there)

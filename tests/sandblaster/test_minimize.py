@@ -58,6 +58,13 @@ def test_functions_go_by_import_path_and_partials_with_their_arguments() -> None
     assert pf.import_path(nn.functional.mse_loss, what="loss") == ("torch.nn.functional:mse_loss")
 
 
+def test_empty_inputs_of_numpy_have_a_fingerprint() -> None:
+    """Regression: torch refuses to view zero bytes of numpy's as another type."""
+    pair = pf.as_pair((np.zeros((4, 0), np.float32), np.zeros(4, np.float32)))
+    assert pair is not None
+    assert "(4, 0)" in pf.TensorPairs(*pair).fingerprint
+
+
 def test_what_cannot_be_imported_is_refused_with_what_to_do() -> None:
     def local() -> nn.Module:
         raise NotImplementedError

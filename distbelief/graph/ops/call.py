@@ -275,7 +275,9 @@ def decoded(  # noqa: C901 -- a case for each kind of argument
 
 def packed(numbers: torch.Tensor) -> str:
     """Return the numbers of a tensor as text."""
-    content = numbers.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    flat = numbers.detach().cpu().contiguous().reshape(-1)
+    # An empty tensor of numpy's has a stride with which torch makes no views.
+    content = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
     return base64.b64encode(zlib.compress(content)).decode()
 
 

@@ -501,3 +501,36 @@ def test_adamw_is_adam_with_an_option() -> None:
     assert 'name = "adam" with decoupled_weight_decay = true' in text
     job = speech("algorithm.rule.name=adam", "algorithm.rule.decoupled_weight_decay=true")
     assert rule_of(job) == Adam(learning_rate=0.02, decoupled_weight_decay=True)
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("algorithm.num_workers=4", "Each replica reads its next batch by itself"),
+        ("data.train.pin_memory=true", "Each replica reads its next batch by itself"),
+        ("algorithm.shuffle=true", "Each epoch has an order of its own"),
+        ("algorithm.accumulate_grad_batches=4", "Did you mean 'n_push'?"),
+        ("algorithm.gradient_clip_val=1.0", "Did you mean 'clip_norm'?"),
+        ("algorithm.scheduler='cosine'", "It is the schedule of the rule"),
+        ("algorithm.warmup_steps=10", "n_warm_up"),
+        ("algorithm.precision='bf16-mixed'", "Models compute in their own types"),
+        ("algorithm.rule.nesterov=true", 'It is an option of rule = { name = "momentum"'),
+        ("cluster.devices=2", "Did you mean 'replicas'?"),
+        ("cluster.accelerator='gpu'", "Did you mean 'device'?"),
+        ("cluster.strategy='ddp'", "It is [algorithm] preset"),
+        ("cluster.num_nodes=2", "--hosts N"),
+        ("cluster.backend='nccl'", "Processes find each other by themselves"),
+        ("data.val.factory='a:b'", "Held-out data are the table [data.test]"),
+        ("evaluation.val_check_interval=100", 'every = "10 s"'),
+        ("output.log_every_n_steps=10", 'report_every = "2 s"'),
+        ("output.save_steps=10", 'snapshot_every = "30 s"'),
+        ("output.default_root_dir='x'", "Did you mean 'directory'?"),
+        ("stop.num_train_epochs=3", "Did you mean 'epochs'?"),
+        ("resume='runs/x'", "distbelief train --resume RUN_DIR"),
+    ],
+)
+def test_keys_of_other_libraries_are_answered_with_what_is_here(override: str, said: str) -> None:
+    """Regression: num_workers, of a DataLoader, was said to be [cluster] replicas."""
+    text = mistake(override)
+    assert "has no key '" in text
+    assert said in text

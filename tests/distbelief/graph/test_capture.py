@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -14,6 +15,7 @@ from typing_extensions import override
 from distbelief.graph.capture import InputSpec, capture, evaluation_difference
 from distbelief.graph.graph import INPUT, GraphError, LayerGraph
 from distbelief.graph.operator import Step, operator_of
+from distbelief.graph.ops.call import packed
 from distbelief.graph.region import Region, Shape
 from distbelief.program.step_graph import statistics_of
 from distbelief.worker.proof import SharedDropoutMasks
@@ -818,6 +820,12 @@ def test_buffers_that_are_not_saved_are_constants() -> None:
     assert set(graph.tensors) == {"table.weight", "saved"}
     for seed in (None, 4):
         assert_same(graph, model, case, training=True, seed=seed)
+
+
+def test_an_empty_constant_is_written_too() -> None:
+    """Regression: torch makes no view of the bytes of an empty array of numpy's."""
+    empty = packed(torch.from_numpy(np.empty(0, np.float32)))
+    assert empty == packed(torch.empty(0))
 
 
 def test_channels_are_dropped_together() -> None:

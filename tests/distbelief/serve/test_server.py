@@ -1,18 +1,22 @@
+import math
 import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given, strategies as st
 from torch import nn
 
-from distbelief.errors import JobError
-from distbelief.parameter_server.optimizers import SGD
+from distbelief.errors import JobError, PeerLostError, StorageError
+from distbelief.parameter_server.optimizers import SGD, Adagrad, Step, UpdateRule
+from distbelief.run.directory import RunDirectory
 from distbelief.serve.address import ServerAddress, parameter_specs
 from distbelief.serve.server import ParameterServer
+from distbelief.serve.server_process import ServerRequest
 from distbelief.transport.shared_memory import FileMemory
 
 
@@ -82,12 +86,34 @@ def test_no_parameters_and_doubles_are_refused() -> None:
         parameter_specs([nn.Parameter(torch.zeros(2, dtype=torch.float64))])
 
 
+class Started(Exception):  # noqa: N818 -- it is none
+    pass
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[ServerRequest]:
+    """The requests for which a process was to be started; none is."""
+    requests: list[ServerRequest] = []
+
+    def start(command: list[str], **_options: object) -> None:
+        requests.append(msgspec.json.decode(Path(command[-1]).read_bytes(), type=ServerRequest))
+        raise Started
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    return requests
+
+
+def serve(directory: Path, net: nn.Module, *, rule: UpdateRule | None = None) -> None:
+    rule = rule or SGD(learning_rate=0.1)
+    with pytest.raises(Started):
+        ParameterServer(net.parameters(), rule=rule, directory=directory).start()
+
+
 @pytest.mark.parametrize("at", ["shard-0", "cut-00002/shard-1"])  # a run's, too
-def test_a_directory_with_snapshots_is_refused_before_anything_starts(
-    at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_directory_with_snapshots_of_something_else_is_refused_before_anything_starts(
+    at: str, tmp_path: Path, started: list[ServerRequest]
 ) -> None:
     """They would be served instead of the parameters that were given."""
-    monkeypatch.setattr(subprocess, "Popen", pytest.fail)
     kept = tmp_path / "snapshots" / at / "00007.safetensors"
     kept.parent.mkdir(parents=True)
     kept.touch()
@@ -95,25 +121,54 @@ def test_a_directory_with_snapshots_is_refused_before_anything_starts(
     server = ParameterServer(net.parameters(), rule=SGD(learning_rate=0.1), directory=tmp_path)
     with pytest.raises(JobError) as caught:
         server.start()
-    assert f"directory {tmp_path} holds checkpoints" in str(caught.value)
-    assert "use another" in str(caught.value)
-    assert [path for path in tmp_path.rglob("*") if path.is_file()] == [kept]
+    assert f"{tmp_path} holds the checkpoints of something else" in str(caught.value)
+    assert "use another directory" in str(caught.value)
+    assert {path.name for path in tmp_path.rglob("*") if path.is_file()} == {kept.name, "lock"}
+    assert not started
 
 
-def test_a_directory_of_logs_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Started(Exception):  # noqa: N818 -- it is none
-        pass
+def test_a_server_continues_from_what_it_has_saved(
+    tmp_path: Path, started: list[ServerRequest]
+) -> None:
+    """Regression: after a kill it said "use another, or remove", and what to remove was all."""
+    serve(tmp_path, nn.Linear(3, 2))
+    initial = started[0].initial_file.read_bytes()
+    serve(tmp_path, nn.Linear(3, 2))  # without checkpoints it begins with what it is given
+    assert started[1].initial_file.read_bytes() != initial
+    initial = started[1].initial_file.read_bytes()
+    kept = tmp_path / "snapshots" / "shard-0" / "00007.safetensors"
+    kept.parent.mkdir(parents=True)
+    kept.touch()
+    serve(tmp_path, nn.Linear(3, 2))
+    assert started[2].initial_file.read_bytes() == initial
+    assert kept.exists()
+    for net, options, what in (
+        (nn.Linear(4, 2), {}, "model"),
+        (nn.Linear(3, 2), {"rule": Adagrad(learning_rate=0.1)}, "rule"),
+        (nn.Linear(3, 2), {"shards": 2}, "number of shards"),
+    ):
+        every: dict[str, Any] = {"rule": SGD(learning_rate=0.1), **options}
+        with pytest.raises(JobError, match=f"another {what}: .*Use the same, or a new directory"):
+            ParameterServer(net.parameters(), directory=tmp_path, **every).start()
 
-    def start(*_arguments: object, **_options: object) -> None:
-        raise Started
 
-    monkeypatch.setattr(subprocess, "Popen", start)
+def test_a_directory_that_another_server_uses_is_refused(
+    tmp_path: Path, started: list[ServerRequest]
+) -> None:
+    """Regression: two servers wrote checkpoints into one directory."""
+    server = ParameterServer(
+        nn.Linear(3, 2).parameters(), rule=SGD(learning_rate=0.1), directory=tmp_path
+    )
+    with RunDirectory.take(tmp_path), pytest.raises(StorageError, match="is still running"):
+        server.start()
+    assert not started
+
+
+def test_a_directory_of_logs_is_taken(tmp_path: Path, started: list[ServerRequest]) -> None:
     (tmp_path / "snapshots" / "shard-0").mkdir(parents=True)
     (tmp_path / "shard-0.log").touch()
-    net = nn.Linear(3, 2)
-    server = ParameterServer(net.parameters(), rule=SGD(learning_rate=0.1), directory=tmp_path)
-    with pytest.raises(Started):
-        server.start()
+    serve(tmp_path, nn.Linear(3, 2))
+    assert len(started) == 1
 
 
 @pytest.mark.parametrize("is_killed", [True, False])
@@ -142,6 +197,15 @@ def test_what_a_killed_server_left_in_memory_is_swept(
         ({"shard_copies": 3}, "shard_copies is 3; use 1 to 2"),
         ({"snapshot_every": "fast"}, "snapshot_every is 'fast'; use seconds, more than 0"),
         ({"snapshot_every": 0}, "snapshot_every is 0; use seconds, more than 0"),
+        ({"snapshot_every": math.inf}, "snapshot_every is inf; use seconds, more than 0"),
+        ({"start_seconds_max": 0}, "start_seconds_max is 0; use seconds, more than 0"),
+        ({"directory": 3}, "directory is 3; use a path"),
+        ({"rule": SGD(learning_rate=0.0)}, "rule 'sgd': learning_rate is 0; use a number above 0"),
+        ({"rule": SGD(learning_rate=True)}, "rule.learning_rate: Expected `float`, got `bool`"),
+        (
+            {"rule": SGD(learning_rate=0.1, schedule=Step(n_pushes=1.5, decay=0.1))},  # type: ignore[arg-type]
+            "rule.schedule.n_pushes: Expected `int`, got `float`",
+        ),
     ],
 )
 def test_numbers_that_are_none_are_refused_before_anything_starts(
@@ -150,4 +214,15 @@ def test_numbers_that_are_none_are_refused_before_anything_starts(
     """The process printed a traceback; the error then was "not ready after 60 s", after 6."""
     net = nn.Linear(2, 1)
     with pytest.raises(JobError, match=re.escape(error)):
-        ParameterServer(net.parameters(), rule=SGD(learning_rate=0.1), **options)
+        ParameterServer(net.parameters(), **{"rule": SGD(learning_rate=0.1), **options})
+
+
+def test_a_start_that_takes_too_long_names_the_option(tmp_path: Path) -> None:
+    """Regression: "not ready after 60 s", and nothing of how to give it more."""
+    net = nn.Linear(2, 1)
+    rule = SGD(learning_rate=0.1)
+    server = ParameterServer(
+        net.parameters(), rule=rule, directory=tmp_path, start_seconds_max=1e-3
+    )
+    with pytest.raises(PeerLostError, match=r"not ready after 0.001 s: .*start_seconds_max"):
+        server.start()

@@ -729,6 +729,24 @@ def test_a_silent_guest_is_neither_ended_nor_restarted(server: Desk) -> None:
     assert set(sent(actions, wire.Peers)) >= {"shard-0", "shard-1"}  # it is there again
 
 
+def test_a_guest_that_was_killed_is_gone_as_soon_as_nothing_listens_there(server: Desk) -> None:
+    """Regression: rounds and SSP waited for it for 10 seconds, as for one that is silent."""
+    actions = server.join("worker-1")
+    (connect,) = [action for action in actions if isinstance(action, rl.Connect)]
+    assert connect.watched
+    server.incarnations["worker-1"] = 1
+    reason = "nothing listens there any more"
+    actions = server.die("worker-1", reason)
+    told = {a.receiver: a.message for a in actions if isinstance(a, rl.Send)}
+    assert {"shard-0", "shard-1"} <= told.keys()
+    assert all("worker-1" not in repr(message) for message in told.values())
+    assert server.told == [f"worker 1 {reason}: going on without it"]
+    server.die("worker-1", reason)  # once more: it is known
+    server.pass_time(60.0, beats=("shard-0", "shard-1"))
+    assert len(server.told) == 1
+    assert set(sent(server.beat("worker-1"), wire.Peers)) >= {"shard-0", "shard-1"}
+
+
 def test_a_guest_that_comes_again_is_a_new_incarnation(server: Desk) -> None:
     server.join("worker-1")
     join = wire.Join(endpoint="elsewhere", host="h", pid=2)

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from distbelief.core.tensor_files import TensorFile
+from distbelief.core.tensor_files import TensorFile, header_of
 from distbelief.errors import JobError, StorageError
 from distbelief.parameter_server.initial_values import Initial, draw, shard_values_from
 from distbelief.parameter_server.layout import Layout, TensorSpec
@@ -157,6 +157,31 @@ def test_complex_numbers_are_read_as_pairs(tmp_path: Path) -> None:
     layout = layout_of({"table": torch.view_as_real(table)})
     read = reader(TensorFile.at(tmp_path / "one.safetensors"), layout)
     assert read("table", 3, 8).tolist() == torch.view_as_real(table).flatten()[3:].tolist()
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 3), (3, 0)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
+def test_an_empty_tensor_is_read_as_one(
+    tmp_path: Path, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    """Regression: torch refuses to view zero bytes of numpy's as another type."""
+    file = tmp_path / "weights.safetensors"
+    tensors = {"empty": torch.zeros(shape, dtype=dtype), "full": torch.ones(2)}
+    save_file(tensors, file)
+    layout = layout_of(tensors)
+    read = reader(TensorFile.at(file), layout)
+    assert (read("empty", 0, 0).shape, read("empty", 0, 0).dtype) == ((0,), layout.dtype)
+    assert shard_values_from(layout, 0, read).shape == (layout.shard_size(0),)
+
+
+def test_a_file_with_fewer_bytes_than_its_shapes_need_is_damaged(tmp_path: Path) -> None:
+    """Regression: the shards ended with an error that named neither file nor tensor."""
+    file = tmp_path / "weights.safetensors"
+    facts = header_of([("full", "F32", (2,), 4)], {})
+    file.write_bytes(facts + bytes(4))
+    read = reader(TensorFile.at(file), layout_of({"full": torch.zeros(2)}))
+    with pytest.raises(StorageError, match=r"weights.*header is wrong about 'full'"):
+        read("full", 0, 2)
 
 
 def test_shards_filled_from_a_file_hold_the_file(path: Path) -> None:

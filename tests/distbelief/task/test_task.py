@@ -108,7 +108,22 @@ def test_a_module_that_lacks_another_is_not_itself_missing(
     (directory / "broken.py").write_text("def net(:\n")
     (directory / "leaves.py").write_text("import sys\nsys.exit(5)\n")
     monkeypatch.syspath_prepend(str(directory))
+    (directory / "reads.py").write_text("import sys\njob = sys.argv[1]\n")
+    (directory / "trains.py").write_text("import distbelief\ndistbelief.train('job.toml')\n")
+    (directory / "minimizes.py").write_text(
+        "import sandblaster\nsandblaster.minimize('minimizes:net', 'mse', 'minimizes:data')\n"
+    )
+    (directory / "serves.py").write_text(
+        "import distbelief, torch\nnet = torch.nn.Linear(2, 1)\nrule = distbelief.SGD("
+        "learning_rate=0.1)\ndistbelief.ParameterServer(net.parameters(), rule=rule).start()\n"
+    )
     for name, claim in [
+        # Regression: the process's own arguments were those of the script: "31052: there is no
+        # such file"; and a script without a guard was run again by each process.
+        ("reads", r"IndexError: .*\(reads.py, line 2\): is it a script\? .*under if __name__ =="),
+        ("trains", r"distbelief.train is called while trains is imported.*\(trains.py, line 2\)"),
+        ("minimizes", r"sandblaster.minimize is called while minimizes .*under if __name__ =="),
+        ("serves", r"ParameterServer.start is called while serves .*under if __name__ =="),
         ("needs_more", "needs_more failed: .*No module named 'not_installed_here'"),
         ("breaks", r"ZeroDivisionError.*\(breaks.py, line 2\)"),
         ("broken", r"broken failed: SyntaxError: .* \(broken.py, line 1"),
@@ -138,6 +153,8 @@ def test_a_module_that_lacks_another_is_not_itself_missing(
         (f"{HERE}:net", {"widht": 4}, "argument 'widht'. Did you mean 'width'"),
         (f"{HERE}:no_module", {}, "returned a list, not an nn.Module"),
         (f"{HERE}:module_class", {}, "returned the class Identity, not an nn.Module: let it r"),
+        # Regression: it listed what else is in the program that the process runs.
+        ("__main__:net", {}, r"cannot import the main program: write .*'file:net', and put what"),
         (f"{HERE}:lazy_net", {}, "parameter 'weight' has no shape yet"),
     ],
 )

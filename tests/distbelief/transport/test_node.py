@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
@@ -457,20 +458,47 @@ def test_an_event_posted_before_the_start_comes_after_started(build: Build) -> N
     assert (last.sender, last.message.reason) == (rl.USER, "Ctrl+C")
 
 
-def test_a_probe_tells_of_an_endpoint_at_which_nothing_listens(build: Build) -> None:
+def _take_and_break(listener: socket.socket) -> None:
+    listener.accept()[0].close()
+
+
+@pytest.mark.parametrize("how", ["tcp", "ipc", "removed", "ending"])
+def test_a_probe_tells_of_an_endpoint_at_which_nothing_listens(
+    build: Build, tmp_path: Path, how: str
+) -> None:
     with (
         socket.create_server((LOOPBACK, 0)) as listener,
         socket.create_server((LOOPBACK, 0)) as one,
+        socket.socket(socket.AF_UNIX) as here,
+        socket.socket(socket.AF_UNIX) as gone,
+        ExitStack() as stack,
     ):
+        here.bind(str(tmp_path / "here"))
+        here.listen()
+        gone.bind(str(tmp_path / "gone"))
+        gone.listen()
+        gone.close()  # its file stays, as that of a process that was killed
+        ending = stack.enter_context(socket.socket(socket.AF_UNIX))
+        ending.bind(str(tmp_path / "ending"))
+        ending.listen()
+        if how == "ending":
+            threading.Thread(target=_take_and_break, args=(ending,)).start()
         open_port, port = listener.getsockname()[1], one.getsockname()[1]
         one.close()
+        ended = {
+            "tcp": f"tcp://{LOOPBACK}:{port}",
+            "ipc": f"ipc://{tmp_path}/gone",
+            "removed": f"ipc://{tmp_path}/removed",
+            # It takes the connection and breaks it: its sockets are closed one by one.
+            "ending": f"ipc://{tmp_path}/ending",
+        }
         probes = [
             rl.Probe(peer=rl.Address(name), incarnation=1, endpoint=endpoint)
             for name, endpoint in (
                 ("listens", f"tcp://{LOOPBACK}:{open_port}"),
-                ("of files", "ipc:///dev/shm/x/.a.1"),
+                ("of files", f"ipc://{tmp_path}/here"),
                 ("none", "tcp://nowhere"),
-                ("ended", f"tcp://{LOOPBACK}:{port}"),
+                ("ended", ended[how]),
             )
         ]
         node, role = build(on_start(*probes, end=lambda event: isinstance(event, rl.PeerLost)))

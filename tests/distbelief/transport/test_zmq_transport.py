@@ -396,6 +396,30 @@ def still_works(inbox: ZmqTransport) -> bool:
     return labels(take(inbox, 1)) == ["honest"]
 
 
+def test_the_end_of_a_watched_connection_is_told_once(make: Make) -> None:
+    """So that it is known at once where a worker was killed."""
+    a, b, c = make("a"), make("b"), make("c")
+    a.connect("b", 3, b.endpoint, watched=True)
+    a.connect("c", 1, c.endpoint)
+    for name, peer in (("b", b), ("c", c)):
+        a.send(name, HeartbeatAck())
+        take(peer, 1)
+        assert a.ended() == []
+        peer.close()
+    ended: list[tuple[str, int, str]] = []
+
+    def has_ended() -> bool:
+        ended.extend(a.ended())
+        return bool(ended)
+
+    wait(a, until=has_ended)
+    assert ended == [("b", 3, b.endpoint)]
+    a.poll(0.0)
+    assert a.ended() == []
+    a.disconnect("b")
+    a.poll(0.0)  # its monitor is not polled any more
+
+
 def test_another_key_is_rejected_before_the_first_message(
     inbox_tcp: ZmqTransport, log: list[str], make_tcp: Make
 ) -> None:
