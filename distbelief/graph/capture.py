@@ -392,7 +392,7 @@ def _as_export_sees_it(calls: dict[int, LeafCall], whole: dict[str, str]) -> Ite
     # Refuses what torch.export does not see, and shows it what it would not.
     enter = torch.inference_mode.__enter__
     apply = torch.autograd.Function.__dict__["apply"]  # a classmethod, in Python or C
-    run_backward = torch.autograd._engine_run_backward  # noqa: SLF001 -- of grad() and backward()
+    run_backward: Callable[..., object] = vars(torch.autograd)["_engine_run_backward"]  # type: ignore[explicit-any] # of any arguments
 
     def entered(mode: torch.inference_mode) -> None:
         if mode.mode and not is_inside():

@@ -133,8 +133,8 @@ def _of_module(call: Call, n_samples: int) -> object:
     for word in buffers.keys() & state.keys():
         # Ranks have floats, also of whole numbers.
         own, value = buffers[word].dtype, state[word]
-        kept = own.is_floating_point or own.is_complex
-        state[word] = value.clone() if kept else value.to(own, copy=True)
+        is_exact = own.is_floating_point or own.is_complex
+        state[word] = value.clone() if is_exact else value.to(own, copy=True)
     for word, tensor in (*module.named_parameters(), *module.named_buffers()):
         if word in state and tensor.is_complex():
             state[word] = torch.view_as_complex(state[word].contiguous())

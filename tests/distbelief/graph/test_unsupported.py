@@ -359,7 +359,7 @@ def test_what_ranks_cannot_compute_is_refused_with_what_replaces_it(
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 def test_a_scripted_module_is_refused() -> None:
     """Regression: AttributeError: 'OrderedDictWrapper' object has no attribute 'update'."""
-    inner = torch.jit.trace(nn.Linear(4, 4), torch.zeros(2, 4))  # type: ignore[no-untyped-call]
+    inner = torch.jit.trace(nn.Linear(4, 4), torch.zeros(2, 4))
     with pytest.raises(
         GraphError, match=r"0\.1 is compiled by torch\.jit\..*that it was made from"
     ):
@@ -372,7 +372,7 @@ class Constants(dict[str, object]):
     def _refuse(self, *_: object, **__: object) -> None:
         raise TypeError("constants cannot be changed")
 
-    update = clear = __setitem__ = __delitem__ = pop = _refuse  # type: ignore[assignment]
+    update = clear = __setitem__ = __delitem__ = pop = _refuse
 
 
 def test_an_attribute_that_cannot_be_changed_is_left_alone() -> None:
