@@ -8,8 +8,9 @@ everything else.
 import inspect
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from functools import partial, reduce, wraps
 from itertools import count
 from types import NoneType
@@ -18,16 +19,25 @@ from unittest.mock import patch
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.func import functional_call
-from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
+from typing_extensions import override
 
 from distbelief.graph.graph import GraphError, below
-from distbelief.graph.unsupported import attributes_kept, lost_change, opaque_reason
+from distbelief.graph.unsupported import (
+    Attributes,
+    Change,
+    Reading,
+    RememberedError,
+    attributes_kept,
+    lost_change,
+    opaque_reason,
+    refuse_progress,
+)
 
 
 LEAF: Final = "distbelief::leaf"
@@ -83,12 +93,14 @@ class LeafCall:
         symbols = (n for x in inputs for n in x.shape if type(n) is not int)
         extent: Any = next(symbols, 1)
         batch = extent if type(extent) is int else extent // n_samples_in(extent, 1)
-        with disable_proxy_modes_tracing(), unset_fake_temporarily():
+        # A thread of its own has none of the modes that torch.export has set in this one.
+        with ThreadPoolExecutor(1) as thread:
             for device, n_samples in (("meta", N_WITHOUT_MEMORY), ("cpu", N_TRIED)):
                 try:
-                    self._returned = self._run(inputs, n_samples, torch.device(device))
+                    run = thread.submit(self._run, inputs, n_samples, torch.device(device))
+                    self._returned = run.result()
                     break
-                except LostChangeError:
+                except (LostChangeError, RememberedError):
                     raise
                 except Exception as error:  # a forward that needs values may raise anything
                     if device == "cpu":
@@ -134,22 +146,31 @@ class LeafCall:
 
     def _run(self, inputs: Sequence[torch.Tensor], n_samples: int, device: torch.device) -> object:
         # On zeros in place of the module's tensors; without memory, or for real on a few samples.
-        def like(x: torch.Tensor, *, is_input: bool) -> torch.Tensor:
+        def like(x: torch.Tensor, *, is_input: bool, has_gradient: bool = False) -> torch.Tensor:
             shape = [n_samples_in(n, n_samples) for n in x.shape]
-            if is_input and x.is_floating_point() and device.type != "meta":
-                return torch.rand(shape)
             dtype = torch.float32 if x.is_floating_point() else x.dtype
-            return torch.zeros(shape, dtype=dtype, device=device)
+            made = torch.zeros(shape, dtype=dtype, device=device)
+            if is_input and x.is_floating_point() and device.type != "meta":
+                made.uniform_()
+            # A copy of a leaf may be changed in place, as the output of a layer may.
+            return made.requires_grad_().clone() if has_gradient else made
 
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
+        with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             state = {
-                name: like(x, is_input=False)
+                name: like(x, is_input=False).requires_grad_(x.requires_grad)
                 for name, x in (*self.module.named_parameters(), *self.module.named_buffers())
             }
-            arguments, keywords = self.arguments([like(x, is_input=True) for x in inputs])
+            arguments, keywords = self.arguments(
+                [
+                    like(x, is_input=True, has_gradient=given.requires_grad)
+                    for x, given in zip(inputs, self.tensors, strict=True)
+                ]
+            )
             before = dict(state)
             counter = FlopCounterMode(display=False)
+            # Its hooks on gradients would make torch.autograd.grad fail in the forward.
+            counter.mod_tracker = _NoTracker()
             # Ranks run it without compiling; a forward may ask.
             is_eager = patch.multiple(
                 torch.compiler, _is_compiling_flag=False, _is_exporting_flag=False
@@ -157,11 +178,49 @@ class LeafCall:
             # torch.export replaces `__call__` to count calls of modules; this one is only for
             # shapes, and `_call_impl` is what it replaced.
             plain_calls = patch.object(nn.Module, "__call__", nn.Module._call_impl)  # noqa: SLF001
-            with plain_calls, _changes_counted(), is_eager, counter:
-                result: object = functional_call(self.module, state, tuple(arguments), keywords)
-            self.operations = counter.get_total_flops() / n_samples
-            _refuse_change(self.path, self.module, before, state)
+
+            def called(kept: Sequence[Change] = ()) -> tuple[object, list[Change]]:
+                attributes = Attributes(self.module)
+                data = [x for x in pytree.tree_leaves(arguments) if isinstance(x, torch.Tensor)]
+                reading = Reading([*data, *state.values()], kept)
+                with plain_calls, is_eager, counter, (writes := _Writes()), reading:
+                    result: object = functional_call(self.module, state, tuple(arguments), keywords)
+                self.operations = counter.get_total_flops() / n_samples
+                _refuse_change(self.path, self.module, before, state, writes.storages)
+                return result, reading.left(attributes.changes())
+
+            with attributes_kept(self.module):
+                result, left = called()
+                if left:  # it runs for real on ranks, which call it at other times
+                    _, again = called(left)
+                    refuse_progress(left, again)
             return result
+
+
+@final
+class _Writes(TorchDispatchMode):
+    # Notes what operations change in place, also where they do not count it.
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call] # torch has no types here
+        self.storages: set[int] = set()
+
+    @override
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: object,
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        for argument, given in zip(func._schema.arguments, args, strict=False):  # noqa: SLF001 -- torch's own name
+            if argument.is_write and isinstance(given, torch.Tensor):
+                self.storages.add(given.untyped_storage()._cdata)  # noqa: SLF001 -- as above
+        return func(*args, **(kwargs or {}))
+
+
+class _NoTracker(nullcontext[None]):
+    parents = ("Global",)
 
 
 def _with(tree: object, tensors: Sequence[object]) -> Any:  # noqa: ANN401 -- a tree
@@ -192,7 +251,11 @@ def n_samples_in(extent: Any, n: int) -> int:  # noqa: ANN401 -- an int or a sym
 
 
 def _refuse_change(
-    path: str, module: nn.Module, before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]
+    path: str,
+    module: nn.Module,
+    before: Mapping[str, torch.Tensor],
+    after: Mapping[str, torch.Tensor],
+    written: Collection[int],
 ) -> None:
     # Running statistics may change: `whole` refuses them where they would be lost.
     apart = {
@@ -203,6 +266,7 @@ def _refuse_change(
     }
     for name, tensor in before.items():
         same = after[name] is tensor and not tensor._version  # noqa: SLF001 -- counts changes in place
+        same = same and tensor.untyped_storage()._cdata not in written  # noqa: SLF001 -- as above
         if not same and name not in apart:
             raise LostChangeError(lost_change(below(path, name)))
 
@@ -218,15 +282,6 @@ class OpaqueError(Exception):
     def __init__(self, path: str, reason: str) -> None:
         super().__init__(reason)
         self.path = path
-
-
-def _changes_counted() -> AbstractContextManager[None]:
-    # Inside of torch.export no tensor counts changes in place, unless this key is there again;
-    # torch has no public name for that.
-    excluded = torch._C._dispatch_tls_local_exclude_set()  # noqa: SLF001
-    excluded = excluded.remove(torch._C.DispatchKey.ADInplaceOrView)  # noqa: SLF001
-    included = torch._C._dispatch_tls_local_include_set()  # noqa: SLF001
-    return torch._C._ForceDispatchKeyGuard(included, excluded)  # noqa: SLF001
 
 
 def _samples(x: torch.Tensor, n_samples: int) -> Sequence[int]:
