@@ -1,8 +1,12 @@
 """Small nets, split over two ranks and two micro-batches, beside torch."""
 
 import copy
+import re
+import sys
 import types
-from collections.abc import Callable, Mapping, Sequence
+import unittest
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -368,3 +372,157 @@ def test_a_number_of_each_sample_may_choose_its_own_row() -> None:
         return b(h[torch.arange(x.shape[0]), x[..., 0].argmax(1)])
 
     check(net(function), [random_input(5, 8)])
+
+
+# --- torch's own databases ---
+
+N_NETS: Final = 2  # of each operator and module
+RANDOM: Final = re.compile(
+    "rand|bernoulli|multinomial|normal|dropout|cauchy|exponential|rrelu|geometric|uniform"
+)
+
+
+def databases() -> tuple[Sequence[Any], Sequence[Any]]:
+    """Return torch's databases of modules and of operators."""
+    # torch imports it for tests of its own.
+    stub = types.ModuleType("expecttest")
+    vars(stub)["TestCase"] = unittest.TestCase
+    sys.modules.setdefault("expecttest", stub)
+    from torch.testing._internal import (  # noqa: PLC0415 -- takes half a minute
+        common_methods_invocations,
+        common_modules,
+    )
+
+    return common_modules.module_db, common_methods_invocations.op_db
+
+
+def identity(x: torch.Tensor) -> nn.Linear:
+    """Return a layer whose first output is its input: what follows gets valid numbers."""
+    layer = nn.Linear(x.shape[-1], x.shape[-1])
+    nn.init.eye_(layer.weight)
+    nn.init.zeros_(layer.bias)
+    return layer.double()
+
+
+class Net(nn.Module):
+    """Linear -> a function of samples, or of all -> Linear."""
+
+    def __init__(self, function: Callable[..., object], *inputs: torch.Tensor) -> None:
+        super().__init__()
+        self.first = identity(inputs[0])
+        self.function = function  # a submodule, if it is a module
+        self.last: nn.Module = nn.Identity()
+        n_features = self(*inputs).shape[1]
+        torch.manual_seed(0)
+        self.last = nn.Linear(n_features, 3).double()
+
+    @override
+    def forward(self, x: torch.Tensor, *more: torch.Tensor) -> torch.Tensor:
+        h = self.first(x)
+        found = self.function(h, *more)
+        found = found[0] if isinstance(found, tuple | list) else found
+        assert isinstance(found, torch.Tensor)
+        found = found.to(h.dtype)
+        if found.dim() and found.shape[0] == x.shape[0]:
+            return self.last(found.flatten(1) if found.dim() > 1 else found[:, None])
+        return self.last(h.flatten(1) * found.mean())
+
+
+def nets_of_operators(operators: Sequence[Any]) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Each operator on a stack of samples of its own, with the batch in front."""
+    for operator in operators:
+        if RANDOM.search(operator.name) or torch.float64 not in operator.dtypes:
+            continue
+        samples = operator.sample_inputs("cpu", torch.float64)
+        plain = (s for s in samples if isinstance(s.input, torch.Tensor) and s.input.numel())
+        for number, sample in zip(range(N_NETS), plain, strict=False):
+            x = sample.input.detach()
+            x = torch.stack([x] * N_SAMPLES) if x.dim() else x.repeat(N_SAMPLES, 1)
+            x = x + 1e-3 * torch.rand(x.shape, generator=torch.Generator().manual_seed(1)).double()
+
+            def function(h: torch.Tensor, operator: Any = operator, sample: Any = sample) -> object:
+                return operator.op(h, *sample.args, **sample.kwargs)
+
+            yield f"{operator.formatted_name} {number}", lambda f=function, x=x: (Net(f, x), [x])
+
+
+def nets_of_modules(modules: Sequence[Any]) -> Iterator[tuple[str, Callable[[], Any]]]:
+    for info in modules:
+        found = info.module_inputs_func(
+            info, device="cpu", dtype=torch.float64, requires_grad=False, training=True
+        )
+        for number, given in zip(range(N_NETS), found, strict=False):
+            made, called = given.constructor_input, given.forward_input
+            if called is None or not called.args or not isinstance(called.args[0], torch.Tensor):
+                continue
+            x, *more = called.args
+            tensors = [t for t in more if isinstance(t, torch.Tensor)]
+            if not x.dim() or not x.is_floating_point() or len(tensors) < len(more):
+                continue
+            rows = torch.arange(N_SAMPLES) % x.shape[0]
+            inputs = [t[rows] for t in (x, *tensors) if t.dim() and t.shape[0] == x.shape[0]]
+            if len(inputs) < len(called.args):
+                continue
+
+            def make(
+                info: Any = info, made: Any = made, called: Any = called, inputs: Any = inputs
+            ) -> Any:
+                part = info.module_cls(*made.args, **made.kwargs).double()
+                return Net(Called(part, called.kwargs), *inputs), inputs
+
+            yield f"{info.formatted_name} {number}", make
+
+
+class Called(nn.Module):
+    def __init__(self, part: nn.Module, words: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.part = part
+        self.words = words
+
+    @override
+    def forward(self, *inputs: torch.Tensor) -> object:
+        return self.part(*inputs, **self.words)
+
+
+# Why a net is refused, by a part of the sentence.
+REFUSED: Final = {
+    "mixes samples": "mixes samples",
+    "joins samples": "mixes samples",
+    "depend on a sample's place": "mixes samples",
+    "must have the batch as its first dimension": "the batch is not in front",
+    "a tensor of the model, in place": "it keeps state",
+    "which an earlier call": "it keeps state",
+    "averages its statistics over all steps": "it keeps state",
+    "cannot be run on": "torch itself refuses other shapes",
+}
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("kind", ["modules", "operators"])
+def test_what_torch_lists_is_right_or_refused(kind: str) -> None:
+    modules, operators = databases()
+    nets = nets_of_modules(modules) if kind == "modules" else nets_of_operators(operators)
+    found: Counter[str] = Counter()
+    wrong: list[str] = []
+    for name, make in nets:
+        try:
+            model, inputs = make()
+            model(*inputs).sum().backward()
+            assert model(*inputs).isfinite().all()
+        except Exception:  # noqa: BLE001 -- torch cannot do it with a batch in front
+            found["not for a batch"] += 1
+            continue
+        try:
+            check(model, inputs, tolerance=1e-6)
+            found["right"] += 1
+        except JobError as error:
+            reasons = [reason for part, reason in REFUSED.items() if part in str(error)]
+            found[reasons[0] if reasons else "other"] += 1
+            if not reasons:
+                wrong.append(f"{name}: {error}")
+        except Exception as error:  # noqa: BLE001 -- a crash
+            wrong.append(f"{name}: {type(error).__name__}: {error}")
+    print(found)
+    assert not wrong, "\n".join(wrong)
+    assert found["right"] > (60 if kind == "modules" else 200)
