@@ -93,9 +93,13 @@ class TensorFile:
     def facts(self) -> dict[str, str]:
         return dict(self._header[0])
 
-    @property
+    @cached_property
     def entries(self) -> Mapping[str, Entry]:
-        return self._header[1]
+        """The tensors; complex numbers are pairs of floats: (..., 2)."""
+        return {
+            name: Entry("F32", (*e.shape, 2), e.data_offsets) if e.dtype == "C64" else e
+            for name, e in self._header[1].items()
+        }
 
     def array(self, name: str, start: int = 0, stop: int | None = None) -> Vector:
         """Return elements [start, stop) of a tensor, or the whole one in its shape."""

@@ -36,20 +36,23 @@ from typing_extensions import override
 
 from distbelief.errors import JobError
 from distbelief.graph import lowering, ops  # noqa: F401 -- registers operators and lowering rules
-from distbelief.graph.graph import INPUT, Builder, GraphError, LayerGraph, TensorUse
+from distbelief.graph.graph import INPUT, Builder, GraphError, LayerGraph, TensorUse, as_real
 from distbelief.graph.lowering.fallback import per_sample
 from distbelief.graph.lowering.lower import Lowerer, NeedsFunctionalError
 from distbelief.graph.lowering.noise import replace_noise
 from distbelief.graph.lowering.operation import module_rule, place_of
 from distbelief.graph.lowering.values import Held, NotSplitError, Value
 from distbelief.graph.module_calls import (
+    AppliedFunction,
     LeafCall,
     OpaqueError,
     bags,
     is_inside,
     is_outside,
+    leaf_call,
     leaves,
     own_path,
+    path_of,
 )
 from distbelief.graph.region import Shape
 from distbelief.graph.unsupported import (
@@ -65,6 +68,7 @@ from distbelief.graph.unsupported import (
     opaque_reason,
     refuse_bounded_tables,
     refuse_parameter_hooks,
+    refuse_scripts,
     remembered,
 )
 
@@ -121,8 +125,8 @@ class _Model(nn.Module):
     @override
     def forward(self, *inputs: torch.Tensor) -> object:
         before = Attributes(self.inner)
-        tensors = [*inputs, *self.inner.parameters(), *self.inner.buffers()]
-        with _Watch(self.inner), (reading := Reading(tensors, self.kept)):
+        own = [*self.inner.parameters(), *self.inner.buffers()]
+        with _Watch(self.inner), (reading := Reading(inputs, own, self.kept)):
             result: object
             result = self.inner(*inputs) if self.call is None else self.call(self.inner, inputs)
         self.leave(reading.left(before.changes()))
@@ -138,6 +142,7 @@ def capture(
     `call` they are what that gets, by name, and the graph's outputs are what it returns. GraphError
     if it takes other inputs, or mixes or loses the samples of a batch.
     """
+    refuse_scripts(module)
     refuse_parameter_hooks(module)
     refuse_bounded_tables(module)
     _refuse_plain_averages(module)
@@ -186,7 +191,7 @@ def evaluation_difference(
         model.training = False
         evaluating, nodes = _captured(model, named, whole)
     for layer in evaluating.layers:
-        if layer.kind == "dropout" or layer.options.get("dropout"):
+        if layer.kind == "dropout" or layer.options.get("dropout") or "mode" in layer.options:
             return (
                 f"{layer.name} drops elements in evaluation mode too: give it "
                 "training=self.training (or dropout_p=0.0 when not self.training)"
@@ -211,7 +216,7 @@ def _numbers(graph: LayerGraph) -> dict[str, int]:
             continue
         if "running_var" in layer.tensors:
             del sources[1:]
-        left = {"dropout", "n_places", "operations"}  # these depend on the mode
+        left = {"dropout", "n_places", "operations", "mode"}  # these depend on the mode
         options = {word: value for word, value in layer.options.items() if word not in left}
         name = layer.name if layer.kind == INPUT else ""
         form = repr((name, layer.kind, layer.shape, sources, options, dict(layer.tensors)))
@@ -246,7 +251,7 @@ def _captured(model: _Model, inputs: Inputs, whole: dict[str, str]) -> _Captured
 
 
 def _exported(
-    model: _Model, inputs: Inputs, whole: Mapping[str, str]
+    model: _Model, inputs: Inputs, whole: dict[str, str]
 ) -> tuple["ExportedProgram", Mapping[int, LeafCall]]:
     """Export a module; return also the calls of its leaves.
 
@@ -266,7 +271,7 @@ def _exported(
     try:
         with (
             _quietly(),
-            _as_export_sees_it(),
+            _as_export_sees_it(calls, whole),
             leaves(model, calls, is_leaf),
             torch.enable_grad(),  # so that a no_grad in the forward shows
             warnings.catch_warnings(action="ignore"),  # torch warns about its own internals
@@ -430,11 +435,12 @@ def _quietly() -> Iterator[None]:
 
 
 @contextmanager
-def _as_export_sees_it() -> Iterator[None]:
+def _as_export_sees_it(calls: dict[int, LeafCall], whole: dict[str, str]) -> Iterator[None]:
     # Refuses what torch.export does not see, and shows it what it would not.
     enter = torch.inference_mode.__enter__
     enter_hooks = saved_tensors_hooks.__enter__
     apply = torch.autograd.Function.__dict__["apply"]  # a classmethod, in Python or C
+    run_backward = torch.autograd._engine_run_backward  # noqa: SLF001 -- of grad() and backward()
 
     def entered(mode: torch.inference_mode) -> None:
         if mode.mode and not is_inside():
@@ -447,11 +453,22 @@ def _as_export_sees_it() -> Iterator[None]:
         enter_hooks(hooks)
 
     def applied(cls: type, /, *args: object, **kwargs: object) -> object:
-        if any(is_outside(value) for value in (*args, *kwargs.values())):
-            raise _RefusedError(
-                f"it calls {cls.__qualname__}, a torch.autograd.Function with its own gradient"
-            )
+        given = [*args, *kwargs.values()]
+        is_torchs = cls.__module__.startswith("torch._higher_order_ops.")  # torch.cond, say
+        if not is_torchs and any(is_outside(value) for value in given):
+            reason = f"{cls.__qualname__}, a torch.autograd.Function with its own gradient"
+            path = path_of(cls, given)
+            if path is None:
+                raise _RefusedError(f"it calls {reason}")
+            whole[path] = f"it is {reason}"
+            function = cast("type[torch.autograd.Function]", cls)
+            return leaf_call(AppliedFunction(function), path, calls)(*args, **kwargs)
         return apply.__get__(None, cls)(*args, **kwargs)
+
+    def backwards(*args: object, **kwargs: object) -> object:
+        if not is_inside():
+            raise _RefusedError("it computes gradients in its forward (torch.autograd.grad)")
+        return run_backward(*args, **kwargs)
 
     def as_told(_mask: object, is_causal: object = None, _size: object = None) -> bool:
         return bool(is_causal)  # torch's encoder looks at the values of its mask
@@ -460,6 +477,7 @@ def _as_export_sees_it() -> Iterator[None]:
         patch.object(torch.inference_mode, "__enter__", entered),
         patch.object(saved_tensors_hooks, "__enter__", hooked),
         patch.object(torch.autograd.Function, "apply", classmethod(applied)),
+        patch.object(torch.autograd, "_engine_run_backward", backwards),
         patch.object(transformer, "_detect_is_causal_mask", as_told),
         patch.object(builtins, "len", _length),
         patch.object(functional, "embedding_bag", bags),
@@ -506,8 +524,9 @@ def _lowered(
             tensor = tensors[path]
             known = getattr(tensor, "values_of_buffer", None)
             if known is None:
-                use = TensorUse(name=path, shape=tuple(tensor.shape), trains=tensor.requires_grad)
-                known = Held(use, tensor.dtype)
+                shape = tuple(as_real(tensor).shape)
+                use = TensorUse(name=path, shape=shape, trains=tensor.requires_grad)
+                known = context.in_parts(use) if tensor.is_complex() else Held(use, tensor.dtype)
             elif isinstance(known, torch.Tensor) and known.is_floating_point():
                 # Layers read floats, indices are known to rules.
                 with suppress(GraphError):  # too large, but perhaps only a part is read

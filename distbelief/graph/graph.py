@@ -17,6 +17,7 @@ from types import MappingProxyType
 from typing import Self, TypedDict, Unpack, final
 
 import msgspec
+import torch
 from torch import nn
 
 from distbelief.errors import JobError
@@ -298,11 +299,16 @@ def uses(module: nn.Module, path: str, *names: str) -> dict[str, TensorUse]:
     found = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     return {
         name: TensorUse(
-            name=below(path, name), shape=tuple(tensor.shape), trains=tensor.requires_grad
+            name=below(path, name), shape=tuple(as_real(tensor).shape), trains=tensor.requires_grad
         )
         for name, tensor in found.items()
         if not names or name in names
     }
+
+
+def as_real(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor as shards and graphs have it: complex numbers as (..., 2)."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def below(path: str, name: str) -> str:

@@ -7,6 +7,7 @@ everything else.
 
 import inspect
 import math
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +23,7 @@ from torch import nn
 from torch.func import functional_call
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -74,7 +76,8 @@ class LeafCall:
 
     def check_arguments(self) -> None:
         """Raise `OpaqueError` for the caller if an argument may hide a tensor."""
-        for given in pytree.tree_leaves(self._given):
+        # A packed sequence has no row for each sample.
+        for given in pytree.tree_leaves(self._given, is_leaf=_is_packed):
             if not isinstance(given, (torch.Tensor, *_PLAIN)):
                 raise OpaqueError(
                     self.path.rpartition(".")[0],
@@ -149,6 +152,7 @@ class LeafCall:
         def like(x: torch.Tensor, *, is_input: bool, has_gradient: bool = False) -> torch.Tensor:
             shape = [n_samples_in(n, n_samples) for n in x.shape]
             dtype = torch.float32 if x.is_floating_point() else x.dtype
+            dtype = torch.complex64 if x.is_complex() else dtype
             made = torch.zeros(shape, dtype=dtype, device=device)
             if is_input and x.is_floating_point() and device.type != "meta":
                 made.uniform_()
@@ -182,7 +186,7 @@ class LeafCall:
             def called(kept: Sequence[Change] = ()) -> tuple[object, list[Change]]:
                 attributes = Attributes(self.module)
                 data = [x for x in pytree.tree_leaves(arguments) if isinstance(x, torch.Tensor)]
-                reading = Reading([*data, *state.values()], kept)
+                reading = Reading(data, state.values(), kept)
                 with plain_calls, is_eager, counter, (writes := _Writes()), reading:
                     result: object = functional_call(self.module, state, tuple(arguments), keywords)
                 self.operations = counter.get_total_flops() / n_samples
@@ -217,6 +221,10 @@ class _Writes(TorchDispatchMode):
             if argument.is_write and isinstance(given, torch.Tensor):
                 self.storages.add(given.untyped_storage()._cdata)  # noqa: SLF001 -- as above
         return func(*args, **(kwargs or {}))
+
+
+def _is_packed(given: object) -> bool:
+    return isinstance(given, PackedSequence)
 
 
 class _NoTracker(nullcontext[None]):
@@ -356,7 +364,50 @@ def leaves(
                 _CALLS.pop(key, None)
 
 
-def _forward(part: nn.Module, path: str, calls: dict[int, LeafCall], hooks: _Hooks) -> object:
+@final
+class AppliedFunction(nn.Module):
+    """Calls a `torch.autograd.Function`, whose own gradient torch.export would not see."""
+
+    def __init__(self, function: type[torch.autograd.Function]) -> None:
+        super().__init__()
+        self.function = function
+
+    @override
+    def forward(self, *arguments: object, **keywords: object) -> object:
+        return self.function.apply(*arguments, **keywords)  # type: ignore[no-untyped-call]
+
+
+def module_at(root: nn.Module, path: str) -> nn.Module:
+    """Return the module of a model that a layer names.
+
+    A path with a colon, "package.module:Name", is that of a function with a gradient of its own,
+    whose module the model's has imported.
+    """
+    place, colon, name = path.partition(":")
+    if not colon:
+        return root.get_submodule(path)
+    function = getattr(sys.modules.get(place), name, None)
+    if not (isinstance(function, type) and issubclass(function, torch.autograd.Function)):
+        raise GraphError(f"there is no torch.autograd.Function {path!r} here: import {place}")
+    return AppliedFunction(function)
+
+
+def path_of(function: type, given: Sequence[object]) -> str | None:
+    """Return the path by which ranks find a function, for these arguments; None if they cannot."""
+    place, name = function.__module__, function.__qualname__
+    plain = all(isinstance(one, (torch.Tensor, *_PLAIN)) for one in pytree.tree_leaves(given))
+    is_found = getattr(sys.modules.get(place), name, None) is function
+    return f"{place}:{name}" if plain and is_found and place != "__main__" else None
+
+
+def leaf_call(part: nn.Module, path: str, calls: dict[int, LeafCall]) -> Callable[..., object]:
+    """Return a function that calls this module as one operation."""
+    return _forward(part, path, calls, [])
+
+
+def _forward(
+    part: nn.Module, path: str, calls: dict[int, LeafCall], hooks: _Hooks
+) -> Callable[..., object]:
     def forward(*arguments: object, **keywords: object) -> object:
         call = LeafCall(part, path, (arguments, keywords), hooks)
         if not call.tensors:

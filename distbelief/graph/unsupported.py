@@ -68,6 +68,17 @@ def refuse_bounded_tables(module: nn.Module) -> None:
             )
 
 
+def refuse_scripts(module: nn.Module) -> None:
+    """Raise `GraphError` for modules of TorchScript: no rank can give them its tensors."""
+    for path, part in module.named_modules():
+        if isinstance(part, torch.jit.ScriptModule):
+            raise GraphError(
+                f"{path or 'the model'} is compiled by torch.jit.script or trace, which cannot be "
+                "split: use the module that it was made from, or one process per replica "
+                "(partitions = 1)"
+            )
+
+
 Generator = random.Random | np.random.Generator | np.random.RandomState | torch.Generator
 
 
@@ -220,9 +231,15 @@ def attributes_kept(module: nn.Module) -> Iterator[None]:
 class Reading(TorchFunctionMode):
     """Notes the tensors that depend on data, and refuses those that an earlier call has kept."""
 
-    def __init__(self, data: Iterable[torch.Tensor], kept: Iterable[Change] = ()) -> None:
+    def __init__(
+        self,
+        inputs: Iterable[torch.Tensor],
+        own: Iterable[torch.Tensor],
+        kept: Iterable[Change] = (),
+    ) -> None:
         super().__init__()
-        self._of_data = {id(tensor): tensor for tensor in data}
+        self._own = {id(tensor): tensor for tensor in own}  # of the model
+        self._of_data = self._own | {id(tensor): tensor for tensor in inputs}
         self._kept = {
             id(x): change.name for change in kept for x in _tensors_of(change.value, set())
         }
@@ -248,11 +265,13 @@ class Reading(TorchFunctionMode):
         return found
 
     def left(self, changes: Iterable[Change]) -> list[Change]:
-        """Return the changes but those that keep tensors that do not depend on data."""
+        """Return the changes but those that keep the model's tensors, or constants."""
 
         def is_made_again(change: Change) -> bool:
             tensors = list(_tensors_of(change.value, set()))
-            return bool(tensors) and not any(id(x) in self._of_data for x in tensors)
+            return bool(tensors) and all(
+                id(x) in self._own or id(x) not in self._of_data for x in tensors
+            )
 
         return [change for change in changes if not is_made_again(change)]
 

@@ -22,12 +22,14 @@ from distbelief.core import files
 from distbelief.core.tensor_files import TensorFile
 from distbelief.data import Dataset, marks_of
 from distbelief.errors import DistBeliefError, JobError, StorageError
+from distbelief.graph.graph import as_real
 from distbelief.launch.role_process import RoleSpec, check_allowed, import_from, log, read_spec
 from distbelief.parameter_server.initial_values import Initial
 from distbelief.parameter_server.layout import ElementType, Layout, TensorSpec
 from distbelief.parameter_server.optimizers import UpdateRule, check_groups
 from distbelief.program.step_cost import PlanCost
 from distbelief.run.folders import folder_at
+from distbelief.run.model_file import TYPES
 from distbelief.run.summary import DataFacts, TaskFacts
 from distbelief.task import task as tasks
 from distbelief.task.forward import Sample
@@ -218,6 +220,9 @@ def _found(
                 check_groups(rule, (spec.name for spec in specs if spec.kind == "parameter"))
         except ValueError as error:
             raise JobError(f"[algorithm] {error}") from None
+    is_double = any(t.dtype == torch.float64 for t in tensors.values() if t.requires_grad)
+    for name, tensor in tensors.items():
+        _check_kept(name, tensor, n_whole_max=2**53 if is_double else 2**24)
     initials: dict[str, Initial] = {}
     initial_file: str | None = None
     match task.model.initial:
@@ -225,14 +230,13 @@ def _found(
             initials = dict(recorded_initials(lambda: tasks.build_model(task.model), list(tensors)))
         case "module":
             initial_file = written
-            save_file({name: tensor.detach() for name, tensor in tensors.items()}, initial_file)
+            save_file({n: as_real(tensor.detach()) for n, tensor in tensors.items()}, initial_file)
         case path:
             initial_file = path
             _check_weights(path, specs)
     held_out = datasets.get("data.test")
     sample = None if held_out is None else tasks.sample_of(held_out, table="data.test")
     metric = tasks.metric_name(task, sample)
-    is_double = any(t.dtype == torch.float64 for t in tensors.values() if t.requires_grad)
     return PreflightResult(
         tensors=specs,
         dtype="float64" if is_double else "float32",
@@ -251,6 +255,24 @@ def _found(
             test=None if held_out is None else DataFacts.of(held_out),
         ),
     )
+
+
+def _check_kept(name: str, tensor: torch.Tensor, *, n_whole_max: int) -> None:
+    """Reject a tensor whose values shards, which have floats, would not keep."""
+    kind = str(tensor.dtype).removeprefix("torch.")
+    why = ""
+    if kind not in TYPES:
+        why = kind
+    elif not (kind.startswith(("float", "bfloat", "complex")) or tensor.is_meta):
+        largest = (
+            max((abs(int(end)) for end in tensor.aminmax()), default=0) if tensor.numel() else 0
+        )
+        why = f"{kind} with numbers above {n_whole_max:,}" if largest > n_whole_max else ""
+    if why:
+        raise JobError(
+            f"[model] tensor {name!r} is {why}, which shards cannot keep: register it by "
+            "register_buffer with persistent=False, so that each process makes its own"
+        )
 
 
 def _check_weights(path: str, tensors: tuple[TensorSpec, ...]) -> None:

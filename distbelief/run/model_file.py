@@ -23,7 +23,7 @@ from distbelief.run.directory import RunDirectory
 
 PIECE: Final = 1 << 20  # elements read and written at a time
 
-_TYPES: Final[Mapping[str, tuple[torch.dtype, str]]] = {
+TYPES: Final[Mapping[str, tuple[torch.dtype, str]]] = {
     "float64": (torch.float64, "F64"),
     "float32": (torch.float32, "F32"),
     "float16": (torch.float16, "F16"),
@@ -34,6 +34,7 @@ _TYPES: Final[Mapping[str, tuple[torch.dtype, str]]] = {
     "int8": (torch.int8, "I8"),
     "uint8": (torch.uint8, "U8"),
     "bool": (torch.bool, "BOOL"),
+    "complex64": (torch.float32, "C64"),  # shards have pairs of floats
 }  # by torch's name: the type, and the word of safetensors for it
 
 
@@ -51,7 +52,7 @@ def write_model_file(
     shared tensors, which `load_state_dict` needs: each name has its own data in the file.
     """
     usual = "float64" if layout.dtype.itemsize == 8 else "float32"
-    kinds = {t.name: _TYPES[(dtypes or {}).get(t.name, usual)] for t in layout.tensors}
+    kinds = {t.name: TYPES[(dtypes or {}).get(t.name, usual)] for t in layout.tensors}
     names = {t.name: t.name for t in layout.tensors} | dict(aliases or {})
     try:
         files.write_by(path, lambda draft: _write(draft, layout, snapshots, kinds, names))
@@ -67,11 +68,15 @@ def _write(
     names: Mapping[str, str],
 ) -> None:
     specs = {spec.name: spec for spec in layout.tensors}
+    sizes = {n: kinds[own][0].itemsize * (1 + (kinds[own][1] == "C64")) for n, own in names.items()}
     # Larger elements first, so that each tensor begins at a multiple of its own.
-    order = sorted(names, key=lambda name: (-kinds[names[name]][0].itemsize, name))
+    order = sorted(names, key=lambda name: (-sizes[name], name))
     tensors = [(n, kinds[names[n]], specs[names[n]]) for n in order]
     header = header_of(
-        ((n, word, t.shape, t.n_elements * dtype.itemsize) for n, (dtype, word), t in tensors),
+        (
+            (n, word, t.shape[:-1] if word == "C64" else t.shape, t.n_elements * dtype.itemsize)
+            for n, (dtype, word), t in tensors
+        ),
         {"format": "pt"},
     )
     parts = _parts(layout)

@@ -19,8 +19,9 @@ from distbelief.core.tensor_files import TensorFile
 from distbelief.data import Dataset, Path, are_alike, marks_of, read_batch, shown_path
 from distbelief.errors import JobError
 from distbelief.graph.capture import capture
-from distbelief.graph.graph import INPUT, Builder, GraphError, LayerGraph
+from distbelief.graph.graph import INPUT, Builder, GraphError, LayerGraph, as_real
 from distbelief.graph.losses import append_loss
+from distbelief.graph.module_calls import module_at
 from distbelief.parameter_server.initial_values import Initial
 from distbelief.parameter_server.layout import Layout, TensorSpec
 from distbelief.task import dry_run, losses
@@ -377,7 +378,7 @@ def modules_of(
     paths = {layer.text("module") for layer in graph.layers if "module" in layer.options}
     last = graph[graph.outputs[-1]]
     own = {} if loss is None else {last.name: loss}
-    return {path: module.get_submodule(path) for path in paths - own.keys()} | own
+    return {path: module_at(module, path) for path in paths - own.keys()} | own
 
 
 def specs_of(module: nn.Module) -> list[TensorSpec]:
@@ -387,7 +388,7 @@ def specs_of(module: nn.Module) -> list[TensorSpec]:
     return [
         TensorSpec(
             name=name,
-            shape=tuple(tensor.shape),
+            shape=tuple(as_real(tensor).shape),
             kind="parameter" if tensor.requires_grad else "buffer",
         )
         for name, tensor in sorted(tensors.items())

@@ -25,7 +25,7 @@ from distbelief.data import Batch, Indices, Path as Keys, shown_path
 from distbelief.execution.dataflow import dataflow
 from distbelief.execution.executor import Put, StepResult
 from distbelief.execution.operations import Dataflow
-from distbelief.graph.graph import LayerGraph
+from distbelief.graph.graph import LayerGraph, as_real
 from distbelief.graph.region import Shape
 from distbelief.parameter_server.client.client import ParameterClient
 from distbelief.parameter_server.config import ClientConfig
@@ -253,9 +253,11 @@ def _values(computation: Computation, flow: Dataflow, dtype: torch.dtype) -> lis
     with safe_open(computation.weights, framework="pt") as file:
         found: list[torch.Tensor] = []
         for name, region in flow.items:
-            # A tensor without dimensions has no slices.
-            value = (
-                file.get_slice(name)[region.slices] if region.intervals else file.get_tensor(name)
-            )
+            part = file.get_slice(name)
+            # Of complex numbers, and of a tensor without dimensions, there are no slices.
+            if region.intervals and part.get_dtype() != "C64":
+                value = part[region.slices]
+            else:
+                value = as_real(file.get_tensor(name))[region.slices]
             found.append(value.to(dtype).reshape(-1).contiguous())
         return found

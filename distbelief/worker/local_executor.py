@@ -15,6 +15,7 @@ from torch import nn
 from distbelief.data import Batch, Dataset, n_samples_of, read_batch
 from distbelief.errors import DistBeliefError, JobError
 from distbelief.execution.executor import Put, StepResult
+from distbelief.graph.graph import as_real
 from distbelief.parameter_server.layout import TensorSpec
 from distbelief.roles.role import Action, Compute, Cost, Seconds
 from distbelief.task import dry_run
@@ -37,7 +38,8 @@ class FlatModel:
 
     Shared tensors count once, under their first name. Parameters that require no grad, and
     buffers, are "buffers" to the shards: averaged, not updated. The former are fetched once and
-    never pushed. Buffers that the module does not save (persistent=False) are left out.
+    never pushed. Buffers that the module does not save (persistent=False) are left out. Complex
+    numbers are pairs of real ones: (..., 2).
 
     Attributes:
         module: The user's model; this object owns its tensors from now on.
@@ -55,15 +57,20 @@ class FlatModel:
         self._names = sorted(tensors)
         self._tensors = [tensors[name] for name in self._names]
         for name, tensor in zip(self._names, self._tensors, strict=True):
-            if tensor.is_complex() or tensor.is_sparse:
+            if tensor.is_complex() and tensor.requires_grad:
                 raise JobError(
-                    f"[model] tensor {name!r} is {tensor.dtype} and {tensor.layout}: "
-                    "only dense real tensors can be trained"
+                    f"[model] parameter {name!r} is {tensor.dtype}, which is not trained: make it "
+                    "of real numbers, and join their parts by torch.view_as_complex"
+                )
+            if tensor.layout != torch.strided:
+                raise JobError(
+                    f"[model] tensor {name!r} is {tensor.layout}, which shards cannot keep: "
+                    "register it by register_buffer with persistent=False"
                 )
             # A transposed or expanded tensor has no flat view; a fresh one has.
             if not tensor.is_contiguous():
                 tensor.data = tensor.detach().clone(memory_format=torch.contiguous_format)
-        self.values = [tensor.detach().view(-1) for tensor in self._tensors]
+        self.values = [as_real(tensor.detach()).view(-1) for tensor in self._tensors]
         self._trained = [
             index for index, tensor in enumerate(self._tensors) if tensor.requires_grad
         ]
@@ -79,7 +86,7 @@ class FlatModel:
         ]
         self.trained = frozenset(self._trained)
         self.frozen = frozen_of(module)
-        self.shapes = [tensor.shape for tensor in self._tensors]
+        self.shapes = [as_real(tensor).shape for tensor in self._tensors]
         self.n_parameters = sum(self.values[index].numel() for index in self._trained)
 
     def specs(self) -> list[TensorSpec]:
@@ -87,11 +94,9 @@ class FlatModel:
         trained = set(self._trained)
         return [
             TensorSpec(
-                name=name,
-                shape=tuple(tensor.shape),
-                kind="parameter" if index in trained else "buffer",
+                name=name, shape=tuple(shape), kind="parameter" if index in trained else "buffer"
             )
-            for index, (name, tensor) in enumerate(zip(self._names, self._tensors, strict=True))
+            for index, (name, shape) in enumerate(zip(self._names, self.shapes, strict=True))
         ]
 
     def aliases(self) -> Mapping[str, str]:

@@ -8,7 +8,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from distbelief.graph.lowering.operation import Operation, plain_name
-from distbelief.graph.lowering.values import NotSplitError
+from distbelief.graph.lowering.values import Complex, NotSplitError
 
 
 _ATEN: Final = torch.ops.aten
@@ -21,15 +21,6 @@ _ALIKE: Final = frozenset(
         *("to", "_to_copy", "lift_fresh_copy", "neg", "sum", "mean"),
     }
 )
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Complex:
-    """A complex tensor: two tensors of its shape."""
-
-    real: Any
-    imaginary: Any
 
 
 def has_complex(given: object) -> bool:

@@ -30,7 +30,7 @@ from distbelief.graph.lowering.values import (
     refuse_symbols,
 )
 from distbelief.graph.module_calls import LeafCall, OpaqueError
-from distbelief.graph.ops.call import evaluated
+from distbelief.graph.ops.call import MODES, evaluated
 from distbelief.graph.unsupported import is_replaced
 
 
@@ -53,7 +53,12 @@ def call_whole(operation: Operation, reason: str) -> object:
         refuse_symbols(operation.arguments.values())
     _refuse_places(operation)
     encoder = operation.context.encoder
-    text = encoder.text([], operation.arguments)
+    # Random numbers that are drawn in training only are left to the step.
+    is_random = torch.Tag.nondeterministic_seeded in operation.target.tags
+    told = (word for word in MODES if is_random and operation.arguments.get(word) is True)
+    mode = next(told, None)
+    arguments = dict(operation.arguments) | ({mode: False} if mode else {})
+    text = encoder.text([], arguments)
     result = operation.result
     several = not isinstance(result, torch.Tensor)
     if several and not isinstance(result, tuple | list):
@@ -65,6 +70,8 @@ def call_whole(operation: Operation, reason: str) -> object:
         if not isinstance(one, torch.Tensor):
             raise NotSplitError("it returns something else than tensors")
         options: dict[str, Option] = {"operation": str(operation.target), "arguments": text}
+        if mode is not None:
+            options["mode"] = mode
         if index is not None:
             options["output"] = index
         if not is_known:
@@ -239,10 +246,7 @@ def _keeps_samples_apart(operation: Operation, encoder: Encoder, text: str) -> b
         return False
     found = [_alone_as_among(operation, encoder, text, n_tried, scale) for scale in _SCALES]
     if False in found:
-        raise GraphError(
-            f"{operation.name} mixes samples: a layer must keep them separate; give attention "
-            "and recurrent layers batch_first=True, and normalise with torch.nn.BatchNorm"
-        )
+        raise _mixes(operation)
     return True in found
 
 
@@ -295,6 +299,21 @@ def _alone_as_among(
             ):
                 return False
     return True
+
+
+def _mixes(operation: Operation) -> GraphError:
+    given = pytree.tree_leaves(dict(operation.arguments))
+    numbered = any(isinstance(one, Made) and one.number is None for one in given)
+    if numbered or "index" in str(operation.target):
+        return GraphError(
+            f"{operation.name} mixes samples, as message passing does that numbers the nodes of "
+            "all graphs of a batch: keep a dimension for the samples (torch.gather, torch.bmm), "
+            "or use one process per replica (partitions = 1)"
+        )
+    return GraphError(
+        f"{operation.name} mixes samples: a layer must keep them separate; give attention "
+        "and recurrent layers batch_first=True, and normalise with torch.nn.BatchNorm"
+    )
 
 
 def _tensors(result: object) -> list[torch.Tensor]:

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from distbelief.graph.graph import Builder, GraphError
 from distbelief.graph.lowering.calls import call_in_parts, detached, typed
-from distbelief.graph.lowering.complex_numbers import Complex, by_parts, has_complex
+from distbelief.graph.lowering.complex_numbers import by_parts, has_complex
 from distbelief.graph.lowering.fallback import call_whole, whole_module
 from distbelief.graph.lowering.operation import (
     RULES,
@@ -29,6 +29,7 @@ from distbelief.graph.lowering.operation import (
 )
 from distbelief.graph.lowering.values import (
     MOVES,
+    Complex,
     Held,
     Made,
     NotSplitError,
@@ -204,6 +205,11 @@ class Lowerer:
             if enabled:
                 raise NotSplitError("it computes under torch.autocast, which is not split")
             args = [True, inner, *given]
+        elif name in _CONTROL:
+            raise GraphError(
+                f"the forward calls {name}, which ranks cannot run: use {_CONTROL[name]}, or one "
+                "process per replica (partitions = 1)"
+            )
         elif name != "wrap_with_set_grad_enabled":
             raise NotSplitError(f"{name} has no split rule")
         enabled, inner, *given = args
@@ -355,6 +361,12 @@ def _functional(target: Any) -> Any:  # noqa: ANN401 -- an operation
 _SCATTERS: Final[dict[object, Any]] = {
     torch.ops.aten.slice.Tensor: torch.ops.aten.slice_scatter.default,
     torch.ops.aten.select.int: torch.ops.aten.select_scatter.default,
+}
+# Operations that torch compiles where they are called, with what replaces them.
+_CONTROL: Final[Mapping[str, str]] = {
+    "cond": "torch.where, or Python's `if` where it does not depend on the data",
+    **dict.fromkeys(("while_loop", "scan", "associative_scan", "map_impl"), "a loop of Python"),
+    "flex_attention": "scaled_dot_product_attention",
 }
 _PLACES: Final = frozenset({"device", "layout", "pin_memory"})
 _FILLED: Final = {

@@ -12,6 +12,7 @@ from torch import fx, nn
 
 from distbelief.graph.graph import Builder, Layer, Option, TensorUse
 from distbelief.graph.lowering.values import (
+    Complex,
     Encoder,
     Held,
     Made,
@@ -90,6 +91,19 @@ class Context:
     def _typed(self, dtype: torch.dtype) -> dict[str, Option]:
         name = narrow(dtype, self.dtype)
         return {"type": name} if name else {}
+
+    def in_parts(self, use: TensorUse) -> Complex:
+        """Return a complex tensor of the model, which layers have as (..., 2)."""
+        whole, shape = self._parameter(Held(use)).layer, use.shape[:-1]
+        n = len(shape)
+        parts = []
+        for index, word in enumerate(("real", "imaginary")):
+            options: dict[str, Option] = {"starts": (*(0,) * n, index), "steps": (1,) * (n + 1)}
+            name = f"{use.name}.{word}"
+            part = self.builder.add(name, "slice", [whole], (*shape, 1), options=options)
+            row = reshape_layer(self.builder.free_name(name), part, shape=shape)
+            parts.append(Value(self.builder.add_layer(row), batch=None))
+        return Complex(*parts)
 
     def _parameter(self, held: Held) -> Value:
         use = held.use

@@ -109,6 +109,15 @@ class Held:
 
 @final
 @dataclass(frozen=True, slots=True)
+class Complex:
+    """A complex tensor: two tensors of its shape."""
+
+    real: Any
+    imaginary: Any
+
+
+@final
+@dataclass(frozen=True, slots=True)
 class Made:
     """A tensor that depends on the number of samples and on nothing else."""
 

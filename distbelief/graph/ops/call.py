@@ -28,6 +28,7 @@ from distbelief.graph.region import Region
 
 
 CONSTANT: Final = "constant"  # the operation that returns its argument
+MODES: Final = ("train", "training")  # arguments that say whether the model trains
 
 
 @final
@@ -40,8 +41,9 @@ class TorchCall(Operator):
     # options   operation: "aten.cumsum.default", or module: its path in the model, a key of
     #           `Step.modules`; arguments: JSON; output: index of one of several results; batch: the
     #           dimension of the result that is the batch, -1 for none; type: of its numbers, if
-    #           fewer than those of other layers ("bool", "int8", "bfloat16"); along: the dimensions
-    #           that an operation works along, it is split by all others; if absent, by none
+    #           fewer than those of other layers ("bool", "int8", "bfloat16"); mode: the argument
+    #           that is true in training; along: the dimensions that an operation works along, it is
+    #           split by all others; if absent, by none
     #           of a module, without arguments: they are the inputs, and the batch comes first
     #           statistics: buffers by name, separated by commas: the output is their new values
     #           operations: floating point operations of a module's forward pass per sample; if
@@ -97,9 +99,10 @@ class TorchCall(Operator):
             name, text = layer.text("operation"), layer.text("arguments")
             tags = () if name == CONSTANT else operation_of(name).tags
             is_random = torch.Tag.nondeterministic_seeded in tags
+            mode = {layer.text("mode"): call.step.training} if "mode" in layer.options else {}
             with step_numbers(call) if is_random else nullcontext():
                 result = evaluated(
-                    name, text, inputs=inputs, tensors=call.tensors, n_samples=n_samples
+                    name, text, inputs=inputs, tensors=call.tensors, n_samples=n_samples, **mode
                 )
         if "output" in layer.options:
             leaves = pytree.tree_leaves(result)
@@ -129,7 +132,11 @@ def _of_module(call: Call, n_samples: int) -> object:
     for word in buffers.keys() & state.keys():
         # Ranks have floats, also of whole numbers.
         own, value = buffers[word].dtype, state[word]
-        state[word] = value.clone() if own.is_floating_point else value.to(own, copy=True)
+        kept = own.is_floating_point or own.is_complex
+        state[word] = value.clone() if kept else value.to(own, copy=True)
+    for word, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if word in state and tensor.is_complex():
+            state[word] = torch.view_as_complex(state[word].contiguous())
     arguments: list[Any] = [value.expand(n_samples, *value.shape[1:]) for value in call.inputs]
     words: dict[str, Any] = {}
     if "arguments" in layer.options:
@@ -211,10 +218,11 @@ def evaluated(
     inputs: Sequence[torch.Tensor],
     tensors: Mapping[str, torch.Tensor],
     n_samples: int,
+    **more: bool,
 ) -> object:
-    """Return the result of an operation for these tensors."""
+    """Return the result of an operation for these tensors, with more arguments."""
     given, keywords = decoded(arguments, inputs=inputs, tensors=tensors, n_samples=n_samples)
-    return given[0] if name == CONSTANT else operation_of(name)(*given, **keywords)
+    return given[0] if name == CONSTANT else operation_of(name)(*given, **keywords | more)
 
 
 def decoded(  # noqa: C901 -- a case for each kind of argument

@@ -428,14 +428,19 @@ class Net(nn.Module):
         return self.last(h.flatten(1) * found.mean())
 
 
+def is_sparse(x: torch.Tensor) -> bool:
+    return x.layout != torch.strided
+
+
 def nets_of_operators(operators: Sequence[Any]) -> Iterator[tuple[str, Callable[[], Any]]]:
     """Each operator on a stack of samples of its own, with the batch in front."""
     for operator in operators:
         if RANDOM.search(operator.name) or torch.float64 not in operator.dtypes:
             continue
         samples = operator.sample_inputs("cpu", torch.float64)
-        plain = (s for s in samples if isinstance(s.input, torch.Tensor) and s.input.numel())
-        for number, sample in zip(range(N_NETS), plain, strict=False):
+        dense = (s for s in samples if isinstance(s.input, torch.Tensor) and not is_sparse(s.input))
+        plain = (s for s in dense if s.input.numel())
+        for number, sample in zip(range(N_NETS), plain, strict=False):  # torch makes them lazily
             x = sample.input.detach()
             x = torch.stack([x] * N_SAMPLES) if x.dim() else x.repeat(N_SAMPLES, 1)
             x = x + 1e-3 * torch.rand(x.shape, generator=torch.Generator().manual_seed(1)).double()
@@ -457,7 +462,7 @@ def nets_of_modules(modules: Sequence[Any]) -> Iterator[tuple[str, Callable[[], 
                 continue
             x, *more = called.args
             tensors = [t for t in more if isinstance(t, torch.Tensor)]
-            if not x.dim() or not x.is_floating_point() or len(tensors) < len(more):
+            if x.dim() < 2 or not x.is_floating_point() or len(tensors) < len(more):
                 continue
             rows = torch.arange(N_SAMPLES) % x.shape[0]
             inputs = [t[rows] for t in (x, *tensors) if t.dim() and t.shape[0] == x.shape[0]]
@@ -493,6 +498,8 @@ REFUSED: Final = {
     "a tensor of the model, in place": "it keeps state",
     "which an earlier call": "it keeps state",
     "averages its statistics over all steps": "it keeps state",
+    "keeps running statistics": "it keeps state",
+    "takes the batch as its second dimension": "the batch is not in front",
     "cannot be run on": "torch itself refuses other shapes",
 }
 

@@ -939,3 +939,35 @@ def test_nothing_of_the_model_is_changed() -> None:
         assert not value.is_meta
     assert attributes == [set(vars(part)) for part in model.modules()]
     assert torch.equal(state, torch.get_rng_state())
+
+
+class Turning(nn.Module):
+    """Rotary embeddings from a table, a choice of positions and a mask, all saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        angles = torch.outer(torch.arange(5.0), torch.arange(4.0) / 4)
+        table = torch.polar(torch.ones(5, 4), angles).to(torch.complex128)
+        self.register_buffer("table", table)
+        self.register_buffer("order", torch.tensor([4, 2, 0, 1, 3]))
+        self.register_buffer("shown", torch.tensor([True, False, True, True, False]))
+
+    @override
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.view_as_complex(self.linear(x).unflatten(-1, (4, 2)).contiguous())
+        y = torch.view_as_real(h * self.get_buffer("table")).flatten(-2)
+        y = y[:, self.get_buffer("order")]
+        return y.masked_fill(~self.get_buffer("shown")[:, None], 0.1)
+
+
+@pytest.mark.parametrize("by_values", [False, True])
+def test_saved_buffers_of_any_type_are_read(*, by_values: bool) -> None:
+    """Regression: a table of complex numbers was refused as if it was trained."""
+    module = partial(Applied, branching, part=Turning()) if by_values else Turning
+    check(Case(make=module, shape=(5, 8)), whole=1)
+
+
+def branching(x: torch.Tensor, part: nn.Module) -> torch.Tensor:
+    y: torch.Tensor = part(x)
+    return y if float(x.sum()) < 1e9 else -y

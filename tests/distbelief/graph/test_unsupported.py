@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 from torch.nn.utils import spectral_norm
+from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
@@ -90,6 +91,13 @@ class Custom(nn.Module):
     @override
     def forward(self, x: torch.Tensor) -> object:
         return Doubled.apply(x)  # type: ignore[no-untyped-call]
+
+
+def local_function() -> nn.Module:
+    class Local(Doubled):
+        """Ranks cannot find it by its name."""
+
+    return Applied(lambda x: Local.apply(x) + x)  # type: ignore[no-untyped-call]
 
 
 class Branching(nn.Module):
@@ -174,7 +182,12 @@ VALUES = "it depends on the values of its data"
 
 def test_what_torch_cannot_run_without_values_is_refused_with_its_module() -> None:
     """Regression: AttributeError, "unexpected error"."""
-    module = nn.Sequential(nn.Linear(4, 4), Applied(lambda x: torch.vmap(torch.sin)(x) * 2))
+
+    def reading(x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = torch.vmap(lambda row: row * row.sum().item())(x)
+        return found
+
+    module = nn.Sequential(nn.Linear(4, 4), Applied(reading))
     with pytest.raises(GraphError, match=r"1 .Applied. cannot be run .* vmap"):
         capture(module, [InputSpec(shape=(4,))])
 
@@ -182,6 +195,51 @@ def test_what_torch_cannot_run_without_values_is_refused_with_its_module() -> No
 def keeping(x: torch.Tensor, norm: nn.Module) -> torch.Tensor:
     y: torch.Tensor = norm(x)
     return y if y.sum() > 0 else -y
+
+
+class Physics(nn.Module):
+    """A net and its derivative by the input, as physics-informed networks have."""
+
+    def __init__(self, derivative: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1))
+        self.derivative = derivative
+
+    @override
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([self.net(x), self.derivative(self.net, x)], dim=1)
+
+
+def by_autograd(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    x = x.clone().requires_grad_()
+    (found,) = torch.autograd.grad(net(x).sum(), x, create_graph=True)
+    return found
+
+
+def by_rows(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    found: torch.Tensor = torch.func.vmap(torch.func.grad(lambda row: net(row).squeeze()))(x)
+    return found
+
+
+def along(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    found: torch.Tensor = torch.func.jvp(net, (x,), (torch.ones_like(x),))[1]
+    return found
+
+
+class Packing(nn.Module):
+    """A recurrent layer that reads packed sequences."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.GRU(2, 3, batch_first=True)
+
+    @override
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.unflatten(1, (2, 2))
+        lengths = (x[:, :, 0] > 0).sum(1).clamp(min=1)
+        packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        found: torch.Tensor = self.layer(packed)[1][0]
+        return found
 
 
 OPAQUE: dict[str, tuple[Callable[[], nn.Module], list[str], str]] = {
@@ -196,9 +254,17 @@ OPAQUE: dict[str, tuple[Callable[[], nn.Module], list[str], str]] = {
     "a number": (lambda: Applied(lambda x: x * float(x.detach().sum())), ["applied"], VALUES),
     "a pair": (lambda: Applied(joined, pair=Applied(looped)), ["pair", "pair.2"], VALUES),
     "its own gradient": (
-        lambda: nn.Sequential(nn.Linear(4, 4), Custom()), ["1"], "calls Doubled.*its own",
+        lambda: nn.Sequential(nn.Linear(4, 4), Custom()),
+        [f"{__name__}:Doubled"],
+        "is Doubled.*its own",
     ),
-    "its own gradient, whole": (Custom, ["custom"], "calls Doubled.*its own"),
+    "its own gradient, whole": (Custom, [f"{__name__}:Doubled"], "is Doubled.*its own"),
+    "its own gradient, of a local class": (local_function, ["applied"], "calls .*Local, a torch"),
+    "its own gradient, between others": (
+        lambda: Inner(lambda m, x: m.b(Doubled.apply(m.a(x)) * m.b.bias.sum())),  # type: ignore[no-untyped-call]
+        [f"{__name__}:Doubled"],
+        "it is Doubled.*its own",
+    ),
     "called with a number": (
         lambda: Applied(lambda x, part: part(x, 2.0), part=Scaling()),
         ["part"],
@@ -231,6 +297,17 @@ OPAQUE: dict[str, tuple[Callable[[], nn.Module], list[str], str]] = {
         ["part"],
         VALUES,
     ),
+    # Regressions: torch's words, or those about another shape of the input.
+    "rows by vmap": (lambda: Applied(lambda x: torch.vmap(torch.sin)(x) * 2), ["applied"], "dim"),
+    "a derivative": (lambda: Physics(by_autograd), ["physics"], "torch.autograd.grad"),
+    "a derivative in a part": (
+        lambda: nn.Sequential(nn.Linear(4, 4), Physics(by_autograd)),
+        ["1"],
+        "computes gradients in its forward",
+    ),
+    "a derivative of each row": (lambda: Physics(by_rows), ["physics"], "torch.autograd.grad"),
+    "a derivative along a direction": (lambda: Physics(along), ["physics"], "number of samples"),
+    "a packed sequence": (Packing, ["packing"], "part layer .* type PackedSequence"),
     "parameters in a list": (listing, ["two"], "outside of its attributes"),
     "a forward of an instance": (branching_forward, ["0"], VALUES),
 }  # fmt: skip
@@ -245,6 +322,65 @@ def test_a_module_that_cannot_be_exported_is_computed_whole(name: str) -> None:
         assert is_module(graph[layer])
         assert re.search(reason, graph[layer].whole)
         assert "Error:" not in graph[layer].whole
+
+
+def numbered(x: torch.Tensor) -> torch.Tensor:
+    nodes = x.flatten(0, 1)  # of all graphs: (samples * 3, 4)
+    first = torch.arange(x.shape[0])[:, None] * 3
+    edges = (x[:, :, 0] > 0).long() + first
+    return nodes[edges.flatten()].view(x.shape)
+
+
+def among_samples(x: torch.Tensor) -> torch.Tensor:
+    return x[(x[:, 0, 0] > 0).long()]
+
+
+def of_control(x: torch.Tensor) -> torch.Tensor:
+    found: torch.Tensor = torch.cond(torch.ones(()) > 0, torch.sin, torch.cos, (x,))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (numbered, r"add mixes samples, as message passing.*torch\.gather.*partitions = 1"),
+        (among_samples, r"index mixes samples, as message passing.*torch\.gather"),
+        (of_control, r"forward calls cond, .*torch\.where.*partitions = 1"),
+    ],
+)
+def test_what_ranks_cannot_compute_is_refused_with_what_replaces_it(
+    function: Callable[[torch.Tensor], torch.Tensor], words: str
+) -> None:
+    """Regressions: a sentence about batch_first; errors of Python and of torch in the step."""
+    with pytest.raises(GraphError, match=words):
+        captured(nn.Sequential(nn.Linear(4, 4), Applied(function)), 3, 4)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_a_scripted_module_is_refused() -> None:
+    """Regression: AttributeError: 'OrderedDictWrapper' object has no attribute 'update'."""
+    inner = torch.jit.trace(nn.Linear(4, 4), torch.zeros(2, 4))  # type: ignore[no-untyped-call]
+    with pytest.raises(
+        GraphError, match=r"0\.1 is compiled by torch\.jit\..*that it was made from"
+    ):
+        captured(nn.Sequential(nn.Sequential(nn.Linear(4, 4), inner)), 4)
+
+
+class Constants(dict[str, object]):
+    """Refuses all changes, as the configuration of a model of diffusers does."""
+
+    def _refuse(self, *_: object, **__: object) -> None:
+        raise TypeError("constants cannot be changed")
+
+    update = clear = __setitem__ = __delitem__ = pop = _refuse  # type: ignore[assignment]
+
+
+def test_an_attribute_that_cannot_be_changed_is_left_alone() -> None:
+    """Regression: capture put back all dictionaries, also those that nobody had changed."""
+    model = nn.Linear(4, 3)
+    model.constants = Constants(size=4)  # type: ignore[assignment] # torch allows it
+    assert not wholes(captured(model))
+    assert model.constants == {"size": 4}
 
 
 def test_a_whole_module_may_lie_on_the_meta_device() -> None:

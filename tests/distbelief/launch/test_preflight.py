@@ -13,12 +13,14 @@ from torch.utils.data import TensorDataset
 
 from distbelief.config.load import parse_job
 from distbelief.core.memory import PrivateMemory
+from distbelief.core.tensor_files import TensorFile
 from distbelief.launch import preflight
 from distbelief.launch.preflight import PreflightRequest, PreflightResult, check_main, read_result
 from distbelief.launch.role_process import context_of
 from distbelief.parameter_server.initial_values import Initial
 from distbelief.parameter_server.layout import Layout, TensorSpec
 from distbelief.run.summary import DataFacts, TaskFacts
+from distbelief.task.initializers import reader
 from tests.distbelief.examples import a_sample
 from tests.distbelief.jobs import small
 
@@ -78,6 +80,50 @@ def test_types_and_names_of_tensors_are_reported(tmp_path: Path) -> None:
     assert {spec.name for spec in found.tensors} == found.dtypes.keys()
     assert load_file(tmp_path / "initial.safetensors").keys() == found.dtypes.keys()
     assert (found.metric_name, found.task.n_parameters) == ("accuracy", 21)
+
+
+KEPT: dict[str, tuple[torch.Tensor, str]] = {
+    "large numbers": (torch.tensor([3, 2**24 + 1]), "int64 with numbers above 16,777,216"),
+    "another type": (torch.zeros(2, dtype=torch.complex128), "complex128"),
+}
+
+
+def kept(name: str) -> nn.Module:
+    net = tied()
+    net.register_buffer("table", KEPT[name][0])
+    return net
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_a_buffer_that_shards_cannot_keep_is_refused_with_a_way_to_keep_it(
+    name: str, tmp_path: Path
+) -> None:
+    """Large numbers were rounded without a word; other types failed at the end of a run."""
+    model = f"model.factory={__name__}:kept"
+    found = checked(tmp_path, model, f"model.arguments.name={name}")
+    assert found.is_users
+    assert found.error is not None
+    assert f"'table' is {KEPT[name][1]}, which shards cannot keep" in found.error
+    assert "persistent=False" in found.error
+
+
+def turning() -> nn.Module:
+    net = tied()
+    net.register_buffer("table", torch.polar(torch.ones(3), torch.arange(3.0)))
+    net.register_buffer("order", torch.tensor([2, 0, 1]))
+    return net
+
+
+def test_complex_and_integer_buffers_are_kept(tmp_path: Path) -> None:
+    found = checked(tmp_path, f"model.factory={__name__}:turning")
+    assert found.error is None
+    assert found.dtypes["table"] == "complex64"
+    assert TensorSpec(name="table", shape=(3, 2), kind="buffer") in found.tensors
+    assert found.initial_file is not None
+    layout = Layout.of(found.tensors, n_shards=1)
+    read = reader(TensorFile.at(Path(found.initial_file)), layout)
+    table = torch.view_as_complex(torch.from_numpy(read("table", 0, 6)).view(3, 2))
+    assert torch.equal(table, turning().get_buffer("table"))
 
 
 def test_data_are_prepared_first_and_built_once(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from tests.distbelief.parameter_server.pair import gather
 
 
 class Net(nn.Module):
-    """Integers, a tied tensor, half precision, a scalar, empty tensors."""
+    """Integers, complex numbers, a tied tensor, half precision, a scalar, empty tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,6 +32,7 @@ class Net(nn.Module):
         self.thirds = nn.Parameter(torch.ones(3, dtype=torch.bfloat16) / 3)
         self.none = nn.Parameter(torch.zeros(0, 4))
         self.register_buffer("seen", torch.tensor([7, 8], dtype=torch.int64))
+        self.register_buffer("turns", torch.polar(torch.ones(5, 3), torch.rand(5, 3)))
         self.register_buffer("scratch", torch.zeros(3), persistent=False)
 
 

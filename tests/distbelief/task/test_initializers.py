@@ -151,6 +151,14 @@ def test_every_type_and_shape_becomes_that_of_the_layout(path: Path) -> None:
         assert values.tolist() == TENSORS[name].float().reshape(-1).tolist()
 
 
+def test_complex_numbers_are_read_as_pairs(tmp_path: Path) -> None:
+    table = torch.polar(torch.ones(4), torch.arange(4.0))
+    save_file({"table": table}, tmp_path / "one.safetensors")
+    layout = layout_of({"table": torch.view_as_real(table)})
+    read = reader(TensorFile.at(tmp_path / "one.safetensors"), layout)
+    assert read("table", 3, 8).tolist() == torch.view_as_real(table).flatten()[3:].tolist()
+
+
 def test_shards_filled_from_a_file_hold_the_file(path: Path) -> None:
     layout = layout_of(TENSORS, n_shards=3)
     got = [torch.zeros(spec.n_elements) for spec in layout.tensors]

@@ -11,6 +11,7 @@ from torch.nn.functional import cross_entropy
 from distbelief.data import Batch
 from distbelief.errors import JobError
 from distbelief.parameter_server.layout import Layout
+from distbelief.task.task import specs_of
 from distbelief.worker.local_executor import FlatModel
 from tests.distbelief.examples import Everything, Frames, net
 from tests.distbelief.parameter_server.pair import gather, scatter
@@ -169,10 +170,32 @@ def test_a_sparse_gradient_is_made_dense() -> None:
     assert gradient.nonzero().flatten().tolist() == [2, 3, 6, 7]
 
 
-def test_complex_tensors_are_refused_by_name() -> None:
+def test_complex_parameters_are_refused_by_name_if_they_train() -> None:
     module = nn.Module()
     module.register_parameter("w", nn.Parameter(torch.zeros(2, dtype=torch.complex64)))
-    with pytest.raises(JobError, match=r"tensor 'w' is torch\.complex64"):
+    with pytest.raises(JobError, match=r"parameter 'w' is torch\.complex64.*view_as_complex"):
+        FlatModel(module)
+
+
+def test_complex_buffers_and_frozen_parameters_are_pairs_of_numbers() -> None:
+    """Regression: tables of rotary embeddings were refused as if they were trained."""
+    module, turns = nn.Module(), torch.polar(torch.ones(3), torch.arange(3.0))
+    module.register_buffer("table", turns.clone())
+    module.register_buffer("order", torch.tensor([2, 0, 1]))
+    module.register_parameter("w", nn.Parameter(turns[:2].clone(), requires_grad=False))
+    model = FlatModel(module)
+    shapes = {spec.name: (spec.shape, spec.kind) for spec in model.specs()}
+    both = {"order": ((3,), "buffer"), "table": ((3, 2), "buffer"), "w": ((2, 2), "buffer")}
+    assert shapes == both
+    assert shapes == {spec.name: (spec.shape, spec.kind) for spec in specs_of(module)}
+    model.values[1].mul_(2)  # as a fetch does
+    assert torch.equal(module.get_buffer("table"), 2 * turns)
+
+
+def test_a_sparse_buffer_is_refused_with_a_way_to_keep_it() -> None:
+    module = nn.Module()
+    module.register_buffer("edges", torch.eye(3).to_sparse())
+    with pytest.raises(JobError, match=r"'edges' is torch\.sparse_coo.*persistent=False"):
         FlatModel(module)
 
 

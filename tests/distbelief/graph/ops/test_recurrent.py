@@ -10,13 +10,14 @@ from torch.nn import functional
 from torch.nn.utils.parametrizations import weight_norm
 from typing_extensions import override
 
-from distbelief.graph.capture import InputSpec, capture
+from distbelief.graph.capture import InputSpec, capture, evaluation_difference
 from distbelief.graph.graph import INPUT, LayerGraph
 from distbelief.graph.lowering import recurrent
 from distbelief.graph.operator import Step, operator_of
 from distbelief.graph.ops.recurrent import N_GATES, linear
 from distbelief.graph.region import Region
 from tests.distbelief.graph.ops.comparison import check, close, leaf, random, randomised, values_of
+from tests.distbelief.graph.reference import evaluate
 
 
 N_STEPS, SIZE, N_UNITS = 3, 4, 5
@@ -142,3 +143,51 @@ def test_what_is_not_split_says_why(
     monkeypatch.setattr(recurrent, "N_STEPS_MAX", 3)
     graph = capture(nn.Sequential(layer, First()), [InputSpec(shape=(n_steps, 4))])
     assert [reason in layer.whole for layer in graph.layers if layer.whole] == [True]
+
+
+class Steps(nn.Module):
+    def __init__(self, kind: str, *, n_layers: int = 1, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.layer = KINDS[kind](SIZE, N_UNITS, n_layers, dropout=dropout, batch_first=True)
+
+    @override
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        states: torch.Tensor = self.layer(x)[0]
+        return states
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_small_layer_computes_the_same_in_evaluation(kind: str) -> None:
+    """Regression: refused by jobs, since the operation is told whether the model trains."""
+    inputs = [InputSpec(shape=(N_STEPS, SIZE))]
+    for model in (Steps(kind), Steps(kind, n_layers=2, dropout=0.5)):
+        assert evaluation_difference(model, inputs) is None
+
+
+def test_a_small_layer_drops_states_in_training_only() -> None:
+    model, x = Steps("gru", n_layers=2, dropout=0.5).double(), random(2, N_STEPS, SIZE)
+    graph = capture(model, [InputSpec(shape=(N_STEPS, SIZE))])
+    name = graph.outputs[0]
+
+    def computed(**mode: int | bool) -> torch.Tensor:
+        step = Step(**mode)  # type: ignore[arg-type]
+        return evaluate(graph, {"x": x}, dict(model.named_parameters()), step=step)[name]
+
+    close(computed(training=False), model.eval()(x))
+    one = computed(training=True, seed=1)
+    assert torch.equal(one, computed(training=True, seed=1))
+    assert not torch.equal(one, computed(training=True, seed=2))
+    assert not torch.equal(one, computed(training=False))
+
+
+class Always(nn.Module):
+    @override
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.alpha_dropout(x, 0.5, training=True)
+
+
+def test_numbers_that_are_drawn_in_evaluation_too_are_named() -> None:
+    found = evaluation_difference(Always(), [InputSpec(shape=(4,))])
+    assert found is not None
+    assert "alpha_dropout drops elements in evaluation mode too" in found
+    assert evaluation_difference(nn.AlphaDropout(0.5), [InputSpec(shape=(4,))]) is None

@@ -6,7 +6,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from distbelief.graph.graph import INPUT, Layer, LayerGraph
+from distbelief.graph.graph import INPUT, Layer, LayerGraph, as_real
+from distbelief.graph.module_calls import module_at
 from distbelief.graph.operator import Step, operator_of
 from distbelief.graph.ops.norms import running_averages
 from distbelief.graph.region import Region
@@ -18,14 +19,15 @@ from tests.distbelief.graph.zoo.catalogue import Case
 def whole_modules(graph: LayerGraph, model: nn.Module) -> dict[str, nn.Module]:
     """Return the modules that opaque layers call."""
     paths = [layer.text("module") for layer in graph.layers if "module" in layer.options]
-    return {path: model.get_submodule(path) for path in paths}
+    return {path: module_at(model, path) for path in paths}
 
 
 def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return parameters and buffers as ranks have them: floats, also those of whole numbers."""
     tensors: dict[str, torch.Tensor] = dict(model.named_parameters())
     for name, tensor in model.named_buffers():
-        tensors[name] = tensor.clone() if tensor.is_floating_point() else tensor.double()
+        real = as_real(tensor)
+        tensors[name] = real.clone() if real.is_floating_point() else real.double()
     return tensors
 
 
