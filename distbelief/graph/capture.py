@@ -309,10 +309,12 @@ def _innermost(error: BaseException | None, module: nn.Module) -> str:
 _DATA: Final = torch.Tensor.data.__get__  # type: ignore[attr-defined] # torch has no types here
 
 
-_GRADIENT: Final = {
-    getattr(torch.Tensor, word): word
-    for word in ("register_hook", "register_post_accumulate_grad_hook")
-} | {torch.Tensor.grad_fn.__get__: "grad_fn"}  # type: ignore[attr-defined] # as above
+_NODE: Final = getattr(torch.Tensor.grad_fn, "__get__")  # noqa: B009 -- as above, by its type
+_GRADIENT: Final[Mapping[object, str]] = {
+    torch.Tensor.register_hook: "register_hook",
+    torch.Tensor.register_post_accumulate_grad_hook: "register_post_accumulate_grad_hook",
+    _NODE: "grad_fn",
+}
 
 
 class _Watch(TorchFunctionMode):

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FunctionType, ModuleType, NoneType
-from typing import Any, Final, final
+from typing import Final, final
 
 import numpy as np
 import torch
@@ -131,9 +131,9 @@ class Change:
     """A key of a dictionary (an attribute of a module or an object) or all of a list, changed."""
 
     name: str
-    table: Any
-    key: Any
-    value: Any
+    table: "_Table"
+    key: object
+    value: object
 
     def make(self) -> None:
         if isinstance(self.table, dict):
@@ -141,7 +141,12 @@ class Change:
             if self.value is not _GONE:
                 self.table[self.key] = self.value
         else:
+            assert isinstance(self.value, list)
             _refill(self.table, self.value)
+
+
+_Table = dict[object, object] | list[object] | deque[object] | set[object]
+_Copy = dict[object, object] | list[object]
 
 
 @final
@@ -149,7 +154,7 @@ class Attributes:
     """The attributes of all modules, and what the lists, tables and objects among them hold."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._tables: list[tuple[str, Any, Any]] = []  # name, what may change, a copy
+        self._tables: list[tuple[str, _Table, _Copy]] = []  # name, what may change, a copy
         seen: set[int] = set()
         for path, part in module.named_modules():
             for name, table in _tables(path, vars(part), seen):
@@ -159,7 +164,7 @@ class Attributes:
     def changes(self) -> list[Change]:
         found = []
         for name, table, before in self._tables:
-            if isinstance(before, dict):
+            if isinstance(before, dict) and isinstance(table, dict):
                 keys = dict.fromkeys((*before, *table))
                 pairs = [(key, before.get(key, _GONE), table.get(key, _GONE)) for key in keys]
                 found += [
@@ -178,23 +183,25 @@ class Attributes:
                 _refill(table, before)
 
 
-def _in_other_order(table: Any, before: Any) -> bool:  # noqa: ANN401 -- of any type
+def _in_other_order(table: _Table, before: _Copy) -> bool:
     return isinstance(before, dict) and list(table) != list(before)
 
 
-def _refill(table: Any, content: Any) -> None:  # noqa: ANN401 -- as above
+def _refill(table: _Table, content: _Copy) -> None:
     table.clear()
     if isinstance(table, list | deque):
         table.extend(content)
-    else:
+    elif isinstance(table, set):
+        table |= set(content)
+    elif isinstance(content, dict):
         table.update(content)
 
 
-def _tables(name: str, value: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:  # noqa: ANN401 -- as above
+def _tables(name: str, value: object, seen: set[int]) -> Iterator[tuple[str, _Table]]:
     if isinstance(value, _CLOSED) or id(value) in seen:
         return
     seen.add(id(value))
-    items: Iterable[tuple[object, Any]] = ()
+    items: Iterable[tuple[object, object]] = ()
     if isinstance(value, dict | list | deque | set):
         yield name, value
     elif not isinstance(value, tuple):
@@ -207,12 +214,12 @@ def _tables(name: str, value: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
         yield from _tables(f"{name}.{key}".lstrip("."), item, seen)
 
 
-def _same(one: Any, other: Any) -> bool:  # noqa: ANN401 -- as above
+def _same(one: object, other: object) -> bool:
     if one is other:
         return True
     if type(one) is not type(other):
         return False
-    if type(one) is tuple:
+    if isinstance(one, tuple) and isinstance(other, tuple):
         return len(one) == len(other) and all(map(_same, one, other))
     return isinstance(one, _PLAIN) and bool(one == other or one != one)  # noqa: PLR0124 -- NaN
 
@@ -247,7 +254,7 @@ class Reading(TorchFunctionMode):
     @override
     def __torch_function__(
         self,
-        func: Callable[..., object],
+        func: Callable[[object], object],
         types: object,
         args: tuple[object, ...] = (),
         kwargs: Mapping[str, object] | None = None,
@@ -276,7 +283,7 @@ class Reading(TorchFunctionMode):
         return [change for change in changes if not is_made_again(change)]
 
 
-def _tensors_of(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:  # noqa: ANN401 -- of any type
+def _tensors_of(value: object, seen: set[int]) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
         return

@@ -188,9 +188,12 @@ class Lowerer:
         # Layers but calls and moves compute in the precision of the graph.
         n_before, own = len(self.context.builder), operation.context.dtype
         found = rule(operation)
-        tensors = [x.meta.get("val") for x in operation.node.all_input_nodes]
-        tensors = [x for x in pytree.tree_leaves([tensors, operation.result]) if _is_tensor(x)]
-        types = {narrow(x.dtype, own) for x in tensors if not x.is_complex()} - {"", "bool"}
+        given = [x.meta.get("val") for x in operation.node.all_input_nodes]
+        types = {
+            narrow(x.dtype, own)
+            for x in pytree.tree_leaves([given, operation.result])
+            if isinstance(x, torch.Tensor) and not x.is_complex()
+        } - {"", "bool"}
         if types and any(
             layer.kind not in {*MOVES, TorchCall.name, "parameter"}
             for layer in self.context.builder.since(n_before)
@@ -304,10 +307,6 @@ def _refuse_results(result: object) -> None:
             raise NotSplitError("its result has complex numbers")
         if free_unbacked_symbols(one):
             raise NotSplitError("the size of its result depends on the values of its data")
-
-
-def _is_tensor(value: object) -> bool:
-    return isinstance(value, torch.Tensor)
 
 
 def _as_found(operation: Operation, found: object) -> object:

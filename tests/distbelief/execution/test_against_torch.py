@@ -7,6 +7,7 @@ import types
 import unittest
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -94,7 +95,7 @@ def check(model: nn.Module, inputs: Sequence[torch.Tensor], *, tolerance: float 
                 rtol=tolerance,
                 atol=tolerance * max(scale, 1e-30),
                 equal_nan=True,
-                msg=lambda said, where=f"step {step}, {name}": f"{where}: {said}",
+                msg=partial(str.format, "step {}, {}: {}", step, name),
             )
         with torch.no_grad():
             for name, x in model.named_parameters():
@@ -388,10 +389,7 @@ def databases() -> tuple[Sequence[Any], Sequence[Any]]:
     stub = types.ModuleType("expecttest")
     vars(stub)["TestCase"] = unittest.TestCase
     sys.modules.setdefault("expecttest", stub)
-    from torch.testing._internal import (  # noqa: PLC0415 -- takes half a minute
-        common_methods_invocations,
-        common_modules,
-    )
+    from torch.testing._internal import common_methods_invocations, common_modules  # noqa: PLC0415 -- takes half a minute
 
     return common_modules.module_db, common_methods_invocations.op_db
 
@@ -424,8 +422,30 @@ class Net(nn.Module):
         assert isinstance(found, torch.Tensor)
         found = found.to(h.dtype)
         if found.dim() and found.shape[0] == x.shape[0]:
-            return self.last(found.flatten(1) if found.dim() > 1 else found[:, None])
-        return self.last(h.flatten(1) * found.mean())
+            last: torch.Tensor = self.last(found.flatten(1) if found.dim() > 1 else found[:, None])
+            return last
+        joined: torch.Tensor = self.last(h.flatten(1) * found.mean())
+        return joined
+
+
+Info = types.SimpleNamespace  # an entry of torch's databases
+
+
+def operated(operator: Info, sample: Info, h: torch.Tensor) -> object:
+    return operator.op(h, *sample.args, **sample.kwargs)
+
+
+def module_of(
+    info: Info, made: Info, called: Info, inputs: list[torch.Tensor]
+) -> tuple[nn.Module, list[torch.Tensor]]:
+    part: nn.Module = info.module_cls(*made.args, **made.kwargs).double()
+    return made_of(Called(part, called.kwargs), inputs)
+
+
+def made_of(
+    function: Callable[..., object], inputs: list[torch.Tensor]
+) -> tuple[nn.Module, list[torch.Tensor]]:
+    return Net(function, *inputs), inputs
 
 
 def is_sparse(x: torch.Tensor) -> bool:
@@ -444,11 +464,8 @@ def nets_of_operators(operators: Sequence[Any]) -> Iterator[tuple[str, Callable[
             x = sample.input.detach()
             x = torch.stack([x] * N_SAMPLES) if x.dim() else x.repeat(N_SAMPLES, 1)
             x = x + 1e-3 * torch.rand(x.shape, generator=torch.Generator().manual_seed(1)).double()
-
-            def function(h: torch.Tensor, operator: Any = operator, sample: Any = sample) -> object:
-                return operator.op(h, *sample.args, **sample.kwargs)
-
-            yield f"{operator.formatted_name} {number}", lambda f=function, x=x: (Net(f, x), [x])
+            function = partial(operated, operator, sample)
+            yield f"{operator.formatted_name} {number}", partial(made_of, function, [x])
 
 
 def nets_of_modules(modules: Sequence[Any]) -> Iterator[tuple[str, Callable[[], Any]]]:
@@ -468,13 +485,7 @@ def nets_of_modules(modules: Sequence[Any]) -> Iterator[tuple[str, Callable[[], 
             inputs = [t[rows] for t in (x, *tensors) if t.dim() and t.shape[0] == x.shape[0]]
             if len(inputs) < len(called.args):
                 continue
-
-            def make(
-                info: Any = info, made: Any = made, called: Any = called, inputs: Any = inputs
-            ) -> Any:
-                part = info.module_cls(*made.args, **made.kwargs).double()
-                return Net(Called(part, called.kwargs), *inputs), inputs
-
+            make = partial(module_of, info, made, called, inputs)
             yield f"{info.formatted_name} {number}", make
 
 
@@ -530,6 +541,5 @@ def test_what_torch_lists_is_right_or_refused(kind: str) -> None:
                 wrong.append(f"{name}: {error}")
         except Exception as error:  # noqa: BLE001 -- a crash
             wrong.append(f"{name}: {type(error).__name__}: {error}")
-    print(found)
-    assert not wrong, "\n".join(wrong)
+    assert not wrong, "\n".join([str(found), *wrong])
     assert found["right"] > (60 if kind == "modules" else 200)
