@@ -26,6 +26,7 @@ from unittest.mock import patch
 import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 from torch.nn.modules import transformer
 from torch.nn.modules.batchnorm import _NormBase
@@ -55,14 +56,20 @@ from distbelief.graph.module_calls import (
 )
 from distbelief.graph.region import Shape
 from distbelief.graph.unsupported import (
+    Attributes,
+    Change,
+    Reading,
+    RememberedError,
     attributes_kept,
     has_gradient_hooks,
     lost_change,
+    lost_hook,
     no_other_generators,
     opaque_reason,
     refuse_bounded_tables,
     refuse_parameter_hooks,
     refuse_scripts,
+    remembered,
 )
 
 
@@ -112,13 +119,18 @@ class _Model(nn.Module):
         self.inner = inner
         self.call = call
         self.training = inner.training
+        self.kept: list[Change] = []  # what an earlier forward has left
+        self.leave: Callable[[list[Change]], None] = list[Change]().extend
 
     @override
     def forward(self, *inputs: torch.Tensor) -> object:
-        with _NoStrayParameters(self.inner):
+        before = Attributes(self.inner)
+        own = [*self.inner.parameters(), *self.inner.buffers()]
+        with _Watch(self.inner), (reading := Reading(inputs, own, self.kept)):
             result: object
             result = self.inner(*inputs) if self.call is None else self.call(self.inner, inputs)
-            return result
+        self.leave(reading.left(before.changes()))
+        return result
 
 
 def capture(
@@ -137,7 +149,28 @@ def capture(
     named = _named(module, inputs)
     _check_sizes(named.values())
     with _in_mode(module, training=True):
-        return _captured(_Model(module, call), named, {})[0]
+        model, whole = _Model(module, call), dict[str, str]()
+        left: list[Change] = []
+        model.leave = left.extend
+        graph = _captured(model, named, whole)[0]
+        if left:
+            model.leave, model.kept = list[Change]().extend, left
+            _refuse_memory(model, named, whole, graph)
+        return graph
+
+
+def _refuse_memory(model: _Model, named: Inputs, whole: dict[str, str], graph: LayerGraph) -> None:
+    # What the forward of one step keeps must not change the next.
+    for change in model.kept:
+        change.make()
+    try:
+        again: LayerGraph | None = _captured(model, named, whole)[0]
+    except RememberedError:
+        raise
+    except GraphError:
+        again = None
+    if again != graph:
+        raise RememberedError(remembered(model.kept[0].name))
 
 
 def evaluation_difference(
@@ -276,12 +309,21 @@ def _innermost(error: BaseException | None, module: nn.Module) -> str:
 _DATA: Final = torch.Tensor.data.__get__  # type: ignore[attr-defined] # torch has no types here
 
 
-class _NoStrayParameters(TorchFunctionMode):
-    # torch.export would take a parameter that no module has for a constant.
+_NODE: Final = getattr(torch.Tensor.grad_fn, "__get__")  # noqa: B009 -- as above, by its type
+_GRADIENT: Final[Mapping[object, str]] = {
+    torch.Tensor.register_hook: "register_hook",
+    torch.Tensor.register_post_accumulate_grad_hook: "register_post_accumulate_grad_hook",
+    _NODE: "grad_fn",
+}
+
+
+class _Watch(TorchFunctionMode):
+    # Refuses what torch.export does not see: hooks on gradients, and parameters that no module has,
+    # which would be constants.
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        self._own = {id(parameter) for parameter in module.parameters()}
+        self._own = {id(parameter): name for name, parameter in module.named_parameters()}
 
     @override
     def __torch_function__(
@@ -294,6 +336,10 @@ class _NoStrayParameters(TorchFunctionMode):
         if not is_inside():
             if func == _DATA:  # torch.export does not see it
                 func = cast("Callable[[object], object]", torch.Tensor.detach)
+            if func in _GRADIENT:
+                if (name := self._own.get(id(args[0]))) is not None:
+                    raise GraphError(lost_hook(name))
+                raise _RefusedError(f"it changes gradients by {_GRADIENT[func]} of a tensor")
             for value in pytree.tree_leaves((args, kwargs)):
                 if (
                     isinstance(value, nn.Parameter)
@@ -334,13 +380,16 @@ def _line_of(error: BaseException) -> str:
 
 
 def _example(spec: InputSpec, module: nn.Module) -> torch.Tensor:
-    tensors = [*module.parameters(), *module.buffers()]
-    own = next((tensor for tensor in tensors if tensor.is_floating_point()), None)
+    own = _floats_of(module)
     dtype = torch.bool if spec.is_mask else torch.int64
-    if not spec.is_integer:
-        dtype = torch.get_default_dtype() if own is None else own.dtype
-    device = torch.device("cpu") if own is None else own.device
-    return torch.empty(_N_SAMPLES, *spec.shape, dtype=dtype, device=device)
+    dtype = dtype if spec.is_integer else own.dtype
+    return torch.empty(_N_SAMPLES, *spec.shape, dtype=dtype, device=own.device)
+
+
+def _floats_of(module: nn.Module) -> torch.Tensor:
+    # A tensor of the type that a model's floats have.
+    tensors = (*module.parameters(), *module.buffers())
+    return next((x for x in tensors if x.is_floating_point()), torch.empty(0, device="cpu"))
 
 
 def _without_memory(module: nn.Module, examples: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -391,6 +440,7 @@ def _quietly() -> Iterator[None]:
 def _as_export_sees_it(calls: dict[int, LeafCall], whole: dict[str, str]) -> Iterator[None]:
     # Refuses what torch.export does not see, and shows it what it would not.
     enter = torch.inference_mode.__enter__
+    enter_hooks = saved_tensors_hooks.__enter__
     apply = torch.autograd.Function.__dict__["apply"]  # a classmethod, in Python or C
     run_backward: Callable[..., object] = vars(torch.autograd)["_engine_run_backward"]  # type: ignore[explicit-any] # of any arguments
 
@@ -398,6 +448,11 @@ def _as_export_sees_it(calls: dict[int, LeafCall], whole: dict[str, str]) -> Ite
         if mode.mode and not is_inside():
             raise _RefusedError("it computes under torch.inference_mode")
         enter(mode)
+
+    def hooked(hooks: saved_tensors_hooks) -> None:
+        if type(hooks) is saved_tensors_hooks and not is_inside():  # others change no values
+            raise _RefusedError("it changes saved tensors by saved_tensors_hooks")
+        enter_hooks(hooks)
 
     def applied(cls: type, /, *args: object, **kwargs: object) -> object:
         given = [*args, *kwargs.values()]
@@ -422,6 +477,7 @@ def _as_export_sees_it(calls: dict[int, LeafCall], whole: dict[str, str]) -> Ite
 
     with (
         patch.object(torch.inference_mode, "__enter__", entered),
+        patch.object(saved_tensors_hooks, "__enter__", hooked),
         patch.object(torch.autograd.Function, "apply", classmethod(applied)),
         patch.object(torch.autograd, "_engine_run_backward", backwards),
         patch.object(transformer, "_detect_is_causal_mask", as_told),
@@ -454,7 +510,8 @@ def _lowered(
     module, call = model.inner, model.call
     builder = Builder(aliases=_aliases(module))
     joins = call is not None and call.joins
-    lowerer = Lowerer(builder, calls=calls, whole=whole, joins=joins)
+    dtype = _floats_of(module).dtype
+    lowerer = Lowerer(builder, calls=calls, whole=whole, joins=joins, dtype=dtype)
     context = lowerer.context
     signature = program.graph_signature
     tensors = _tensors(module)

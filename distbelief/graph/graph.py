@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from types import MappingProxyType
 from typing import Self, TypedDict, Unpack, final
 
@@ -231,6 +232,13 @@ class Builder:
     def __getitem__(self, name: str) -> Layer:
         return self._layers[name]
 
+    def __len__(self) -> int:
+        return len(self._layers)
+
+    def since(self, n: int) -> list[Layer]:
+        """Return all layers but the first n."""
+        return list(islice(self._layers.values(), n, None))
+
     def free_name(self, name: str) -> str:
         """Return `name`, with a number if a layer has it already."""
         free, number = name, 1
@@ -242,7 +250,7 @@ class Builder:
     def input(
         self, name: str, shape: Shape, *, is_integer: bool = False, is_mask: bool = False
     ) -> Layer:
-        options: dict[str, Option] = {"mask": True} if is_mask else {}
+        options: dict[str, Option] = {"type": "bool"} if is_mask else {}
         return self.add_layer(
             Layer(name=name, kind=INPUT, shape=shape, is_integer=is_integer, options=options)
         )

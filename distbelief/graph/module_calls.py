@@ -9,7 +9,7 @@ import inspect
 import math
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from functools import partial, reduce, wraps
@@ -25,11 +25,21 @@ from torch.nn import functional
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 from typing_extensions import override
 
 from distbelief.graph.graph import GraphError, below
-from distbelief.graph.unsupported import attributes_kept, lost_change, opaque_reason
+from distbelief.graph.unsupported import (
+    Attributes,
+    Change,
+    Reading,
+    RememberedError,
+    attributes_kept,
+    lost_change,
+    opaque_reason,
+    refuse_progress,
+)
 
 
 LEAF: Final = "distbelief::leaf"
@@ -93,7 +103,7 @@ class LeafCall:
                     run = thread.submit(self._run, inputs, n_samples, torch.device(device))
                     self._returned = run.result()
                     break
-                except LostChangeError:
+                except (LostChangeError, RememberedError):
                     raise
                 except Exception as error:  # a forward that needs values may raise anything
                     if device == "cpu":
@@ -152,7 +162,7 @@ class LeafCall:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             state = {
-                name: like(x, is_input=False)
+                name: like(x, is_input=False).requires_grad_(x.requires_grad)
                 for name, x in (*self.module.named_parameters(), *self.module.named_buffers())
             }
             arguments, keywords = self.arguments(
@@ -172,11 +182,45 @@ class LeafCall:
             # torch.export replaces `__call__` to count calls of modules; this one is only for
             # shapes, and `_call_impl` is what it replaced.
             plain_calls = patch.object(nn.Module, "__call__", nn.Module._call_impl)  # noqa: SLF001
-            with plain_calls, is_eager, counter:
-                result: object = functional_call(self.module, state, tuple(arguments), keywords)
-            self.operations = counter.get_total_flops() / n_samples
-            _refuse_change(self.path, self.module, before, state)
+
+            def called(kept: Sequence[Change] = ()) -> tuple[object, list[Change]]:
+                attributes = Attributes(self.module)
+                data = [x for x in pytree.tree_leaves(arguments) if isinstance(x, torch.Tensor)]
+                reading = Reading(data, state.values(), kept)
+                with plain_calls, is_eager, counter, (writes := _Writes()), reading:
+                    result: object = functional_call(self.module, state, tuple(arguments), keywords)
+                self.operations = counter.get_total_flops() / n_samples
+                _refuse_change(self.path, self.module, before, state, writes.storages)
+                return result, reading.left(attributes.changes())
+
+            with attributes_kept(self.module):
+                result, left = called()
+                if left:  # it runs for real on ranks, which call it at other times
+                    _, again = called(left)
+                    refuse_progress(left, again)
             return result
+
+
+@final
+class _Writes(TorchDispatchMode):
+    # Notes what operations change in place, also where they do not count it.
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call] # torch has no types here
+        self.storages: set[int] = set()
+
+    @override
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: object,
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        for argument, given in zip(func._schema.arguments, args, strict=False):  # noqa: SLF001 -- torch's own name
+            if argument.is_write and isinstance(given, torch.Tensor):
+                self.storages.add(given.untyped_storage()._cdata)  # noqa: SLF001 -- as above
+        return func(*args, **(kwargs or {}))
 
 
 def _is_packed(given: object) -> bool:
@@ -215,7 +259,11 @@ def n_samples_in(extent: Any, n: int) -> int:  # noqa: ANN401 -- an int or a sym
 
 
 def _refuse_change(
-    path: str, module: nn.Module, before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]
+    path: str,
+    module: nn.Module,
+    before: Mapping[str, torch.Tensor],
+    after: Mapping[str, torch.Tensor],
+    written: Collection[int],
 ) -> None:
     # Running statistics may change: `whole` refuses them where they would be lost.
     apart = {
@@ -226,6 +274,7 @@ def _refuse_change(
     }
     for name, tensor in before.items():
         same = after[name] is tensor and not tensor._version  # noqa: SLF001 -- counts changes in place
+        same = same and tensor.untyped_storage()._cdata not in written  # noqa: SLF001 -- as above
         if not same and name not in apart:
             raise LostChangeError(lost_change(below(path, name)))
 

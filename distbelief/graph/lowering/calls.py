@@ -12,15 +12,15 @@ import torch
 from distbelief.graph.graph import Layer, Option
 from distbelief.graph.lowering.operation import Context, Operation, by_name, lowers, plain_name
 from distbelief.graph.lowering.values import (
-    Encoder,
     Held,
     Made,
     NotSplitError,
     Results,
     Value,
     factor,
-    is_mask,
+    narrow,
     refuse_symbols,
+    type_of,
 )
 from distbelief.graph.lowering.views import lined_up
 from distbelief.graph.region import Shape
@@ -185,11 +185,15 @@ def detach(op: Operation) -> object:
 
 @lowers("to", "_to_copy", "type_as", "float", "double", "half", "bfloat16")
 def converted(op: Operation) -> object:
-    """A value whose numbers are floats keeps its precision: a graph is computed in one."""
-    value = op.value("self")
-    layer, dtype = value.layer, op.result.dtype
+    """A graph is computed in one precision: only a cast to a narrow type rounds."""
+    return typed(op, op.value("self"), op.result.dtype)
+
+
+def typed(op: Operation, value: Value, dtype: torch.dtype) -> Value:
+    """Return a value of this type of torch's: rounded, if it is narrow."""
+    layer = value.layer
     same_kind = layer.is_integer != dtype.is_floating_point
-    if same_kind and is_mask(op.builder, layer) == (dtype == torch.bool):
+    if same_kind and type_of(op.builder, layer) == narrow(dtype, op.context.dtype):
         return value
     return elementwise(op, torch.ops.aten.to.dtype, value, dtype, dtype=dtype)
 
@@ -207,7 +211,7 @@ def _added(
     # A layer whose inputs are the layers among its arguments.
     batch = None if like.batch is None else 0
     places = {w: Value(x, batch) if isinstance(x, Layer) else x for w, x in arguments.items()}
-    encoder = Encoder(context.builder)
+    encoder = context.encoder
     text = encoder.text([], places)
     options: dict[str, Option] = {"operation": str(target), "arguments": text, "along": (), **more}
     sources = [value.layer for value in encoder.inputs]

@@ -12,7 +12,7 @@ from torch import fx, nn
 from distbelief.graph.graph import GraphError, Layer, Option, TensorUse, uses
 from distbelief.graph.lowering.calls import call_in_parts, elementwise
 from distbelief.graph.lowering.operation import Context, Operation, lowers, lowers_module
-from distbelief.graph.lowering.values import Held, NotSplitError, Value, is_mask
+from distbelief.graph.lowering.values import Held, NotSplitError, Value, type_of
 from distbelief.graph.lowering.views import expanded_layer, lined_up, permuted, sliced, viewed
 from distbelief.graph.module_calls import EXPERTS, LeafCall, is_experts
 from distbelief.graph.ops.linear import product_layer
@@ -356,7 +356,7 @@ def _masked(op: Operation, query: Value) -> tuple[bool, list[Layer]]:
     if mask is None:
         return False, []
     value = op.context.as_value(mask)
-    if is_mask(op.builder, value.layer):
+    if type_of(op.builder, value.layer) == "bool":
         value = elementwise(op, torch.ops.aten.where.Scalar, value, 0.0, -math.inf)
     (_, layer), _ = lined_up(op, [query, value])
     return False, [layer]

@@ -14,19 +14,21 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from distbelief.graph.graph import Builder, GraphError
-from distbelief.graph.lowering.calls import call_in_parts, detached
+from distbelief.graph.lowering.calls import call_in_parts, detached, typed
 from distbelief.graph.lowering.complex_numbers import by_parts, has_complex
 from distbelief.graph.lowering.fallback import call_whole, whole_module
 from distbelief.graph.lowering.operation import (
     RULES,
     Context,
     Operation,
+    Rule,
     by_name,
     module_rule,
     place_of,
     plain_name,
 )
 from distbelief.graph.lowering.values import (
+    MOVES,
     Complex,
     Held,
     Made,
@@ -35,8 +37,10 @@ from distbelief.graph.lowering.values import (
     Value,
     batch_of,
     factor,
+    narrow,
 )
 from distbelief.graph.module_calls import LEAF, LeafCall, OpaqueError, own_path
+from distbelief.graph.ops.call import TorchCall
 from distbelief.graph.unsupported import lost_change
 
 
@@ -60,8 +64,9 @@ class Lowerer:
         calls: Mapping[int, LeafCall],
         whole: Mapping[str, str],
         joins: bool,
+        dtype: torch.dtype,
     ) -> None:
-        self.context = Context(builder, joins=joins)
+        self.context = Context(builder, joins=joins, dtype=dtype)
         self._calls = calls
         self._whole = whole
         self.known: dict[fx.Node, Any] = {}
@@ -110,6 +115,7 @@ class Lowerer:
         name = getattr(target, "__name__", str(target))
         if isinstance(target, torch._ops.HigherOrderOperator):  # noqa: SLF001 -- has no public name
             return self._nested(name, args)
+        self._refuse_lost_changes(target, args)
         target = _functional(target)
         if target is torch.ops.aten.bernoulli.p:  # in place, it has a default, which is left out
             args = [*args, 0.5][:2]
@@ -121,6 +127,13 @@ class Lowerer:
         if not isinstance(target, torch._ops.OpOverload):  # noqa: SLF001 -- as above
             raise NotSplitError(f"it calls {name}, which is no operation on tensors")
         return self._computed(node, target, args, keywords, result)
+
+    def _refuse_lost_changes(self, target: Any, args: list[Any]) -> None:  # noqa: ANN401 -- an operation
+        # Of tensors of the model that an operation changes besides its first argument.
+        schema = getattr(target, "_schema", None)
+        for argument, given in zip(schema.arguments[1:] if schema else (), args[1:], strict=False):
+            if argument.is_write and isinstance(given, Held):
+                raise GraphError(lost_change(given.use.name))
 
     def _computed(
         self,
@@ -164,12 +177,29 @@ class Lowerer:
             with_rows = replace(operation, arguments=rows)
             if rule is not None:
                 try:
-                    return _with_samples(operation, rule(with_rows))
+                    return _as_found(operation, self._by_rule(rule, with_rows))
                 except NotSplitError as error:
                     reason = f"{packet} has no split rule here: {error}"
-            return _with_samples(operation, call_in_parts(with_rows))
+            return _as_found(operation, call_in_parts(with_rows))
         except NotSplitError:
             return call_whole(operation, reason + place_of(operation.node, is_short=True))
+
+    def _by_rule(self, rule: Rule, operation: Operation) -> object:
+        # Layers but calls and moves compute in the precision of the graph.
+        n_before, own = len(self.context.builder), operation.context.dtype
+        found = rule(operation)
+        given = [x.meta.get("val") for x in operation.node.all_input_nodes]
+        types = {
+            narrow(x.dtype, own)
+            for x in pytree.tree_leaves([given, operation.result])
+            if isinstance(x, torch.Tensor) and not x.is_complex()
+        } - {"", "bool"}
+        if types and any(
+            layer.kind not in {*MOVES, TorchCall.name, "parameter"}
+            for layer in self.context.builder.since(n_before)
+        ):
+            raise NotSplitError(f"it computes in {types.pop()}")
+        return found
 
     def _nested(self, name: str, args: list[Any]) -> object:
         if name == "wrap_with_autocast":
@@ -279,12 +309,18 @@ def _refuse_results(result: object) -> None:
             raise NotSplitError("the size of its result depends on the values of its data")
 
 
-def _with_samples(operation: Operation, found: object) -> object:
-    # What was computed once for all samples is still a tensor with them.
+def _as_found(operation: Operation, found: object) -> object:
+    # Of torch's type; what was computed once for all samples is still a tensor with them.
     result = operation.result
-    if not isinstance(found, Value) or found.batch is not None:
+    if isinstance(found, list) and isinstance(result, list | tuple):
+        pairs = zip(found, result, strict=True)
+        return [_as_found(replace(operation, result=r), one) for one, r in pairs]
+    if not isinstance(found, Value) or not isinstance(result, torch.Tensor):
         return found
-    batch = batch_of(result.shape) if isinstance(result, torch.Tensor) else None
+    found = typed(operation, found, result.dtype)
+    if found.batch is not None:
+        return found
+    batch = batch_of(result.shape)
     if batch is None:
         return found
     own = found.layer.shape
@@ -352,7 +388,9 @@ def _folded(target: Any, args: list[Any], keywords: Mapping[str, Any], result: o
         return None
     packet = plain_name(target).partition(".")[0]
     said = {word: value for word, value in keywords.items() if word not in _PLACES}
-    number = float(args[-1]) if packet in _FULL else _FILLED.get(packet)
+    number = _FILLED.get(packet)
+    if packet in _FULL and not isinstance(args[-1], torch.SymInt | torch.SymFloat):
+        number = float(args[-1])
     if number is not None:
         args, said = [list(result.shape), number], {"dtype": result.dtype}
         target = torch.ops.aten.full.default

@@ -19,6 +19,7 @@ from distbelief.graph.lowering.values import (
     NotSplitError,
     Value,
     batch_of,
+    narrow,
 )
 from distbelief.graph.module_calls import LeafCall, is_experts
 from distbelief.graph.ops.call import CONSTANT
@@ -30,8 +31,9 @@ from distbelief.graph.region import Shape
 class Context:
     """What all operations of a model share."""
 
-    def __init__(self, builder: Builder, *, joins: bool) -> None:
+    def __init__(self, builder: Builder, *, joins: bool, dtype: torch.dtype) -> None:
         self.builder = builder  # with the layers so far
+        self.dtype = dtype  # of the model's floats
         self.joins = joins  # whether one number may be computed of all samples: a loss
         self.inputs: list[Layer] = []  # of the model
         self._parameters: dict[str, Value] = {}
@@ -40,6 +42,10 @@ class Context:
     def first(self) -> Layer:
         """The smallest input of the model; it has all samples."""
         return min(self.inputs, key=lambda layer: math.prod(layer.shape))
+
+    @property
+    def encoder(self) -> Encoder:
+        return Encoder(self.builder, self.dtype)
 
     def as_value(self, given: object) -> Value:
         """Return a value for anything that is a tensor; NotSplitError if it is none."""
@@ -57,7 +63,7 @@ class Context:
 
     def constant(self, tensor: torch.Tensor, name: str = "constant") -> Value:
         """Return a layer for a tensor that the forward makes of numbers."""
-        text = Encoder(self.builder).text([tensor], {})
+        text = self.encoder.text([tensor], {})
         options: dict[str, Option] = {"operation": CONSTANT, "arguments": text, "along": ()}
         layer = self.call(name, [], tuple(tensor.shape), tensor.dtype, options, batch=None)
         return Value(layer, batch=None)
@@ -74,13 +80,17 @@ class Context:
         **more: Any,  # noqa: ANN401 -- as `Builder.add` takes them
     ) -> Layer:
         """Add a layer "call" whose result has this type, and the samples in dimension `batch`."""
-        options = {**options, "batch": -1 if batch is None else batch}
-        if dtype == torch.bool:
-            options["mask"] = True
+        options = {**options, "batch": -1 if batch is None else batch, **self._typed(dtype)}
+        if "type" in options and dtype.is_floating_point and batch is None:
+            options["unchecked"] = True  # sums of rounded gradients are not those of the batch
         is_integer = not dtype.is_floating_point
         return self.builder.add(
             name, "call", sources, shape, options=options, is_integer=is_integer, **more
         )
+
+    def _typed(self, dtype: torch.dtype) -> dict[str, Option]:
+        name = narrow(dtype, self.dtype)
+        return {"type": name} if name else {}
 
     def in_parts(self, use: TensorUse) -> Complex:
         """Return a complex tensor of the model, which layers have as (..., 2)."""
@@ -104,7 +114,7 @@ class Context:
                 [],
                 use.shape,
                 tensors={"value": use},
-                options={"mask": True} if held.dtype == torch.bool else {},
+                options=self._typed(held.dtype),
                 is_integer=not held.dtype.is_floating_point,
             )
             self._parameters[use.name] = Value(layer, batch=None)

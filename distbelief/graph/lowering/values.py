@@ -23,6 +23,7 @@ from distbelief.graph.module_calls import n_samples_in
 from distbelief.graph.ops.call import packed
 
 
+_N_NUMBERS_TRIED: Final = 1 << 16  # of a tensor that depends on the number of samples
 _N_CHARACTERS_MAX: Final = 1 << 20  # of a constant that stands in the graph
 
 
@@ -135,9 +136,14 @@ class Made:
         return self.known[n]
 
     @property
+    def n_folded(self) -> int:
+        """Number of elements of each sample in the batch's dimension; 0 without one."""
+        return max((factor(extent) for extent in self.result.shape), default=0)
+
+    @property
     def is_folded(self) -> bool:
         """Whether it has several elements for each sample in the batch's dimension."""
-        return any(factor(extent) > 1 for extent in self.result.shape)
+        return self.n_folded > 1
 
     def row(self) -> torch.Tensor:
         """Return it for any number of samples; without them, but for what each has of its own.
@@ -145,13 +151,19 @@ class Made:
         NotSplitError if samples get different numbers.
         """
         batch = batch_of(self.result.shape)
-        two, three = self.at(2), self.at(3)
+        many = _N_NUMBERS_TRIED // max(1, self.at(2).numel())
+        found = [self.at(n) for n in (2, 3, *([] if many < 4 else [many]))]
         if batch is not None:
-            two, three = (x.unflatten(batch, (n, -1)) for x, n in ((two, 2), (three, 3)))
-        row = two if batch is None else two.narrow(batch, 0, 1)
-        if not all(torch.equal(row.expand_as(x), x) for x in (two, three)):
+            found = [x.unflatten(batch, (x.shape[batch] // self.n_folded, -1)) for x in found]
+        row = found[0] if batch is None else found[0].narrow(batch, 0, 1)
+        if not all(torch.equal(row.expand_as(x), x) for x in found):
             raise NotSplitError("it depends on the batch size")
         return row if batch is None else row.squeeze(batch).contiguous()
+
+    @property
+    def numbers_samples(self) -> bool:
+        """Whether it is 0, 1, 2 ... for the samples."""
+        return all(torch.equal(self.at(n).flatten(), torch.arange(n)) for n in (2, 3))
 
 
 def _for(given: Any, n: int) -> Any:  # noqa: ANN401 -- arguments
@@ -219,19 +231,37 @@ def batch_of(shape: Sequence[object]) -> int | None:
 # --- as plain data ---
 
 
-def is_mask(builder: Builder, layer: Layer) -> bool:
-    """Return whether a layer's numbers stand for True and False."""
-    if layer.kind in {"permute", "reshape", "slice", "expand", "cat", "pad"}:
-        return all(is_mask(builder, builder[name]) for name in layer.inputs)
-    return bool(layer.options.get("mask"))
+MOVES: Final = frozenset({"permute", "reshape", "slice", "expand", "cat", "pad"})
+_N_BITS: Final = 32  # a graph is computed in float32 or float64
+
+
+def narrow(dtype: torch.dtype, own: torch.dtype) -> str:
+    """Return the name of a type that has fewer numbers than those of layers; "" if it has not.
+
+    Layers have floats of one type, whatever type `own` the model's are of, and int64.
+    """
+    if dtype.is_floating_point:
+        is_narrow = torch.finfo(dtype).bits < min(_N_BITS, torch.finfo(own).bits)
+    else:
+        is_narrow = dtype != torch.int64
+    return str(dtype).removeprefix("torch.") if is_narrow else ""
+
+
+def type_of(builder: Builder, layer: Layer) -> str:
+    """Return the narrow type of a layer's numbers, "bool" for a mask; "" if it has none."""
+    if layer.kind in MOVES:
+        first, *others = {type_of(builder, builder[name]) for name in layer.inputs}
+        return "" if others else first
+    return str(layer.options.get("type", ""))
 
 
 @final
 class Encoder:
     """Arguments of a call as plain data (JSON, read by `ops.call.decoded`), and what they name."""
 
-    def __init__(self, builder: Builder) -> None:
+    def __init__(self, builder: Builder, dtype: torch.dtype) -> None:
         self._builder = builder
+        self._dtype = dtype  # of the model's floats
         self.inputs: list[Value] = []
         self.tensors: dict[str, TensorUse] = {}
 
@@ -258,14 +288,15 @@ class Encoder:
                 word = f"p{len(self.tensors)}"
                 self.tensors[word] = value.use
                 place = {"tensor": word, "turned": value.turned}
-                return place if value.dtype.is_floating_point else place | self.encoded(value.dtype)
+                is_own = value.dtype.is_floating_point and not narrow(value.dtype, self._dtype)
+                return place if is_own else place | self.encoded(value.dtype)
             case Value():
                 self.inputs.append(value)
                 place = {"input": len(self.inputs) - 1, "batch": value.batch}
                 if value.before or value.after:
                     place |= {"before": value.before, "after": value.after}
-                if is_mask(self._builder, value.layer):
-                    place["dtype"] = "bool"
+                if dtype := type_of(self._builder, value.layer):
+                    place["dtype"] = dtype
                 return place
             case torch.Tensor():
                 text = packed(value)
@@ -274,11 +305,12 @@ class Encoder:
                         f"the forward makes a tensor of {value.numel()} numbers: register it as a "
                         "buffer of its module"
                     )
-                return {"constant": text, "shape": list(value.shape)} | self.encoded(value.dtype)
+                place = {"constant": text, "shape": list(value.shape)} | self._narrow(value.dtype)
+                return place | self.encoded(value.dtype)
             case Made():
                 keywords = {word: self.encoded(item) for word, item in value.keywords.items()}
                 given = {"arguments": self.encoded(value.args), "keywords": keywords}
-                return {"made": str(value.target), **given}
+                return {"made": str(value.target), **given, **self._narrow(value.result.dtype)}
             case torch.SymInt():
                 samples, plus = linear(value)
                 return {"samples": samples, "plus": plus} if samples else plus
@@ -292,3 +324,8 @@ class Encoder:
                 raise NotSplitError(
                     f"an object of type {type(value).__name__}, which cannot be sent"
                 )
+
+    def _narrow(self, dtype: torch.dtype) -> dict[str, object]:
+        # Other floats get the type of what they meet.
+        name = dtype.is_floating_point and narrow(dtype, self._dtype)
+        return {"narrow": True} if name else {}

@@ -108,7 +108,7 @@ def _is_held(given: object) -> bool:
 
 @lowers(*(f"{kind}_pool{n}d" for kind in ("avg", "max") for n in (1, 2, 3)))
 def pool(op: Operation) -> object:
-    n = op.result.dim() - 2
+    n = _n_spatial(op)
     size = _several(op["kernel_size"], n)
     options: dict[str, Option] = {
         "size": size,
@@ -121,22 +121,37 @@ def pool(op: Operation) -> object:
     else:
         options |= {"function": "average", "count_include_pad": bool(op["count_include_pad"])}
         options["divisor"] = op.arguments.get("divisor_override")
-    return op.add("pool", [op.plain("self")], _shape(op), options=options)
+    value = _with_channels(op, n)
+    shape = (value.layer.shape[0], *(int(extent) for extent in op.result.shape[-n:]))
+    found = op.add("pool", [value], shape, options=options)
+    return found.to(op.reshaped(found, _shape(op)))
+
+
+def _n_spatial(op: Operation) -> int:
+    # The dimensions of space, by the operation's name: "avg_pool2d" has two.
+    return int(plain_name(op.target).partition(".")[0][-2])
+
+
+def _with_channels(op: Operation, n_spatial: int) -> Value:
+    # Without a channel dimension torch takes the samples for channels.
+    value = op.plain("self")
+    shape = value.layer.shape
+    return value if len(shape) > n_spatial else value.to(op.reshaped(value, (1, *shape)))
 
 
 @lowers(*(f"adaptive_{kind}_pool{n}d" for kind in ("avg", "max") for n in (1, 2, 3)))
 def adaptive_pool(op: Operation) -> object:
     several = isinstance(op.result, tuple | list)
-    value, result = op.plain("self"), op.result[0] if several else op.result
-    sizes = tuple(int(extent) for extent in result.shape[2:])
+    n, result = _n_spatial(op), op.result[0] if several else op.result
+    value, sizes = op.plain("self"), tuple(int(extent) for extent in result.shape[-n:])
+    extents = value.layer.shape[-n:]
     if set(sizes) == {1} and "avg" in str(op.target):  # a mean over all has partial sums
-        space = range(1, len(value.layer.shape))
+        space = [dim % len(value.layer.shape) for dim in range(-n, 0)]
         layer = reduction_layer(op.free_name, [value.layer], function="mean", dims=space)
         return value.to(op.builder.add_layer(layer))
-    pairs = list(zip(value.layer.shape[1:], sizes, strict=True))
-    if any(extent % size for extent, size in pairs):
+    if any(extent % size for extent, size in zip(extents, sizes, strict=True)):
         raise NotSplitError("its windows differ in size")
-    window = [extent // size for extent, size in pairs]
+    window = [extent // size for extent, size in zip(extents, sizes, strict=True)]
     plain = {"self": op["self"], "kernel_size": window, "stride": window, "padding": 0}
     plain |= {"dilation": 1, "ceil_mode": False, "count_include_pad": True}
     found = pool(replace(op, arguments=plain, result=result))

@@ -41,10 +41,10 @@ class TorchCall(Operator):
     #           module may lie on torch's meta device
     # options   operation: "aten.cumsum.default", or module: its path in the model, a key of
     #           `Step.modules`; arguments: JSON; output: index of one of several results; batch: the
-    #           dimension of the result that is the batch, -1 for none; mask: whether its numbers
-    #           stand for True and False; mode: the argument that is true in training; along: the
-    #           dimensions that an operation works along, it is split by all others; if absent, by
-    #           none
+    #           dimension of the result that is the batch, -1 for none; type: of its numbers, if
+    #           fewer than those of other layers ("bool", "int8", "bfloat16"); mode: the argument
+    #           that is true in training; along: the dimensions that an operation works along, it is
+    #           split by all others; if absent, by none
     #           of a module, without arguments: they are the inputs, and the batch comes first
     #           statistics: buffers by name, separated by commas: the output is their new values
     #           operations: floating point operations of a module's forward pass per sample; if
@@ -175,8 +175,11 @@ def _promoted(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 def from_torch(result: torch.Tensor, call: Call, n_samples: int) -> torch.Tensor:
     """Return a result of torch as (batch, *shape of the region)."""
-    if result.dtype == torch.bool:  # masks travel as numbers
+    floats = [x.dtype for x in (*call.inputs, *call.tensors.values()) if x.is_floating_point()]
+    if not result.is_floating_point():  # masks travel as numbers
         result = result.to(torch.int64)
+    elif floats and result.dtype.itemsize < floats[0].itemsize:
+        result = result.to(floats[0])
     batch = call.layer.integer("batch")
     if batch < 0:
         return result.unsqueeze(0)
@@ -251,10 +254,10 @@ def decoded(  # noqa: C901 -- a case for each kind of argument
                 return factor * n_samples + int(value.get("plus", 0))
             case {"constant": str(packed), "dtype": str(dtype), "shape": shape}:
                 numbers = _unpacked(packed, dtype).reshape(shape)
-                return numbers.to(device=device, dtype=_typed(numbers.dtype, floats))
+                return numbers.to(device=device, dtype=_typed(numbers.dtype, floats, value))
             case {"made": str(name), "arguments": given, "keywords": keywords}:
                 made = operation_of(name)(*one(given), **{w: one(v) for w, v in keywords.items()})
-                return made.to(device=device, dtype=_typed(made.dtype, floats))
+                return made.to(device=device, dtype=_typed(made.dtype, floats, value))
             case {"device": _}:
                 return device
             case {"dtype": str(dtype)}:
@@ -293,9 +296,12 @@ def _unpacked(text: str, dtype: str) -> torch.Tensor:
     return torch.frombuffer(content, dtype=kind) if content else torch.empty(0, dtype=kind)
 
 
-def _typed(dtype: torch.dtype, floats: Sequence[torch.dtype]) -> torch.dtype:
+def _typed(
+    dtype: torch.dtype, floats: Sequence[torch.dtype], place: Mapping[str, Any]
+) -> torch.dtype:
     # Numbers that the forward makes have the precision of what they meet.
-    return floats[0] if dtype.is_floating_point and floats else dtype
+    meets = dtype.is_floating_point and floats and not place.get("narrow")
+    return floats[0] if meets else dtype
 
 
 def _arranged(value: torch.Tensor, place: dict[str, Any], n_samples: int) -> torch.Tensor:
