@@ -442,7 +442,7 @@ def _as_export_sees_it(calls: dict[int, LeafCall], whole: dict[str, str]) -> Ite
     enter = torch.inference_mode.__enter__
     enter_hooks = saved_tensors_hooks.__enter__
     apply = torch.autograd.Function.__dict__["apply"]  # a classmethod, in Python or C
-    run_backward: Callable[..., object] = vars(torch.autograd)["_engine_run_backward"]  # type: ignore[explicit-any] # of any arguments
+    run_backward = vars(torch.autograd)["_engine_run_backward"]  # of grad() and backward()
 
     def entered(mode: torch.inference_mode) -> None:
         if mode.mode and not is_inside():
