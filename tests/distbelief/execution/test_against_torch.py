@@ -26,7 +26,7 @@ from distbelief.program.step_graph import statistics_of
 from tests.distbelief.graph.zoo.catalogue import Applied
 from tests.distbelief.graph.zoo.comparison import tensors_of, whole_modules
 from tests.distbelief.program.plans import random_plan
-from tests.distbelief.worker.in_process import LocalGroup
+from distbelief.worker.in_process import LocalGroup
 
 
 pytestmark = pytest.mark.untraced
