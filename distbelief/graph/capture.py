@@ -54,6 +54,7 @@ from distbelief.graph.module_calls import (
     own_path,
     path_of,
 )
+from distbelief.graph.operator import joined
 from distbelief.graph.region import Shape
 from distbelief.graph.unsupported import (
     Attributes,
@@ -547,7 +548,7 @@ def _lowered(
     results = lowerer.run(program.graph, program.graph_module)
     found = pytree.tree_leaves(results[len(signature.buffers_to_mutate) :])
     if call is None:
-        return builder.finish(_outputs(found)), lowerer.nodes
+        return _with_samples(builder.finish(_outputs(found))), lowerer.nodes
     losses = []
     if call.has_loss:
         mean = found.pop()
@@ -562,6 +563,17 @@ def _lowered(
     return replace(graph, fields=tuple(call.fields[i] for i in kept)), lowerer.nodes
 
 
+_INDEPENDENT: Final = (
+    "the model's outputs must be tensors with a batch: one of them does not depend on its inputs"
+)
+
+
+def _with_samples(graph: LayerGraph) -> LayerGraph:
+    if not joined(graph).isdisjoint(graph.outputs):
+        raise GraphError(_INDEPENDENT)
+    return graph
+
+
 def _outputs(results: Sequence[object]) -> list[str]:
     names: list[str] = []
     for value in results:
@@ -573,10 +585,7 @@ def _outputs(results: Sequence[object]) -> list[str]:
                 )
             names.append(value.layer.name)
         elif isinstance(value, torch.Tensor | Held | Value):
-            raise GraphError(
-                "the model's outputs must be tensors with a batch: one of them does not "
-                "depend on its inputs"
-            )
+            raise GraphError(_INDEPENDENT)
     if not names:
         raise GraphError("the model returns no tensors")
     return names

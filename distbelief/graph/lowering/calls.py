@@ -65,7 +65,8 @@ def call_in_parts(op: Operation) -> object:
     packet = plain_name(op.target).partition(".")[0]
     if torch.Tag.nondeterministic_seeded in op.target.tags:
         raise NotSplitError
-    if torch.Tag.pointwise in op.target.tags or ALONG.get(packet) == ():
+    is_alone = isinstance(op.result, torch.Tensor)  # not as of frexp
+    if is_alone and (torch.Tag.pointwise in op.target.tags or ALONG.get(packet) == ()):
         found = _elementwise(op, op.target, op.arguments, op.result.dtype)
         _check_extents(found, op.result)
         return found
@@ -96,6 +97,8 @@ def _elementwise(
         for word, x in given.items()
         if isinstance(x, Value | Held) or (isinstance(x, torch.Tensor) and x.dim())
     }
+    if not values:
+        return op.context.constant(target(**given))
     layers, like = lined_up(op, list(values.values()))
     shape = tuple(torch.broadcast_shapes(*(layer.shape for layer in layers)))
     operands = dict(zip(values, layers, strict=True))

@@ -38,6 +38,7 @@ from distbelief.graph.unsupported import is_replaced
 _N_TRIED_MAX: Final = 1 << 22
 _N_SAMPLES_MAX: Final = 64
 _SCALES: Final = (0.8, 1000.0)
+_BY_ROW: Final = frozenset({"index", "index_put", "embedding_bag", "_embedding_bag"})
 
 
 # --- operations, whole ---
@@ -51,6 +52,11 @@ def call_whole(operation: Operation, reason: str) -> object:
     """
     if torch.Tag.pointwise in operation.target.tags:
         refuse_symbols(operation.arguments.values())
+    if "as_strided" in str(operation.target):
+        raise GraphError(
+            f"{operation.name} reads memory as it lies (as_strided), which ranks do not share: use "
+            "slices, unfold or reshape"
+        )
     _refuse_places(operation)
     encoder = operation.context.encoder
     # Random numbers that are drawn in training only are left to the step.
@@ -84,16 +90,18 @@ def call_whole(operation: Operation, reason: str) -> object:
 
 def _refuse_places(operation: Operation) -> None:
     # Micro-batches begin with sample 0 each. As an index, its number only tells a sample's row.
-    is_index = plain_name(operation.target).partition(".")[0] in {"index", "index_put"}
+    is_index = plain_name(operation.target).partition(".")[0] in _BY_ROW
     for given in pytree.tree_leaves(dict(operation.arguments)):
         if not isinstance(given, Made) or (is_index and given.numbers_samples):
             continue
         try:
             given.row()
         except NotSplitError:
+            if batch_of(given.result.shape) is not None:
+                raise _mixes(operation) from None
             raise GraphError(
-                f"{operation.name} reads numbers that depend on a sample's place in the batch, or "
-                "on its size: a layer must treat all samples alike"
+                f"{operation.name} depends on the batch size, which micro-batches change: use a "
+                "number, or one process per replica (partitions = 1)"
             ) from None
 
 
@@ -283,7 +291,8 @@ def _alone_as_among(
     results = _tensors(operation.result)
     used = {node.args[1] for node in parts if node.users} or range(len(results))
     for sample in sorted({0, 1, n - 1}):
-        own = [v[sample : sample + 1] if b else v for v, b in zip(values, batched, strict=True)]
+        pairs = zip(values, batched, strict=True)
+        own = [v[sample : sample + 1].clone() if b else v for v, b in pairs]
         try:
             alone = run(own, 1)
         except Exception:  # noqa: BLE001 -- it needs other samples
@@ -292,6 +301,8 @@ def _alone_as_among(
             batch = batch_of(result.shape)
             if batch is None or index not in used:
                 continue
+            if alone[index].dim() != together[index].dim():
+                return False
             size = alone[index].shape[batch]
             among = together[index].narrow(batch, sample * size, size).double()
             if not torch.allclose(

@@ -162,8 +162,9 @@ class Made:
 
     @property
     def numbers_samples(self) -> bool:
-        """Whether it is 0, 1, 2 ... for the samples."""
-        return all(torch.equal(self.at(n).flatten(), torch.arange(n)) for n in (2, 3))
+        """Whether it is 0, 1, 2 ... for the samples, or a multiple of that: of their rows."""
+        step = int(self.at(2).flatten()[-1])
+        return all(torch.equal(self.at(n).flatten(), torch.arange(n) * step) for n in (2, 3))
 
 
 def _for(given: Any, n: int) -> Any:  # noqa: ANN401 -- arguments
