@@ -11,7 +11,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial, reduce, wraps
 from itertools import count
 from types import NoneType
@@ -343,7 +343,9 @@ def leaves(
 ) -> Iterator[None]:
     """Make each call of a leaf one operation; `calls` gets the calls, by the operation's key."""
     above: list[str] = []
-    with attributes_kept(module):
+    with ExitStack() as stack:
+        for child in module.children():  # the wrapper's own attributes tell what was called
+            stack.enter_context(attributes_kept(child))
         for path, part in module.named_modules():
             if not path or any(path.startswith(f"{other}.") for other in above):
                 continue
