@@ -130,7 +130,8 @@ def refuses(endpoint: str) -> bool:
     """
     try:
         place = Endpoint.parse(endpoint)
-        with socket.socket(socket.AF_INET if place.host else socket.AF_UNIX) as probe:
+        family = socket.AF_INET6 if is_six(place.host) else socket.AF_INET
+        with socket.socket(family if place.host else socket.AF_UNIX) as probe:
             probe.settimeout(1.0)
             probe.connect((place.host, place.port) if place.host else place.path)
             return not probe.recv(1)
