@@ -23,10 +23,10 @@ from distbelief.graph.graph import INPUT
 from distbelief.graph.losses import append_loss
 from distbelief.program.compiler import compile_plan
 from distbelief.program.step_graph import statistics_of
+from distbelief.worker.in_process import LocalGroup
 from tests.distbelief.graph.zoo.catalogue import Applied
 from tests.distbelief.graph.zoo.comparison import tensors_of, whole_modules
 from tests.distbelief.program.plans import random_plan
-from distbelief.worker.in_process import LocalGroup
 
 
 pytestmark = pytest.mark.untraced
