@@ -295,7 +295,7 @@ def test_what_a_forward_only_writes_and_what_it_would_make_again_may_be_kept(
     check(model, [random_input(8)])
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*")  # torch's own, of all that stands there
 def test_quantisation_aware_training_is_refused() -> None:
     """Its observers change buffers that nobody kept: NaN, blamed on the learning rate."""
     from torch.ao import quantization  # noqa: PLC0415 -- takes a second
@@ -357,7 +357,6 @@ MIXING: Final[Mapping[str, Callable[[torch.Tensor], torch.Tensor]]] = {
     "renorm": lambda h: h.renorm(2, 1, 100.0),
     "triu": lambda h: h.triu(-3),
     "index": lambda h: h[(h[:, 0] > 1e9).long()],
-    "eye": lambda h: torch.eye(len(h), dtype=h.dtype) @ h,
     "the batch size": lambda h: h / torch.full((1,), h.shape[0]),
 }
 
@@ -367,6 +366,13 @@ def test_samples_that_mix_are_refused(name: str) -> None:
     """Two samples of small noise did not show it: 68 % off."""
     with pytest.raises(JobError, match=r"mixes samples|depends on the batch size"):
         check(net(lambda x, a, b: b(MIXING[name](a(x)))), [random_input(8)])
+
+
+def test_a_square_of_the_batch_is_computed_whole() -> None:
+    def function(x: torch.Tensor, a: nn.Module, b: nn.Module) -> object:
+        return b(torch.eye(x.shape[0], dtype=x.dtype) @ a(x))
+
+    check(net(function), [random_input(8)])
 
 
 def test_a_number_of_each_sample_may_choose_its_own_row() -> None:
