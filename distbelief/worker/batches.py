@@ -4,8 +4,10 @@ Each rank of a group has a `BatchPlan`, equal on all ranks, and a reader of what
 batch: a `SliceReader` of the input regions of its partition, or the executor of a whole model.
 """
 
+import random  # noqa: TID251 -- it is given seeds, and draws nothing
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Final, Protocol, final
@@ -24,9 +26,9 @@ from distbelief.data import (
     read_batch,
     shown_path,
 )
-from distbelief.draws import Draws, reseed
 from distbelief.errors import JobError
 from distbelief.graph.graph import INPUT, LayerGraph
+from distbelief.graph.ops.call import ALONE
 from distbelief.graph.region import Region
 from distbelief.protocol import DealtRanges
 from distbelief.roles.role import Action, Compute, Cost, Executor
@@ -241,6 +243,51 @@ def step_seed(seed: Sequence[int], position: int) -> int:
     """Return the seed of a step's random numbers, equal on all ranks."""
     sequence = np.random.SeedSequence((*seed, position))
     return int(sequence.generate_state(1, np.uint64)[0])
+
+
+# --- random numbers of the user's code ---
+
+# torch, numpy and Python's `random` have one generator each, for all threads, and samples are read
+# in one thread while another takes a step. So code that draws runs alone, and from a seed of its
+# own that says what it computes: no thread disturbs another, and any process draws the same.
+
+
+@final
+class Draws:
+    """Whether some code draws, as far as was seen, and how it runs.
+
+    That is looked at when it runs for the first time, the second, the fourth, the eighth, ... Code
+    that does not draw waits for nobody.
+    """
+
+    def __init__(self) -> None:
+        self.are_seen = False
+        self._n_runs = 0
+
+    @contextmanager
+    def alone(self, seed: Callable[[], int]) -> Iterator[None]:
+        """Let a block draw from this seed, alone; one that draws nothing runs as it is."""
+        self._n_runs += 1
+        if not (self.are_seen or self._n_runs & (self._n_runs - 1) == 0):
+            yield
+            return
+        with ALONE:
+            reseed(seed())
+            before = None if self.are_seen else _states()
+            yield
+            self.are_seen = before is None or _states() != before
+
+
+def reseed(seed: int) -> None:
+    torch.default_generator.manual_seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002 -- the generator of users' code, none of ours
+    random.seed(seed)
+
+
+def _states() -> object:
+    _, keys, *rest = np.random.get_state()  # noqa: NPY002 -- as above
+    numbers = torch.default_generator.get_state().tolist()
+    return numbers, np.asarray(keys).tobytes(), rest, random.getstate()
 
 
 @final

@@ -28,7 +28,7 @@ class LocalBuffers:
         self._all = [item for item, kind in kinds.items() if kind != "parameter"]
         self._counters = [item for item, kind in kinds.items() if kind == "counter"]
         # Frozen parameters come once, and are not pushed.
-        self._items = [item for item in self._all if view.tensors[item].name not in view.frozen]
+        self.items = [item for item in self._all if view.tensors[item].name not in view.frozen]
         self._sent: dict[int, torch.Tensor] = {}
         self._held: dict[int, torch.Tensor] | None = None  # while an install overwrites them
 
@@ -45,7 +45,7 @@ class LocalBuffers:
     def merge(self, *, contains_pushes: bool) -> None:
         """After an install."""
         held, self._held = self._held or {}, None
-        for item in self._items:
+        for item in self.items:
             value, own = self._values[item], held.get(item)
             # What is not finite comes from a skipped sample.
             if own is None or not bool(own.isfinite().all()):

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from distbelief.data import Batch, Dataset, n_samples_of
-from distbelief.draws import Draws
 from distbelief.errors import DistBeliefError, JobError
 from distbelief.execution.executor import Put, StepResult
 from distbelief.graph.graph import as_real
@@ -21,7 +20,7 @@ from distbelief.parameter_server.layout import TensorSpec, kind_of
 from distbelief.roles.role import Action, Compute, Cost, Seconds
 from distbelief.task import dry_run
 from distbelief.task.losses import Loss, Metric
-from distbelief.worker.batches import BatchIndices, BatchReader, BatchSlice, step_seed
+from distbelief.worker.batches import BatchIndices, BatchReader, BatchSlice, Draws, step_seed
 from distbelief.worker.local_buffers import bind_again, bindings_of
 from distbelief.worker.objective import STEP, Close, StepOutcome
 
@@ -118,7 +117,8 @@ class FlatModel:
             self._tensors[index].grad = None
         value = loss(batch.run(self.module), batch.targets)
         value.backward()
-        bind_again(self._bindings)
+        if self._bindings:
+            bind_again(self._bindings)
         return float(value.detach())
 
     def clip(self, norm_max: float) -> None:

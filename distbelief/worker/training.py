@@ -343,12 +343,14 @@ class TrainingObjective(Objective):
         contains_pushes = self._client.fetches_own_pushes
 
         def install() -> FetchResult:
-            self._buffers.hold()
+            if self._buffers.items:
+                self._buffers.hold()
             if self._local_steps is not None:
                 self._local_steps.hold()
             installed = work()
             if not installed.torn:
-                self._buffers.merge(contains_pushes=contains_pushes)
+                if self._buffers.items:
+                    self._buffers.merge(contains_pushes=contains_pushes)
                 if self._pace.keeps_local_steps:
                     self._repeat(rate)
             return installed

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import lru_cache, reduce
+from threading import RLock
 from typing import Any, ClassVar, Final, final
 
 import torch
@@ -22,12 +23,12 @@ from torch.func import functional_call
 from torch.utils import _pytree as pytree
 from typing_extensions import override
 
-from distbelief.draws import ALONE
 from distbelief.graph.graph import GraphError, Layer
 from distbelief.graph.operator import Call, Cut, Operator, Work
 from distbelief.graph.region import Region
 
 
+ALONE: Final = RLock()  # held by code that draws from the generators of the process, or may
 CONSTANT: Final = "constant"  # the operation that returns its argument
 MODES: Final = ("train", "training")  # arguments that say whether the model trains
 

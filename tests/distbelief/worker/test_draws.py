@@ -16,9 +16,8 @@ from torch import nn
 from typing_extensions import override
 
 from distbelief.data import read_batch
-from distbelief.draws import Draws
 from distbelief.task import dry_run
-from distbelief.worker.batches import BatchIndices, BatchReader
+from distbelief.worker.batches import BatchIndices, BatchReader, Draws
 from distbelief.worker.local_executor import FlatModel, LocalExecutor
 
 
