@@ -602,7 +602,8 @@ class TrainingObjective(Objective):
         if not staged.finite:  # the client's report names the tensors
             self._skip_push()
             return self._bad(n_gradients, actions)
-        self._buffers.pushed()
+        if self._buffers.items:
+            self._buffers.pushed()
         self._fetch_due, self._exchange_began = True, now
         self._pushed = max(self._pushed, stop)
         self.counters.pushes += 1
@@ -685,7 +686,8 @@ class TrainingObjective(Objective):
         clocks = self._total.fetched_clocks(self._client.clocks)
         local_steps = self._local_steps
         if local_steps is None:
-            values = dict(enumerate(self.values)) | self._buffers.to_push()
+            changed = self._buffers.to_push() if self._buffers.items else {}
+            values = dict(enumerate(self.values)) | changed
             return self._client.stage(
                 self._total.sums, list(values.values()), fetched_clocks=clocks
             )
