@@ -135,7 +135,7 @@ def _check_sizes(value: object, path: tables.Path) -> None:
                 f"{TEXT_MAX}",
             )
         case str() if not value.isprintable():
-            raise TableError(path, f"{where} = {toml.excerpt(value)}: has control characters")
+            raise TableError(path, f"{where} = {toml.excerpt(value)}: wants no control characters")
 
 
 def _expanded(algorithm: dict[str, object]) -> dict[str, object]:
