@@ -39,6 +39,7 @@ TOGETHER = (
     "algorithm.max_steps=10",
     "model.initial=seed",
     "stop.samples=1000",
+    "algorithm.order=parts",  # the only one of replicas with unlike ranks
 )
 
 
