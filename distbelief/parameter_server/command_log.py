@@ -229,12 +229,12 @@ class CommandExecutor:
             # The loss of zero examples is undefined.
             unknown = Fill(target=task.gradient, a=float("nan"))
             return self._vector_store.perform((unknown, *task.after))
-        if task.n_examples != sums.n_examples:
+        total = sums.total()
+        # Pushes may claim examples for chunks of which others are missing.
+        if total is None or task.n_examples != sums.n_examples:
             raise RemoteProtocolError(
                 f"{sums.n_examples} of {task.n_examples} examples, in {sums.n_committed} chunks"
             )
-        total = sums.total()
-        assert total is not None
         np.divide(total[:n], task.n_examples, out=self._vector_store.overwrite(task.gradient))
         self._buffers = total[n:].copy()
         return self._vector_store.perform(task.after)

@@ -88,14 +88,7 @@ def trials(scene: str, *, seed: int) -> list[Trial]:
 
 @pytest.mark.slow
 @pytest.mark.untraced
-@pytest.mark.parametrize(
-    "scene",
-    [
-        *sorted(SCENES.keys() - {"batch"}),
-        # An assertion of a shard's vector command fails: not mended yet.
-        pytest.param("batch", marks=pytest.mark.xfail(strict=False, reason="a known fault")),
-    ],
-)
+@pytest.mark.parametrize("scene", SCENES)
 def test_no_message_of_a_legal_type_ends_a_role(scene: str) -> None:
     for trial in trials(scene, seed=1):
         trial.run(1000)
