@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FunctionType, ModuleType, NoneType
 from typing import Final, final
+from weakref import ReferenceType
 
 import numpy as np
 import torch
@@ -287,11 +288,12 @@ def _tensors_of(value: object, seen: set[int]) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
         return
+    items: list[object] = list(value) if isinstance(value, tuple) else []
     for _, table in _tables("", value, seen):
-        items = table.values() if isinstance(table, dict) else table
-        yield from (item for item in items if isinstance(item, torch.Tensor))
-    if isinstance(value, tuple):
-        yield from (item for item in value if isinstance(item, torch.Tensor))
+        items += table.values() if isinstance(table, dict) else table
+    # Recurrent layers of torch keep weak references to their weights, made anew in each forward.
+    found = (item() if isinstance(item, ReferenceType) else item for item in items)
+    yield from (item for item in found if isinstance(item, torch.Tensor))
 
 
 def refuse_progress(once: Iterable[Change], twice: Iterable[Change]) -> None:
