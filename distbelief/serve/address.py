@@ -238,7 +238,12 @@ def parameter_specs(
                 "replace its Lazy module by one with its sizes given"
             )
         if parameter.dtype != torch.float32:
-            raise JobError(f"parameter {index} is {parameter.dtype}: use net.float()")
+            way = "use net.float()"
+            if parameter.is_complex():
+                way = "keep its real and imaginary parts in a float32 (torch.view_as_real)"
+            elif not parameter.is_floating_point():
+                way = "leave it out ([p for p in net.parameters() if p.is_floating_point()])"
+            raise JobError(f"parameter {index} is {parameter.dtype}: {way}")
         shape = tuple(parameter.shape)
         specs.append(TensorSpec(name=f"{index:06d}", shape=shape, kind="parameter"))
     if not specs:

@@ -277,7 +277,7 @@ class DealtJob:
         """Return what the newest checkpoint of a shard has, and its values."""
         snapshot = self.job.simulation.disk.newest(shard)
         if snapshot is None:
-            return Spans(), np.zeros(0)
+            return Spans(), np.zeros(self.job.layout.shard_size(self.job.shards.index(shard)))
         applied = Spans.from_wire(json.loads(snapshot.facts.get("applied", "[]")))
         return applied, snapshot.arrays["values"]
 

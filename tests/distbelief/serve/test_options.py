@@ -9,6 +9,7 @@ from torch import nn
 from distbelief.errors import JobError
 from distbelief.parameter_server.optimizers import SGD, Adam, Momentum
 from distbelief.serve import options
+from distbelief.serve.address import parameter_specs
 from distbelief.serve.options import listen_config, model, rule
 from distbelief.transport.config import ListenConfig
 
@@ -83,3 +84,20 @@ def test_a_name_that_only_this_machine_has_is_refused(monkeypatch: pytest.Monkey
     with pytest.raises(JobError, match=r"head is 127\.0\.1\.1 here, for this host alone"):
         listen_config("tcp://head:7700", keys=Path("k"), insecure=False)
     assert listen_config("tcp://127.0.1.1:7700", keys=None, insecure=False).is_local
+
+
+@pytest.mark.parametrize(
+    ("dtype", "way"),
+    [
+        (torch.float64, "use net.float()"),
+        (torch.complex64, "torch.view_as_real"),
+        (torch.int64, r"leave it out \(\[p for p in net.parameters\(\) if p.is_floating_point"),
+    ],
+)
+def test_a_parameter_that_is_not_float32_is_refused_with_a_way_that_works(
+    dtype: torch.dtype, way: str
+) -> None:
+    """`net.float()` changes neither integers nor complex numbers."""
+    frozen = nn.Parameter(torch.ones(2, dtype=dtype), requires_grad=False)
+    with pytest.raises(JobError, match=f"parameter 1 is {dtype}: .*{way}"):
+        parameter_specs([nn.Parameter(torch.ones(2)), frozen])
