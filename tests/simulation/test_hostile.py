@@ -21,6 +21,9 @@ from tests.simulation.jobs import JobCluster
 from tests.simulation.sandblasts import Run, Sandblast
 
 
+# A worker may send any numbers; NumPy warns of what comes of them, in the log of the shard.
+pytestmark = pytest.mark.filterwarnings("ignore:(invalid value|overflow):RuntimeWarning")
+
 Recording = Mapping[str, tuple[list[Letter], Builder]]
 
 N_LETTERS: Final = 400
