@@ -53,6 +53,7 @@ from distbelief.graph.module_calls import (
     leaves,
     own_path,
     path_of,
+    shapes_of_recurrent_layers,
 )
 from distbelief.graph.operator import joined
 from distbelief.graph.region import Shape
@@ -484,6 +485,7 @@ def _as_export_sees_it(calls: dict[int, LeafCall], whole: dict[str, str]) -> Ite
         patch.object(transformer, "_detect_is_causal_mask", as_told),
         patch.object(builtins, "len", _length),
         patch.object(functional, "embedding_bag", bags),
+        shapes_of_recurrent_layers(),
     ):
         yield
 

@@ -505,3 +505,39 @@ def bags(*arguments: object, **keywords: object) -> torch.Tensor:
     if given["per_sample_weights"] is not None:
         rows = rows * given["per_sample_weights"].unsqueeze(-1)
     return rows.max(1).values if given["mode"] == "max" else getattr(rows, given["mode"])(1)
+
+
+# --- recurrent layers ---
+
+_RECURRENT: Final = ("lstm", "gru", "rnn_tanh", "rnn_relu")
+
+
+@contextmanager
+def shapes_of_recurrent_layers() -> Iterator[None]:
+    """Give torch.export the shapes of recurrent layers at once.
+
+    torch's own rules compute every step on tensors without memory: seconds for a long layer, and
+    most of a minute if the samples are its steps, whose number is a symbol then.
+    """
+    with ExitStack() as stack:
+        for name in _RECURRENT:
+            operation = getattr(torch.ops.aten, name).input
+            # What torch takes in place of its own code, where it has a rule.
+            rules = dict.fromkeys(operation.py_kernels, _states)
+            stack.enter_context(patch.dict(operation.py_kernels, rules))
+            stack.enter_context(patch.object(operation, "_dispatch_cache", {}))
+        yield
+
+
+def _states(x: torch.Tensor, given: Any, params: list[torch.Tensor], *options: Any) -> object:  # noqa: ANN401 -- torch's arguments
+    *_, bidirectional, batch_first = options
+    last = list(given) if isinstance(given, list | tuple) else [given]
+    has_gradient = any(tensor.requires_grad for tensor in (x, *last, *params))
+
+    def like(*shape: Any) -> torch.Tensor:  # noqa: ANN401 -- numbers or symbols
+        # A copy of a leaf may be changed in place.
+        return x.new_empty(shape).requires_grad_(has_gradient).clone()
+
+    steps, samples = (x.transpose(0, 1) if batch_first else x).shape[:2]
+    states = like(steps, samples, last[0].shape[2] * (1 + bidirectional))
+    return (states.transpose(0, 1) if batch_first else states, *(like(*h.shape) for h in last))

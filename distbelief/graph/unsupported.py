@@ -96,26 +96,31 @@ def no_other_generators(root: nn.Module) -> Iterator[None]:
             )
 
 
-def _states(root: nn.Module) -> dict[str, str]:
-    found = {
-        "Python's `random`": repr(random.getstate()),
-        "numpy.random": repr(np.random.get_state()),  # noqa: NPY002 -- the user's
+def _states(root: nn.Module) -> dict[str, object]:
+    found: dict[str, object] = {
+        "Python's `random`": random.getstate(),
+        "numpy.random": _plain(np.random.get_state()),  # noqa: NPY002 -- the user's
     }
     for path, part in root.named_modules():
         for word, value in vars(part).items():
             if isinstance(value, Generator):
-                found[f"its {f'{path}.{word}'.lstrip('.')!r}"] = repr(_state(value))
+                found[f"its {f'{path}.{word}'.lstrip('.')!r}"] = _state(value)
     return found
 
 
 def _state(generator: Generator) -> object:
     if isinstance(generator, torch.Generator):
-        return generator.get_state().tolist()
+        return generator.get_state().numpy().tobytes()
     if isinstance(generator, random.Random):
         return generator.getstate()
     if isinstance(generator, np.random.Generator):
-        return generator.bit_generator.state
-    return generator.get_state()
+        return _plain(generator.bit_generator.state)
+    return _plain(generator.get_state())
+
+
+def _plain(state: object) -> object:
+    # As values that compare as one, which arrays do not; to write their numbers takes long.
+    return pytree.tree_map_only(np.ndarray, np.ndarray.tobytes, state)
 
 
 # --- what a forward keeps ---

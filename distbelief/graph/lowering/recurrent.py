@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from distbelief.graph.graph import Layer, Option
+from distbelief.graph.graph import GraphError, Layer, Option
 from distbelief.graph.lowering.layers import refuse_integers
 from distbelief.graph.lowering.operation import Operation, lowers, plain_name
 from distbelief.graph.lowering.values import Held, Made, NotSplitError, Results, Value
@@ -22,6 +22,9 @@ N_UNITS_MIN: Final = {"lstm": 512, "gru": 256, "rnn_tanh": 256, "rnn_relu": 256}
 def recurrent(op: Operation) -> object:
     value, n_directions = op.value("input"), 1 + op["bidirectional"]
     refuse_integers(op, value)
+    if value.batch == op["batch_first"]:
+        how = "transpose its input" if op["batch_first"] else "give it batch_first=True"
+        raise GraphError(f"{op.name} mixes samples, because they are its steps: {how}")
     Value(value.layer, batch=1 - op["batch_first"]).refuse_others(value)
     if value.layer.shape[0] > N_STEPS_MAX:
         raise NotSplitError(f"it has more than {N_STEPS_MAX} steps")

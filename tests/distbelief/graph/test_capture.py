@@ -24,20 +24,20 @@ from tests.distbelief.graph.reference import Partials, evaluate
 from tests.distbelief.graph.zoo.catalogue import ZOO, Applied, Case
 from tests.distbelief.graph.zoo.comparison import assert_same, flat, tensors_of, whole_modules
 from tests.distbelief.graph.zoo.local import LocalNet
+from tests.distbelief.program.plans import zoo_graph
 from tests.elsewhere import answers
 
 
 Function = Callable[[torch.Tensor], object]
 
 
-def check(case: Case, *, whole: int = 0) -> LayerGraph:
+def check(case: Case, *, whole: int = 0, graph: LayerGraph | None = None) -> LayerGraph:
     """Compare a model with its graph, of which so many layers are computed whole."""
     model = case.model()
-    graph = capture(model, case.specs)
+    graph = graph or capture(model, case.specs)
     assert sum(bool(layer.whole) for layer in graph.layers) == whole
     for training in (True, False):
-        assert_same(graph, model, case, training=training)
-        assert_same(graph, model, case, training=training, seed=4)
+        assert_same(graph, model, case, training=training, seeds=(None, 4))
     return graph
 
 
@@ -48,7 +48,7 @@ def check(case: Case, *, whole: int = 0) -> LayerGraph:
 @pytest.mark.parametrize("name", ZOO)
 def test_a_captured_model_computes_what_the_model_computes_whole_and_cut(name: str) -> None:
     case = ZOO[name]
-    graph = check(case, whole=len(case.whole or {}))
+    graph = check(case, whole=len(case.whole or {}), graph=zoo_graph(name))
     assert graph.n_parameters == sum(p.numel() for p in case.model().parameters())
     # Layers are kept whole with a reason, and only where they must.
     for layer, reason in (case.whole or {}).items():
@@ -75,7 +75,7 @@ NAMES = ("mobilenet", "encoder, causal, norm first", "vision transformer")
 
 
 def fingerprints() -> list[str]:
-    return [capture(ZOO[name].model(), ZOO[name].specs).fingerprint for name in NAMES]
+    return [zoo_graph(name).fingerprint for name in NAMES]
 
 
 @pytest.mark.slow
@@ -818,8 +818,7 @@ def test_buffers_that_are_not_saved_are_constants() -> None:
     model = case.model()
     graph = capture(model, case.specs)
     assert set(graph.tensors) == {"table.weight", "saved"}
-    for seed in (None, 4):
-        assert_same(graph, model, case, training=True, seed=seed)
+    assert_same(graph, model, case, training=True, seeds=(None, 4))
 
 
 def test_an_empty_constant_is_written_too() -> None:

@@ -639,7 +639,12 @@ REFUSED: list[tuple[nn.Module, Shape, str]] = [
     (Applied(lambda x, f: f(x, x, x)[0], attention=nn.MultiheadAttention(4, 2)),
      (3, 4), "batch_first=True"),
     (nn.TransformerEncoderLayer(4, 2), (3, 4), "batch_first=True"),
-    (nn.LSTM(4, 2), (3, 4), "batch_first=True"),
+    # Regression: torch computed each step, of which there were 1009, and a user waited.
+    (nn.LSTM(4, 2), (3, 4), "lstm mixes samples.* steps: give it batch_first=True"),
+    (nn.GRU(4, 2), (3, 4), "gru mixes samples.* steps: give it batch_first=True"),
+    (nn.RNN(4, 2), (3, 4), "rnn_tanh mixes samples.* steps: give it batch_first=True"),
+    (Applied(lambda x, f: f(x.transpose(0, 1)), layer=nn.GRU(4, 2, batch_first=True)),
+     (3, 4), "layer mixes samples.* steps: transpose its input"),
     (nn.LSTM(4, 2, batch_first=True), (3, 4), FIRST),
     (nn.Sequential(nn.InstanceNorm1d(2, track_running_stats=True)), (2, 3), "would be lost"),
     (Applied(lambda x: {}[x]), (4,), "cannot be run on batchx4: KeyError: "),

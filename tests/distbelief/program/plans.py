@@ -22,12 +22,16 @@ _ = ops.views  # importing them registers them
 @cache
 def captured(name: str) -> tuple[nn.Module, LayerGraph]:
     """A model of the zoo and its graph, with a loss if it has classes."""
-    case = ZOO[name]
-    model = case.model()
-    graph = capture(model, case.specs)
+    graph = zoo_graph(name)
     if name in WITH_LOSS:
         graph = append_loss(graph, "cross_entropy")
-    return model, graph
+    return ZOO[name].model(), graph
+
+
+@cache
+def zoo_graph(name: str) -> LayerGraph:
+    """A model of the zoo, captured once in each process."""
+    return capture(ZOO[name].model(), ZOO[name].specs)
 
 
 WITH_LOSS = {"alexnet", "mobilenet", "resnet18", "vision transformer"}

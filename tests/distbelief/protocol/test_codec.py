@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 
 from distbelief.core.vectors import ELEMENT_TYPES, Vector
 from distbelief.errors import LocalProtocolError, RemoteProtocolError
@@ -42,6 +42,7 @@ def received(frames: list[bytes]) -> Message:
 
 
 @pytest.mark.parametrize("kind", MESSAGES)
+@settings(max_examples=settings().max_examples * 2 // 5)  # of each of so many kinds
 @given(data=st.data(), sender=names, incarnation=counts)
 def test_every_message_arrives_as_it_was_sent(
     kind: type[Message], data: st.DataObject, sender: str, incarnation: int

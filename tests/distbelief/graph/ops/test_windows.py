@@ -220,7 +220,7 @@ def layers(draw: st.DrawFn, kind: str) -> Layer:
 
 
 @given(layers("convolution"), st.data())
-@settings(max_examples=150)
+@settings(max_examples=75)
 def test_a_convolution_in_parts_is_the_whole(layer: Layer, data: st.DataObject) -> None:
     inputs, tensors = inputs_of(layer), tensors_of(layer)
     pads: list[int] = []
@@ -241,7 +241,7 @@ TRANSPOSED = (functional.conv_transpose1d, functional.conv_transpose2d)
 
 
 @given(data=st.data(), n_dims=st.integers(1, 2), is_computed=st.booleans())
-@settings(max_examples=150)
+@settings(max_examples=75)
 def test_a_transposed_convolution_in_parts_is_the_whole(
     *, data: st.DataObject, n_dims: int, is_computed: bool
 ) -> None:

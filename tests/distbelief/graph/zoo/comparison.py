@@ -1,6 +1,6 @@
 """Compares a captured model, whole or in parts, with the model itself."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -11,7 +11,7 @@ from distbelief.graph.module_calls import module_at
 from distbelief.graph.operator import Step, operator_of
 from distbelief.graph.ops.norms import running_averages
 from distbelief.graph.region import Region
-from tests.distbelief.graph.ops.comparison import close, close_gradients
+from tests.distbelief.graph.ops.comparison import close, zeros
 from tests.distbelief.graph.reference import Partials, Parts, evaluate
 from tests.distbelief.graph.zoo.catalogue import Case
 
@@ -54,34 +54,48 @@ def random_parts(layer: Layer, generator: np.random.Generator) -> Parts:
 
 
 def assert_same(
-    graph: LayerGraph, model: nn.Module, case: Case, *, training: bool, seed: int | None = None
+    graph: LayerGraph,
+    model: nn.Module,
+    case: Case,
+    *,
+    training: bool,
+    seeds: Sequence[int | None] = (None,),
 ) -> None:
-    """Check outputs, gradients and running statistics of a step."""
+    """Check outputs, gradients and running statistics of a step: whole, or in parts by a seed."""
     model.train(training)
     x = case.input(batch=3)
     tensors = tensors_of(model)
     step = Step(training=training, modules=whole_modules(graph, model))
-    parts: dict[str, Parts] = {}
-    if seed is not None:
-        generator = np.random.default_rng(seed)
-        parts = {
-            layer.name: random_parts(layer, generator)
-            for layer in graph.layers
-            if layer.kind != INPUT
-        }
     (source,) = [layer.name for layer in graph.layers if layer.kind == INPUT]
-    values = evaluate(graph, {source: x}, tensors, parts=parts, step=step)
+    computed = []
+    for seed in seeds:
+        parts: dict[str, Parts] = {}
+        if seed is not None:
+            generator = np.random.default_rng(seed)
+            parts = {
+                layer.name: random_parts(layer, generator)
+                for layer in graph.layers
+                if layer.kind != INPUT
+            }
+        computed.append(evaluate(graph, {source: x}, tensors, parts=parts, step=step))
     model.train(training)
     expected = flat(model(x))
-    found = [values[name] for name in graph.outputs]
-    for one, other in zip(found, expected, strict=True):
-        close(one, other)
     leaves = [*model.parameters(), *([x] if x.requires_grad else [])]
-    one, other = (
-        torch.stack([(value * value.cos()).sum() for value in outputs]).sum()
-        for outputs in (found, expected)
-    )
-    close_gradients(one, other, leaves)
+    slopes = gradients(objective(expected), leaves)
     buffers = dict(model.named_buffers())
-    for name, layer in running_averages(graph).items():
-        close(values[layer][0], buffers[name])
+    for values in computed:
+        found = [values[name] for name in graph.outputs]
+        for one, other in zip(found, expected, strict=True):
+            close(one, other)
+        for slope, wanted in zip(gradients(objective(found), leaves), slopes, strict=True):
+            close(zeros(slope, wanted), zeros(wanted, slope))
+        for name, layer in running_averages(graph).items():
+            close(values[layer][0], buffers[name])
+
+
+def objective(outputs: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.stack([(value * value.cos()).sum() for value in outputs]).sum()
+
+
+def gradients(y: torch.Tensor, leaves: Sequence[torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
+    return torch.autograd.grad(y, leaves, allow_unused=True)
