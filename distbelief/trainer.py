@@ -30,13 +30,12 @@ from torch import nn
 
 from distbelief.cluster.bootstrap import JobAddress
 from distbelief.cluster.listen import HostSource, JoinServer
-from distbelief.config.algorithms import algorithm_of, find
-from distbelief.config.job import Job, VerdictOf, done
+from distbelief.config.algorithms import algorithm_of, facts_of, find
+from distbelief.config.job import Job
 from distbelief.config.load import job_from_json, load_job
 from distbelief.core import files
 from distbelief.core.folders import LocalFolder
 from distbelief.core.signals import EXIT_CODES, REASONS, caught_signals, ended_by_signals
-from distbelief.core.spans import Epochs
 from distbelief.display.progress import ProgressLine
 from distbelief.errors import DistBeliefError, JobError, StorageError
 from distbelief.launch.forkserver import END_SECONDS_MAX
@@ -109,7 +108,7 @@ Around = Callable[[Role], Role]
 
 def check_data(job: Job, answer: PreflightResult) -> None:
     """Reject more replicas than there are samples, where each has a part of its own."""
-    train, is_dealt = answer.task.train, getattr(job.algorithm, "order", "parts") == "dealt"
+    train, is_dealt = answer.task.train, facts_of(job).epochs is not None
     if train is not None and not is_dealt and 1 < job.cluster.n_replicas > train.n_samples:
         raise JobError(
             f"[cluster] replicas = {job.cluster.n_replicas}, but [data.train] "
@@ -122,13 +121,10 @@ def supervisor_config(
 ) -> SupervisorConfig:
     """Return the supervisor's config, the same for processes and for virtual time."""
     previous = previous or PreviousRun()
-    algorithm = algorithm_of(job)
-    verdict: VerdictOf = getattr(algorithm, "verdict", done)
-    epochs: Callable[[int], Epochs | None] | None = getattr(job.algorithm, "epochs", None)
-    warm_start_left = getattr(job.algorithm, "warm_start_left", lambda *_, **__: 0)
+    facts = facts_of(job)
     assert answer.task.train is not None
     n_train, n_done = answer.task.train.n_samples, sum(previous.before.samples.values())
-    dealt = epochs(n_train) if epochs else None
+    dealt = facts.epochs(n_train) if facts.epochs else None
     return SupervisorConfig(
         roster=tuple(roster_of(job, ranks=answer.ranks)),
         stop=StopRules(
@@ -141,12 +137,10 @@ def supervisor_config(
         higher_is_better=answer.higher_is_better,
         batch_size=job.batch_size,
         replicas_min=job.cluster.replicas_min,
-        warm_start_steps=warm_start_left(
-            n_done, n_samples=n_train, n_replicas=job.cluster.n_replicas
-        ),
+        warm_start_steps=facts.warm_start_left(n_done, n_train, job.cluster.n_replicas),
         dealt=dealt,
         parts=None if dealt is None else _parts(job, answer),
-        epoch_share=getattr(job.algorithm, "epoch_share", 1.0),
+        epoch_share=facts.epoch_share,
         evaluate_every=job.evaluation.every,
         snapshot_every=job.output.snapshot_every,
         report_every=job.output.report_every,
@@ -154,8 +148,8 @@ def supervisor_config(
         first_incarnation=previous.incarnation,
         first_label=previous.label,
         before=previous.before,
-        fields=tuple(algorithm.fields),
-        verdict=verdict,
+        fields=tuple(algorithm_of(job).fields),
+        verdict=facts.verdict,
     )
 
 

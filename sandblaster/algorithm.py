@@ -7,7 +7,8 @@ to the replicas (Dean et al. 2012, section 4.2).
 from collections.abc import Mapping
 from typing import Final, final
 
-from distbelief.config.job import ClusterTable, Verdict
+from distbelief.config.algorithms import Facts, Verdict
+from distbelief.config.job import ClusterTable
 from distbelief.errors import JobError
 from distbelief.parameter_server.optimizers import SGD
 from distbelief.roles.role import Role
@@ -39,10 +40,19 @@ class SandblasterAlgorithm:
         "backups",
         *(f"{name}_share" for name in SHARES),
     )
-    ends_by_itself: Final = True  # a method has its own bounds
 
-    def check_cluster(self, cluster: ClusterTable, config: SandblasterSettings) -> None:
-        """Refuse a [cluster] table on which it cannot run."""
+    def facts(self, config: SandblasterSettings) -> Facts:
+        return Facts(
+            loss=config.loss,
+            batch_size=config.portion,
+            seed=config.seed,
+            warm_start_rule=None if config.warm_start is None else config.warm_start.rule,
+            ends_by_itself=True,  # a method has its own bounds
+            verdict=verdict,
+        )
+
+    def settled(self, config: SandblasterSettings, cluster: ClusterTable) -> SandblasterSettings:
+        """Return the config; JobError if this is no cluster for it."""
         if cluster.shard_copies > 1:
             raise JobError(
                 f"[cluster] shard_copies = {cluster.shard_copies}: algorithm "
@@ -54,6 +64,7 @@ class SandblasterAlgorithm:
                 'partitions, plan and device; or train with algorithm "downpour" before, and set '
                 "[model] initial to its model.safetensors"
             )
+        return config
 
     def build(self, name: str, *, config: SandblasterSettings, context: BuildContext) -> Role:
         """Return the role of this name, in the process that runs it."""
@@ -67,17 +78,18 @@ class SandblasterAlgorithm:
             coordinator=lambda: build_coordinator(config, context=context),
         )
 
-    def verdict(self, counters: Mapping[str, float]) -> Verdict:
-        """Return the outcome of a job, by the last counters of the coordinator."""
-        reason = reason_of(counters)
-        # A search that never found a better point has failed. After some iterations it means
-        # that single precision allows no more.
-        is_lost = reason is Reason.LINE_SEARCH_FAILED and counters.get("iteration", 0.0) < 1
-        failed = is_lost or reason in {Reason.NOT_FINITE, Reason.NO_FINITE_TRIAL}
-        return Verdict(reason=reason.sentence, failed=failed)
-
 
 SANDBLASTER: Final = SandblasterAlgorithm()
+
+
+def verdict(counters: Mapping[str, float]) -> Verdict:
+    """Return the outcome of a job, by the last counters of the coordinator."""
+    reason = reason_of(counters)
+    # A search that never found a better point has failed. After some iterations it means that
+    # single precision allows no more.
+    is_lost = reason is Reason.LINE_SEARCH_FAILED and counters.get("iteration", 0.0) < 1
+    failed = is_lost or reason in {Reason.NOT_FINITE, Reason.NO_FINITE_TRIAL}
+    return Verdict(reason=reason.sentence, failed=failed)
 
 
 def reason_of(counters: Mapping[str, float]) -> Reason:

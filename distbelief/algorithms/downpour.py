@@ -8,6 +8,7 @@ from typing import Final, final
 
 import msgspec
 
+from distbelief.config.algorithms import Facts
 from distbelief.config.job import ClusterTable, Elastic
 from distbelief.errors import JobError
 from distbelief.roles.role import Role
@@ -30,17 +31,33 @@ class DownpourAlgorithm:
         "steps_per_push",
     )
 
-    def settled(self, cluster: ClusterTable, config: DownpourSettings) -> DownpourSettings:
-        """Return the config with the order that is not given: samples are dealt where they can."""
-        if config.order is not None:
-            return config
-        is_even = len(cluster.partitions_wanted) == 1
-        # Ranks of which one is a push ahead would wait for each other.
-        waits = cluster.is_split and config.exchange.staleness is not None
-        return msgspec.structs.replace(config, order="dealt" if is_even and not waits else "parts")
+    def facts(self, config: DownpourSettings) -> Facts:
+        return Facts(
+            loss=config.loss,
+            batch_size=config.batch_size,
+            seed=config.seed,
+            rule=config.rule,
+            inner=config.inner,
+            epochs=config.epochs if config.order == "dealt" else None,
+            epoch_share=config.epoch_share,
+            warm_start_left=config.warm_start_left,
+        )
 
-    def check_cluster(self, cluster: ClusterTable, config: DownpourSettings) -> None:
-        """Raise JobError if the exchange does not fit the number of replicas, or their ranks."""
+    def settled(self, config: DownpourSettings, cluster: ClusterTable) -> DownpourSettings:
+        """Return the config with an order: samples are dealt where they can.
+
+        JobError if the exchange does not fit the number of replicas, or their ranks.
+        """
+        if config.order is None:
+            is_even = len(cluster.partitions_wanted) == 1
+            # Ranks of which one is a push ahead would wait for each other.
+            waits = cluster.is_split and config.exchange.staleness is not None
+            order = "dealt" if is_even and not waits else "parts"
+            config = msgspec.structs.replace(config, order=order)
+        self._check(config, cluster)
+        return config
+
+    def _check(self, config: DownpourSettings, cluster: ClusterTable) -> None:
         inner = config.inner
         try:
             config.exchange.refuse(config.rule, inner=inner is not None, workers=cluster.n_replicas)

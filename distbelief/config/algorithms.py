@@ -1,10 +1,11 @@
 """Algorithms, found by name among the entry points of installed packages."""
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
-from typing import TYPE_CHECKING, Final, Protocol, cast
+from typing import TYPE_CHECKING, Final, Protocol, TypeVar, cast, final
 
 import msgspec
 
@@ -14,24 +15,59 @@ from distbelief.errors import JobFileError
 
 
 if TYPE_CHECKING:  # these import torch
-    from distbelief.config.job import Job
+    from distbelief.config.job import ClusterTable, Job
+    from distbelief.core.spans import Epochs
+    from distbelief.parameter_server.optimizers import UpdateRule
     from distbelief.roles.role import Role
     from distbelief.task.task import BuildContext
 
 
+Config = TypeVar("Config", bound=msgspec.Struct)
+
 GROUP: Final = "distbelief.algorithms"  # entry-point group; each names an `Algorithm`
 
 
-class Algorithm(Protocol):
-    """What an entry point of the group `GROUP` names.
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    reason: str  # why it has ended, for the user
+    failed: bool = False  # whether the job has failed with it
 
-    It may also have an attribute `ends_by_itself`, a method `verdict`, which judges a coordinator's
-    end by its last counters (`config.job.VerdictOf`), and methods `settled`, which completes its
-    config by the [cluster] table, and `check_cluster`.
-    """
+
+def done(counters: Mapping[str, float]) -> Verdict:
+    """Return the verdict for a coordinator whose end is no failure."""
+    del counters
+    return Verdict(reason="the coordinator is done")
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What the program has to know of an [algorithm] table, whatever its keys are."""
+
+    loss: str  # torch's name of it, or an import path
+    batch_size: int  # samples that a replica computes at once
+    seed: int = 0  # of the order of samples and of the model's random numbers
+    rule: "UpdateRule | None" = None  # by which shards apply pushes; None: they only sum them
+    warm_start_rule: "UpdateRule | None" = None  # by which they do before, if it is another
+    inner: Mapping[str, object] | None = None  # the optimizer of local steps
+    # From the number of samples: how they are dealt. None: each replica has a part of its own.
+    epochs: "Callable[[int], Epochs] | None" = None
+    epoch_share: float = 1.0  # of an epoch of dealt samples; what is left then is not waited for
+    # From the number of samples done, n_samples and n_replicas: the steps of replica 0 alone that
+    # are left.
+    warm_start_left: Callable[[int, int, int], int] = lambda *_: 0
+    ends_by_itself: bool = False  # so that [stop] may be empty
+    verdict: Callable[[Mapping[str, float]], Verdict] = done  # by a coordinator's last counters
+
+
+class Algorithm(Protocol[Config]):
+    """What an entry point of the group `GROUP` names; `Config` is the struct of its table."""
 
     @property
-    def config(self) -> type[msgspec.Struct]: ...
+    def config(self) -> type[Config]:
+        """The struct of the [algorithm] table, without its `name`."""
+        ...
 
     @property
     def fields(self) -> Sequence[str]:
@@ -43,10 +79,18 @@ class Algorithm(Protocol):
         """The name of the role that drives the shards; None if replicas push on their own."""
         ...
 
-    def build(self, name: str, *, config: object, context: "BuildContext") -> "Role": ...
+    def facts(self, config: Config, /) -> Facts: ...
+
+    def settled(self, config: Config, cluster: "ClusterTable", /) -> Config:
+        """Return the config as it runs on this cluster; JobError if it cannot."""
+        ...
+
+    def build(self, name: str, *, config: Config, context: "BuildContext") -> "Role":
+        """Return the role of this name, in its own process; may take long, starts nothing."""
+        ...
 
 
-def algorithm_of(job: "Job") -> Algorithm:
+def algorithm_of(job: "Job") -> Algorithm[msgspec.Struct]:
     return load(find(job.algorithm_name))
 
 
@@ -54,16 +98,14 @@ def coordinator_of(job: "Job") -> str | None:
     return algorithm_of(job).coordinator
 
 
+def facts_of(job: "Job") -> Facts:
+    return algorithm_of(job).facts(job.algorithm)
+
+
 def settled(job: "Job") -> "Job":
     """Return the job as its algorithm runs it on its cluster; JobError if it cannot."""
-    algorithm = algorithm_of(job)
-    settle = getattr(algorithm, "settled", None)
-    if settle is not None:
-        job = msgspec.structs.replace(job, algorithm=settle(job.cluster, job.algorithm))
-    check = getattr(algorithm, "check_cluster", None)
-    if check is not None:
-        check(job.cluster, job.algorithm)
-    return job
+    settled = algorithm_of(job).settled(job.algorithm, job.cluster)
+    return msgspec.structs.replace(job, algorithm=settled)
 
 
 def find(name: object) -> EntryPoint:
@@ -84,10 +126,10 @@ def _installed(_path: tuple[str, ...]) -> Mapping[str, EntryPoint]:
     return {point.name: point for point in entry_points(group=GROUP)}
 
 
-def load(point: EntryPoint) -> Algorithm:
+def load(point: EntryPoint) -> Algorithm[msgspec.Struct]:
     """Return the algorithm itself; the import may take torch with it."""
     try:
-        return cast("Algorithm", point.load())
+        return cast("Algorithm[msgspec.Struct]", point.load())
     except (ImportError, AttributeError) as error:
         raise JobFileError(
             f"{point.value}, installed as algorithm {point.name!r}, cannot be imported: {error}"

@@ -7,13 +7,12 @@ import torch, so an error in one of these tables is found at once.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Final, Literal, Protocol, cast
+from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 import msgspec
 
 from distbelief.config import tables, toml
+from distbelief.config.algorithms import facts_of
 from distbelief.core import units
 from distbelief.errors import JobFileError
 
@@ -272,14 +271,11 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def loss(self) -> str:
-        return cast("_Learns", self.algorithm).loss
+        return facts_of(self).loss
 
     @property
     def batch_size(self) -> int:
-        portion: object = getattr(self.algorithm, "portion", None)
-        if isinstance(portion, int):
-            return portion
-        return cast("_Learns", self.algorithm).batch_size
+        return facts_of(self).batch_size
 
     def to_tables(self) -> dict[str, object]:
         source = {"file": self.source, "import_paths": list(self.import_paths)}
@@ -304,23 +300,3 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
     def to_json(self) -> bytes:
         return msgspec.json.encode(self.to_tables())
-
-
-class _Learns(Protocol):
-    loss: str
-    batch_size: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
-    reason: str  # why it has ended, for the user
-    failed: bool = False  # whether the job has failed with it
-
-
-VerdictOf = Callable[[Mapping[str, float]], Verdict]  # from the last counters of a coordinator
-
-
-def done(counters: Mapping[str, float]) -> Verdict:
-    """Return the verdict for an algorithm without one of its own."""
-    del counters
-    return Verdict(reason="the coordinator is done")

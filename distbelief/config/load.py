@@ -70,14 +70,6 @@ def resolve(content: dict[str, object], *, file: str) -> Job:
     except JobFileError as error:
         raise TableError(("algorithm", "name"), f"[algorithm] {error}") from error
     # What follows imports torch; the tables above are checked first, so their errors come fast.
-    if stop.is_empty and not getattr(algorithm, "ends_by_itself", False):
-        if "stop" not in content:
-            raise _no_table("stop")
-        raise TableError(
-            ("stop",),
-            "[stop] is empty, so the job would never end: add epochs = 1, or another of "
-            f"{', '.join(stop.__struct_fields__)}",
-        )
     settings = {key: value for key, value in given["algorithm"].items() if key != "name"}
     given_keys = settings
     if "exchange" in algorithm.config.__struct_fields__:
@@ -86,6 +78,14 @@ def resolve(content: dict[str, object], *, file: str) -> Job:
         decoded = tables.decode(settings, algorithm.config, path=("algorithm",))
     except TableError as error:
         raise _with_preset(error, given_keys) from None
+    if stop.is_empty and not algorithm.facts(decoded).ends_by_itself:
+        if "stop" not in content:
+            raise _no_table("stop")
+        raise TableError(
+            ("stop",),
+            "[stop] is empty, so the job would never end: add epochs = 1, or another of "
+            f"{', '.join(stop.__struct_fields__)}",
+        )
     job = Job(
         model=_model(given["model"], base=base),
         data=_data(given["data"], base=base),

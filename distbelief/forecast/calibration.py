@@ -26,6 +26,7 @@ from typing import Final, Literal, final
 
 import msgspec
 
+from distbelief.config.algorithms import facts_of
 from distbelief.config.job import Job, StopTable
 from distbelief.config.load import job_from_json
 from distbelief.core import files
@@ -135,7 +136,7 @@ def job_key(job: Job) -> str:
         (cluster.partitions, cluster.plan, cluster.device),
         os.cpu_count(),
         # A local step costs what its optimizer costs.
-        *filter(None, [getattr(job.algorithm, "inner", None)]),
+        *filter(None, [facts_of(job).inner]),
         [_source(module) for module in sorted({n.partition(":")[0] for n in named if ":" in n})],
     )
     return hashlib.sha256(msgspec.json.encode(what)).hexdigest()[:16]

@@ -23,6 +23,7 @@ from typing import Final, final
 import msgspec
 import torch
 
+from distbelief.config.algorithms import facts_of
 from distbelief.config.cluster_file import load_cluster
 from distbelief.config.job import Job
 from distbelief.core import units
@@ -212,7 +213,7 @@ def vectors_of_shard(rule: UpdateRule | None, *, n_clients: int, by_blocks: bool
 def memory_of(prepared: PreparedJob, *, by_blocks: bool) -> dict[Address, float]:
     """Return the approximate bytes of the vectors of each role."""
     layout, kinds, job = prepared.layout, prepared.kinds, prepared.job
-    rule: UpdateRule | None = getattr(job.algorithm, "rule", None)
+    rule = facts_of(job).rule
     n_vectors = vectors_of_shard(rule, n_clients=job.cluster.n_replicas, by_blocks=by_blocks)
     n_shards, itemsize = layout.n_shards, layout.dtype.itemsize
     whole = sum(float(layout.shard_size(k)) for k in range(n_shards)) * itemsize

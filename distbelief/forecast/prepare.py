@@ -108,7 +108,9 @@ class PreparedJob:
             builders[record.name] = self._member(record.name, algorithm, context)
         return builders
 
-    def _member(self, name: str, algorithm: Algorithm, context: BuildContext) -> Builder:
+    def _member(
+        self, name: str, algorithm: Algorithm[msgspec.Struct], context: BuildContext
+    ) -> Builder:
         job = self.job
 
         def build(memory: Memory) -> Role:

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from distbelief.config.algorithms import coordinator_of
+from distbelief.config.algorithms import coordinator_of, facts_of
 from distbelief.config.job import Fit, Job
 from distbelief.config.load import job_from_json
 from distbelief.core import files
@@ -39,7 +39,7 @@ from distbelief.launch.role_process import (
 )
 from distbelief.parameter_server.initial_values import Initial
 from distbelief.parameter_server.layout import ElementType, Layout, TensorSpec
-from distbelief.parameter_server.optimizers import UpdateRule, check_groups
+from distbelief.parameter_server.optimizers import check_groups
 from distbelief.program.plan import Plan
 from distbelief.program.step_cost import PlanCost
 from distbelief.run.folders import folder_at
@@ -288,10 +288,10 @@ def _found(
     job: Job, written: str, model: FlatModel, datasets: Mapping[str, Dataset]
 ) -> PreflightResult:
     task, tensors, specs = job.task, model.named_tensors(), tuple(model.specs())
-    for owner in (job.algorithm, getattr(job.algorithm, "warm_start", None)):
-        rule = getattr(owner, "rule", None)
+    facts = facts_of(job)
+    for rule in (facts.rule, facts.warm_start_rule):
         try:
-            if isinstance(rule, UpdateRule):
+            if rule is not None:
                 check_groups(rule, (spec.name for spec in specs if spec.kind == "parameter"))
         except ValueError as error:
             raise JobError(f"[algorithm] {error}") from None

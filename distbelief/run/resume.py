@@ -32,7 +32,7 @@ import numpy as np
 from typing_extensions import override
 
 from distbelief.config import toml
-from distbelief.config.algorithms import coordinator_of
+from distbelief.config.algorithms import coordinator_of, facts_of
 from distbelief.config.job import Job, Processes
 from distbelief.config.load import load_job
 from distbelief.core import files
@@ -434,16 +434,16 @@ def check_same(job: Job, earlier: Job, *, directory: str) -> None:
     was, now = (
         {
             "[model]: the checkpoints are of another model": each.model,
-            "[algorithm] rule: its state in the checkpoints is of another kind": getattr(
-                getattr(each.algorithm, "rule", None), "name", None
+            "[algorithm] rule: its state in the checkpoints is of another kind": (
+                facts.rule and facts.rule.name
             ),
             "[algorithm] name: the checkpoints are another algorithm's": each.algorithm_name,
-            "[algorithm] order: it says where in the data the run has come to": getattr(
-                each.algorithm, "order", "parts"
+            "[algorithm] order: it says where in the data the run has come to": (
+                "dealt" if facts.epochs else "parts"
             ),
             "[cluster] checkpoints: they are where they were": each.cluster.checkpoints,
         }
-        for each in (earlier, job)
+        for each, facts in ((one, facts_of(one)) for one in (earlier, job))
     )
     for why in was:
         if was[why] != now[why]:
@@ -528,16 +528,16 @@ def _reshard(
     store: CheckpointStore,
     layout: Layout,
 ) -> Resumed:
-    rule: object = getattr(job.algorithm, "rule", None)
+    rule = facts_of(job).rule
     why, names = "", ", ".join(previous.missing)
     if names:
         why = (
             f"there is no intact one of {names} in {store.place}. Restore it, "
             f"or resume with {was}, where {names} starts from scratch"
         )
-    elif not isinstance(rule, UpdateRule):
+    elif rule is None:
         why = f"algorithm {job.algorithm_name!r} does not support resharding"
-    if why or not isinstance(rule, UpdateRule):
+    if why or rule is None:
         raise JobError(f"--resume {run.path}: its checkpoints cannot be resharded for {now}: {why}")
     assert now.train is not None
     samples = previous.before.samples
@@ -700,7 +700,7 @@ def _shown(part: object) -> str:
 
 
 def _seed_note(job: Job, run: RunDirectory) -> Iterator[str]:
-    was, now = (getattr(of.algorithm, "seed", None) for of in (load_job(run.job_file), job))
+    was, now = (facts_of(of).seed for of in (load_job(run.job_file), job))
     if was != now:
         yield (
             f"[algorithm] seed: {was} before, {now} now; replicas keep their positions in another "

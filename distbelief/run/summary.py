@@ -12,6 +12,7 @@ from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.table import Table
 from rich.text import Text
 
+from distbelief.config.algorithms import facts_of
 from distbelief.config.job import Job
 from distbelief.core import formatting
 from distbelief.supervisor.view import HostView, JobView, Point, filled
@@ -110,12 +111,9 @@ def summarise(
     unwritten: str | None = None,
 ) -> Summary:
     seconds = view.training_seconds or view.seconds
-    algorithm = job.algorithm
-    seeds = {"model": job.model.seed, "evaluation": job.evaluation.seed}
-    seed: object = getattr(algorithm, "seed", None)
-    if isinstance(seed, int):
-        seeds["algorithm"] = seed
-    rule: str | None = getattr(getattr(algorithm, "rule", None), "name", None)
+    facts = facts_of(job)
+    seeds = {"model": job.model.seed, "evaluation": job.evaluation.seed, "algorithm": facts.seed}
+    rule = None if facts.rule is None else facts.rule.name
     before = view.seconds - view.training_seconds
     own: dict[str, object] = {
         "name": job.name,

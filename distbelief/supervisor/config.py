@@ -1,9 +1,9 @@
 """Roles, rules and time limits of a supervisor."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from distbelief.config.job import VerdictOf, done
+from distbelief.config.algorithms import Verdict, done
 from distbelief.core.spans import Epochs
 from distbelief.roles.role import Address, Seconds
 from distbelief.supervisor.membership import Kind, Presence, RoleRecord
@@ -37,7 +37,8 @@ class SupervisorConfig:
     # Totals of previous sessions of the run
     before: PreviousTotals = field(default_factory=PreviousTotals)
     fields: tuple[str, ...] = ()  # names of the coordinator's counters that are shown
-    verdict: VerdictOf = done  # judges the job's end by the coordinator's last counters
+    # Judges the job's end by the coordinator's last counters
+    verdict: Callable[[Mapping[str, float]], Verdict] = done
     silent_seconds: Seconds = 3.0  # without a heartbeat, after which a role is reported
     dead_seconds: Seconds = 10.0  # without a heartbeat, after which it counts as dead
     # From its launch until a role's process begins here: the fork server may import meanwhile

@@ -240,10 +240,9 @@ TrainingData = batches.TrainingPlan | batches.DealtPlan
 
 
 def training_plan(config: DownpourSettings, data_shard: DataShard) -> TrainingData:
-    epochs = config.epochs(data_shard.n_samples)
-    if epochs is None:
-        return batches.TrainingPlan(data_shard, batch_size=config.batch_size)
-    return batches.DealtPlan(epochs, seed=config.seed)
+    if config.order == "dealt":
+        return batches.DealtPlan(config.epochs(data_shard.n_samples), seed=config.seed)
+    return batches.TrainingPlan(data_shard, batch_size=config.batch_size)
 
 
 def _dealt(plan: TrainingData) -> batches.DealtPlan | None:

@@ -177,15 +177,13 @@ class DownpourSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
                 f"fetches need a rate: give local_learning_rate, or use {key} = 1"
             )
 
-    def epochs(self, n_samples: int) -> Epochs | None:
-        """Return how dealt samples are cut; None if they are not dealt."""
-        if self.order != "dealt":
-            return None
+    def epochs(self, n_samples: int) -> Epochs:
+        """Return how dealt samples are cut."""
         # Pushes that are fitted to the link are of any batches of a range.
         n_push = 1 if self.exchange.every == "auto" else self.pace.n_push
         return Epochs(n_samples=n_samples, batch_size=self.batch_size, n_push=n_push)
 
-    def warm_start_left(self, n_done: int, *, n_samples: int, n_replicas: int) -> int:
+    def warm_start_left(self, n_done: int, n_samples: int, n_replicas: int) -> int:
         """Return the steps left of the warm start once so many samples are done: by replica 0."""
         n_parts = 1 if self.order == "dealt" else n_replicas
         part = DataShard(n_samples, replica_index=0, n_replicas=n_parts, seed=self.seed)

@@ -262,7 +262,9 @@ def test_each_reason_has_its_verdict(
     failed: bool,  # noqa: FBT001 -- a parameter
 ) -> None:
     index = float(list(Reason).index(reason))
-    verdict = SANDBLASTER.verdict({"reason": index, "iteration": float(iteration)})
+    verdict = SANDBLASTER.facts(settings()).verdict(
+        {"reason": index, "iteration": float(iteration)}
+    )
     assert verdict.reason == reason.sentence
     assert verdict.failed == failed
 

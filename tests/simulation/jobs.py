@@ -175,12 +175,12 @@ class JobCluster:
         config = SupervisorConfig(
             roster=tuple(roster),
             stop=StopRules(stop, n_train=n_train),
-            dealt=settings.epochs(n_train),
+            dealt=settings.epochs(n_train) if settings.order == "dealt" else None,
             parts=None if split is None else wb.pushing_ranks(split(), self.layout),
             epoch_share=settings.epoch_share,
             replicas_min=replicas_min,
             warm_start_steps=warm.warm_start_left(
-                sum(before.samples.values()), n_samples=n_train, n_replicas=n_replicas
+                sum(before.samples.values()), n_train, n_replicas
             ),
             evaluate_every=evaluate_every,
             snapshot_every=snapshot_every,

@@ -108,12 +108,10 @@ def test_a_warm_start_that_is_over_is_not_repeated(tmp_path: Path, order: str) -
 def test_a_warm_start_counts_short_batches_as_the_replica_does() -> None:
     """A pass of 30 samples has 8 steps, the last of 2 samples."""
     settings = downpour(warm_start_steps=20)
-    left = [
-        settings.warm_start_left(n, n_samples=60, n_replicas=2) for n in (0, 4, 28, 30, 60, 76, 99)
-    ]
+    left = [settings.warm_start_left(n, 60, 2) for n in (0, 4, 28, 30, 60, 76, 99)]
     assert left == [20, 19, 13, 12, 4, 0, 0]
     dealt = downpour(warm_start_steps=20, order="dealt")
-    assert dealt.warm_start_left(60, n_samples=60, n_replicas=100) == 5
+    assert dealt.warm_start_left(60, 60, 100) == 5
 
 
 # --- one blocking replica: the same bits as without a stop

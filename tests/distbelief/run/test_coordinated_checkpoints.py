@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from distbelief import protocol as wire
-from distbelief.config.job import StopTable, Verdict, done
+from distbelief.config.algorithms import Verdict, done
+from distbelief.config.job import StopTable
 from distbelief.errors import StorageError
 from distbelief.roles.role import Action, Exit, Snapshot
 from distbelief.run.checkpoints import SET_ASIDE, CheckpointStore, agreed_label, set_aside

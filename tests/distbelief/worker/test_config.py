@@ -71,37 +71,34 @@ def test_samples_are_dealt_unless_the_job_says_otherwise() -> None:
     exchange = ExchangePolicy(every="auto", send="delta")
     given = settings(exchange=exchange, inner={"name": "SGD", "lr": 0.1})
     for config in (settings(), given, settings(epoch_share=0.75)):
-        assert DOWNPOUR.settled(ClusterTable(replicas=2), config).order == "dealt"
-    assert DOWNPOUR.settled(ClusterTable(), settings(order="parts")).order == "parts"
+        assert DOWNPOUR.settled(config, ClusterTable(replicas=2)).order == "dealt"
+    assert DOWNPOUR.settled(settings(order="parts"), ClusterTable()).order == "parts"
     with pytest.raises(ValueError, match=r'epoch_share is 0.75 and order is "parts"'):
         settings(epoch_share=0.75, order="parts")
 
 
 def test_replicas_that_come_and_go_need_dealt_data() -> None:
     elastic = ClusterTable(replicas=Elastic(min=2, max=4))
-    DOWNPOUR.check_cluster(elastic, settings(order="dealt"))
+    DOWNPOUR.settled(settings(order="dealt"), elastic)
     with pytest.raises(
         JobError, match=r"replicas has min and max, and \[algorithm\] order is .part"
     ):
-        DOWNPOUR.check_cluster(elastic, settings(order="parts"))
+        DOWNPOUR.settled(settings(order="parts"), elastic)
     split = ClusterTable(replicas=Elastic(min=2, max=4), partitions=2)
     with pytest.raises(JobError, match=r"replicas has min and max, and partitions, .* give"):
-        DOWNPOUR.check_cluster(split, settings(order="dealt"))
+        DOWNPOUR.settled(settings(order="dealt"), split)
 
 
 def test_split_replicas_are_dealt_samples_if_they_are_split_alike() -> None:
     for partitions, order in ((2, "dealt"), ((2, 2), "dealt"), ((1, 2), "parts")):
         cluster = ClusterTable(replicas=2, partitions=partitions)
-        assert DOWNPOUR.settled(cluster, settings()).order == order
-        DOWNPOUR.check_cluster(cluster, settings(order=order))
+        assert DOWNPOUR.settled(settings(), cluster).order == order
     ssp = settings(exchange=ExchangePolicy(staleness=0))
-    assert DOWNPOUR.settled(ClusterTable(partitions=2), ssp).order == "parts"
+    assert DOWNPOUR.settled(ssp, ClusterTable(partitions=2)).order == "parts"
     with pytest.raises(JobError, match=r'order is "dealt", exchange.staleness 0, and'):
-        DOWNPOUR.check_cluster(
-            ClusterTable(partitions=2), msgspec.structs.replace(ssp, order="dealt")
-        )
+        DOWNPOUR.settled(msgspec.structs.replace(ssp, order="dealt"), ClusterTable(partitions=2))
     with pytest.raises(JobError, match=r'order is "dealt", and .* partitions \[1, 2\] splits'):
-        DOWNPOUR.check_cluster(ClusterTable(replicas=2, partitions=(1, 2)), settings(order="dealt"))
+        DOWNPOUR.settled(settings(order="dealt"), ClusterTable(replicas=2, partitions=(1, 2)))
 
 
 def test_as_many_as_fit_are_bounded() -> None:
