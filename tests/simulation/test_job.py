@@ -449,7 +449,7 @@ def test_a_job_survives_a_lossy_network(seed: int) -> None:
     assert sum(role.restarts for role in job.view.roles) == 0
 
 
-@pytest.mark.parametrize("seed", seeds(5, of=24))
+@pytest.mark.parametrize("seed", seeds(3, of=24))
 @copies
 def test_a_job_survives_whatever_heals(seed: int, shard_copies: int) -> None:
     job = JobCluster(
