@@ -234,7 +234,7 @@ def test_a_shard_that_dies_before_its_first_checkpoint_starts_from_scratch() -> 
 
 
 def test_an_evaluator_that_dies_too_often_is_done_without() -> None:
-    job = JobCluster(stop=StopTable(seconds=20.0))
+    job = JobCluster(stop=StopTable(seconds=10.0))
     for n in range(3):
         job.run_until(lambda: job.state("evaluator") == "waiting")
         assert job.restarts("evaluator") == n
@@ -267,7 +267,7 @@ def test_a_role_silent_for_long_is_ended_and_restarted() -> None:
 def test_a_suspended_supervisor_blames_nobody() -> None:
     pause = Pause(at=5.0, role=SUPERVISOR, seconds=12.0)
     job = JobCluster(stop=LONG, faults=[pause])
-    job.simulation.run(until=25.0)
+    job.simulation.run(until=20.0)
     assert not [text for text in job.told if "silent" in text]
 
 
