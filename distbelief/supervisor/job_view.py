@@ -94,21 +94,22 @@ def _waits(workers: Sequence[RoleRecord], before: Mapping[str, float]) -> dict[s
     return {**gaps, "seconds_waited": total, **{name: seconds[name] for name in most}}
 
 
+def state_of(record: RoleRecord, failover: ShardFailover, now: Seconds) -> str:
+    presence, late = record.presence, record.launched_at + IMPORT_SECONDS
+    if presence is Presence.PRESENT:
+        return failover.copy_role(record) or record.state or presence.value
+    if presence is Presence.LAUNCHED and not record.begins and now > late:
+        return "importing"
+    return "restarting" if presence is Presence.LAUNCHED and record.restarts else presence.value
+
+
 def _role_view(
     record: RoleRecord, failover: ShardFailover, hosts: HostTable, now: Seconds, *, restarts: int
 ) -> RoleView:
-    state, heard = record.presence.value, record.presence is Presence.PRESENT
-    late = record.launched_at + IMPORT_SECONDS
-    if heard:
-        state = failover.copy_role(record) or record.state or state
-    elif record.presence is Presence.LAUNCHED and not record.begins and now > late:
-        state = "importing"
-    elif record.presence is Presence.LAUNCHED and record.restarts:
-        state = "restarting"
-    host = hosts.at(record.name)
+    host, heard = hosts.at(record.name), record.presence is Presence.PRESENT
     return RoleView(
         name=record.name,
-        state=state,
+        state=state_of(record, failover, now),
         rate=record.rate.per_second if record.is_alive else None,
         last_heartbeat_age=max(0.0, now - record.heard_at) if heard else None,
         restarts=restarts + record.restarts,

@@ -25,6 +25,8 @@ from distbelief.simulation.faults import Fault
 from distbelief.simulation.machines import ClusterOptions, Machine
 from distbelief.supervisor.config import SupervisorConfig
 from distbelief.supervisor.hosts import ClusterConfig
+from distbelief.supervisor.job_view import state_of
+from distbelief.supervisor.membership import RoleRecord
 from distbelief.supervisor.metrics import PreviousTotals
 from distbelief.supervisor.stop_rules import StopRules
 from distbelief.supervisor.supervisor import Supervisor
@@ -261,12 +263,24 @@ class JobCluster:
     def view(self) -> JobView:
         return self.supervisor.view(self.simulation.now)
 
+    # Conditions of `run_until` ask for these after each event, which is sooner handled than the
+    # view of the whole job is drawn up.
+
+    @property
+    def phase(self) -> str:
+        return self.supervisor.status()[0]
+
+    @property
+    def n_samples(self) -> int:
+        """How many samples the job has trained."""
+        return self.supervisor.metrics.samples
+
     @property
     def told(self) -> list[str]:
-        return [message.text for message in self.view.messages]
+        return [message.text for message in self.supervisor.out.messages]
 
     def state(self, name: str) -> str:
-        return {role.name: role.state for role in self.view.roles}[name]
+        return state_of(self._record(name), self.supervisor.failover, self.simulation.now)
 
     def copy_that_is(self, part: str, shard_index: int = 0) -> Address:
         """Return the copy of this shard that is "primary", or its "backup"."""
@@ -275,11 +289,18 @@ class JobCluster:
 
     def is_paired(self) -> bool:
         """Whether a backup of every shard could take over now."""
-        parts = [role.state for role in self.view.roles if role.name in self.copies]
-        return sorted(parts) == sorted(["primary", "backup"] * len(self.shards))
+        pairs = (copy_names(k, self._shard_copies) for k in range(len(self.shards)))
+        return all({self.state(name) for name in pair} == {"primary", "backup"} for pair in pairs)
 
     def restarts(self, name: str) -> int:
-        return {role.name: role.restarts for role in self.view.roles}[name]
+        before = self.supervisor.metrics.before.roles
+        earlier = sum(role.restarts for role in before if role.name == name)
+        return earlier + self._record(name).restarts
+
+    def _record(self, name: str) -> RoleRecord:
+        record = self.supervisor.members.get(Address(name))
+        assert record is not None
+        return record
 
     def samples(self, name: str) -> int:
         return int(self.member(name).status()[1].get("samples", 0))

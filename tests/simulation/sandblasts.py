@@ -405,6 +405,7 @@ class Sandblast:
     warm_steps: int = 0  # of SGD before, of each replica that takes part
     warm_replicas: int | None = None  # that take part; None: all
     warm_once: bool = False  # as in jobs: a restarted replica takes only the rest of them
+    shard_flops: float = 0.0  # operations per second of each shard; 0: as replicas
     n_priced: float = 0.0  # parameters at whose price it runs; 0: as many as there are
     bytes_per_second: float = 1e9
     leisure: float = 1.0  # by which all time-outs are longer
@@ -492,6 +493,8 @@ class Run:
 
     def _flops(self, name: Address) -> float:
         scene = self.scene
+        if scene.shard_flops and name in scene.shards:
+            return scene.shard_flops
         flops = flops_of_mini_batch(scene.n_inputs, scene.chunk_sizes.mini_batch_size)
         speed = 1.0
         if name in scene.replicas:

@@ -86,10 +86,10 @@ def test_a_warm_start_goes_on_at_the_step_where_it_was(tmp_path: Path, order: st
     job.run_until(lambda: n_saved(job) >= 2)
     assert job.view.phase == "warm start"
     again = resumed(job, tmp_path)
-    again.run_until(lambda: again.view.phase == "warm start")
+    again.run_until(lambda: again.phase == "warm start")
     done = again.view.samples
     assert 10 * BATCH <= done < 30 * BATCH
-    again.run_until(lambda: again.view.phase == "training")
+    again.run_until(lambda: again.phase == "training")
     assert 40 * BATCH <= again.samples("replica-0") <= 42 * BATCH
     assert [again.samples(name) for name in again.replicas[1:]] == [0, 0]
     again.run_until(lambda: min(map(again.samples, again.replicas)) > 0)
@@ -98,10 +98,10 @@ def test_a_warm_start_goes_on_at_the_step_where_it_was(tmp_path: Path, order: st
 @pytest.mark.parametrize("order", ["parts", "dealt"])
 def test_a_warm_start_that_is_over_is_not_repeated(tmp_path: Path, order: str) -> None:
     job = job_of(downpour(warm_start_steps=5, order=order), n_replicas=3)
-    job.run_until(lambda: job.view.phase == "training")
+    job.run_until(lambda: job.phase == "training")
     job.run_until(lambda: n_saved(job) == 3)
     again = resumed(job, tmp_path)
-    again.run_until(lambda: again.view.phase in {"warm start", "training"})
+    again.run_until(lambda: again.phase in {"warm start", "training"})
     assert again.view.phase == "training"
 
 
@@ -143,7 +143,7 @@ def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Path, name: str) -> Non
         job.interrupt()
         job.run()
     again = resumed(job, tmp_path, stop)
-    again.run_until(lambda: again.view.phase == "training")
+    again.run_until(lambda: again.phase == "training")
     assert BATCH <= again.view.samples < 4 * N_TRAIN
     assert again.run() is None
     assert again.view.samples == whole.view.samples

@@ -40,13 +40,13 @@ def play_all(seeds: range) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seeds", chunks(range(4), 4), ids=name)
+@pytest.mark.parametrize("seeds", chunks(range(2), 2), ids=name)
 def test_whatever_breaks_the_sums_and_the_end_are_the_same(seeds: range) -> None:
     play_all(seeds)
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("seeds", chunks(range(4, 2004), 100), ids=name)
+@pytest.mark.parametrize("seeds", chunks(range(2, 2002), 100), ids=name)
 def test_sums_and_end_are_the_same_for_two_thousand_seeds(seeds: range) -> None:
     play_all(seeds)
 

@@ -109,7 +109,7 @@ def test_a_target_met_by_the_last_measurement_was_reached() -> None:
 
 def longer(folder: Path) -> Path:
     """In a job of a fraction of a second, the replica that comes first is dealt all samples."""
-    return written(folder, text=TEXT.replace("samples = 120\n", "samples = 1200\n"))
+    return written(folder, text=TEXT.replace("samples = 120\n", "samples = 600\n"))
 
 
 def test_a_sweep_runs_every_combination_with_every_seed(tmp_path: Path) -> None:

@@ -247,7 +247,7 @@ def test_a_loss_without_minimum_ends_at_a_bound(name: str) -> None:
 @pytest.mark.parametrize(
     ("method", "start"),
     [
-        (LBFGS(), 1.0),
+        pytest.param(LBFGS(), 1.0, marks=pytest.mark.soak),
         (OWLQN(l1=1e-30), 1.0),
         (LBFGS(), 1e-3),
         # From 1.0 it ends between 1e-30 and 1e-40, as the processor's last digits fall.
