@@ -5,8 +5,10 @@ its fork server. What most tests ask is what comes after; those that ask how a c
 starts begin it as a user does (`commands.train(..., fresh=True)`).
 """
 
+import atexit
 import multiprocessing
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -50,7 +52,7 @@ def context() -> ForkServerContext:
 
 
 class Forked:
-    """`distbelief WORDS...` from the nursery: of `subprocess.Popen`, what tests use.
+    """`distbelief WORDS...`, or `python FILE.py`: of `subprocess.Popen`, what tests use.
 
     With `leads`, it is the first of a process group of its own. Its output and its errors are one
     text, unless `errors` is a file for these.
@@ -127,6 +129,12 @@ def run(
     for target, descriptor in enumerate([os.open(*file) for file in files]):
         os.dup2(descriptor, target)
     vars(local)["_spawned"] = spawned
+    if words[0].endswith(".py"):
+        sys.argv = words
+        sys.path.insert(0, folder)
+        runpy.run_path(words[0], run_name="__main__")
+        atexit._run_exitfuncs()  # multiprocessing does without
+        return
     sys.argv = ["distbelief", *words]
     import_module("distbelief.cli.entry").main()  # which exits
 
