@@ -257,7 +257,7 @@ class ForkServer:
                 case Import(modules=modules) if not self._children:
                     with _silenced():
                         _import(modules)
-                    if not _is_clean():
+                    if not is_clean():
                         self._start_again()
                 case Import():
                     pass  # each child imports for itself
@@ -352,8 +352,11 @@ def _silenced() -> Iterator[None]:
         os.close(null)
 
 
-def _is_clean() -> bool:
-    # A child has none of its parent's threads, and cannot use a GPU that its parent has opened.
+def is_clean() -> bool:
+    """Whether this process may fork.
+
+    A child has none of its parent's threads, and cannot use a GPU that its parent has opened.
+    """
     process = Path("/proc/self")
     opened = [str(link.readlink()) for link in (process / "fd").iterdir() if link.is_symlink()]
     is_alone = len(list((process / "task").iterdir())) == 1

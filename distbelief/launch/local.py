@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing, suppress
+from io import RawIOBase
 from pathlib import Path
 from typing import Final, Self, final
 
@@ -35,14 +36,11 @@ THREAD_VARIABLES: Final = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_T
 
 
 @final
-class _AdoptedServer:
-    """A fork server whose supervisor was killed, by its socket; as `subprocess.Popen`."""
+class _Server:
+    """A fork server that this process has not spawned; as `subprocess.Popen`."""
 
-    def __init__(self, link: socket.socket) -> None:
-        peer = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-        self._pid: int = struct.unpack("3i", peer)[0]
-        self.stdin = link.makefile("wb", buffering=0)
-        self.stdout = link.makefile("rb", buffering=0)
+    def __init__(self, pid: int, stdin: RawIOBase, stdout: RawIOBase) -> None:
+        self._pid, self.stdin, self.stdout = pid, stdin, stdout
 
     def kill(self) -> None:
         with suppress(ProcessLookupError):
@@ -56,7 +54,56 @@ class _AdoptedServer:
                 if not select.select([self.stdout], [], [], left)[0]:
                     raise subprocess.TimeoutExpired(forkserver.__name__, timeout or 0.0)
                 if not self.stdout.read(65536):
-                    return
+                    break
+        with suppress(ChildProcessError):  # of a supervisor that was killed
+            os.waitpid(self._pid, 0)
+
+
+def _adopted(link: socket.socket) -> _Server:
+    peer = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    ends = link.makefile("wb", buffering=0), link.makefile("rb", buffering=0)
+    return _Server(struct.unpack("3i", peer)[0], *ends)
+
+
+def _spawned() -> subprocess.Popen[bytes]:
+    # One thread per library: roles set torch's own number themselves, and a
+    # thread that exists before a fork is missing in the child.
+    environment = {**os.environ} | dict.fromkeys(THREAD_VARIABLES, "1")
+    # `-P`: a user's queue.py must not replace Python's own.
+    command = [sys.executable, "-P", "-m", forkserver.__name__, str(os.getpid())]
+    # Ctrl+C must not reach the server before it ignores it; here it stays pending.
+    ours = {signal.SIGINT, signal.SIGHUP, signal.SIGTERM}
+    held = signal.pthread_sigmask(signal.SIG_BLOCK, ours)
+    try:
+        return subprocess.Popen(  # noqa: S603 -- ourselves
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, bufsize=0
+        )
+    except OSError as error:
+        raise StorageError(f"cannot start {sys.executable}: {error.strerror}") from error
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, held)
+
+
+def _forked() -> _Server:
+    """Fork it from this process, which must be clean: so nothing is imported twice."""
+    requests, ours = os.pipe()
+    theirs, reports = os.pipe()
+    parent = os.getpid()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.dup2(requests, 0)
+            os.dup2(reports, 1)
+            os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # locks, and our own ends of pipes
+            sys.argv[1:] = [str(parent)]
+            forkserver.main()
+        finally:
+            os._exit(0)  # the stack and the exit handlers are the parent's
+    os.close(requests)
+    os.close(reports)
+    return _Server(pid, os.fdopen(ours, "wb", buffering=0), os.fdopen(theirs, "rb", buffering=0))
 
 
 @final
@@ -64,15 +111,20 @@ class LocalLauncher:
     """The processes of one run: `start` (may import torch early), `serve`, `close` (ends all).
 
     `events` tells of each process that it has begun (`PeerJoined`), once the imports are done.
+    `forks`: this process has imported what roles need, and nothing of the user's, so that the fork
+    server may be forked from it as long as it has one thread.
     """
 
-    def __init__(self, *, spec: Path = Path(), log_of: Callable[[str], Path] = Path) -> None:
+    def __init__(
+        self, *, spec: Path = Path(), log_of: Callable[[str], Path] = Path, forks: bool = False
+    ) -> None:
         self._spec = spec
         self._log_of = log_of
+        self._forks = forks
         self._modules: tuple[str, ...] = ()
         self._patience: float | None = None
         self._n_adopted = 0
-        self._server: subprocess.Popen[bytes] | _AdoptedServer | None = None
+        self._server: subprocess.Popen[bytes] | _Server | None = None
         self._unread = b""
         self._alive: dict[Address, int] = {}  # newest incarnation of each
         self._pids: dict[Address, int] = {}
@@ -97,23 +149,7 @@ class LocalLauncher:
         """Start the fork server, unless it runs; it imports modules in the background."""
         if self._server is not None:
             return
-        # One thread per library: roles set torch's own number themselves, and a
-        # thread that exists before a fork is missing in the child.
-        environment = {**os.environ} | dict.fromkeys(THREAD_VARIABLES, "1")
-        # `-P`: a user's queue.py must not replace Python's own.
-        command = [sys.executable, "-P", "-m", forkserver.__name__, str(os.getpid())]
-        # Ctrl+C must not reach the server before it ignores it; here it stays pending.
-        ours = {signal.SIGINT, signal.SIGHUP, signal.SIGTERM}
-        held = signal.pthread_sigmask(signal.SIG_BLOCK, ours)
-        try:
-            server = subprocess.Popen(  # noqa: S603 -- ourselves
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, bufsize=0
-            )
-        except OSError as error:
-            raise StorageError(f"cannot start {sys.executable}: {error.strerror}") from error
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, held)
-        self._use(server)
+        self._use(_forked() if self._forks and forkserver.is_clean() else _spawned())
         self._ask(forkserver.Import(modules=self._modules))
 
     def adopt(self, directory: Path) -> dict[Address, int] | None:
@@ -130,7 +166,7 @@ class LocalLauncher:
             except OSError:
                 return None
             self._end_server()
-            self._use(_AdoptedServer(link))
+            self._use(_adopted(link))
         n_before, deadline = self._n_adopted, time.monotonic() + CLOSE_SECONDS_MAX
         while self._server is not None and self._n_adopted == n_before:
             left = max(deadline - time.monotonic(), 0.0)
@@ -139,7 +175,7 @@ class LocalLauncher:
             self._read()
         return {**self._alive} if self._n_adopted > n_before else None
 
-    def _use(self, server: subprocess.Popen[bytes] | _AdoptedServer) -> None:
+    def _use(self, server: subprocess.Popen[bytes] | _Server) -> None:
         self._server, self._unread = server, b""
 
     def serve(

@@ -1,6 +1,7 @@
 """`ParameterServer`: the handle of a parameter server in processes on this host."""
 
 import math
+import os
 import select
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from distbelief.config.presets import expand
 from distbelief.core.arguments import checked
 from distbelief.core.files import Scratch, explaining, make_directory
 from distbelief.errors import JobError, PeerLostError
+from distbelief.launch.local import THREAD_VARIABLES
 from distbelief.parameter_server.config import COPIES_MAX
 from distbelief.parameter_server.optimizers import UpdateRule
 from distbelief.run.directory import RunDirectory
@@ -193,6 +195,8 @@ class ParameterServer:
                 [sys.executable, "-P", "-m", "distbelief.serve.server_process", str(request.file)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
+                # With one thread per library it may fork, and need not import torch twice.
+                env={**os.environ} | dict.fromkeys(THREAD_VARIABLES, "1"),
                 pass_fds=(held,),
             )
         try:

@@ -8,6 +8,7 @@ serve` calls `run_server` in its own process. If the directory has checkpoints, 
 continues from them, with new incarnations of all roles.
 """
 
+import gc
 import os
 import secrets
 import select
@@ -161,17 +162,24 @@ Tell = Callable[[str], None]
 Watch = Callable[[RoleRunner, Supervisor, ServerAddress, RunLog], None]
 
 
-def serve(request: ServerRequest, watch: Watch, *, tell: Tell) -> str | None:
-    """Run a parameter server for as long as `watch` runs its node; return its error, if any."""
+def serve(request: ServerRequest, watch: Watch, *, tell: Tell, forks: bool = False) -> str | None:
+    """Run a parameter server for as long as `watch` runs its node; return its error, if any.
+
+    `forks`: as of a `LocalLauncher`.
+    """
     FileMemory.sweep()
     memory = FileMemory.make()  # its directory also contains the sockets
     try:
-        return _serve(request, memory.directory, watch, tell)
+        # Before there are other threads: those of sockets, for one.
+        with LocalLauncher(forks=forks) as launcher:
+            return _serve(request, memory.directory, watch, tell, launcher)
     finally:
         memory.remove_all()
 
 
-def _serve(request: ServerRequest, private: Path, watch: Watch, tell: Tell) -> str | None:
+def _serve(
+    request: ServerRequest, private: Path, watch: Watch, tell: Tell, launcher: LocalLauncher
+) -> str | None:
     directory = Path(request.directory)
     run = request.run or secrets.token_hex(16)
     reach = request.reach.within(private)
@@ -207,10 +215,10 @@ def _serve(request: ServerRequest, private: Path, watch: Watch, tell: Tell) -> s
             before=previous.before,
         )
         supervisor = Supervisor(config)
-        with LocalLauncher(spec=spec, log_of=log_of) as launcher:
-            node = RoleRunner(supervisor, transport=links, log=log.log, launcher=launcher)
-            with log.in_threads():
-                watch(node, supervisor, address, log)
+        launcher.serve(spec=spec, log_of=log_of)
+        node = RoleRunner(supervisor, transport=links, log=log.log, launcher=launcher)
+        with log.in_threads():
+            watch(node, supervisor, address, log)
     return _outcome(node, supervisor, directory)
 
 
@@ -267,6 +275,7 @@ def _tell_on_stderr(text: str) -> None:
 
 def main(path: str) -> int:
     """Run the server that the request file describes; return the exit status."""
+    gc.freeze()  # what is imported stays: the collector need not visit it at the end
     # A terminal sends these to all its processes; here only the parent decides when to end.
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
@@ -274,7 +283,7 @@ def main(path: str) -> int:
     if request.has_checkpoints:
         _tell_on_stderr(f"continuing from the checkpoints in {request.directory}")
     try:
-        error = serve(request, _watched_by_parent, tell=_tell_on_stderr)
+        error = serve(request, _watched_by_parent, tell=_tell_on_stderr, forks=True)
     except DistBeliefError as problem:
         ServerReady(error=str(problem)).print()
         return 1

@@ -236,12 +236,14 @@ def _memory(n_elements: int) -> dict[str, float]:
     """Measure what shards hold, beside what forecasts say."""
     rows, worst = {}, 0.0
     for way in ("shared", "tcp"):
-        empty = _bytes_held(64, way, rule=SGD(learning_rate=LEARNING_RATE), n_clients=1)
+        (empty,) = _bytes_held(64, way, rule=SGD(learning_rate=LEARNING_RATE), numbers=(1,))
         for rule in (SGD(learning_rate=LEARNING_RATE), Adagrad(learning_rate=LEARNING_RATE)):
-            for n in (1, 2, 4):
-                held = _bytes_held(n_elements, way, rule=rule, n_clients=n) - empty
+            numbers = (1, 2, 4)
+            for n, held in zip(
+                numbers, _bytes_held(n_elements, way, rule=rule, numbers=numbers), strict=True
+            ):
                 vectors = vectors_of_shard(rule, n_clients=n, by_blocks=way == "tcp")
-                found, foretold = held / n_elements, 4 * vectors
+                found, foretold = (held - empty) / n_elements, 4 * vectors
                 worst = max(worst, abs(found / foretold - 1.0))
                 rows[f"{way} {rule.name} {n}"] = {
                     "bytes per parameter": f"{found:.2f}",
@@ -252,23 +254,31 @@ def _memory(n_elements: int) -> dict[str, float]:
     return {"shard_memory_error": worst}
 
 
-def _bytes_held(n_elements: int, way: str, *, rule: UpdateRule, n_clients: int) -> int:
+def _bytes_held(
+    n_elements: int, way: str, *, rule: UpdateRule, numbers: Sequence[int]
+) -> list[int]:
+    """Return what a shard has held with so many clients, which join one after the other."""
     parameters = [torch.nn.Parameter(torch.zeros(n_elements))]
     gradients = [torch.ones(n_elements)]
+    clients: list[BareClient] = []
+    held = []
     with TemporaryDirectory() as folder, ExitStack() as stack:
         directory = Path(folder) / "run"
         server = stack.enter_context(_server_of(way, parameters, directory, rule=rule))
-        first, *others = (
-            stack.enter_context(BareClient(parameters, server.address)) for _ in range(n_clients)
-        )
-        for _ in range(2):  # each has two push buffers
-            first.begin_fetch()  # while it reads, others push and read what is newer
-            for client in others:
-                client.push(gradients)
-                client.fetch()
-            first.end_fetch()
-            first.push(gradients)
-        return max(_peaks(directory))
+        for n in numbers:
+            while len(clients) < n:
+                client = BareClient(parameters, server.address)
+                clients.append(stack.enter_context(client))
+            first, *others = clients
+            for _ in range(2):  # each has two push buffers
+                first.begin_fetch()  # while it reads, others push and read what is newer
+                for client in others:
+                    client.push(gradients)
+                    client.fetch()
+                first.end_fetch()
+                first.push(gradients)
+            held.append(max(_peaks(directory)))
+    return held
 
 
 def _asked(workers: Workers, n: int) -> Pairs:

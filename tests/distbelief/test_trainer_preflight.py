@@ -7,7 +7,7 @@ from distbelief import trainer
 from distbelief.errors import JobError
 from distbelief.launch.local import LocalLauncher
 from tests.distbelief.jobs import speech
-from tests.processes.nursery import Subprocesses
+from tests.processes.nursery import spawned
 
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(120)]
@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(120)]
 
 @pytest.fixture
 def launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalLauncher]:
-    monkeypatch.setattr("distbelief.launch.local.subprocess", Subprocesses)
+    monkeypatch.setattr("distbelief.launch.local._spawned", spawned)
     with LocalLauncher(log_of=lambda name: tmp_path / f"{name}.process.log") as launcher:
         yield launcher
 

@@ -37,7 +37,7 @@ _FENCE = re.compile(
     re.MULTILINE | re.DOTALL,
 )
 _SOAK = re.compile(r"^<!-- soak: .+ -->$", re.MULTILINE)
-_FORKABLE = re.compile(r"distbelief (train|status|keys) [^|;&<>~$`*]*")
+_FORKABLE = re.compile(r"distbelief (train|status|keys) [^|;&<>~$`*]*|python \w+\.py")
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, cast
 
 import numpy as np
@@ -137,9 +138,21 @@ def ended(
 
 def said(folder: Path, *words: str, code: int = 0, seconds: float = 150.0) -> str:
     """Run `distbelief WORDS...` to its end; return what it writes to standard output."""
-    done = ended(folder, COMMAND, *words, seconds=seconds)
-    assert done.returncode == code, done.stdout + done.stderr
-    return done.stdout
+    if is_measured():
+        done = ended(folder, COMMAND, *words, seconds=seconds)
+        assert done.returncode == code, done.stdout + done.stderr
+        return done.stdout
+    with TemporaryDirectory() as place:
+        errors = Path(place) / "errors"
+        with Forked(words, folder=folder, errors=errors) as forked:
+            output, _ = forked.communicate(timeout=seconds)
+            assert forked.returncode == code, output + errors.read_text()
+            return output
+
+
+def is_measured() -> bool:
+    """Whether the coverage of processes is measured: not in those from the nursery."""
+    return any(name.startswith("COVERAGE_PROCESS") for name in os.environ)
 
 
 @dataclass
@@ -262,9 +275,8 @@ def train(
             is, too, where its coverage is measured.
     """
     words = ["train", *job, *arguments]
-    is_measured = any(name.startswith("COVERAGE_PROCESS") for name in os.environ)
     process: subprocess.Popen[str] | Forked
-    if fresh or is_measured:
+    if fresh or is_measured():
         process = subprocess.Popen(
             [COMMAND, *words],
             cwd=folder,

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.processes import nursery
 from tests.processes.commands import write_job
 
 
@@ -11,3 +12,9 @@ from tests.processes.commands import write_job
 def folder(tmp_path: Path) -> Path:
     write_job(tmp_path)
     return tmp_path
+
+
+@pytest.fixture
+def forked_servers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let each `ParameterServer` begin at once, forked from the nursery."""
+    monkeypatch.setattr("distbelief.serve.server.subprocess", nursery.Services)

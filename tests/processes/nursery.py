@@ -5,17 +5,19 @@ its fork server. What most tests ask is what comes after; those that ask how a c
 starts begin it as a user does (`commands.train(..., fresh=True)`).
 """
 
+import atexit
 import multiprocessing
 import os
+import runpy
 import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib import import_module
 from multiprocessing import forkserver as nursery
+from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Self
@@ -25,7 +27,9 @@ from distbelief.launch import forkserver, local
 
 IMPORTED = (
     *forkserver.MODULES,
-    *("distbelief.trainer", "distbelief.cli.main", "pytest", __name__),
+    *forkserver.MODULES_OF_RANKS,
+    *("distbelief.trainer", "distbelief.serve.server_process", "distbelief.cli.main"),
+    *("pytest", __name__),
     *("matplotlib.figure", "matplotlib.backends.backend_agg"),
 )
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
@@ -48,18 +52,21 @@ def context() -> ForkServerContext:
 
 
 class Forked:
-    """`distbelief WORDS...` from the nursery: of `subprocess.Popen`, what tests use.
+    """`distbelief WORDS...`, or `python FILE.py`: of `subprocess.Popen`, what tests use.
 
-    With `leads`, it is the first of a process group of its own.
+    With `leads`, it is the first of a process group of its own. Its output and its errors are one
+    text, unless `errors` is a file for these.
     """
 
-    def __init__(self, words: Sequence[str], *, folder: Path, leads: bool = False) -> None:
+    def __init__(
+        self, words: Sequence[str], *, folder: Path, leads: bool = False, errors: Path | None = None
+    ) -> None:
         self._output = tempfile.NamedTemporaryFile("ab")  # noqa: SIM115 -- as it lives
         self._n_read = 0
         self._process = context().Process(
             target=run,
             args=(list(words), str(folder), dict(os.environ), self._output.name),
-            kwargs={"leads": leads},
+            kwargs={"leads": leads, "errors": errors or self._output.name},
             daemon=True,
         )
         self._process.start()
@@ -103,7 +110,13 @@ class Forked:
 
 
 def run(
-    words: list[str], folder: str, environment: dict[str, str], output: str, *, leads: bool
+    words: list[str],
+    folder: str,
+    environment: dict[str, str],
+    output: str,
+    *,
+    leads: bool,
+    errors: str | Path,
 ) -> None:
     """Be the command: never return."""
     if leads:
@@ -111,51 +124,95 @@ def run(
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
-    written = os.open(output, os.O_WRONLY | os.O_APPEND)
-    for target, descriptor in enumerate((os.open(os.devnull, os.O_RDONLY), written, written)):
+    writes = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+    files = (os.devnull, os.O_RDONLY), (output, writes), (errors, writes)
+    for target, descriptor in enumerate([os.open(*file) for file in files]):
         os.dup2(descriptor, target)
-    vars(local)["subprocess"] = Subprocesses
+    vars(local)["_spawned"] = spawned
+    if words[0].endswith(".py"):
+        sys.argv = words
+        sys.path.insert(0, folder)
+        runpy.run_path(words[0], run_name="__main__")
+        atexit._run_exitfuncs()  # multiprocessing does without
+        return
     sys.argv = ["distbelief", *words]
     import_module("distbelief.cli.entry").main()  # which exits
 
 
-class ForkedServer:
-    """A fork server that is forked itself: what the launcher uses of a `Popen`."""
+class ForkedService:
+    """The process of a `ParameterServer`: what that uses of a `Popen`."""
 
-    def __init__(self, command: Sequence[str], **_options: object) -> None:
-        requests, ours = os.pipe()
-        theirs, reports = os.pipe()
-        self.pid = os.fork()
-        if self.pid == 0:
-            os.dup2(requests, 0)
-            os.dup2(reports, 1)
-            for descriptor in (requests, ours, theirs, reports):
-                os.close(descriptor)
-            sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # not pytest's
-            sys.argv = ["forkserver", command[-1]]
-            forkserver.main()
-            os._exit(0)
-        os.close(requests)
-        os.close(reports)
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        pass_fds: Sequence[int],
+        **_pipes: int,
+    ) -> None:
+        request, ours = os.pipe()
+        theirs, reply = os.pipe()
+        (held,) = pass_fds
+        ends = Connection(request), Connection(reply), Connection(os.dup(held))
+        self._process = context().Process(
+            target=serve, args=(command[-1], dict(env), *ends), daemon=True
+        )
+        self._process.start()
+        for end in ends:
+            end.close()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
         self.stdin = os.fdopen(ours, "wb", buffering=0)
-        self.stdout = os.fdopen(theirs, "rb", buffering=0)
+        self.stdout = os.fdopen(theirs, "rb")
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
 
     def kill(self) -> None:
-        if self.pid:
+        if self._process.exitcode is None:
             os.kill(self.pid, signal.SIGKILL)
 
     def wait(self, timeout: float | None = None) -> None:
-        deadline = time.monotonic() + (timeout or 1e9)
-        while self.pid and os.waitpid(self.pid, os.WNOHANG)[0] == 0:
-            if time.monotonic() > deadline:
-                raise subprocess.TimeoutExpired("forkserver", timeout or 0.0)
-            time.sleep(0.005)
-        self.pid = 0
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired("server_process", timeout or 0.0)
 
 
-class Subprocesses:
-    """What the launcher uses of the module of this name."""
+def serve(
+    path: str,
+    environment: dict[str, str],
+    request: Connection,
+    reply: Connection,
+    _held: Connection,  # the lock of the directory
+) -> None:
+    """Be the process of a parameter server."""
+    os.environ.clear()
+    os.environ.update(environment)
+    os.dup2(request.fileno(), 0)
+    os.dup2(reply.fileno(), 1)
+    request.close()
+    reply.close()
+    sys.stdin = os.fdopen(0, closefd=False)
+    sys.exit(import_module("distbelief.serve.server_process").main(path))
 
-    Popen = ForkedServer
+
+def spawned() -> local._Server:
+    """Fork a fork server from this process, in place of one that imports torch again."""
+    streams = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # not pytest's
+    try:
+        return local._forked()
+    finally:
+        sys.stdout, sys.stderr = streams
+
+
+class Services:
+    """What `ParameterServer` uses of `subprocess`."""
+
+    Popen = ForkedService
     PIPE = subprocess.PIPE
     TimeoutExpired = subprocess.TimeoutExpired

@@ -1,13 +1,13 @@
 """`DownpourSGD` in an ordinary loop, against real shards."""
 
 import copy
-import select
 import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +19,7 @@ from torch import nn
 import distbelief
 from distbelief import ParameterServer
 from tests.processes.commands import poll
+from tests.processes.nursery import context
 
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(180)]
@@ -57,6 +58,7 @@ def served(model: nn.Module, *, shards: int = 1, shared_memory: bool = True) -> 
     )
 
 
+@pytest.mark.usefixtures("forked_servers")
 @pytest.mark.untraced
 @pytest.mark.parametrize("shared_memory", [True, pytest.param(False, marks=pytest.mark.soak)])
 def test_one_blocking_worker_is_plain_sgd_to_the_bit_and_pushes_numbers_only(
@@ -76,6 +78,7 @@ def test_one_blocking_worker_is_plain_sgd_to_the_bit_and_pushes_numbers_only(
     assert torch.equal(flat(model), flat(plain))
 
 
+@pytest.mark.usefixtures("forked_servers")
 @pytest.mark.soak
 def test_a_loop_that_has_finished_needs_its_server_no_more(
     model: nn.Module, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -96,6 +99,7 @@ def test_a_loop_that_has_finished_needs_its_server_no_more(
         take_steps(model, optimizer, 1)
 
 
+@pytest.mark.usefixtures("forked_servers")
 @pytest.mark.soak
 def test_a_server_that_has_ended_is_named_and_leaves_the_model_as_it_was(model: nn.Module) -> None:
     server = served(model).start()
@@ -156,6 +160,7 @@ if how == "garbage":
 """
 
 
+@pytest.mark.usefixtures("forked_servers")
 @pytest.mark.untraced
 def test_a_loop_ends_as_the_user_ends_it() -> None:
     """The thread that moves blocks hangs nothing; a script that ends early loses no push."""
@@ -191,6 +196,10 @@ def test_a_server_that_ends_while_the_user_computes_is_named_by_the_next_step(
     model: nn.Module,
 ) -> None:
     server = served(model, shared_memory=False).start()
+    assert server._process is not None
+    pid = server._process.pid
+    (child,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    assert "server_process" in Path(f"/proc/{child}/cmdline").read_text()  # forked: torch is there
     optimizer = distbelief.DownpourSGD(model.parameters(), server=server.address)
     take_steps(model, optimizer, 3)
     before = flat(model).clone()
@@ -202,6 +211,7 @@ def test_a_server_that_ends_while_the_user_computes_is_named_by_the_next_step(
     optimizer._session.close()
 
 
+@pytest.mark.usefixtures("forked_servers")
 @pytest.mark.untraced
 def test_loops_follow_the_preset_of_their_server(model: nn.Module) -> None:
     """Averaging every 5 steps: rounds of both, and both end with the server's values."""
@@ -242,23 +252,18 @@ def test_loops_follow_the_preset_of_their_server(model: nn.Module) -> None:
 # ------------------------------------------------------------------ workers that end, servers too
 
 
-PARTNER = """
-import sys
-import torch
-import distbelief
-
-torch.set_num_threads(1)
-parameter = torch.nn.Parameter(torch.zeros(1000))
-inner = torch.optim.SGD([parameter], lr=1.0)
-exchange = distbelief.Exchange(inner, server=sys.argv[1], every=1)
-for step in range(10**9):
-    parameter.grad = torch.ones_like(parameter)
-    exchange.step()
-    if step == 3:
-        print("ready", flush=True)
-"""
+def partner(server: str, ready: Connection) -> None:
+    torch.set_num_threads(1)
+    parameter = nn.Parameter(torch.zeros(1000))
+    exchange = distbelief.Exchange(torch.optim.SGD([parameter], lr=1.0), server=server, every=1)
+    for step in range(10**9):
+        parameter.grad = torch.ones_like(parameter)
+        exchange.step()
+        if step == 3:
+            ready.send("ready")
 
 
+@pytest.mark.usefixtures("forked_servers")
 @pytest.mark.untraced
 @pytest.mark.parametrize("shared_memory", [True, False])
 @pytest.mark.parametrize("rounds", [True, False])
@@ -275,10 +280,10 @@ def test_a_worker_that_is_killed_does_not_stall_the_others(
     ) as server:
         inner = torch.optim.SGD([parameter], lr=1.0)
         exchange = distbelief.Exchange(inner, server=server.address, every=1)
-        partner = subprocess.Popen(
-            [sys.executable, "-c", PARTNER, server.address], stdout=subprocess.PIPE
-        )
-        assert partner.stdout is not None
+        is_ready, ready = context().Pipe(duplex=False)
+        other = context().Process(target=partner, args=(server.address, ready), daemon=True)
+        other.start()
+        ready.close()
 
         def step() -> float:
             parameter.grad = torch.ones_like(parameter)
@@ -286,16 +291,16 @@ def test_a_worker_that_is_killed_does_not_stall_the_others(
             exchange.step()
             return time.monotonic() - began
 
-        with partner:
-            while not select.select([partner.stdout], [], [], 0)[0]:
-                step()
-            partner.kill()
-            partner.wait()
-            longest = max(step() for _ in range(20))
+        while not is_ready.poll():
+            step()
+        other.kill()
+        other.join()
+        longest = max(step() for _ in range(20))
         exchange.close()
     assert longest < 3.0  # it was above 9; 0.1 is usual
 
 
+@pytest.mark.usefixtures("forked_servers")
 @pytest.mark.untraced
 def test_a_server_continues_where_one_in_its_directory_ended(tmp_path: Path) -> None:
     """Regression: after the script was killed the next was told to remove what was saved."""
@@ -342,6 +347,7 @@ def accuracy_of(net: nn.Module) -> float:
     return float((found == targets).float().mean())
 
 
+@pytest.mark.usefixtures("forked_servers")
 @pytest.mark.untraced
 def test_a_worker_that_joins_late_is_as_accurate_as_one_process() -> None:
     """B had the parameters of A after 100 steps, and fresh statistics: 0.40 where A had 0.80."""

@@ -12,17 +12,8 @@ from pathlib import Path
 import pytest
 
 from distbelief.transport.keys import KeyFiles
-from tests.processes.commands import (
-    COMMAND,
-    SLOW,
-    Command,
-    alive,
-    ended,
-    poll,
-    said,
-    sets,
-    write_job,
-)
+from tests.processes.commands import SLOW, Command, alive, ended, poll, said, sets, write_job
+from tests.processes.nursery import Forked
 
 
 pytestmark = [
@@ -134,6 +125,7 @@ def test_what_a_script_cannot_be_made_of_is_named(tmp_path: Path) -> None:
         ([], "no job: name a job file"),
         (["tiny.toml", "--time", "$(id)"], "--time $(id): write it as sbatch takes it"),
     ):
-        done = ended(tmp_path, COMMAND, "slurm", *words)
-        assert done.returncode == 2, done.stdout
-        assert text in done.stderr
+        with Forked(["slurm", *words], folder=tmp_path) as command:
+            told, _ = command.communicate()
+            assert command.returncode == 2, told
+        assert text in told

@@ -18,7 +18,7 @@ from distbelief.launch import forkserver
 from distbelief.launch.local import LocalLauncher
 from distbelief.roles.role import Address, Event, PeerJoined, PeerLost
 from tests.processes.commands import alive, poll
-from tests.processes.nursery import Subprocesses
+from tests.processes.nursery import spawned
 
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(120)]
@@ -34,7 +34,7 @@ def launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalL
 
     Its fork server is a fork of this process, which has imported all that it needs.
     """
-    monkeypatch.setattr("distbelief.launch.local.subprocess", Subprocesses)
+    monkeypatch.setattr("distbelief.launch.local._spawned", spawned)
     with LocalLauncher() as launcher:
         launcher.serve(spec=tmp_path / "none.json", log_of=lambda name: tmp_path / f"{name}.log")
         yield launcher

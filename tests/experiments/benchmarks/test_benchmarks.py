@@ -163,7 +163,7 @@ def test_the_simulation_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.processes
 @pytest.mark.slow
-@pytest.mark.timeout(480)  # it starts more than twenty servers
+@pytest.mark.timeout(180)
 def test_a_parameter_server_is_measured() -> None:
     others = [name for name in parameter_server.CONTESTANTS[1:] if name != "shared"]
     figures = figures_of(*("parameter_server", "--small", "--shards", "1", "--without", *others))
