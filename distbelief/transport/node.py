@@ -435,13 +435,23 @@ class BackgroundRunner:
         self._is_still.set()
         self._last: Callable[[], None] | None = None
 
+    @property
+    def _is_gone(self) -> bool:
+        # The thread has ended, or this is a forked child: there a lock that the thread held at the
+        # fork, as of an event, is held for ever.
+        return self._thread.ident is not None and not self._thread.is_alive()
+
     def __enter__(self) -> None:
+        if self._is_gone:
+            return
         self._is_free.clear()
         self._node.wake()
-        if self._thread.is_alive():  # not in a forked child
+        if self._thread.is_alive():
             self._is_still.wait()
 
     def __exit__(self, *_error: object) -> None:
+        if self._is_gone:
+            return
         if self._thread.ident is None and not self._node.halted:
             self._thread.start()
         self._is_free.set()

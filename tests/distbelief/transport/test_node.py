@@ -621,6 +621,19 @@ def test_the_role_runs_except_while_it_is_held(begin: Begin) -> None:
             assert role.events[-1] == NEWS
 
 
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # that threads may fork
+def test_a_forked_child_waits_for_no_lock_that_the_thread_held(begin: Begin) -> None:
+    """Regression: seldom, a child of a script that forked, as a DataLoader's, hung for ever."""
+    background, _, _ = begin()
+    with background._is_free._cond:
+        child = os.fork()
+        if not child:
+            signal.alarm(20)  # ends the child
+            with background:
+                os._exit(0)
+    assert os.waitpid(child, 0) == (child, 0)
+
+
 def test_one_thread_at_a_time_handles_events(begin: Begin) -> None:
     inside: list[int] = []
     found = set[int]()
