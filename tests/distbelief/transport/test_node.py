@@ -625,7 +625,7 @@ def test_the_role_runs_except_while_it_is_held(begin: Begin) -> None:
 def test_a_forked_child_waits_for_no_lock_that_the_thread_held(begin: Begin) -> None:
     """Regression: seldom, a child of a script that forked, as a DataLoader's, hung for ever."""
     background, _, _ = begin()
-    with background._is_free._cond:
+    with background._is_free._cond:  # type: ignore[attr-defined] # as a thread has it for a moment
         child = os.fork()
         if not child:
             signal.alarm(20)  # ends the child
