@@ -32,9 +32,11 @@ class DownpourAlgorithm:
     )
 
     def facts(self, config: DownpourSettings) -> Facts:
+        pace = config.pace
         return Facts(
             loss=config.loss,
             batch_size=config.batch_size,
+            exchanges=1.0 / pace.n_fetch + 1.0 / pace.n_push,
             seed=config.seed,
             rule=config.rule,
             inner=config.inner,

@@ -47,6 +47,7 @@ class Facts:
 
     loss: str  # torch's name of it, or an import path
     batch_size: int  # samples that a replica computes at once
+    exchanges: float = 2.0  # fetches and pushes of all parameters for each such batch
     seed: int = 0  # of the order of samples and of the model's random numbers
     rule: "UpdateRule | None" = None  # by which shards apply pushes; None: they only sum them
     warm_start_rule: "UpdateRule | None" = None  # by which they do before, if it is another

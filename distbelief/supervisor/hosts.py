@@ -8,6 +8,7 @@ from typing import Final, Self, final
 
 import msgspec
 
+from distbelief.config.algorithms import facts_of
 from distbelief.config.job import Job, ShardPlacement
 from distbelief.core import formatting
 from distbelief.core.reliable import Silence
@@ -16,7 +17,6 @@ from distbelief.program.step_cost import PlanCost
 from distbelief.protocol import Offer
 from distbelief.roles.role import Address, Seconds
 from distbelief.supervisor.view import HostView
-from distbelief.worker.config import DownpourSettings, Pace
 
 
 _OPERATIONS: Final = 6.0  # of each parameter, a sample
@@ -40,11 +40,8 @@ class StepTime:
 
     @classmethod
     def of(cls, job: Job) -> "StepTime":
-        """Return the cost for a job; each mini-batch of a batch algorithm counts as one fetch."""
-        table = job.algorithm
-        pace = table.pace if isinstance(table, DownpourSettings) else Pace()
-        n_bytes = _BYTES * (1.0 / pace.n_fetch + 1.0 / pace.n_push)
-        return cls(operations=_OPERATIONS * job.batch_size, n_bytes=n_bytes)
+        facts = facts_of(job)
+        return cls(operations=_OPERATIONS * facts.batch_size, n_bytes=_BYTES * facts.exchanges)
 
     def grade(self, *, flops: float, bandwidth: float) -> int | None:
         """Return the grade of a host, lower is faster; None if unknown. Bandwidth 0.0: no limit."""

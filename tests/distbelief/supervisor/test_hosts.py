@@ -4,6 +4,7 @@ from hypothesis import given, strategies as st
 
 from distbelief.roles.role import Address
 from distbelief.supervisor.hosts import Host, HostTable, StepTime
+from tests.distbelief.forecast.jobs import small
 from tests.distbelief.supervisor.hosts import offer_of
 
 
@@ -101,6 +102,13 @@ def test_a_large_batch_goes_by_the_processor_and_a_small_one_by_the_link() -> No
         assert quick is not None
         assert near is not None
         assert (quick < near) == is_processor
+
+
+def test_fewer_exchanges_weigh_less() -> None:
+    each = StepTime.of(small())
+    rare = StepTime.of(small("algorithm.exchange.every=4", "algorithm.local_learning_rate=0.1"))
+    assert each.n_bytes == 8.0
+    assert rare == StepTime(operations=each.operations, n_bytes=2.0)
 
 
 def test_hosts_that_hardly_differ_are_alike_and_unmeasured_ones_have_no_grade() -> None:
