@@ -208,8 +208,10 @@ def run_preflight(
             f"the process that checks model and data {reason}. Its log ends:\n{_tail(log)}"
         )
     if found.error is not None:
-        kind = JobError if found.is_users else DistBeliefError
-        raise kind(found.error)
+        error = (JobError if found.is_users else DistBeliefError)(found.error)
+        if found.trace:
+            error.add_note(found.trace)
+        raise error
     return found
 
 

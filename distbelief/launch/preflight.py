@@ -8,6 +8,7 @@ functions that the job names, if the host's user allows them, and prepares the d
 
 import math
 import os
+import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
@@ -70,6 +71,7 @@ class PreflightRequest(msgspec.Struct, frozen=True, kw_only=True):
 class PreflightResult(msgspec.Struct, frozen=True, kw_only=True):
     error: str | None = None  # what is wrong with the job; then the other fields do not count
     is_users: bool = False  # whether the user can fix it
+    trace: str = ""  # where an exception came from, for `--traceback`
     tensors: tuple[TensorSpec, ...] = ()  # of the model
     dtype: ElementType = "float32"  # "float64" if any trained tensor has that type
     dtypes: dict[str, str] = {}  # torch's type of each tensor, by name
@@ -162,9 +164,11 @@ def _answer(name: str, incarnation: int, request: Path, find: Callable[[], Prefl
     except DistBeliefError as error:
         answer = PreflightResult(error=str(error), is_users=isinstance(error, JobError))
     except (Exception, SystemExit) as error:  # noqa: BLE001 -- the user's code
-        traceback.print_exc()  # to the log
-        why = f"{type(error).__name__}: {error}{place(error)}"
-        answer = PreflightResult(error=f"model and data failed the check: {why}", is_users=True)
+        trace = traceback.format_exc()
+        sys.stderr.write(trace)  # to the log
+        why = f"model and data failed the check: {type(error).__name__}: {error}"
+        where = place(error) or ". Run the command again with --traceback to see where"
+        answer = PreflightResult(error=why + where, is_users=True, trace=trace)
     files.write(answer_file(request), msgspec.json.encode(answer))
     log(name, incarnation, "info", f"ends: {answer.error or 'nothing is wrong'}")
     return 0

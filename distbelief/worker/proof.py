@@ -29,7 +29,7 @@ from typing_extensions import override
 
 from distbelief.data import Batch, n_samples_of, tensors_of
 from distbelief.errors import JobError
-from distbelief.graph.graph import INPUT, Layer, LayerGraph
+from distbelief.graph.graph import INPUT, Layer, LayerGraph, as_real
 from distbelief.graph.lowering.operation import by_name
 from distbelief.graph.operator import Step, operator_of
 from distbelief.graph.ops.attention import Attention, scores_shape
@@ -305,7 +305,7 @@ def reference(
         found | {"loss": value.detach()},
         {n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None},
         {
-            name: buffer.clone()
+            name: as_real(buffer).clone()
             for name, buffer in module.named_buffers()
             if name in saved and not name.endswith(_COUNT)
         },
@@ -425,7 +425,7 @@ class Proof:
             seed = step_seed(SEED, position)
             position += n_samples_of(batch.inputs)
             tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-            before = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+            before = {name: as_real(one.detach()).clone() for name, one in tensors.items()}
             with trace or nullcontext():
                 given = None if self.is_still else seed
                 single = self._plain(module, batch, loss, seed=given, dtype=dtype)

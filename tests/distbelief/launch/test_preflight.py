@@ -149,6 +149,7 @@ def test_faults_of_the_user_are_told_apart(tmp_path: Path, monkeypatch: pytest.M
     found = checked(tmp_path)
     claim = "model and data failed the check: OSError: no memory (test_preflight.py, line "
     assert str(found.error).startswith(claim)
+    assert 'raise OSError("no memory")' in found.trace
 
 
 class Noisy:

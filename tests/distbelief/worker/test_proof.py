@@ -292,6 +292,23 @@ class WithLoss(nn.Module):
         return {"loss": functional.cross_entropy(logits, labels), "logits": logits}
 
 
+@final
+class Turned(nn.Module):
+    """Multiplies by complex numbers of its own, as rotary embeddings do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 3)
+        self.turns: torch.Tensor
+        self.register_buffer("turns", torch.polar(torch.ones(4), torch.arange(4.0)))
+
+    @override
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        pairs = torch.view_as_complex(self.one(x).unflatten(1, (4, 2)))
+        scores: torch.Tensor = self.two(torch.view_as_real(pairs * self.turns).flatten(1))
+        return scores
+
+
 def applied(name: str) -> nn.Module:
     return Applied(name)
 
@@ -320,6 +337,7 @@ WITH_LOSS = [{"x": x, "labels": y} for x, y in zip(noise(8), LABELS, strict=True
         ("recurrent", images(6, 4), {}, ", but for random numbers"),
         ("Masked", MASKED, {}, ""),
         ("Mixed", images(8), {}, ""),
+        ("Turned", images(8), {}, ""),
         ("WithLoss", WITH_LOSS, {"loss": "model"}, ""),
         ("pictures", images(1, 8, 8), {"loss": f"{HERE}:energy"}, ""),
         ("doubles", images(8), {"dtype": torch.float64}, ""),
