@@ -33,6 +33,8 @@ TURN_SECONDS: Final = 0.02
 LINKS_MAX: Final = 50
 LISTENS: Final = "0A"  # in /proc/net/tcp
 
+Link = tuple[str, "zmq.Socket[bytes]", "zmq.Socket[bytes]"]  # endpoint, socket, its monitor
+
 
 class Thief:
     """Takes turns until its orders end."""
@@ -51,7 +53,7 @@ class Thief:
         self.n_let_in = 0
         self._n_accepted = 0
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._links: list[tuple[zmq.Socket[bytes], zmq.Socket[bytes]]] = []
+        self._links: list[Link] = []
         self._tried: set[tuple[object, ...]] = set()
 
     def turn(self) -> None:
@@ -59,14 +61,15 @@ class Thief:
         taken, of_victim = self._listening_ports()
         self.ports |= of_victim
         for port in self.ports - taken:
+            # Else its own call would get through to itself.
+            self._hang_up([each for each in self._links if each[0] == f"tcp://127.0.0.1:{port}"])
             self._listen(f"port {port}", socket.AF_INET, ("127.0.0.1", port))
         for port in of_victim:
             self._call(f"tcp://127.0.0.1:{port}")
         for directory in self.directories:
             self._enter(directory)
         self._serve()
-        for link, monitor in self._links:
-            del link
+        for _, _, monitor in self._links:
             while monitor.poll(0):
                 event = parse_monitor_message(monitor.recv_multipart())
                 self.n_let_in += event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
@@ -124,9 +127,13 @@ class Thief:
                 (frame,) = Codec(run=word).encode(stop, sender="user", incarnation=0)
                 with suppress(zmq.Again):
                     link.send(frame, zmq.DONTWAIT)
-                self._links.append((link, monitor))
-        while len(self._links) > LINKS_MAX:
-            link, monitor = self._links.pop(0)
+                self._links.append((endpoint, link, monitor))
+        self._hang_up(self._links[:-LINKS_MAX])
+
+    def _hang_up(self, links: list[Link]) -> None:
+        for each in links:
+            self._links.remove(each)
+            _, link, monitor = each
             link.disable_monitor()
             monitor.close(0)
             link.close(0)
