@@ -527,6 +527,7 @@ REFUSED: Final = {
 
 @pytest.mark.soak
 @pytest.mark.timeout(7200)
+@pytest.mark.filterwarnings("ignore")  # of torch, about its own examples
 @pytest.mark.parametrize("kind", ["modules", "operators"])
 def test_what_torch_lists_is_right_or_refused(kind: str) -> None:
     """The modules that are refused, and why, are listed beside this file."""
