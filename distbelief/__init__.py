@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from distbelief.exchange import Exchange as Exchange
     from distbelief.forecast.api import simulate as simulate
     from distbelief.optimizer import DownpourSGD as DownpourSGD
-    from distbelief.parameter_server.optimizers import (
+    from distbelief.parameter_server.rules import (
         SGD as SGD,
         Adagrad as Adagrad,
         Adam as Adam,
@@ -47,7 +47,7 @@ _NAMES = {
     "distbelief.forecast.api": ("simulate",),
     "distbelief.exchange": ("Exchange",),
     "distbelief.optimizer": ("DownpourSGD",),
-    "distbelief.parameter_server.optimizers": (
+    "distbelief.parameter_server.rules": (
         "SGD",
         "Adagrad",
         "Adam",

@@ -10,7 +10,7 @@ from typing import Final, final
 from distbelief.config.algorithms import Facts, Verdict
 from distbelief.config.job import ClusterTable
 from distbelief.errors import JobError
-from distbelief.parameter_server.optimizers import SGD
+from distbelief.parameter_server.rules import SGD
 from distbelief.roles.role import Role
 from distbelief.task.task import BuildContext
 from distbelief.worker import build as wb

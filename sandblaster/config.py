@@ -17,7 +17,7 @@ from typing import Final, Literal
 import msgspec
 
 from distbelief.core.formatting import nearest
-from distbelief.parameter_server.optimizers import UpdateRule
+from distbelief.parameter_server.rules import UpdateRule
 from distbelief.worker.config import DownpourSettings
 from sandblaster.chunks import ChunkSizes
 from sandblaster.optimizers import AnyMethod

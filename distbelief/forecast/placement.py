@@ -41,7 +41,7 @@ from distbelief.forecast.calibration import (
 from distbelief.forecast.prepare import Adapt, PreparedJob, costed
 from distbelief.graph.graph import GraphError
 from distbelief.parameter_server.config import ShardConfig
-from distbelief.parameter_server.optimizers import UpdateRule
+from distbelief.parameter_server.rules import UpdateRule
 from distbelief.partition.profiling.this_host import HERE, figures, here
 from distbelief.program.cluster import Cluster, Machine, uniform
 from distbelief.protocol import Offer

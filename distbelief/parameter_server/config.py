@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import Final, Literal, final
 
 from distbelief.parameter_server.layout import Layout
-from distbelief.parameter_server.optimizers import UpdateRule
 from distbelief.parameter_server.policy import DOWNPOUR, ExchangePolicy
+from distbelief.parameter_server.rules import UpdateRule
 from distbelief.roles.role import Address, Seconds
 
 

@@ -17,7 +17,7 @@ from typing import Literal
 
 import msgspec
 
-from distbelief.parameter_server.optimizers import UpdateRule
+from distbelief.parameter_server.rules import UpdateRule
 
 
 class Round(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -115,7 +115,7 @@ class ExchangePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                 f"weight is {self.weight!r} and rule is 'delayed_nesterov', which divides by "
                 f"n_pushes itself, so that each push would be divided twice: use {way_out}"
             )
-        unfit = [one.name for one in rule.rules if one.name in {"momentum", "adam"}]
+        unfit = [one.name for one in rule.rules if one.has_velocity]
         if self.send == "delta" and self.round is None and unfit and workers > 1:
             raise ValueError(
                 f'rule is {unfit[0]!r}, send is "delta" and deltas of {workers} workers are '

@@ -25,9 +25,9 @@ from distbelief.core.spans import Spans
 from distbelief.core.vectors import Vector
 from distbelief.errors import MemoryGoneError, RemoteProtocolError
 from distbelief.parameter_server.client.buffers import OutgoingPush
-from distbelief.parameter_server.optimizers import StepCounts
 from distbelief.parameter_server.sessions import PushBuffer, PushInProgress, Sessions
 from distbelief.parameter_server.slices import N_PUSH_BUFFERS, WORD, ShardSlice, push_buffer_views
+from distbelief.parameter_server.step_counts import StepCounts
 from distbelief.parameter_server.store import ShardStore
 from distbelief.protocol import Message, SessionRecord, push_fetch as pf, replication as rp
 from distbelief.roles.role import SUPERVISOR, Action, Address, Received, Seconds, Send, SetTimer

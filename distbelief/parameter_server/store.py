@@ -25,14 +25,8 @@ from distbelief.core.vectors import ALIGNMENT, Element, Vector
 from distbelief.errors import LocalProtocolError, RemoteProtocolError, StorageError
 from distbelief.parameter_server.checkpoint import ShardState, restore
 from distbelief.parameter_server.config import ShardConfig
-from distbelief.parameter_server.optimizers import (
-    State,
-    StepCounts,
-    UpdateRule,
-    initial_state,
-    rules_on,
-)
 from distbelief.parameter_server.policy import ExchangePolicy
+from distbelief.parameter_server.rules import State, UpdateRule, initial_state, rules_on
 from distbelief.parameter_server.slices import (
     IndexRanges,
     RangeCopier,
@@ -45,6 +39,7 @@ from distbelief.parameter_server.slices import (
     padded,
     parts,
 )
+from distbelief.parameter_server.step_counts import StepCounts
 from distbelief.protocol import push_fetch as pf, replication as rp
 from distbelief.roles.role import Cost, Snapshot
 

@@ -1,7 +1,7 @@
 """Resumes a run, also with other numbers of shards and replicas.
 
 Unchanged, a run resumes exactly where it stood. With other shards its checkpoints are resharded.
-With other replicas, each begins after the same share of its own part of the data (`data.sharding`).
+With other replicas, each begins after the same share of its own part (`start_positions`).
 Where samples are dealt, what some shard has not applied is dealt next, to any replicas.
 A changed model, rule or algorithm is rejected, and so are other data once anything was trained.
 
@@ -44,7 +44,8 @@ from distbelief.errors import JobError, RemoteProtocolError, StorageError
 from distbelief.parameter_server.checkpoint import reshard, restore, take
 from distbelief.parameter_server.config import ShardConfig, shard_of
 from distbelief.parameter_server.layout import Layout
-from distbelief.parameter_server.optimizers import StepCounts, UpdateRule
+from distbelief.parameter_server.rules import UpdateRule
+from distbelief.parameter_server.step_counts import StepCounts
 from distbelief.program.plan import Plan
 from distbelief.protocol import SessionRecord
 from distbelief.roles.role import Snapshot

@@ -33,8 +33,8 @@ from distbelief.launch.local import IMPORT_SECONDS_MAX, LocalLauncher
 from distbelief.launch.role_process import RoleSpec
 from distbelief.parameter_server.config import copy_names
 from distbelief.parameter_server.layout import Layout, TensorSpec
-from distbelief.parameter_server.optimizers import UpdateRule
 from distbelief.parameter_server.policy import DOWNPOUR, ExchangePolicy
+from distbelief.parameter_server.rules import UpdateRule
 from distbelief.roles.role import SUPERVISOR
 from distbelief.run.checkpoints import CheckpointStore
 from distbelief.run.directory import RunDirectory

@@ -32,8 +32,8 @@ from distbelief.parameter_server.config import (
 )
 from distbelief.parameter_server.initial_values import shard_values, shard_values_from
 from distbelief.parameter_server.layout import Layout, PartialView
-from distbelief.parameter_server.optimizers import UpdateRule
 from distbelief.parameter_server.policy import DOWNPOUR, ExchangePolicy
+from distbelief.parameter_server.rules import UpdateRule
 from distbelief.parameter_server.shard import Shard
 from distbelief.program.compiler import Compiled, compile_plan
 from distbelief.program.plan import Plan, load

@@ -7,12 +7,12 @@ from typing import Final, Literal, final
 
 import msgspec
 
+from distbelief.core import torch_optimizers
 from distbelief.core.spans import Epochs
 from distbelief.data import DataShard
-from distbelief.parameter_server.optimizers import UpdateRule
 from distbelief.parameter_server.policy import DOWNPOUR, ExchangePolicy
+from distbelief.parameter_server.rules import UpdateRule
 from distbelief.worker.batches import TrainingPlan
-from distbelief.worker.local_steps import check_inner
 
 
 # Of every = "auto": steps between exchanges, in powers of two, so that a push and a fetch take at
@@ -141,7 +141,7 @@ class DownpourSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         if not any(rule.learning_rate for rule in self.rule.rules):
             raise ValueError(f"rule {self.rule.name!r}: learning_rate is 0; use a number above 0")
         if self.inner is not None:
-            check_inner(self.inner)
+            torch_optimizers.check(self.inner, where="inner")
         if not 0.0 < self.epoch_share <= 1.0:
             raise ValueError(f"epoch_share is {self.epoch_share}; use a share above 0, at most 1")
         self.exchange.refuse(self.rule, inner=self.inner is not None, workers=1)

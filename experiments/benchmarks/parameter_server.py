@@ -46,7 +46,7 @@ import torch
 
 from distbelief.core.memory import keep_memory
 from distbelief.forecast.placement import vectors_of_shard
-from distbelief.parameter_server.optimizers import SGD, Adagrad, UpdateRule
+from distbelief.parameter_server.rules import SGD, Adagrad, UpdateRule
 from distbelief.roles.role import Computed
 from distbelief.serve.address import ServerAddress
 from distbelief.serve.server import ParameterServer

@@ -39,7 +39,7 @@ from distbelief.core import vectors
 from distbelief.core.memory import Memory
 from distbelief.core.vectors import BLOCK_BYTES
 from distbelief.parameter_server.layout import Layout, TensorSpec
-from distbelief.parameter_server.optimizers import Adagrad
+from distbelief.parameter_server.rules import Adagrad
 from distbelief.roles.role import Action, Address, Compute, Event, Role, Seconds
 from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.driver import Builder

@@ -47,7 +47,8 @@ from distbelief.launch.role_process import RoleSpec
 from distbelief.parameter_server.checkpoint import ShardState, restore, take
 from distbelief.parameter_server.config import ShardConfig
 from distbelief.parameter_server.layout import Layout, TensorSpec
-from distbelief.parameter_server.optimizers import SGD, StepCounts
+from distbelief.parameter_server.rules import SGD
+from distbelief.parameter_server.step_counts import StepCounts
 from distbelief.program.cluster import Machine, uniform
 from distbelief.program.placement import Placement
 from distbelief.program.plan import decode, encode, plan_for

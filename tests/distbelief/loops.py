@@ -21,8 +21,8 @@ from distbelief.core.vectors import Vector
 from distbelief.parameter_server.client.client import ParameterClient
 from distbelief.parameter_server.config import ClientConfig, Numbers, ShardConfig
 from distbelief.parameter_server.layout import Layout, PartialView
-from distbelief.parameter_server.optimizers import UpdateRule
 from distbelief.parameter_server.policy import DOWNPOUR, ExchangePolicy
+from distbelief.parameter_server.rules import UpdateRule
 from distbelief.parameter_server.shard import Shard
 from distbelief.protocol import Join, PeerEntry, Peers
 from distbelief.roles.role import SUPERVISOR, Address, Computed, Received

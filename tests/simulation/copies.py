@@ -19,7 +19,7 @@ from distbelief.core.memory import Memory
 from distbelief.parameter_server import replication
 from distbelief.parameter_server.config import ClientConfig, ShardConfig, copy_names
 from distbelief.parameter_server.layout import Layout
-from distbelief.parameter_server.optimizers import UpdateRule
+from distbelief.parameter_server.rules import UpdateRule
 from distbelief.parameter_server.shard import Shard
 from distbelief.protocol import BackupInSync, BackupUnresponsive, Heartbeat, SaveCheckpoint
 from distbelief.roles import role as rl

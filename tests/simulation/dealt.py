@@ -22,8 +22,8 @@ from distbelief.config.job import StopTable
 from distbelief.core.spans import Span, Spans, in_part, of_part
 from distbelief.data import dealt_samples
 from distbelief.parameter_server.config import copy_names, shard_of
-from distbelief.parameter_server.optimizers import SGD, UpdateRule
 from distbelief.parameter_server.policy import DOWNPOUR, ExchangePolicy, Round
+from distbelief.parameter_server.rules import SGD, UpdateRule
 from distbelief.parameter_server.shard import Shard
 from distbelief.program.plan import Plan, Target
 from distbelief.roles.role import SUPERVISOR, Address

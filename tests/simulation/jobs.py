@@ -15,7 +15,7 @@ from distbelief.core.memory import Memory
 from distbelief.core.vectors import Vector
 from distbelief.parameter_server.config import copy_names
 from distbelief.parameter_server.layout import Layout
-from distbelief.parameter_server.optimizers import Adagrad
+from distbelief.parameter_server.rules import Adagrad
 from distbelief.parameter_server.shard import Shard
 from distbelief.protocol import Evaluate, Message, StartTraining, Stop
 from distbelief.roles.role import SUPERVISOR, USER, Address, Received, Role

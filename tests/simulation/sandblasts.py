@@ -27,7 +27,7 @@ from distbelief.data import DataShard, Samples, read_batch
 from distbelief.parameter_server.client.client import ParameterClient
 from distbelief.parameter_server.config import ClientConfig, ShardConfig
 from distbelief.parameter_server.layout import Layout, PartialView
-from distbelief.parameter_server.optimizers import SGD
+from distbelief.parameter_server.rules import SGD
 from distbelief.parameter_server.shard import Shard
 from distbelief.protocol import (
     BeginEvaluation,

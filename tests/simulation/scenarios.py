@@ -24,8 +24,8 @@ from distbelief.parameter_server import replication
 from distbelief.parameter_server.client.buffers import FetchResult
 from distbelief.parameter_server.config import ClientConfig, copy_names, other_copy
 from distbelief.parameter_server.layout import ElementType
-from distbelief.parameter_server.optimizers import UpdateRule
 from distbelief.parameter_server.policy import DOWNPOUR, ExchangePolicy
+from distbelief.parameter_server.rules import UpdateRule
 from distbelief.protocol import PushApplied, SaveCheckpoint, SessionRefused
 from distbelief.roles import role as rl
 from distbelief.simulation.cluster import SimulatedCluster

@@ -19,8 +19,8 @@ from torch import nn
 
 import distbelief
 from distbelief.config.presets import PRESETS, expand
-from distbelief.parameter_server.optimizers import UpdateRule
 from distbelief.parameter_server.policy import DOWNPOUR, ExchangePolicy, Round
+from distbelief.parameter_server.rules import UpdateRule
 from distbelief.protocol import push_fetch as pf
 from distbelief.roles.role import Address, Received, Seconds, Send
 from distbelief.simulation.driver import HandledEvent

@@ -7,8 +7,8 @@ from typing import Final
 import pytest
 
 from distbelief.config.job import StopTable
-from distbelief.parameter_server.optimizers import Adagrad
 from distbelief.parameter_server.policy import ExchangePolicy, Round
+from distbelief.parameter_server.rules import Adagrad
 from distbelief.roles import role as rl
 from distbelief.simulation.driver import Builder
 from distbelief.simulation.machines import Machine

@@ -10,8 +10,8 @@ from hypothesis import given, settings, strategies as st
 from torch import nn
 
 from distbelief.config.presets import PRESETS, expand
-from distbelief.parameter_server.optimizers import SGD, Momentum, UpdateRule
 from distbelief.parameter_server.policy import ExchangePolicy, Round
+from distbelief.parameter_server.rules import SGD, Momentum, UpdateRule
 from distbelief.protocol import StartTraining, Stop
 from distbelief.roles.role import Address
 from distbelief.simulation.faults import Delay, Drop, Duplicate, Fault, Kill, Pause

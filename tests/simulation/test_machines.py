@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from distbelief.data import DataShard, read_batch
-from distbelief.parameter_server.optimizers import SGD
+from distbelief.parameter_server.rules import SGD
 from distbelief.protocol import Finished, Stop
 from distbelief.roles.role import Address, PeerLost
 from distbelief.simulation.faults import Delay, Drop, Duplicate, Fault, Kill, Pause

@@ -8,8 +8,9 @@ import torch
 
 from distbelief.config.job import StopTable
 from distbelief.data import BatchCursor, DataShard
-from distbelief.parameter_server.optimizers import SGD, Cosine, Momentum
 from distbelief.parameter_server.policy import ExchangePolicy
+from distbelief.parameter_server.rules import SGD, Momentum
+from distbelief.parameter_server.schedules import Cosine
 from distbelief.roles.role import Address, Computed
 from distbelief.run.checkpoints import CheckpointStore
 from distbelief.run.directory import RunDirectory, Status

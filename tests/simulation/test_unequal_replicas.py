@@ -16,7 +16,7 @@ from distbelief.forecast.prepare import Preparation
 from distbelief.forecast.run import FinishedRun, run_simulated
 from distbelief.parameter_server.checkpoint import restore
 from distbelief.parameter_server.config import ShardConfig
-from distbelief.parameter_server.optimizers import SGD
+from distbelief.parameter_server.rules import SGD
 from distbelief.roles.role import Address
 from distbelief.simulation.faults import Fault, Kill
 from tests.distbelief.forecast.jobs import small

@@ -13,7 +13,7 @@ from distbelief.core.memory import PrivateMemory
 from distbelief.core.tensor_files import TensorFile
 from distbelief.errors import JobError, LocalProtocolError
 from distbelief.parameter_server.layout import Layout
-from distbelief.parameter_server.optimizers import SGD, Adagrad
+from distbelief.parameter_server.rules import SGD, Adagrad
 from distbelief.parameter_server.shard import Shard
 from distbelief.roles.role import Compute, Role, Started
 from distbelief.task.task import BuildContext, DataSpec, ModelSpec, TaskSpec, build_model

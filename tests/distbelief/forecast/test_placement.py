@@ -10,7 +10,7 @@ import pytest
 from distbelief import protocol as wire
 from distbelief.forecast.placement import PlacedCluster, memory_of, vectors_of_shard
 from distbelief.forecast.prepare import Preparation, PreparedJob
-from distbelief.parameter_server.optimizers import SGD, Adagrad, Adam, Momentum
+from distbelief.parameter_server.rules import SGD, Adagrad, Adam, Momentum, UpdateRule
 from distbelief.program.cluster import Cluster, Machine, uniform
 from distbelief.roles import role as rl
 from distbelief.supervisor.hosts import HERE, ClusterConfig
@@ -153,5 +153,7 @@ def test_the_state_of_all_rules_counts() -> None:
         vectors_of_shard(rule, n_clients=1, by_blocks=False)
         == 1 + len(rule.state(0, "f")) + len(Adam(learning_rate=1.0).state(0, "f")) + 2
     )
+    rule = msgspec.convert({"name": "AdamW", "amsgrad": True}, UpdateRule)
+    assert vectors_of_shard(rule, n_clients=1, by_blocks=False) == 1 + 3 + 2
     assert vectors_of_shard(SGD(learning_rate=1.0), n_clients=4, by_blocks=False) == 9
     assert vectors_of_shard(Adagrad(learning_rate=1.0), n_clients=4, by_blocks=True) == 12

@@ -18,8 +18,8 @@ from distbelief.graph.region import Region
 from distbelief.parameter_server.client.client import ParameterClient
 from distbelief.parameter_server.config import ClientConfig, ShardConfig
 from distbelief.parameter_server.layout import Layout, PartialView, TensorSpec
-from distbelief.parameter_server.optimizers import SGD, Adam, UpdateRule
 from distbelief.parameter_server.policy import ExchangePolicy, Round
+from distbelief.parameter_server.rules import SGD, Adam, UpdateRule
 from distbelief.parameter_server.shard import Shard
 from distbelief.parameter_server.slices import (
     WORD,

@@ -22,7 +22,8 @@ from distbelief.graph.region import Region
 from distbelief.parameter_server.checkpoint import restore
 from distbelief.parameter_server.config import ShardConfig
 from distbelief.parameter_server.layout import Layout, PartialView, TensorSpec
-from distbelief.parameter_server.optimizers import (
+from distbelief.parameter_server.policy import ExchangePolicy
+from distbelief.parameter_server.rules import (
     SGD,
     Adagrad,
     Adam,
@@ -31,7 +32,6 @@ from distbelief.parameter_server.optimizers import (
     check_groups,
     rule_of,
 )
-from distbelief.parameter_server.policy import ExchangePolicy
 from distbelief.parameter_server.shard import Shard
 from distbelief.protocol import SaveCheckpoint
 from distbelief.roles.role import Address, PeerJoined, Snapshot

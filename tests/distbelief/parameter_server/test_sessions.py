@@ -10,8 +10,8 @@ from distbelief.parameter_server import sessions
 from distbelief.parameter_server.client.buffers import Staleness
 from distbelief.parameter_server.config import ShardConfig
 from distbelief.parameter_server.layout import Layout, TensorSpec
-from distbelief.parameter_server.optimizers import SGD
 from distbelief.parameter_server.policy import ExchangePolicy
+from distbelief.parameter_server.rules import SGD
 from distbelief.parameter_server.sessions import PartialStaleness, PushBuffer, Session, Sessions
 from distbelief.parameter_server.slices import IndexRanges, ShardSlice
 from distbelief.parameter_server.store import ShardStore

@@ -16,7 +16,8 @@ from distbelief.errors import JobError, StorageError
 from distbelief.parameter_server.checkpoint import ShardState, take
 from distbelief.parameter_server.config import ShardConfig
 from distbelief.parameter_server.layout import Layout, TensorSpec
-from distbelief.parameter_server.optimizers import Adagrad, StepCounts
+from distbelief.parameter_server.rules import Adagrad
+from distbelief.parameter_server.step_counts import StepCounts
 from distbelief.program.placement import Placement
 from distbelief.program.plan import Plan, Target
 from distbelief.protocol import SessionRecord

@@ -11,7 +11,7 @@ import pytest
 from torch import nn
 
 from distbelief.errors import JobError, StorageError
-from distbelief.parameter_server.optimizers import SGD, Momentum, UpdateRule
+from distbelief.parameter_server.rules import SGD, Momentum, UpdateRule
 from distbelief.run_log import RunLog
 from distbelief.serve import server_process
 from distbelief.serve.address import ServerAddress, parameter_specs

@@ -8,8 +8,9 @@ import pytest
 from distbelief.algorithms.downpour import DOWNPOUR
 from distbelief.config.job import FIT_MAX, ClusterTable, Elastic
 from distbelief.errors import JobError, JobFileError
-from distbelief.parameter_server.optimizers import SGD, Adagrad, InverseTime
 from distbelief.parameter_server.policy import ExchangePolicy
+from distbelief.parameter_server.rules import SGD, Adagrad
+from distbelief.parameter_server.schedules import InverseTime
 from distbelief.worker.config import DownpourSettings, Pace
 
 

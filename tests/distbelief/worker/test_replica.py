@@ -16,7 +16,7 @@ from distbelief.execution.executor import StepResult
 from distbelief.parameter_server.client.buffers import FetchResult, PushResult
 from distbelief.parameter_server.client.client import ParameterClient
 from distbelief.parameter_server.layout import Layout, PartialView, TensorSpec
-from distbelief.parameter_server.optimizers import SGD
+from distbelief.parameter_server.rules import SGD
 from distbelief.roles.role import Action, Computed, Executor, Started
 from distbelief.worker.batches import BatchIndices, BatchSlice
 from distbelief.worker.config import DownpourSettings

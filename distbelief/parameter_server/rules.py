@@ -1,4 +1,4 @@
-"""Update rules: how a shard applies a pushed gradient, and learning rate schedules.
+"""Update rules: how a shard applies a pushed gradient.
 
     "sgd"       w -= r g                                       Robbins & Monro 1951
     "momentum"  b = m b + (1 - dampening) g; w -= r b          Polyak 1964
@@ -7,317 +7,38 @@
     "adagrad"   s += g^2; w -= r g / (sqrt(s) + epsilon)       Duchi et al. 2011
     "rmsprop"   s = a s + (1 - a) g^2; w -= r g / (sqrt(s) + epsilon)   Hinton 2012
     "adam"      Algorithm 1 of Kingma & Ba 2015, bias corrected
+    "AdamW", "NAdam", ...  a class of torch.optim that treats each element by itself
 
 w parameters, g *sum* of raw gradients (DB-7), r learning rate times schedule factor. First g is
 clipped to [-clip_value, clip_value], then weight decay is added (but see `Adam`). Rules work
-element by element with torch's fused kernels, so S shards give the bits of one (DB-13).
+element by element with torch's kernels, so S shards give the bits of one (DB-13).
 """
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import ClassVar, cast, final
+from functools import cached_property
+from typing import TYPE_CHECKING, ClassVar, Final, Union, cast, final
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 from typing_extensions import override
 
-from distbelief.core.arguments import check_call
+from distbelief.core import torch_optimizers
+from distbelief.core.arguments import CheckedArguments, require
 from distbelief.core.formatting import nearest
 from distbelief.core.vectors import ALIGNMENT, Vector
-from distbelief.errors import RemoteProtocolError, SettingError
-from distbelief.parameter_server import slices
+from distbelief.errors import SettingError
 from distbelief.parameter_server.layout import Layout
-from distbelief.parameter_server.slices import IndexRanges, Indices, ShardSlice, padded
+from distbelief.parameter_server.schedules import Constant, Schedule
+from distbelief.parameter_server.slices import IndexRanges, padded
+from distbelief.parameter_server.torch_steps import TorchSteps
 
-
-# --- schedules ---
-#
-#     name            factor(c), c = clock - n_warm_up
-#     "constant"      1
-#     "step"          decay ** floor(c / n_pushes)
-#     "exponential"   decay ** (c / n_pushes)
-#     "inverse_time"  1 / (1 + c / n_pushes)             Robbins & Monro 1951
-#     "cosine"        floor + (1 - floor) (1 + cos(pi c / n_pushes)) / 2, then floor
-#                                             Loshchilov & Hutter 2017, no restarts
-#
-# Before any of them comes an optional linear warm-up (Goyal et al. 2017, section 2.2): pushes
-# 0, 1, ... n_warm_up - 1 have the factors 1/n_warm_up, 2/n_warm_up, ... 1.
-#
-# A factor depends on the shard's clock only, so shards agree without messages, and a restored
-# shard continues where its snapshot was taken. With N replicas the clock rises N times as fast
-# as each replica's steps.
-
-
-def _check(
-    struct: msgspec.Struct, user: str, fields: str, fits: Callable[[float], bool], use: str
-) -> None:
-    """Raise SettingError if one of these fields, of those that the struct has, does not fit."""
-    for field in fields.split():
-        value = getattr(struct, field, None)
-        is_number = isinstance(value, int | float)
-        if value is not None and not (is_number and fits(value)):
-            raise SettingError(f"{user}: {field} is {value!r}; use {use}")
-
-
-_DECAY = "Give schedule, as in Cosine(n_pushes=1000)."
-_MOMENTUM = "Use Momentum, whose options are momentum, dampening and nesterov."
-# What options of torch's optimizers are here
-_ELSEWHERE = {
-    "alpha": "It is smoothing.",
-    "amsgrad": "Leave it out: no rule has it.",
-    "betas": "Give beta1 and beta2.",
-    "dampening": _MOMENTUM,
-    "lr_decay": _DECAY,
-    "momentum": _MOMENTUM,
-    "nesterov": _MOMENTUM,
-    "rho": "It is smoothing of RMSprop.",
-}
-
-
-class _Settings(msgspec.StructMeta):
-    """Makes rules and schedules, whose wrong arguments are a JobError and no TypeError."""
-
-    @override
-    def __call__(self, *arguments: object, **options: object) -> object:
-        check_call(self.__name__, inspect.signature(self), arguments, options, _ELSEWHERE)
-        return super().__call__(*arguments, **options)
-
-
-class _Schedule(
-    msgspec.Struct,
-    frozen=True,
-    kw_only=True,
-    forbid_unknown_fields=True,
-    tag_field="name",
-    metaclass=_Settings,
-):
-    n_warm_up: int = 0  # pushes over which the rate first rises
-
-    def __post_init__(self) -> None:
-        user = f"schedule {self.__struct_config__.tag!r}"
-        _check(self, user, "n_warm_up", lambda n: n >= 0, "a whole number of pushes, 0 or more")
-        _check(self, user, "n_pushes", lambda n: n >= 1, "a whole number of pushes, 1 or more")
-        _check(self, user, "decay", lambda x: 0.0 < x <= 1.0, "a number above 0, and at most 1")
-        _check(self, user, "floor", lambda x: 0.0 <= x <= 1.0, "a number from 0 to 1")
-
-    def factor(self, clock: int) -> float:
-        if clock < self.n_warm_up:
-            return min((clock + 1) / self.n_warm_up, 1.0)
-        return self._after_warm_up(clock - self.n_warm_up)
-
-    def _after_warm_up(self, c: int) -> float:
-        raise NotImplementedError
-
-
-@final
-class Constant(_Schedule, frozen=True, kw_only=True, tag="constant"):
-    """The learning rate as it is, after the warm-up."""
-
-    @override
-    def _after_warm_up(self, c: int) -> float:
-        return 1.0
-
-
-@final
-class Step(_Schedule, frozen=True, kw_only=True, tag="step"):
-    """The rate falls by `decay` after every `n_pushes`."""
-
-    n_pushes: int
-    decay: float
-
-    @override
-    def _after_warm_up(self, c: int) -> float:
-        return float(self.decay ** (c // self.n_pushes))
-
-
-@final
-class Exponential(_Schedule, frozen=True, kw_only=True, tag="exponential"):
-    """The rate falls smoothly by `decay` over every `n_pushes`."""
-
-    n_pushes: int
-    decay: float
-
-    @override
-    def _after_warm_up(self, c: int) -> float:
-        return float(self.decay ** (c / self.n_pushes))
-
-
-@final
-class InverseTime(_Schedule, frozen=True, kw_only=True, tag="inverse_time"):
-    """Half the rate after `n_pushes`, a third after twice as many, and so on."""
-
-    n_pushes: int
-
-    @override
-    def _after_warm_up(self, c: int) -> float:
-        return 1.0 / (1.0 + c / self.n_pushes)
-
-
-@final
-class Cosine(_Schedule, frozen=True, kw_only=True, tag="cosine"):
-    """Half a cosine wave down to `floor` over `n_pushes`, then `floor`."""
-
-    n_pushes: int
-    floor: float = 0.0
-
-    @override
-    def _after_warm_up(self, c: int) -> float:
-        done = min(c / self.n_pushes, 1.0)
-        return self.floor + (1.0 - self.floor) * (1.0 + math.cos(math.pi * done)) / 2.0
-
-
-Schedule = Constant | Step | Exponential | InverseTime | Cosine
-
-
-# --- push counts per element ---
-#
-#     pushes of everything          3
-#     pushes of [0, 64)             2      an element of [0, 64) has received 5
-#     pushes of [64, 128)           1
-#
-# On the wire and in snapshots: per part its count, its number of stripes and the stripes; the
-# whole vector comes first, with no stripes.
-
-N_STRIPES_MAX = 1 << 14
-"""Limit of all parts together: with their counts they fit into one array frame."""
-
-_N_PUSHES_MAX = 1 << 53
-
-_WORDS = 4  # of a stripe
-
-
-@final
-@dataclass(slots=True, eq=False)
-class _SliceCount:
-    stripes: Indices
-    ranges: IndexRanges
-    n_pushes: int = 0
-
-
-@final
-class StepCounts:
-    """How many pushes each element of a shard has received.
-
-    This is the clock of the update rule. The shard's clock counts all pushes, but the ranks of a
-    partitioned replica push parts: the shard's clock rises with each while every element receives
-    one. Adam's bias correction and schedules therefore count per element, so that a replica
-    trains bit-identically on one machine or several.
-    """
-
-    def __init__(self, n_whole: int = 0) -> None:
-        self.n_whole = n_whole  # pushes of the whole vector
-        self._parts: dict[bytes, _SliceCount] = {}
-
-    @classmethod
-    def read(cls, words: Vector, *, size: int) -> "StepCounts":
-        """Return counts that another incarnation or copy wrote, or raise RemoteProtocolError."""
-        if words.dtype != np.int64 or len(words) < 2 or words[1] != 0:
-            raise RemoteProtocolError(f"{len(words)} numbers of {words.dtype} are not push counts")
-        steps, at = cls(_count(int(words[0]))), 2
-        while at < len(words):
-            n_pushes = _count(int(words[at]))
-            n_words = int(words[at + 1]) * _WORDS if at + 1 < len(words) else 0
-            stripes = words[at + 2 : at + 2 + max(n_words, 0)]
-            if n_words <= 0 or len(stripes) < n_words:
-                raise RemoteProtocolError("push counts end in the middle of a part")
-            held = IndexRanges.from_wire(stripes, size=size)
-            steps._parts[held.key] = _SliceCount(held.stripes(), held, n_pushes)
-            at += 2 + n_words
-        return steps
-
-    def to_wire(self) -> Indices:
-        words = [np.array([self.n_whole, 0], np.int64)]
-        for part in self._parts.values():
-            if part.n_pushes:
-                head = [part.n_pushes, len(part.stripes) // _WORDS]
-                words += [np.array(head, np.int64), part.stripes]
-        return np.concatenate(words)
-
-    @property
-    def parts(self) -> tuple[tuple[IndexRanges, int], ...]:
-        return tuple((part.ranges, part.n_pushes) for part in self._parts.values() if part.n_pushes)
-
-    @property
-    def n_pushes(self) -> int:
-        # A push by all ranks of a partitioned replica counts once: the minimum over the elements
-        # that were ever pushed.
-        parts = self.parts
-        if not parts:
-            return self.n_whole
-        bounds = IndexRanges.ends(held for held, _ in parts)
-        counts = np.zeros(len(bounds) - 1, np.int64)
-        for held, n_pushes in parts:
-            counts += n_pushes * held.mask(bounds)
-        return self.n_whole + int(counts[counts > 0].min())
-
-    def register(self, shard_slice: ShardSlice) -> str | None:
-        """Admit pushes of a client with this slice; return the reason if that is impossible."""
-        if not shard_slice.n_elements or shard_slice.ranges is None:
-            return None
-        part = self._part(shard_slice)
-        n = sum(len(part.stripes) // _WORDS for part in self._parts.values())
-        if n <= N_STRIPES_MAX and len(part.stripes) // _WORDS <= slices.N_STRIPES_MAX:
-            return None
-        if not part.n_pushes:
-            del self._parts[shard_slice.key]
-        return (
-            f"its clients need {n} stripes, of {N_STRIPES_MAX} at most, and "
-            f"{slices.N_STRIPES_MAX} for one: partition replicas alike, or use more shards"
-        )
-
-    def add(self, shard_slice: ShardSlice, *, n_pushes: int = 1) -> None:
-        if shard_slice.ranges is None:
-            self.n_whole += n_pushes
-        elif shard_slice.n_elements:
-            self._part(shard_slice).n_pushes += n_pushes
-
-    def at(self, inner: IndexRanges, *, shard_slice: ShardSlice) -> list[tuple[int, IndexRanges]]:
-        """Return some of a client's elements by how many pushes they have received, fewest first.
-
-        `inner` are these elements, `shard_slice` all of the client's.
-        """
-        n_pushes = self.n_whole
-        others: list[_SliceCount] = []
-        for key, part in self._parts.items():
-            if key == shard_slice.key:
-                n_pushes += part.n_pushes
-            elif part.n_pushes and inner.overlaps(part.ranges):
-                others.append(part)
-        if not others:
-            return [(n_pushes, inner)] if inner.n_elements else []
-        bounds = IndexRanges.ends([inner, *(part.ranges for part in others)])
-        counts = np.full(len(bounds) - 1, n_pushes)
-        for part in others:
-            counts += part.n_pushes * part.ranges.mask(bounds)
-        inside = inner.mask(bounds)
-        groups = [(int(count), inside & (counts == count)) for count in np.unique(counts[inside])]
-        return [
-            (count, IndexRanges.of(bounds[:-1][chosen], bounds[1:][chosen]))
-            for count, chosen in groups
-        ]
-
-    def _part(self, shard_slice: ShardSlice) -> _SliceCount:
-        part = self._parts.get(shard_slice.key)
-        if part is None:
-            assert shard_slice.ranges is not None
-            part = _SliceCount(shard_slice.ranges.stripes(), shard_slice.ranges)
-            self._parts[shard_slice.key] = part
-        return part
-
-
-def _count(n_pushes: int) -> int:
-    if not 0 <= n_pushes <= _N_PUSHES_MAX:
-        raise RemoteProtocolError(f"{n_pushes} pushes; a count is 0 to {_N_PUSHES_MAX}")
-    return n_pushes
-
-
-# --- rules ---
 
 State = dict[str, Vector]  # by name; each (n,), n as the parameters
 Tensors = Mapping[str, Tensor]  # a state, or a piece of it
@@ -327,22 +48,37 @@ _PIECE = 1 << 18
 make the cost of a call small. A multiple of `ALIGNMENT`."""
 
 
+_DECAY: Final = "Give schedule, as in Cosine(n_pushes=1000)."
+_MOMENTUM: Final = "Use Momentum, whose options are momentum, dampening and nesterov."
+
+
 class _Rule(
     msgspec.Struct,
     frozen=True,
     kw_only=True,
     forbid_unknown_fields=True,
     tag_field="name",
-    metaclass=_Settings,
+    metaclass=CheckedArguments,
 ):
+    # What options of torch's optimizers are here.
+    elsewhere: ClassVar[Mapping[str, str]] = {
+        "alpha": "It is smoothing.",
+        "amsgrad": "Leave it out: no rule has it.",
+        "betas": "Give beta1 and beta2.",
+        "dampening": _MOMENTUM,
+        "lr_decay": _DECAY,
+        "momentum": _MOMENTUM,
+        "nesterov": _MOMENTUM,
+        "rho": "It is smoothing of RMSprop.",
+    }
     adaptive: ClassVar[bool] = False  # each element has its own rate
     several_passes: ClassVar[bool] = False  # over the memory: there is no fused kernel
     counts_pushes: ClassVar[bool] = False  # the rule itself needs the clock
+    has_velocity: ClassVar[bool] = False  # it moves on in the direction of earlier pushes
     state_names: ClassVar[tuple[str, ...]] = ()  # of vectors that begin as zeros
 
     learning_rate: float
     schedule: Schedule = Constant()
-    weight_decay: float = 0.0
     clip_value: float | None = None  # per element of the gradient as pushed
     # Rules of other tensors, by a pattern of their names, such as "*.bias": the first that matches.
     groups: "Mapping[str, UpdateRule]" = {}
@@ -357,18 +93,18 @@ class _Rule(
         if not isinstance(self.schedule, Schedule):
             raise SettingError(
                 f"rule {self.name!r}: schedule is {self.schedule!r}; use one of "
-                "distbelief.parameter_server.optimizers, as in Cosine(n_pushes=1)"
+                "distbelief.parameter_server.schedules, as in Cosine(n_pushes=1)"
             )
         user = f"rule {self.name!r}"
         finite = "learning_rate weight_decay epsilon initial_accumulator"
-        _check(self, user, finite, lambda x: 0.0 <= x < math.inf, "a finite number, 0 or more")
+        require(self, user, finite, lambda x: 0.0 <= x < math.inf, "a finite number, 0 or more")
         below_1 = "a number from 0 up to, not including, 1"
-        _check(self, user, "momentum smoothing beta1 beta2", lambda x: 0.0 <= x < 1.0, below_1)
-        _check(self, user, "dampening", lambda x: 0.0 <= x <= 1.0, "a number from 0 to 1")
+        require(self, user, "momentum smoothing beta1 beta2", lambda x: 0.0 <= x < 1.0, below_1)
+        require(self, user, "dampening", lambda x: 0.0 <= x <= 1.0, "a number from 0 to 1")
         n_workers = "1 or more, such as the number of workers"
         above_0 = "a number above 0, or leave it out"
-        _check(self, user, "n_pushes", lambda n: n >= 1, n_workers)
-        _check(self, user, "clip_value", lambda x: 0.0 < x < math.inf, above_0)
+        require(self, user, "n_pushes", lambda n: n >= 1, n_workers)
+        require(self, user, "clip_value", lambda x: 0.0 < x < math.inf, above_0)
 
     @property
     def name(self) -> str:
@@ -421,8 +157,15 @@ class _Rule(
         raise NotImplementedError
 
 
+class _OwnRule(_Rule, frozen=True, kw_only=True):
+    # Those with a fused kernel of torch call it: for the 2^16 elements of a piece of a partial
+    # push it takes 16 to 37 us, and an optimizer around it 50 to 90 us more.
+
+    weight_decay: float = 0.0
+
+
 @final
-class SGD(_Rule, frozen=True, kw_only=True, tag="sgd"):
+class SGD(_OwnRule, frozen=True, kw_only=True, tag="sgd"):
     """Stochastic gradient descent as in `torch.optim.SGD`, without state."""
 
     @override
@@ -431,7 +174,7 @@ class SGD(_Rule, frozen=True, kw_only=True, tag="sgd"):
 
 
 @final
-class Momentum(_Rule, frozen=True, kw_only=True, tag="momentum"):
+class Momentum(_OwnRule, frozen=True, kw_only=True, tag="momentum"):
     """Heavy-ball momentum (Polyak 1964) or Nesterov's, as in `torch.optim.SGD`.
 
     The velocity starts as the first gradient, undampened. The rate multiplies the velocity when
@@ -439,6 +182,7 @@ class Momentum(_Rule, frozen=True, kw_only=True, tag="momentum"):
     """
 
     counts_pushes: ClassVar[bool] = True  # the first push sets the velocity
+    has_velocity: ClassVar[bool] = True
     state_names: ClassVar[tuple[str, ...]] = ("velocity",)
 
     momentum: float = 0.9
@@ -460,7 +204,7 @@ class Momentum(_Rule, frozen=True, kw_only=True, tag="momentum"):
 
 
 @final
-class DelayedNesterov(_Rule, frozen=True, kw_only=True, tag="delayed_nesterov"):
+class DelayedNesterov(_OwnRule, frozen=True, kw_only=True, tag="delayed_nesterov"):
     """Nesterov's momentum of the mean of `n_pushes` pushes (Liu et al. 2024, section 5, c = 0).
 
     Each push moves the parameters by its share at once; the velocity follows after the last one.
@@ -488,7 +232,7 @@ class DelayedNesterov(_Rule, frozen=True, kw_only=True, tag="delayed_nesterov"):
 
 
 @final
-class Adagrad(_Rule, frozen=True, kw_only=True, tag="adagrad"):
+class Adagrad(_OwnRule, frozen=True, kw_only=True, tag="adagrad"):
     """A rate per parameter that falls with the gradients seen (Duchi et al. 2011).
 
     Dean et al. 2012, section 4.1: "eta_i,K = gamma / sqrt(sum_j=1..K dw_i,j^2)"; gamma is
@@ -522,8 +266,8 @@ class Adagrad(_Rule, frozen=True, kw_only=True, tag="adagrad"):
 
 
 @final
-class RMSprop(_Rule, frozen=True, kw_only=True, tag="rmsprop"):
-    """Adagrad with a decaying average (Tieleman & Hinton 2012), as in `torch.optim.RMSprop`.
+class RMSprop(_OwnRule, frozen=True, kw_only=True, tag="rmsprop", dict=True):
+    """Adagrad with a decaying average (Tieleman & Hinton 2012), by `torch.optim.RMSprop`.
 
     Torch has no fused kernel for it: five passes, over pieces that stay in the cache.
     """
@@ -540,22 +284,28 @@ class RMSprop(_Rule, frozen=True, kw_only=True, tag="rmsprop"):
         names = ("mean_square", "velocity") if self.momentum else ("mean_square",)
         return {name: np.zeros(n, dtype) for name in names}
 
+    @cached_property
+    def _steps(self) -> TorchSteps:
+        keywords = {
+            "alpha": self.smoothing,
+            "momentum": self.momentum,
+            "weight_decay": self.weight_decay,
+        }
+        return TorchSteps(
+            lambda parameters: torch_optimizers.optimizer("RMSprop", parameters, keywords),
+            rate=self.rate,
+        )
+
     @override
     def _update(self, w: Tensor, g: Tensor, state: Tensors, *, clock: int) -> None:
-        if self.weight_decay:
-            g = g.add(w, alpha=self.weight_decay)
-        mean_square = state["mean_square"].mul_(self.smoothing)
-        mean_square.addcmul_(g, g, value=1.0 - self.smoothing)
-        root = mean_square.sqrt().add_(max(self.epsilon, _denominator_min(w.dtype)))
-        if self.momentum:
-            velocity = state["velocity"].mul_(self.momentum).addcdiv_(g, root)
-            w.add_(velocity, alpha=-self.rate(clock))
-        else:
-            w.addcdiv_(g, root, value=-self.rate(clock))
+        names = {"square_avg": "mean_square", "momentum_buffer": "velocity"}
+        own = {key: state[names[key]] for key in self._steps.begins}
+        eps = max(self.epsilon, _denominator_min(w.dtype))
+        self._steps.later(w, g, own, clock=clock, eps=eps)
 
 
 @final
-class Adam(_Rule, frozen=True, kw_only=True, tag="adam"):
+class Adam(_OwnRule, frozen=True, kw_only=True, tag="adam"):
     """Adaptive moments (Kingma & Ba 2015, Algorithm 1), as in `torch.optim.Adam`.
 
     The clock is the step t of the bias correction. With `decoupled_weight_decay` the parameters
@@ -564,6 +314,7 @@ class Adam(_Rule, frozen=True, kw_only=True, tag="adam"):
 
     adaptive: ClassVar[bool] = True
     counts_pushes: ClassVar[bool] = True  # for the bias correction
+    has_velocity: ClassVar[bool] = True
     state_names: ClassVar[tuple[str, ...]] = ("mean", "mean_square")
 
     beta1: float = 0.9
@@ -592,7 +343,123 @@ class Adam(_Rule, frozen=True, kw_only=True, tag="adam"):
         )
 
 
-UpdateRule = SGD | Momentum | DelayedNesterov | Adagrad | RMSprop | Adam
+# --- rules by torch ---
+
+
+class TorchRule(_Rule, frozen=True, kw_only=True, dict=True):
+    """An elementwise optimizer of `torch.optim`, by the name of its class and with its keywords.
+
+    The clock is the number of its steps. What it gives are the bits of that optimizer in one
+    process; a class for which that does not hold, as its steps depend on whole tensors, is refused.
+    """
+
+    adaptive: ClassVar[bool] = True
+    several_passes: ClassVar[bool] = True
+    counts_pushes: ClassVar[bool] = True
+    keywords: ClassVar[tuple[str, ...]]
+
+    learning_rate: float = msgspec.field(name="lr")
+
+    @override
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        user = f"rule {self.name!r}"
+        require(self, user, "eps", lambda x: 0.0 < x < math.inf, "a finite number above 0")
+        with torch_optimizers.explaining(self.name, self._options, where=user):
+            is_elementwise = self._gives_bits_of_whole_tensors()
+        if not is_elementwise:
+            raise SettingError(
+                f"{user}: its steps depend on whole tensors, of which a shard holds parts: use an "
+                "optimizer that treats each element by itself, such as 'AdamW'"
+            )
+
+    @property
+    def has_velocity(self) -> bool:  # type: ignore[override]
+        return bool({"exp_avg", "momentum_buffer"} & self._steps.begins.keys())
+
+    def _made(self, parameters: Sequence[nn.Parameter]) -> Optimizer:
+        return torch_optimizers.optimizer(self.name, parameters, self._options)
+
+    @property
+    def _options(self) -> dict[str, object]:
+        return {"lr": self.learning_rate} | {name: getattr(self, name) for name in self.keywords}
+
+    @cached_property
+    def _steps(self) -> TorchSteps:
+        return TorchSteps(self._made, rate=self.rate)
+
+    @override
+    def state(self, n: int, dtype: npt.DTypeLike) -> State:
+        return {name: np.full(n, value, dtype) for name, value in self._steps.begins.items()}
+
+    @override
+    def _update(self, w: Tensor, g: Tensor, state: Tensors, *, clock: int) -> None:
+        if clock == 0:
+            self._steps.first(w, g, state)
+        else:
+            self._steps.later(w, g, state, clock=clock)
+
+    def _gives_bits_of_whole_tensors(self) -> bool:
+        start = torch.linspace(-1.0, 1.0, 2 * ALIGNMENT).view(2, ALIGNMENT)
+        whole = nn.Parameter(start.clone())
+        optimizer = self._made([whole])
+        parts = [row.clone() for row in start]
+        states = [
+            {name: torch.from_numpy(one) for name, one in self.state(ALIGNMENT, "f").items()}
+            for _ in parts
+        ]
+        for clock in range(3):
+            # The rows differ in size, so that a mean over both would show.
+            gradient = (start * (7.0 + clock)).sin() * torch.tensor([[1.0], [100.0]])
+            whole.grad = gradient.clone()
+            optimizer.param_groups[0]["lr"] = self.rate(clock)
+            optimizer.step()
+            for part, row, state in zip(parts, gradient, states, strict=True):
+                self._update(part, row.clone(), state, clock=clock)
+        return torch.equal(whole.detach(), torch.stack(parts))
+
+
+_UNFIT_KEYWORDS: Final = {"capturable", "differentiable"}  # of no use on a shard
+
+
+def _torch_rule(name: str, kind: type[Optimizer]) -> type[TorchRule]:
+    fields: dict[str, object] = {}
+    types: dict[str, object] = {}
+    for key, one in inspect.signature(kind).parameters.items():
+        default = one.default
+        if key == "lr":
+            types["learning_rate"] = float
+            fields["learning_rate"] = msgspec.field(default=default, name="lr")
+        elif default is None or isinstance(default, bool):
+            types[key], fields[key] = (bool if isinstance(default, bool) else bool | None), default
+        elif isinstance(default, tuple):
+            types[key] = tuple.__class_getitem__((float,) * len(default))
+            fields[key] = default
+        elif isinstance(default, int | float):
+            types[key], fields[key] = float, float(default)
+    for key in _UNFIT_KEYWORDS & types.keys():
+        del types[key], fields[key]
+    keywords = tuple(key for key in types if key != "learning_rate")
+    body = {"__annotations__": types, "__module__": __name__, "__doc__": kind.__doc__, **fields}
+    body |= {"keywords": keywords, "elsewhere": {}, "adaptive": kind is not _SGD}
+    made = CheckedArguments(name, (TorchRule,), body, tag=name, frozen=True, kw_only=True)
+    return cast("type[TorchRule]", made)
+
+
+_SGD: Final = torch.optim.SGD  # the rate of all elements is the same
+
+TORCH_RULES: Final = {
+    name: _torch_rule(name, kind)
+    for name, kind in torch_optimizers.kinds_of(torch.optim, Optimizer).items()
+    if name not in torch_optimizers.OF_WHOLE_TENSORS
+}
+
+if TYPE_CHECKING:
+    UpdateRule = SGD | Momentum | DelayedNesterov | Adagrad | RMSprop | Adam | TorchRule
+else:
+    UpdateRule = Union[
+        (SGD, Momentum, DelayedNesterov, Adagrad, RMSprop, Adam, *TORCH_RULES.values())
+    ]
 
 
 # --- groups ---

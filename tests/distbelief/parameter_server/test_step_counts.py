@@ -5,11 +5,12 @@ import pytest
 from hypothesis import given, strategies as st
 
 from distbelief.core.vectors import Vector
-from distbelief.parameter_server import optimizers as module, slices as slice_table
+from distbelief.parameter_server import slices as slice_table, step_counts as module
 from distbelief.parameter_server.checkpoint import reshard
 from distbelief.parameter_server.layout import Layout, TensorSpec
-from distbelief.parameter_server.optimizers import SGD, StepCounts
+from distbelief.parameter_server.rules import SGD
 from distbelief.parameter_server.slices import IndexRanges, Indices, ShardSlice, SliceTable
+from distbelief.parameter_server.step_counts import StepCounts
 
 
 SIZE = 64

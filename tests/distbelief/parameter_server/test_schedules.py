@@ -4,7 +4,7 @@ import msgspec
 import pytest
 from hypothesis import given, strategies as st
 
-from distbelief.parameter_server.optimizers import (
+from distbelief.parameter_server.schedules import (
     Constant,
     Cosine,
     Exponential,

@@ -3,7 +3,7 @@
 import math
 import threading
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Literal
 
 import msgspec
@@ -13,24 +13,24 @@ import torch
 from hypothesis import given, settings, strategies as st
 from numpy.typing import NDArray
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from distbelief.core.vectors import Vector
+from distbelief.parameter_server import rules
 from distbelief.parameter_server.layout import Layout, TensorSpec
-from distbelief.parameter_server.optimizers import (
+from distbelief.parameter_server.rules import (
     SGD,
     Adagrad,
     Adam,
-    Constant,
-    Cosine,
     DelayedNesterov,
-    InverseTime,
     Momentum,
     RMSprop,
     State,
-    Step,
     UpdateRule,
 )
+from distbelief.parameter_server.schedules import Constant, Cosine, InverseTime, Step
 from tests.distbelief.parameter_server.pair import gather, scatter
+from tests.elsewhere import ended
 
 
 ElementType = Literal["float32", "float64"]
@@ -85,6 +85,29 @@ RULES: list[UpdateRule] = [
     *(rule for rule, _ in PAIRS),
     DelayedNesterov(learning_rate=0.1, n_pushes=3, weight_decay=0.1),
 ]
+# Classes of torch.optim by name: those with numbers in their state, with vectors that do not begin
+# as zeros, with a first step of another kind, with fused kernels.
+TABLES: list[tuple[str, dict[str, object]]] = [
+    ("ASGD", {"lr": 0.1, "t0": 2.0, "lambd": 0.1}),
+    ("Adadelta", {"weight_decay": 0.1}),
+    ("Adagrad", {"lr": 0.1, "initial_accumulator_value": 0.5, "lr_decay": 0.1}),
+    ("AdamW", {"lr": 0.01, "betas": (0.8, 0.9), "amsgrad": True}),
+    ("AdamW", {"lr": 0.01, "fused": True}),
+    ("Adamax", {"lr": 0.01}),
+    ("NAdam", {"lr": 0.01, "decoupled_weight_decay": True, "weight_decay": 0.1}),
+    ("RAdam", {"lr": 0.01, "betas": (0.5, 0.6)}),
+    ("RMSprop", {"centered": True, "momentum": 0.5}),
+    ("Rprop", {"lr": 0.1}),
+    ("SGD", {"lr": 0.1, "momentum": 0.9, "dampening": 0.5}),
+    ("SGD", {"lr": 0.1, "momentum": 0.9, "nesterov": True, "maximize": True}),
+]
+OF_TORCH: list[UpdateRule] = [
+    msgspec.convert({"name": name, **keywords}, UpdateRule) for name, keywords in TABLES
+]
+PAIRS += [
+    (rule, partial(getattr(torch.optim, name), **keywords))
+    for rule, (name, keywords) in zip(OF_TORCH, TABLES, strict=True)
+]
 SETTINGS: list[dict[str, object]] = [
     {},
     {"weight_decay": 0.05},
@@ -92,6 +115,12 @@ SETTINGS: list[dict[str, object]] = [
     {"clip_value": 0.5, "weight_decay": 0.05, "schedule": Cosine(n_pushes=5, n_warm_up=2)},
     {"schedule": Step(n_pushes=2, decay=0.5)},
 ]
+
+
+def with_settings(rule: UpdateRule, chosen: dict[str, object]) -> UpdateRule:
+    """Return the rule with those of the settings that it has."""
+    known = {key: value for key, value in chosen.items() if hasattr(rule, key)}
+    return msgspec.structs.replace(rule, **known)
 
 
 def claim(rule: UpdateRule) -> str:
@@ -158,7 +187,7 @@ def test_a_rule_gives_the_bits_of_torch_optim(
     np.testing.assert_array_equal(trained(rule, start, pushes), expected)
 
 
-@pytest.mark.parametrize("rule", RULES, ids=claim)
+@pytest.mark.parametrize("rule", [*RULES, *OF_TORCH], ids=claim)
 def test_a_worker_thread_gives_the_bits_of_the_main_thread(rule: UpdateRule) -> None:
     n = 64 * 1001
     start = start_of(n, "float32")
@@ -248,7 +277,7 @@ def test_zero_gradients_leave_parameters_alone(rule: UpdateRule, dtype: ElementT
 def test_padding_stays_zero(
     rule: UpdateRule, settings_: dict[str, object], dtype: ElementType
 ) -> None:
-    rule = msgspec.structs.replace(rule, **settings_)
+    rule = with_settings(rule, settings_)
     start = start_of(128, dtype)
     pushes = gradients(128)
     start[100:] = 0.0
@@ -334,7 +363,7 @@ def trained_on_shards(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rule", RULES, ids=claim)
+@pytest.mark.parametrize("rule", [*RULES, *OF_TORCH], ids=claim)
 @settings(max_examples=12)
 @given(specs=nets(), n_shards=st.integers(2, 7), settings_=st.sampled_from(SETTINGS))
 def test_any_number_of_shards_gives_the_same_bits(
@@ -345,7 +374,7 @@ def test_any_number_of_shards_gives_the_same_bits(
     settings_: dict[str, object],
 ) -> None:
     """DB-13, for Adagrad and for every other rule."""
-    rule = msgspec.structs.replace(rule, **settings_)
+    rule = with_settings(rule, settings_)
     whole = trained_on_shards(rule, specs, n_shards=1, dtype=dtype)
     cut = trained_on_shards(rule, specs, n_shards=n_shards, dtype=dtype)
     for one, other in zip(whole, cut, strict=True):
@@ -353,7 +382,7 @@ def test_any_number_of_shards_gives_the_same_bits(
 
 
 @pytest.mark.parametrize("n_shards", [1, 5])
-@pytest.mark.parametrize("rule", RULES, ids=claim)
+@pytest.mark.parametrize("rule", [*RULES, *OF_TORCH], ids=claim)
 def test_shards_of_megabytes_give_the_same_bits_in_pieces_too(
     rule: UpdateRule, n_shards: int
 ) -> None:
@@ -374,11 +403,11 @@ def test_shards_of_megabytes_give_the_same_bits_in_pieces_too(
 
 
 @pytest.mark.parametrize("settings_", SETTINGS)
-@pytest.mark.parametrize("rule", RULES, ids=claim)
+@pytest.mark.parametrize("rule", [*RULES, *OF_TORCH], ids=claim)
 def test_the_gradient_is_left_as_it_was_pushed(
     rule: UpdateRule, settings_: dict[str, object]
 ) -> None:
-    rule = msgspec.structs.replace(rule, **settings_)
+    rule = with_settings(rule, settings_)
     gradient = gradients(128)[0]
     pushed = gradient.copy()
     values = np.ones(128)
@@ -386,7 +415,7 @@ def test_the_gradient_is_left_as_it_was_pushed(
     assert gradient.tobytes() == pushed.tobytes()
 
 
-@pytest.mark.parametrize("rule", RULES, ids=claim)
+@pytest.mark.parametrize("rule", [*RULES, *OF_TORCH], ids=claim)
 def test_a_rule_continues_from_its_saved_state(rule: UpdateRule) -> None:
     """A shard restored from a snapshot gives the bits of one that never died."""
     start = start_of(128, "float32")
@@ -401,6 +430,73 @@ def test_a_rule_continues_from_its_saved_state(rule: UpdateRule) -> None:
     assert values.tobytes() == trained(rule, start, pushes).tobytes()
 
 
+def test_a_rule_of_torch_has_the_bits_of_its_class_where_elements_differ_in_their_clocks() -> None:
+    """As ranks push: each call applies one element's steps, at clocks that rise and fall."""
+    nadam: UpdateRule = msgspec.convert({"name": "NAdam", "lr": 0.1}, UpdateRule)
+    start, pushes = start_of(64, "float32"), gradients(64, n_pushes=20)
+    early, late = start.copy(), start.copy()
+    states = [nadam.state(64, "float32") for _ in range(2)]
+    for clock, gradient in enumerate(pushes):
+        nadam.apply(early, gradient.astype("float32"), states[0], clock=clock)
+        if clock >= 15:
+            again = clock - 15
+            nadam.apply(late, pushes[again].astype("float32"), states[1], clock=again)
+    assert early.tobytes() == trained(nadam, start, pushes).tobytes()
+    assert late.tobytes() == trained(nadam, start, pushes[:5]).tobytes()
+
+
+class ByNorm(Optimizer):
+    """As a class that torch may get: its step divides by the norm of a tensor."""
+
+    def __init__(self, params: list[Parameter], lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @override
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            parameter.sub_(parameter.grad / parameter.grad.norm())
+
+
+def test_a_rule_whose_steps_depend_on_whole_tensors_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.optim, "ByNorm", ByNorm, raising=False)
+    kind = rules._torch_rule("ByNorm", ByNorm)
+    with pytest.raises(ValueError, match=r"'ByNorm': its steps depend on whole tensors, .* as 'A"):
+        kind(learning_rate=0.1)
+
+
+def test_a_rule_of_torch_does_not_import_torchs_compiler() -> None:
+    """It takes six seconds of every process."""
+    code = (
+        "import sys, msgspec, numpy\n"
+        "from distbelief.parameter_server.rules import UpdateRule\n"
+        "rule = msgspec.convert({'name': 'AdamW'}, UpdateRule)\n"
+        "w = numpy.zeros(64, 'f')\n"
+        "rule.apply(w, w, rule.state(64, 'f'), clock=0)\n"
+        "print('torch._dynamo' in sys.modules)\n"
+    )
+    assert ended(code).stdout.split() == ["False"]
+
+
+def test_a_rule_of_torch_has_the_vectors_of_its_class() -> None:
+    names = [(rule.name, sorted(rule.state(0, "f"))) for rule in OF_TORCH]
+    assert names == [
+        ("ASGD", ["ax"]),
+        ("Adadelta", ["acc_delta", "square_avg"]),
+        ("Adagrad", ["sum"]),
+        ("AdamW", ["exp_avg", "exp_avg_sq", "max_exp_avg_sq"]),
+        ("AdamW", ["exp_avg", "exp_avg_sq"]),
+        ("Adamax", ["exp_avg", "exp_inf"]),
+        ("NAdam", ["exp_avg", "exp_avg_sq"]),
+        ("RAdam", ["exp_avg", "exp_avg_sq"]),
+        ("RMSprop", ["grad_avg", "momentum_buffer", "square_avg"]),
+        ("Rprop", ["prev", "step_size"]),
+        ("SGD", ["momentum_buffer"]),
+        ("SGD", ["momentum_buffer"]),
+    ]
+
+
 def test_rules_know_whether_each_element_has_a_rate_of_its_own() -> None:
     assert {rule.name: rule.adaptive for rule in RULES} == {
         "sgd": False,
@@ -412,7 +508,7 @@ def test_rules_know_whether_each_element_has_a_rate_of_its_own() -> None:
     }
 
 
-@pytest.mark.parametrize("rule", RULES, ids=claim)
+@pytest.mark.parametrize("rule", [*RULES, *OF_TORCH], ids=claim)
 def test_a_rule_survives_the_job_file(rule: UpdateRule) -> None:
     table = msgspec.to_builtins(rule)
     assert table["name"] == rule.name
