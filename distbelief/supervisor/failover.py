@@ -47,7 +47,7 @@ class PrimaryElection:
     """Chooses the primary of one shard and its backup.
 
     * The term rises with every decision, so that of two primaries everybody believes the later.
-      Only the latest `Promote` is repeated, until the primary's counter "pairing" confirms it.
+      Only the latest `Promote` is repeated, until the primary's counter "term" confirms it.
     * A backup takes over only if it is in sync for the present term. A primary acknowledges alone
       only by a later term than that, so a new primary has every acknowledged push.
     * Each `Promote` names the incarnations of both copies: a name is not enough, for a message to a
