@@ -15,7 +15,7 @@ from distbelief.roles.role import Role
 from distbelief.task.task import BuildContext
 from distbelief.worker import build as roles
 from distbelief.worker.config import DownpourSettings
-from distbelief.worker.local_steps import OF_WHOLE_TENSORS
+from distbelief.worker.inner import OF_WHOLE_TENSORS
 
 
 @final

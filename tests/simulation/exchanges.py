@@ -28,7 +28,7 @@ from distbelief.roles.role import Action, Address, PeerLost, Seconds
 from distbelief.simulation.driver import HandledEvent
 from distbelief.simulation.faults import Duplicate, Fault, Slow
 from distbelief.simulation.machines import TraceKind
-from distbelief.worker.local_steps import LocalSteps
+from distbelief.worker.exchange import LocalSteps
 from tests.simulation import invariants as iv
 from tests.simulation.invariants import Invariant, Scene
 from tests.simulation.scenarios import Play, Scenario, scenario_of, set_for
@@ -535,9 +535,11 @@ def inner_state_is_kept_across_a_lost_anchor(patch: Patch) -> None:
     whole = LocalSteps.restart
 
     def restart(self: LocalSteps) -> None:
-        state = self._optimizer
+        inner = self._inner
+        assert inner is not None
+        state = inner._optimizer
         whole(self)
-        self._optimizer = state
+        inner._optimizer = state
 
     patch.setattr(LocalSteps, "restart", restart)
 

@@ -632,9 +632,17 @@ class ParameterClient:
         targets = self._begin_push(fetched_clocks, touched=tensors if skip_missing else None)
         return partial(bf.PushDraft(targets, self._specs).put_all, tensors)
 
-    def draft(self, *, fetched_clocks: Sequence[int] | None = None) -> bf.PushDraft:
-        """Return a push to fill tensor by tensor in the executor, as `stage`; call `staged`."""
-        return bf.PushDraft(self._begin_push(fetched_clocks), self._specs)
+    def draft(
+        self,
+        *,
+        fetched_clocks: Sequence[int] | None = None,
+        touched: Sequence[torch.Tensor | None] | None = None,
+    ) -> bf.PushDraft:
+        """Return a push to fill tensor by tensor in the executor, as `stage`; call `staged`.
+
+        With `touched`, tensors that are None there keep their values and rule state.
+        """
+        return bf.PushDraft(self._begin_push(fetched_clocks, touched=touched), self._specs)
 
     def abandon(self) -> None:
         """Drop what was staged or drafted; its work must have ended."""

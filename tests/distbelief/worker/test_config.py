@@ -10,7 +10,8 @@ from distbelief.config.job import FIT_MAX, ClusterTable, Elastic
 from distbelief.errors import JobError, JobFileError
 from distbelief.parameter_server.optimizers import SGD, Adagrad, InverseTime
 from distbelief.parameter_server.policy import ExchangePolicy
-from distbelief.worker.config import DownpourSettings, Pace
+from distbelief.worker.config import DownpourSettings
+from distbelief.worker.exchange import Pace
 
 
 def test_fetches_and_pushes_begin_at_step_0() -> None:
