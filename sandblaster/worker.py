@@ -27,9 +27,10 @@ from distbelief.parameter_server.client.buffers import PushResult
 from distbelief.parameter_server.client.client import ParameterClient
 from distbelief.roles import role as rl
 from distbelief.worker.batches import BatchIndices, BatchSlice
+from distbelief.worker.exchange import GradientSum, is_finite
 from distbelief.worker.group import GroupLeader, Outgoing
 from distbelief.worker.objective import LocalNorm, Objective
-from distbelief.worker.training import PUSH, GradientSum, Items, bad_sample, blame_of, is_finite
+from distbelief.worker.training import PUSH, Items, bad_sample, blame_of
 from sandblaster.chunks import COORDINATOR
 from sandblaster.group_tasks import TIMER as GROUP_TIMER, ChunkBatchPlan, ChunkOutcome, GroupTasks
 

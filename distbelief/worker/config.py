@@ -2,8 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Final, Literal, final
+from typing import Literal
 
 import msgspec
 
@@ -13,80 +12,7 @@ from distbelief.data import DataShard
 from distbelief.parameter_server.policy import DOWNPOUR, ExchangePolicy
 from distbelief.parameter_server.rules import UpdateRule
 from distbelief.worker.batches import TrainingPlan
-
-
-# Of every = "auto": steps between exchanges, in powers of two, so that a push and a fetch take at
-# most this share of the time that the steps take.
-EVERY_MIN: Final = 4
-EVERY_MAX: Final = 1024
-LINK_SHARE: Final = 0.8
-
-
-def fitting_every(exchange_seconds: float, step_seconds: float) -> int:
-    """Return the steps between exchanges for a link and a model that take so long."""
-    every = EVERY_MIN
-    while every < EVERY_MAX and exchange_seconds > LINK_SHARE * every * step_seconds:
-        every *= 2
-    return every
-
-
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pace:
-    """When a worker fetches and pushes.
-
-    step                 0        1        2        3        ...    n_fetch = n_push = 2
-    fetch                x                 x                        DB-6
-    push                 x                 x                        DB-6
-    gradients pushed     g0                g1 + g2                  DB-7: raw, summed
-    local step                             (x)      x               DB-9
-
-    fetch                x                 (x)      (x)             deltas: once the push is applied
-    push                          x                 x
-    """
-
-    n_fetch: int = 1  # steps between fetches of gradients
-    n_push: int = 1  # steps between pushes
-    blocking: bool = False  # fetch only once every push is applied; no step before that fetch
-    overwrite_local_steps: bool = False  # a fetch overwrites local steps that are not pushed yet
-    sends_delta: bool = False
-
-    @property
-    def sums_gradients(self) -> bool:
-        """Whether a bad gradient could spoil a sum, or the local copy of the parameters."""
-        return self.n_fetch > 1 or self.n_push > 1 or self.sends_delta
-
-    @property
-    def keeps_local_steps(self) -> bool:
-        # With n_fetch = n_push = 1 there is no local step to keep.
-        return self.sums_gradients and not self.overwrite_local_steps
-
-    def fetches_before(self, step: int) -> bool:
-        """Return whether a worker that sends gradients fetches."""
-        return step % self.n_fetch == 0
-
-    def pushes_after(self, step: int, *, n_unsent: int = 1) -> bool:
-        """Return whether to push now, with so many gradients or local steps to send."""
-        if self.sends_delta:
-            return n_unsent >= self.n_push
-        return n_unsent > 0 and step % self.n_push == 0
-
-    def may_fetch(
-        self, *, unacknowledged: int, during: int | None = None, pushes: bool | None = None
-    ) -> bool:
-        """Return whether a fetch may begin, during the computation of a step or between two.
-
-        `pushes`: whether a push follows that step, where its number does not tell.
-        """
-        # With a push in flight it is unknown whether the fetched parameters contain it, and so
-        # whether its local steps must be repeated (DB-11).
-        if unacknowledged and (self.blocking or self.keeps_local_steps):
-            return False
-        # A push of local steps waits for a fetch that has begun.
-        if during is None or self.sends_delta:
-            return True
-        pushes = self.pushes_after(during) if pushes is None else pushes
-        return not (self.blocking or (self.keeps_local_steps and pushes))
+from distbelief.worker.exchange import EVERY_MIN, Pace
 
 
 class DownpourSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

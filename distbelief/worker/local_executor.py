@@ -21,7 +21,7 @@ from distbelief.roles.role import Action, Compute, Cost, Seconds
 from distbelief.task import dry_run
 from distbelief.task.losses import Loss, Metric
 from distbelief.worker.batches import BatchIndices, BatchReader, BatchSlice, Draws, step_seed
-from distbelief.worker.local_buffers import bind_again, bindings_of
+from distbelief.worker.exchange import bind_again, bindings_of
 from distbelief.worker.objective import STEP, Close, StepOutcome
 
 

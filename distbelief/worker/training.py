@@ -1,7 +1,7 @@
 """The training objective: Algorithm 1.1 of Dean et al. 2012 on a whole model or one rank's part.
 
-Paper to code: alpha is `local_learning_rate`, accrued gradients are `GradientSum.sums`; instead of
-gradients, replicas may push local steps of an optimizer of their own (`worker.local_steps`). Three
+Paper to code: alpha is `local_learning_rate`, accrued gradients are in `ExchangeState`; instead of
+gradients, replicas may push local steps of an optimizer of their own (`worker.exchange`). Three
 activities overlap (DB-10): the compute executor takes steps, the data executor reads the next
 batch, and messages carry fetches and pushes. Where gradients come during the backward pass and a
 push follows every step, they go into the push buffers while earlier layers still run. A gradient
@@ -12,7 +12,7 @@ single one is harmless; many in a row mean that training has diverged.
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, final
 
@@ -30,61 +30,15 @@ from distbelief.parameter_server.client.client import ParameterClient
 from distbelief.protocol import Evaluate, GrantSteps, Progress, StartTraining, Stop
 from distbelief.roles.role import SUPERVISOR, Action, Compute, Computed, Cost, Report, Seconds, Send
 from distbelief.worker.batches import BatchIndices, BatchSlice, Dealt, DealtPlan
-from distbelief.worker.config import DownpourSettings, fitting_every
+from distbelief.worker.config import DownpourSettings
+from distbelief.worker.exchange import ExchangeState, is_finite
 from distbelief.worker.group import GroupLeader, GroupProgress, Outgoing
-from distbelief.worker.local_buffers import LocalBuffers
-from distbelief.worker.local_steps import LocalSteps
+from distbelief.worker.inner import InnerOptimizer
 from distbelief.worker.objective import Install, LocalNorm, Objective
 
 
 PUSH: Final = "replica:push"
 N_SKIPPED_MAX: Final = 128  # ends of skipped spans in a report
-
-
-@final
-class GradientSum:
-    """Gradients summed until they are pushed; two of a step may share memory (`shares_memory`)."""
-
-    def __init__(self, n_items: int, *, shares_memory: bool = True) -> None:
-        # One per item; None without a gradient.
-        self.sums: list[torch.Tensor | None] = [None] * n_items
-        self.n_gradients = 0
-        self.clocks: tuple[int, ...] = ()  # of the shards, when the oldest gradient was computed
-        self.stop = 0  # samples up to the end of the newest gradient
-        self._shares_memory = shares_memory
-        self._owned: set[int] = set()  # sums whose memory is not shared
-
-    def add(self, gradients: Mapping[int, torch.Tensor]) -> None:
-        """Add the gradients of a step and take their memory. Runs in the compute executor."""
-        for item, gradient in gradients.items():
-            total = self.sums[item]
-            if total is None:
-                self.sums[item] = gradient
-            elif item in self._owned or not self._shares_memory:
-                total.add_(gradient)
-            else:
-                # The first one may share memory with another gradient, so copy once.
-                self.sums[item] = total + gradient
-                self._owned.add(item)
-
-    def count(self, stop: int, *, clocks: tuple[int, ...]) -> None:
-        if not self.n_gradients:
-            self.clocks = clocks
-        self.n_gradients += 1
-        self.stop = stop
-
-    def fetched_clocks(self, clocks: Sequence[int]) -> tuple[int, ...]:
-        # A restarted shard counts on from an older clock, so take the smaller one.
-        return tuple(map(min, self.clocks, clocks))
-
-    @property
-    def is_finite(self) -> bool:
-        return is_finite(dict(enumerate(each for each in self.sums if each is not None)))
-
-    def drop(self) -> None:
-        self.sums[:] = [None] * len(self.sums)
-        self._owned.clear()
-        self.n_gradients = 0
 
 
 # The norm of a gradient that several ranks share:
@@ -113,12 +67,6 @@ def clip(gradients: Gradients, square: float, *, norm_max: float) -> None:
     if factor < 1.0:
         for item, gradient in gradients.items():
             gradients[item] = gradient * factor
-
-
-def is_finite(gradients: Mapping[int, torch.Tensor]) -> bool:
-    # One pass over the sums; checking each element takes forty times as long.
-    sums = [gradient.sum() for gradient in gradients.values()]
-    return not sums or bool(torch.stack(sums).sum().isfinite())
 
 
 def bad_sample(batch_slice: BatchSlice) -> int | None:
@@ -214,7 +162,7 @@ class TrainingObjective(Objective):
         self.counters = Counters()
         self._config = config
         self._items = items
-        self._pace = pace = config.pace
+        pace = config.pace
         self._clip_norm = None if is_whole else config.clip_norm
         self._reduces_norm = n_ranks > 1
         # Whether gradients may go into the push buffers during the backward pass.
@@ -232,12 +180,20 @@ class TrainingObjective(Objective):
         self._n_ranges_done = 0
         self._progress_seconds = progress_seconds
         self._client = client
-        self._total = GradientSum(len(items.values), shares_memory=not is_whole)
-        self._local_steps: LocalSteps | None = None  # if deltas are sent
+        inner = None  # if deltas are sent
         if config.inner is not None:
             trained = {item: items.values[item] for item in sorted(items.trained)}
-            self._local_steps = LocalSteps(config.inner, trained, shapes=shapes)
-        self._buffers = LocalBuffers(client.view, items.values)
+            inner = InnerOptimizer(config.inner, trained, shapes=shapes)
+        self._exchange = ExchangeState(
+            items.values,
+            client.view,
+            pace,
+            trained=sorted(items.trained),
+            inner=inner,
+            shares_memory=not is_whole,
+            fits_link=config.exchange.every == "auto",
+        )
+        self._stop = 0  # samples up to the end of the newest gradient
         self._samples_allowed: int | None = None
         self._position = 0  # samples consumed since the replica's first incarnation
         self._pushed = 0  # samples up to the end of the last push
@@ -245,10 +201,6 @@ class TrainingObjective(Objective):
         self._seconds: Seconds = 0.0  # installing parameters and computing steps
         self._begun_at: Seconds = 0.0
         self._step: Step | None = None
-        self._fetch_due = True  # before deltas can be pushed again
-        self._has_values = False  # of this generation
-        self._exchange_began: Seconds | None = None  # the last one, until it is measured
-        self._exchange_seconds: Seconds | None = None
         self._push_due = False
         self._staging = False
         self._loss = 0.0  # of the last step
@@ -278,7 +230,7 @@ class TrainingObjective(Objective):
         if self._dealt is not None:
             self._range_ends.clear()
             self._n_ranges_done = self._dealt.n_gone
-        if self._pace.sends_delta and position:
+        if self._exchange.pace.sends_delta and position:
             self.counters.inner_lost += 1
 
     @override
@@ -287,28 +239,19 @@ class TrainingObjective(Objective):
         step, self._step = self._step, None
         if step is not None and step.draft is not None:
             self._client.abandon()
-        self._total.drop()
-        self._buffers.forget()
+        self._exchange.drop()
         self._push_start = None
-        if self._local_steps is not None:
-            self._local_steps.restart()
-        self._fetch_due, self._has_values, self._push_due = True, False, False
-        self._exchange_began = None
+        self._push_due = False
 
     @override
     def fetches_at(self, step: int) -> bool:
-        return self._fetch_due if self._pace.sends_delta else self._pace.fetches_before(step)
+        return self._exchange.fetches_before(step)
 
     @property
     @override
     def may_go_on(self) -> bool:
-        pace, local_steps = self._pace, self._local_steps
-        if pace.blocking or local_steps is None:
-            return False
-        # Where the link is slower than `every` steps, the replica waits for it in the end.
-        is_late = self._total.n_gradients >= 2 * pace.n_push
-        is_late |= self._is_whole_push and self._push_due
-        return self._has_values and not (is_late or local_steps.is_held)
+        is_late = self._is_whole_push and self._push_due
+        return self._exchange.may_go_on and not is_late
 
     @override
     def enter(self, now: Seconds, *, gated: bool = True) -> list[Action]:
@@ -317,7 +260,7 @@ class TrainingObjective(Objective):
     @property
     @override
     def owes(self) -> bool:
-        return self._total.n_gradients > 0 and (self._dealt is None or self._push_due)
+        return self._exchange.n_unsent > 0 and (self._dealt is None or self._push_due)
 
     @override
     def leave(self, now: Seconds) -> list[Action]:
@@ -331,7 +274,7 @@ class TrainingObjective(Objective):
             return False  # a tick begins with a fetch
         step = self._step if ahead else None
         dealt = None if step is None else step.batch_slice.samples.dealt
-        return self._pace.may_fetch(
+        return self._exchange.pace.may_fetch(
             unacknowledged=self._client.unacknowledged,
             during=None if step is None else step.number,
             pushes=None if dealt is None else dealt.ends_push,
@@ -339,20 +282,14 @@ class TrainingObjective(Objective):
 
     @override
     def installing(self, work: Install) -> Install:
-        rate = self._config.rate(self._clock)
+        exchange, rate = self._exchange, self._config.rate(self._clock)
         contains_pushes = self._client.fetches_own_pushes
 
         def install() -> FetchResult:
-            if self._buffers.items:
-                self._buffers.hold()
-            if self._local_steps is not None:
-                self._local_steps.hold()
+            exchange.hold()
             installed = work()
             if not installed.torn:
-                if self._buffers.items:
-                    self._buffers.merge(contains_pushes=contains_pushes)
-                if self._pace.keeps_local_steps:
-                    self._repeat(rate)
+                exchange.merge(contains_pushes=contains_pushes, rates=rate)
             return installed
 
         return install
@@ -360,17 +297,18 @@ class TrainingObjective(Objective):
     @property
     @override
     def install_copies(self) -> int:
-        if self._pace.sends_delta:  # also the anchor, before and after
-            return 8 if self._total.n_gradients else 4
+        pace, has_steps = self._exchange.pace, self._exchange.n_unsent > 0
+        if pace.sends_delta:  # also the anchor, before and after
+            return 8 if has_steps else 4
         # To repeat local steps also read gradients and values, and write values.
-        repeats = self._pace.keeps_local_steps and self._config.rate(self._clock)
-        return 5 if repeats and self._total.n_gradients else 2
+        repeats = pace.keeps_local_steps and self._config.rate(self._clock)
+        return 5 if repeats and has_steps else 2
 
     @override
     def fetched(self, seconds: Seconds) -> bool:
         self._seconds += seconds
         self.counters.fetches += 1
-        self._fetch_due, self._has_values = False, True
+        self._exchange.fetched()
         self._clock = max(self._client.clocks, default=0)
         return True
 
@@ -382,7 +320,7 @@ class TrainingObjective(Objective):
         # they know the positions.
         counts = bool(self.values) and batch.stop > self._pushed
         # Stage during the backward pass only if nothing can still reject or change the gradient.
-        at_once = counts and self._drafts and not self._total.n_gradients
+        at_once = counts and self._drafts and not self._exchange.n_unsent
         draft = self._client.draft() if at_once and self._client.can_push else None
         self._step = Step(
             number=step,
@@ -395,16 +333,19 @@ class TrainingObjective(Objective):
         return self._step.put
 
     def _local_rate(self, step: int) -> float | None:
-        if self._pace.sends_delta:
+        pace = self._exchange.pace
+        if pace.sends_delta:
             return 0.0  # the inner optimizer has its own
         # A fetch that follows overwrites the local step, or repeats it with the others.
-        return None if self._pace.fetches_before(step + 1) else self._config.rate(self._clock)
+        return None if pace.fetches_before(step + 1) else self._config.rate(self._clock)
 
     def step_bytes(self) -> float:
         """Moved by the current step beside its computation."""
         assert self._step is not None
         # Read w; a local step reads g and w, and writes w; an optimizer has two moments, at most.
-        n_copies = 8 if self._pace.sends_delta else 1 if self._step.local_rate is None else 4
+        n_copies = (
+            8 if self._exchange.pace.sends_delta else 1 if self._step.local_rate is None else 4
+        )
         return self._items.n_bytes * n_copies
 
     @override
@@ -435,23 +376,22 @@ class TrainingObjective(Objective):
             actions = self._skip(result, step, reports_loss=step_result.loss is not None)
         elif holds_nothing:
             actions, self._n_bad_in_row = [], 0
-            self._total.n_gradients += batch.dealt is not None  # other ranks push it
+            self._exchange.n_unsent += batch.dealt is not None  # other ranks push it
         else:
             actions = []
             counters.gradients += 1
             if step.draft is not None:
                 assert result.staged is not None
                 return self._staged_at_once(result.staged, batch, now)
-            self._total.count(batch.stop, clocks=self._client.clocks)
+            self._exchange.count(self._client.clocks)
             counters.local_steps += step.local_rate is not None
-            if self._pace.sums_gradients:
+            if self._exchange.pace.sums_gradients:
                 self._n_bad_in_row = 0
         actions = [*actions, *self._fit_to_link(now)]
         # If every gradient was skipped there is nothing to push. Skipped samples are behind us.
-        self._total.stop = batch.stop
+        self._stop = batch.stop
         if batch.dealt is None:
-            n_unsent = self._total.n_gradients
-            self._push_due = self._pace.pushes_after(step.number, n_unsent=n_unsent)
+            self._push_due = self._exchange.pushes_after(step.number)
         else:
             self._end_batch(batch.dealt)
         return actions
@@ -461,18 +401,18 @@ class TrainingObjective(Objective):
         start, stop = dealt.push
         if self._push_start is None:
             self._push_start = start
-        is_auto = self._config.exchange.every == "auto"
-        is_full = is_auto and self._total.n_gradients >= self._pace.n_push
+        is_auto, exchange = self._config.exchange.every == "auto", self._exchange
+        is_full = is_auto and exchange.n_unsent >= exchange.pace.n_push
         self._is_whole_push = dealt.ends_range or not is_auto
         if not (is_full or dealt.ends_range or (dealt.ends_push and not is_auto)):
             return
         self._begin_push(self._push_start, stop)
-        self._push_due = self._total.n_gradients > 0 and bool(self.values)
-        if not self._total.n_gradients:
+        self._push_due = exchange.n_unsent > 0 and bool(self.values)
+        if not exchange.n_unsent:
             self._skip_push()
         if not self._push_due:
             self._push_start = None
-            self._total.drop()
+            exchange.discard()
         if dealt.ends_range:
             self._range_ends.append(self.counters.pushes + self._push_due)
 
@@ -482,6 +422,7 @@ class TrainingObjective(Objective):
         dealt = batch.dealt
         if dealt is not None:
             self._begin_push(*dealt.push)
+        self._exchange.staged()
         actions = self._staged(staged, n_gradients=1, stop=batch.stop, now=now)
         if dealt is not None and dealt.ends_range:
             self._range_ends.append(self.counters.pushes)
@@ -498,22 +439,13 @@ class TrainingObjective(Objective):
         self._skipped |= NOTHING if self._dealt_push is None else Spans([self._dealt_push])
 
     def _fit_to_link(self, now: Seconds) -> Sequence[Action]:
-        """Choose the steps between exchanges if that is due; see `worker.config`."""
-        is_auto = self._config.exchange.every == "auto"
-        if not is_auto or self._fetch_due or self._exchange_began is None:
-            return []
-        seconds, self._exchange_began = now - self._exchange_began, None
-        # A mean over the last few: links and neighbours change.
-        last = seconds if self._exchange_seconds is None else self._exchange_seconds
-        self._exchange_seconds = (last + seconds) / 2.0
         step_seconds = self._seconds / self.counters.steps
-        every = fitting_every(self._exchange_seconds, step_seconds)
-        if every == self._pace.n_push:
+        seconds = self._exchange.fit_to_link(now, step_seconds=step_seconds)
+        if seconds is None:
             return []
-        self._pace = replace(self._pace, n_push=every)
         text = (
-            f"exchanges every {every} steps: a push and a fetch take "
-            f"{duration(self._exchange_seconds)}, a step {duration(step_seconds)}"
+            f"exchanges every {self._exchange.pace.n_push} steps: a push and a fetch take "
+            f"{duration(seconds)}, a step {duration(step_seconds)}"
         )
         return [Report(text=text)]
 
@@ -555,7 +487,7 @@ class TrainingObjective(Objective):
     @override
     def is_due(self) -> bool:
         return self._push_due and not (
-            (self._fetch_due and self._pace.sends_delta) or self.may_go_on
+            (self._exchange.fetch_due and self._exchange.pace.sends_delta) or self.may_go_on
         )
 
     @override
@@ -563,17 +495,18 @@ class TrainingObjective(Objective):
         """Stage the accrued gradients once every shard has a free slot (two are in flight)."""
         # After the last step, one more push carries what has accrued.
         if final and self._dealt is None:
-            self._push_due |= self._total.n_gradients > 0
+            self._push_due |= self._exchange.n_unsent > 0
         elif final and not self._push_due:  # a push that has not all its samples is dealt anew
-            self._total.drop()
+            self._exchange.discard()
         # The values fetched after a push of local steps contain it, and so none after it.
         # A replica without any further step to take begins no fetch, and its push is waited for.
         is_last = final or (self._dealt is not None and self._dealt.is_read)
-        is_early = self._pace.sends_delta and self._fetch_due and not is_last
+        sends_delta = self._exchange.pace.sends_delta
+        is_early = sends_delta and self._exchange.fetch_due and not is_last
         if is_early or not (self._push_due and self._client.ready and self._client.can_push):
             return []
         self._push_due, self._staging = False, True
-        n_copies = 6.0 if self._pace.sends_delta else 2.0
+        n_copies = 6.0 if sends_delta else 2.0
         cost = Cost(n_bytes=n_copies * self._items.n_bytes)
         return [Compute(name=PUSH, work=self._staging_work(), cost=cost)]
 
@@ -585,11 +518,9 @@ class TrainingObjective(Objective):
         result = event.result
         assert isinstance(result, PushResult), result
         self._staging = False
-        n_gradients = self._total.n_gradients
-        # Only the push buffers hold the sum now: no gradient is pushed twice (DB-8).
-        self._total.drop()
         self._push_start = None
-        return self._staged(result, n_gradients=n_gradients, stop=self._total.stop, now=now)
+        n_gradients = self._exchange.n_unsent
+        return self._staged(result, n_gradients=n_gradients, stop=self._stop, now=now)
 
     def _staged(
         self, staged: PushResult, *, n_gradients: int, stop: int, now: Seconds
@@ -599,12 +530,10 @@ class TrainingObjective(Objective):
         actions = self._client.staged(
             staged, n_gradients=n_gradients, samples=stop, now=now, dealt=dealt
         )
+        self._exchange.sent(now, finite=staged.finite)
         if not staged.finite:  # the client's report names the tensors
             self._skip_push()
             return self._bad(n_gradients, actions)
-        if self._buffers.items:
-            self._buffers.pushed()
-        self._fetch_due, self._exchange_began = True, now
         self._pushed = max(self._pushed, stop)
         self.counters.pushes += 1
         self.counters.gradients_pushed += n_gradients
@@ -682,38 +611,17 @@ class TrainingObjective(Objective):
     # --- work of the compute executor
 
     def _staging_work(self) -> Callable[[], PushResult]:
-        # The parameters of the oldest gradient give the staleness.
-        clocks = self._total.fetched_clocks(self._client.clocks)
-        local_steps = self._local_steps
-        if local_steps is None:
-            changed = self._buffers.to_push() if self._buffers.items else {}
-            values = dict(enumerate(self.values)) | changed
-            return self._client.stage(
-                self._total.sums, list(values.values()), fetched_clocks=clocks
-            )
-        draft = self._client.draft(fetched_clocks=clocks)
+        exchange, clocks = self._exchange, self._client.clocks
+        draft = self._client.draft(fetched_clocks=exchange.fetched_clocks(clocks))
 
         def stage() -> PushResult:
-            local_steps.put_into(draft.put)
-            for item, value in self._buffers.to_push().items():
-                draft.put(item, value)
+            exchange.put_into(draft.put)
             result = draft.finish()
-            local_steps.pushed(finite=result.finite)
+            # Only the push buffers hold the sum now: no gradient is pushed twice (DB-8).
+            exchange.staged(finite=result.finite)
             return result
 
         return stage
-
-    def _repeat(self, rate: float) -> None:
-        if self._local_steps is not None:
-            self._local_steps.merge()
-        self._take_local_step(
-            {i: total for i, total in enumerate(self._total.sums) if total is not None}, rate
-        )
-
-    def _take_local_step(self, gradients: Mapping[int, torch.Tensor], rate: float) -> None:
-        if gradients and rate:
-            values = [self.values[item] for item in gradients]
-            torch._foreach_add_(values, list(gradients.values()), alpha=-rate)
 
     @override
     def close(self, step_result: StepResult) -> LocalNorm | Closed:
@@ -722,7 +630,7 @@ class TrainingObjective(Objective):
         assert step is not None
         step.after = self._after(step_result)
         if step.draft is not None:
-            for item, value in self._buffers.to_push(step.after).items():
+            for item, value in self._exchange.buffers.to_push(step.after).items():
                 step.draft.put(item, value)
             step.staged = step.draft.finish()
             square = 0.0 if step.staged.finite else math.nan
@@ -743,7 +651,7 @@ class TrainingObjective(Objective):
         # Without clipping only finiteness matters, and that only if someone uses it.
         if self._clip_norm is not None:
             return sum_of_squares(step.gradients)
-        looks = self._reduces_norm or self._pace.sums_gradients
+        looks = self._reduces_norm or self._exchange.pace.sums_gradients
         return 0.0 if not looks or is_finite(step.gradients) else math.nan
 
     def _settle(self, step: Step, square: float, sample: int | None) -> Closed:
@@ -756,11 +664,8 @@ class TrainingObjective(Objective):
         if step.staged is None and step.counts:
             if self._clip_norm is not None:
                 clip(step.gradients, square, norm_max=self._clip_norm)
-            if self._local_steps is not None:
-                self._local_steps.step(step.gradients, step.scheduled)
-            else:
-                self._take_local_step(step.gradients, step.local_rate or 0.0)
-                self._total.add(step.gradients)
+            rate, number = step.local_rate or 0.0, step.scheduled
+            self._exchange.add(step.gradients, rates=rate, number=number)
             step.gradients.clear()
         return Closed(is_finite=True, staged=step.staged)
 

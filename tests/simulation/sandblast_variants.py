@@ -17,7 +17,7 @@ from distbelief.parameter_server.savepoints import Savepoints
 from distbelief.protocol import CommandDone, Savepoint, ShardCommand
 from distbelief.roles.role import Action, Received, Seconds
 from distbelief.worker.batches import BatchIndices, BatchSlice
-from distbelief.worker.training import GradientSum
+from distbelief.worker.exchange import GradientSum
 from sandblaster.coordinator.coordinator import Coordinator
 from sandblaster.coordinator.shard_commands import CommandBroadcast
 from sandblaster.coordinator.work_queue import WorkQueue

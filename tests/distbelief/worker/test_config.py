@@ -11,7 +11,8 @@ from distbelief.errors import JobError, JobFileError
 from distbelief.parameter_server.policy import ExchangePolicy
 from distbelief.parameter_server.rules import SGD, Adagrad
 from distbelief.parameter_server.schedules import InverseTime
-from distbelief.worker.config import DownpourSettings, Pace
+from distbelief.worker.config import DownpourSettings
+from distbelief.worker.exchange import Pace
 
 
 def test_fetches_and_pushes_begin_at_step_0() -> None:

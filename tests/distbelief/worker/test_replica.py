@@ -13,11 +13,11 @@ from distbelief import protocol as wire
 from distbelief.data import BatchCursor
 from distbelief.errors import JobError, RemoteProtocolError
 from distbelief.execution.executor import StepResult
-from distbelief.parameter_server.client.buffers import FetchResult, PushResult
+from distbelief.parameter_server.client.buffers import FetchResult, PushDraft
 from distbelief.parameter_server.client.client import ParameterClient
 from distbelief.parameter_server.layout import Layout, PartialView, TensorSpec
 from distbelief.parameter_server.rules import SGD
-from distbelief.roles.role import Action, Computed, Executor, Started
+from distbelief.roles.role import Action, Compute, Computed, Executor, Started
 from distbelief.worker.batches import BatchIndices, BatchSlice
 from distbelief.worker.config import DownpourSettings
 from distbelief.worker.training import PUSH, Items, TrainingObjective
@@ -156,7 +156,7 @@ class Client:
     samples = 8
     clocks = (2,)
     unacknowledged = 0
-    can_push = ready = False
+    can_push, ready = False, True
     fetches_own_pushes = True
     view = PartialView(
         Layout.of(
@@ -164,6 +164,9 @@ class Client:
             n_shards=1,
         )
     )
+
+    def draft(self, **_: object) -> PushDraft:
+        return PushDraft([], self.view.tensors)
 
     def staged(self, *_: object, **__: object) -> list[Action]:
         return []
@@ -181,7 +184,7 @@ def objective_of(config: DownpourSettings, items: Items, *, is_whole: bool) -> T
     )
 
 
-def test_a_repeated_torn_fetch_repeats_local_steps_once() -> None:
+def test_a_repeated_torn_fetch_repeats_local_steps_once(monkeypatch: pytest.MonkeyPatch) -> None:
     values = [torch.ones(3), torch.zeros(2)]
     items = Items(values=values, trained=frozenset({0}))
     config = DownpourSettings(
@@ -209,7 +212,10 @@ def test_a_repeated_torn_fetch_repeats_local_steps_once() -> None:
         fetch(2.0, torn=torn)
     assert values[0].tolist() == [0.0] * 3
     assert values[1].tolist() == [7.0] * 2
-    objective.computed(Computed(name=PUSH, result=PushResult(finite=True)), 0.0)
+    monkeypatch.setattr(Client, "can_push", True)
+    (push,) = objective.work(final=True)
+    assert isinstance(push, Compute)
+    objective.computed(Computed(name=PUSH, result=push.work()), 0.0)
     fetch(3.0, torn=False)
     assert [value.tolist() for value in values] == [[3.0] * 3, [3.0] * 2]
 

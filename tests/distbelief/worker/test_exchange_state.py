@@ -1,4 +1,4 @@
-"""Local steps: what is kept, pushed, held and taken back; when a replica waits."""
+"""What a worker keeps, pushes, holds and takes back; when a replica waits."""
 
 import math
 from typing import Any
@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from distbelief.errors import JobError
-from distbelief.worker.local_steps import LocalSteps
+from distbelief.worker.exchange import GradientSum, LocalSteps
+from distbelief.worker.inner import InnerOptimizer
 from tests.distbelief.worker.bench import Bench
 
 
@@ -18,12 +19,13 @@ DELTA: dict[str, Any] = {  # any settings
 
 
 def sgd(values: dict[int, torch.Tensor], **keywords: object) -> LocalSteps:
-    return LocalSteps({"name": "SGD", "lr": 1.0, **keywords}, values)
+    inner = InnerOptimizer({"name": "SGD", "lr": 1.0, **keywords}, values)
+    flat = [values.get(item, torch.zeros(0)) for item in range(3)]
+    return LocalSteps(flat, list(values), inner)
 
 
 def pushed(steps: LocalSteps, *, finite: bool = True) -> dict[int, list[float]]:
-    found: dict[int, list[float]] = {}
-    steps.put_into(lambda item, delta: found.update({item: delta.tolist()}))
+    found = {item: steps.change(item).tolist() for item in steps.items}
     steps.pushed(finite=finite)
     return found
 
@@ -75,6 +77,33 @@ def test_without_steps_a_fetch_is_installed_to_the_bit() -> None:
     steps = sgd(values)
     install(steps, values, -0.0)
     assert math.copysign(1.0, values[0].item()) == -1.0
+
+
+def test_an_install_beside_the_values_gives_the_bits_of_one_in_their_place() -> None:
+    given, fetched = torch.randn(64), torch.randn(64)
+    moves = torch.randn(64)
+    values = {0: given.clone()}, {0: given.clone()}
+    here, beside = sgd(values[0]), sgd(values[1])
+    for steps in (here, beside):
+        steps.step({0: moves}, 0)
+        pushed(steps)
+        steps.step({0: moves}, 1)
+    here.hold()
+    values[0][0].copy_(fetched)
+    here.merge()
+    beside.merge_from([fetched.clone()])
+    assert torch.equal(values[0][0], values[1][0])
+    assert pushed(here) == pushed(beside)
+
+
+def test_gradients_that_belong_to_somebody_else_are_copied() -> None:
+    gradient = torch.ones(2)
+    total = GradientSum(1, copies=True)
+    total.add({0: gradient})
+    gradient.fill_(5.0)
+    total.add({0: gradient})
+    assert total.change(0).tolist() == [6.0, 6.0]
+    assert gradient.tolist() == [5.0, 5.0]
 
 
 def test_a_refused_push_goes_back_to_the_anchor_with_fresh_state() -> None:
