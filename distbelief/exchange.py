@@ -21,8 +21,8 @@ from typing_extensions import override
 from distbelief.core.arguments import checked
 from distbelief.errors import JobError
 from distbelief.optimizer import DownpourSGD
-from distbelief.parameter_server.config import Numbers
 from distbelief.parameter_server.policy import ExchangePolicy
+from distbelief.parameter_server.shard_config import Numbers
 from distbelief.serve.address import ServerAddress, Tensors, exchange_policy
 from distbelief.server_loop import (
     ELSEWHERE,

@@ -74,16 +74,16 @@ from distbelief.run.resume import (
 )
 from distbelief.run.summary import Summary, final_table, summarise, summary_text
 from distbelief.run_log import RunLog
-from distbelief.supervisor.config import SupervisorConfig
 from distbelief.supervisor.handover import Handover, handover_of
 from distbelief.supervisor.stop_rules import StopRules
 from distbelief.supervisor.supervisor import Supervisor
+from distbelief.supervisor.supervisor_config import SupervisorConfig
 from distbelief.supervisor.view import JobView
 from distbelief.task.imports import check_is_no_import, installed_imports
 from distbelief.task.task import build_model
 from distbelief.transport.address import LOOPBACK, Endpoint
-from distbelief.transport.config import ListenConfig
 from distbelief.transport.file_server import FileServer
+from distbelief.transport.listen_config import ListenConfig
 from distbelief.transport.node import RoleRunner
 from distbelief.transport.shared_memory import FileMemory
 from distbelief.worker.build import Split, pushing_ranks, roster_of

@@ -16,9 +16,9 @@ from distbelief.task.task import BuildContext
 from distbelief.worker import build as wb
 from sandblaster.build import build_coordinator, build_rank, build_replica
 from sandblaster.chunks import COORDINATOR
-from sandblaster.config import SandblasterSettings
 from sandblaster.coordinator.workers import SHARES
 from sandblaster.optimizers.termination import Reason
+from sandblaster.settings import SandblasterSettings
 
 
 _NO_RULE: Final = SGD(learning_rate=1.0)

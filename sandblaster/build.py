@@ -15,16 +15,16 @@ from distbelief.roles.role import Address, Role
 from distbelief.task.task import BuildContext, build_model
 from distbelief.worker import build as wb
 from distbelief.worker.batches import SlicePrefetch
-from distbelief.worker.config import DownpourSettings
+from distbelief.worker.downpour_settings import DownpourSettings
 from distbelief.worker.group import EVALUATORS, GroupRank, member_names
 from distbelief.worker.local_executor import FlatModel, LocalExecutor
 from distbelief.worker.replica import Replica
 from distbelief.worker.training import Items
-from sandblaster.config import SandblasterSettings
 from sandblaster.coordinator.coordinator import Coordinator
 from sandblaster.coordinator.workers import CoordinatorConfig
 from sandblaster.group_tasks import ChunkBatchPlan, GroupTasks, WorkerConfig
 from sandblaster.optimizers import AnyMethod
+from sandblaster.settings import SandblasterSettings
 from sandblaster.warm_start_worker import WarmStartWorker
 from sandblaster.worker import ChunkObjective
 

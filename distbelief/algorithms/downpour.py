@@ -15,7 +15,7 @@ from distbelief.errors import JobError
 from distbelief.roles.role import Role
 from distbelief.task.task import BuildContext
 from distbelief.worker import build as roles
-from distbelief.worker.config import DownpourSettings
+from distbelief.worker.downpour_settings import DownpourSettings
 
 
 @final

@@ -19,10 +19,10 @@ import numpy as np
 
 from distbelief.core.vectors import Vector
 from distbelief.errors import RemoteProtocolError
-from distbelief.parameter_server.config import ShardConfig
 from distbelief.parameter_server.gradient_sums import GradientSums
 from distbelief.parameter_server.savepoints import PARAMETERS, Savepoints, split
 from distbelief.parameter_server.sessions import PushInProgress
+from distbelief.parameter_server.shard_config import ShardConfig
 from distbelief.parameter_server.store import ShardStore
 from distbelief.parameter_server.vector_store import VectorStore
 from distbelief.protocol import batch as bt

@@ -27,8 +27,8 @@ from distbelief.core.reliable import Window
 from distbelief.core.vectors import Element, Vector
 from distbelief.errors import RemoteProtocolError
 from distbelief.parameter_server.client.buffers import payload_of
-from distbelief.parameter_server.config import ShardConfig
 from distbelief.parameter_server.sessions import Session, Sessions
+from distbelief.parameter_server.shard_config import ShardConfig
 from distbelief.parameter_server.slices import WORD, ShardSlice, convert
 from distbelief.parameter_server.store import ShardStore
 from distbelief.protocol import push_fetch as pf

@@ -26,7 +26,7 @@ from distbelief.core.spans import dealt_of
 from distbelief.core.vectors import Vector
 from distbelief.errors import FalseClaimError, RemoteProtocolError, StorageError
 from distbelief.parameter_server import slices as sl
-from distbelief.parameter_server.config import ShardConfig
+from distbelief.parameter_server.shard_config import ShardConfig
 from distbelief.parameter_server.staleness import PartialStaleness, Staleness
 from distbelief.parameter_server.store import ShardStore
 from distbelief.parameter_server.ticks import Attendance, Floor

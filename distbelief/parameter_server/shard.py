@@ -26,7 +26,6 @@ from distbelief.core.vectors import Vector
 from distbelief.errors import DistBeliefError, FalseClaimError, RemoteProtocolError, StorageError
 from distbelief.parameter_server.checkpoint import CheckpointWriter, ShardState, take
 from distbelief.parameter_server.command_log import CommandExecutor
-from distbelief.parameter_server.config import ShardConfig, other_copy
 from distbelief.parameter_server.pinned_versions import TIMER as PINS_TIMER, PinnedVersions
 from distbelief.parameter_server.replication import (
     TIMER as BACKUP_TIMER,
@@ -36,6 +35,7 @@ from distbelief.parameter_server.replication import (
     Primary,
 )
 from distbelief.parameter_server.sessions import PushInProgress, Session, Sessions
+from distbelief.parameter_server.shard_config import ShardConfig, other_copy
 from distbelief.parameter_server.slices import ShardSlice
 from distbelief.parameter_server.store import ShardStore
 from distbelief.protocol import batch as bt, membership as ms, push_fetch as pf, replication as rp

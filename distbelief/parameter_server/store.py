@@ -24,9 +24,9 @@ from distbelief.core.spans import NOTHING, Spans
 from distbelief.core.vectors import ALIGNMENT, Element, Vector
 from distbelief.errors import LocalProtocolError, RemoteProtocolError, StorageError
 from distbelief.parameter_server.checkpoint import ShardState, restore
-from distbelief.parameter_server.config import ShardConfig
 from distbelief.parameter_server.policy import ExchangePolicy
 from distbelief.parameter_server.rules import State, UpdateRule, initial_state, rules_on
+from distbelief.parameter_server.shard_config import ShardConfig
 from distbelief.parameter_server.slices import (
     IndexRanges,
     RangeCopier,

@@ -42,9 +42,9 @@ from distbelief.core.vectors import Vector
 from distbelief.data import are_alike, start_positions
 from distbelief.errors import JobError, RemoteProtocolError, StorageError
 from distbelief.parameter_server.checkpoint import reshard, restore, take
-from distbelief.parameter_server.config import ShardConfig, shard_of
 from distbelief.parameter_server.layout import Layout
 from distbelief.parameter_server.rules import UpdateRule
+from distbelief.parameter_server.shard_config import ShardConfig, shard_of
 from distbelief.parameter_server.step_counts import StepCounts
 from distbelief.program.plan import Plan
 from distbelief.protocol import SessionRecord

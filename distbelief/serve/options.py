@@ -17,8 +17,8 @@ from distbelief.parameter_server.rules import TORCH_RULES, UpdateRule
 from distbelief.serve.address import by_position
 from distbelief.task.task import ModelSpec, build_model
 from distbelief.transport.address import is_loopback, number_of
-from distbelief.transport.config import KeyConfig, ListenConfig
 from distbelief.transport.keys import new_secret
+from distbelief.transport.listen_config import KeyConfig, ListenConfig
 
 
 ANY_PORT: Final = "tcp://127.0.0.1:0"

@@ -18,8 +18,8 @@ from distbelief.core.arguments import checked
 from distbelief.core.files import Scratch, explaining, make_directory
 from distbelief.errors import JobError, PeerLostError
 from distbelief.launch.local import THREAD_VARIABLES
-from distbelief.parameter_server.config import COPIES_MAX
 from distbelief.parameter_server.rules import UpdateRule
+from distbelief.parameter_server.shard_config import COPIES_MAX
 from distbelief.run.directory import RunDirectory
 from distbelief.serve.address import (
     SHARDS_MAX,

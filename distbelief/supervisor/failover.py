@@ -18,7 +18,7 @@ from typing import Final, final
 import msgspec
 
 from distbelief.parameter_server.client.buffers import Lost, lost_after, n_lost
-from distbelief.parameter_server.config import other_copy
+from distbelief.parameter_server.shard_config import other_copy
 from distbelief.protocol import BackupInSync, BackupUnresponsive, Promote
 from distbelief.roles.log_events import LogEvent
 from distbelief.roles.role import Action, Address, Seconds, Send, Terminate

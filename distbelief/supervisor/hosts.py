@@ -16,7 +16,7 @@ from distbelief.program.step_cost import PlanCost
 from distbelief.protocol import Offer
 from distbelief.roles.role import Address, Seconds
 from distbelief.supervisor.view import HostView
-from distbelief.worker.config import DownpourSettings
+from distbelief.worker.downpour_settings import DownpourSettings
 from distbelief.worker.exchange import Pace
 
 

@@ -42,7 +42,7 @@ N_KEPT: Final = 4  # steps: the current one, those after it, and one before
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Dealt:
+class DealtBatch:
     """Where a batch of dealt samples belongs."""
 
     push: Span  # positions of its push
@@ -56,7 +56,7 @@ class BatchIndices:
     position: int  # number of samples before them
     indices: Indices  # (n_samples,) in the data set
     epoch: int = 0  # in which they are read
-    dealt: Dealt | None = None
+    dealt: DealtBatch | None = None
 
     @property
     def stop(self) -> int:
@@ -210,7 +210,7 @@ class DealtPlan:
             position=self._position,
             indices=dealt_samples(start, stop, n_samples=epochs.n_samples, seed=self._seed),
             epoch=start // epochs.n_samples,
-            dealt=Dealt(push=push, ends_push=stop == push[1], ends_range=stop == end),
+            dealt=DealtBatch(push=push, ends_push=stop == push[1], ends_range=stop == end),
         )
 
     def n_steps(self, start: int, stop: int) -> int:

@@ -23,18 +23,18 @@ from distbelief.execution.dataflow import dataflow
 from distbelief.execution.operations import Dataflow
 from distbelief.graph.graph import LayerGraph
 from distbelief.parameter_server.client.client import ParameterClient
-from distbelief.parameter_server.config import (
+from distbelief.parameter_server.initial_values import shard_values, shard_values_from
+from distbelief.parameter_server.layout import Layout, PartialView
+from distbelief.parameter_server.policy import DOWNPOUR, ExchangePolicy
+from distbelief.parameter_server.rules import UpdateRule
+from distbelief.parameter_server.shard import Shard
+from distbelief.parameter_server.shard_config import (
     ClientConfig,
     Numbers,
     ShardConfig,
     copy_names,
     shard_of,
 )
-from distbelief.parameter_server.initial_values import shard_values, shard_values_from
-from distbelief.parameter_server.layout import Layout, PartialView
-from distbelief.parameter_server.policy import DOWNPOUR, ExchangePolicy
-from distbelief.parameter_server.rules import UpdateRule
-from distbelief.parameter_server.shard import Shard
 from distbelief.program.compiler import Compiled, compile_plan
 from distbelief.program.plan import Plan, load
 from distbelief.roles.role import Address, Role, Seconds
@@ -43,7 +43,7 @@ from distbelief.task.initializers import reader
 from distbelief.task.losses import LOSS_METRIC, OWN, Metric
 from distbelief.task.task import BuildContext, Kind, RosterEntry
 from distbelief.worker import batches
-from distbelief.worker.config import DownpourSettings
+from distbelief.worker.downpour_settings import DownpourSettings
 from distbelief.worker.evaluator import CHUNK, EvaluationObjective, Score, held_out
 from distbelief.worker.group import EVALUATORS, GroupLeader, GroupRank, group_rank_of, member_names
 from distbelief.worker.local_executor import FlatModel, LocalExecutor, frozen_of, loss_and_metric

@@ -28,8 +28,8 @@ from distbelief.execution.operations import Dataflow
 from distbelief.graph.graph import LayerGraph, as_real
 from distbelief.graph.region import Shape
 from distbelief.parameter_server.client.client import ParameterClient
-from distbelief.parameter_server.config import ClientConfig
 from distbelief.parameter_server.layout import Layout, PartialView
+from distbelief.parameter_server.shard_config import ClientConfig
 from distbelief.protocol import Evaluate, StartTraining, Stop
 from distbelief.roles.role import Action, Role, Seconds
 from distbelief.task.task import BuildContext

@@ -29,8 +29,8 @@ from distbelief.parameter_server.client.buffers import FetchResult, PushDraft, P
 from distbelief.parameter_server.client.client import ParameterClient
 from distbelief.protocol import Evaluate, GrantSteps, Progress, StartTraining, Stop
 from distbelief.roles.role import SUPERVISOR, Action, Compute, Computed, Cost, Report, Seconds, Send
-from distbelief.worker.batches import BatchIndices, BatchSlice, Dealt, DealtPlan
-from distbelief.worker.config import DownpourSettings
+from distbelief.worker.batches import BatchIndices, BatchSlice, DealtBatch, DealtPlan
+from distbelief.worker.downpour_settings import DownpourSettings
 from distbelief.worker.exchange import ExchangeState, is_finite
 from distbelief.worker.group import GroupLeader, GroupProgress, Outgoing
 from distbelief.worker.inner import InnerOptimizer
@@ -396,7 +396,7 @@ class TrainingObjective(Objective):
             self._end_batch(batch.dealt)
         return actions
 
-    def _end_batch(self, dealt: Dealt) -> None:
+    def _end_batch(self, dealt: DealtBatch) -> None:
         """Let a push end where that of any other replica would, or as the link allows."""
         start, stop = dealt.push
         if self._push_start is None:

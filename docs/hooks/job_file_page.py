@@ -29,8 +29,8 @@ from distbelief.parameter_server.policy import ExchangePolicy, Round
 from distbelief.parameter_server.rules import TorchRule, UpdateRule
 from distbelief.parameter_server.schedules import Schedule
 from distbelief.task.task import DataSpec, ModelSpec
-from distbelief.worker.config import DownpourSettings
-from sandblaster.config import SandblasterSettings, WarmStart
+from distbelief.worker.downpour_settings import DownpourSettings
+from sandblaster.settings import SandblasterSettings, WarmStart
 
 
 MARKER = "<!-- every job-file key -->"

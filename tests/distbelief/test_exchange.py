@@ -14,8 +14,8 @@ from torch.optim import lr_scheduler
 
 import distbelief
 from distbelief.parameter_server.client import buffers as bf
-from distbelief.parameter_server.config import Numbers
 from distbelief.parameter_server.policy import ExchangePolicy, Round
+from distbelief.parameter_server.shard_config import Numbers
 from distbelief.serve.address import ServerAddress
 from distbelief.simulation.network import Link
 from tests.distbelief.loops import Server

@@ -27,7 +27,7 @@ from distbelief.protocol import Evaluate, EvaluationDone, Finished, Progress, St
 from distbelief.roles.role import Address, Role
 from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.faults import Delay, Drop, Duplicate, Fault, Kill, Pause
-from distbelief.simulation.machines import ClusterOptions, Machine
+from distbelief.simulation.machines import ClusterOptions, SimulatedMachine
 from distbelief.task.losses import loss_function
 from distbelief.task.task import (
     BuildContext,
@@ -38,7 +38,7 @@ from distbelief.task.task import (
     build_model,
 )
 from distbelief.worker import build as wb
-from distbelief.worker.config import DownpourSettings
+from distbelief.worker.downpour_settings import DownpourSettings
 from distbelief.worker.local_executor import FlatModel
 from distbelief.worker.training import Counters, TrainingObjective
 from tests.distbelief.examples import initials_of
@@ -143,7 +143,7 @@ class Cluster(Direct):
             seed=seed,
             options=ClusterOptions(
                 introduce=True,
-                machine=Machine(host=host, flops_per_second=flops_per_second),
+                machine=SimulatedMachine(host=host, flops_per_second=flops_per_second),
                 faults=tuple(faults),
             ),
         )

@@ -25,7 +25,7 @@ from distbelief.protocol import push_fetch as pf
 from distbelief.roles.role import Address, Received, Seconds, Send
 from distbelief.simulation.driver import HandledEvent
 from distbelief.simulation.faults import Fault, Kill, Pause, Slow
-from distbelief.worker.config import DownpourSettings
+from distbelief.worker.downpour_settings import DownpourSettings
 from tests.distbelief.loops import Server
 from tests.simulation import test_downpour as td, test_local_steps as tl
 from tests.simulation.exchanges import FIRST, Quartet

@@ -17,7 +17,7 @@ from distbelief.roles.role import Address
 from distbelief.simulation.faults import Delay, Drop, Duplicate, Fault, Kill, Pause
 from distbelief.task.losses import loss_function
 from distbelief.task.task import TaskSpec, build_dataset, build_model
-from distbelief.worker.config import DownpourSettings
+from distbelief.worker.downpour_settings import DownpourSettings
 from distbelief.worker.group import member_names
 from tests.simulation import test_downpour as td
 from tests.simulation.groups import Group

@@ -18,7 +18,7 @@ from distbelief.run.resume import read_previous_run
 from distbelief.simulation.driver import HandledEvent
 from distbelief.simulation.faults import Kill
 from distbelief.worker.batches import BatchSlice
-from distbelief.worker.config import DownpourSettings
+from distbelief.worker.downpour_settings import DownpourSettings
 from tests.distbelief.parameter_server.pair import scatter
 from tests.simulation.dealt import DealtJob
 from tests.simulation.jobs import TASK, JobCluster

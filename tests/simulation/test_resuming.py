@@ -14,7 +14,7 @@ from distbelief.roles.role import SUPERVISOR, Received
 from distbelief.run.checkpoints import CheckpointStore
 from distbelief.run.resume import reshard_all
 from distbelief.task.task import DataSpec, ModelSpec, TaskSpec
-from distbelief.worker.config import DownpourSettings
+from distbelief.worker.downpour_settings import DownpourSettings
 from tests.simulation.test_downpour import Cluster, downpour, same
 
 

@@ -23,11 +23,11 @@ from distbelief.core.vectors import Vector
 from distbelief.graph.region import Region
 from distbelief.parameter_server.client.buffers import FetchResult, PushResult
 from distbelief.parameter_server.client.client import ParameterClient
-from distbelief.parameter_server.config import ClientConfig, ShardConfig
 from distbelief.parameter_server.layout import ElementType, Layout, PartialView, TensorSpec
 from distbelief.parameter_server.policy import DOWNPOUR, ExchangePolicy
 from distbelief.parameter_server.rules import SGD, Adagrad, UpdateRule
 from distbelief.parameter_server.shard import Shard
+from distbelief.parameter_server.shard_config import ClientConfig, ShardConfig
 from distbelief.parameter_server.slices import ShardSlice
 from distbelief.parameter_server.store import ShardStore
 from distbelief.protocol.push_fetch import Dealt

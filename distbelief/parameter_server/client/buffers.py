@@ -34,8 +34,8 @@ from distbelief.core.reliable import Window
 from distbelief.core.vectors import Vector
 from distbelief.errors import LocalProtocolError, MemoryGoneError, RemoteProtocolError
 from distbelief.parameter_server import slices as sl
-from distbelief.parameter_server.config import ClientConfig
 from distbelief.parameter_server.layout import PartialView, TensorSpec
+from distbelief.parameter_server.shard_config import ClientConfig
 from distbelief.parameter_server.ticks import ShardTicks
 from distbelief.protocol import push_fetch as pf, replication as rp
 from distbelief.roles.role import Seconds

@@ -25,8 +25,8 @@ from distbelief.core.memory import Memory
 from distbelief.core.reliable import Backoff, Silence
 from distbelief.errors import JobError, LocalProtocolError, PeerLostError
 from distbelief.parameter_server.client import buffers as bf
-from distbelief.parameter_server.config import ClientConfig, copy_names
 from distbelief.parameter_server.layout import PartialView
+from distbelief.parameter_server.shard_config import ClientConfig, copy_names
 from distbelief.parameter_server.staleness import Staleness
 from distbelief.parameter_server.ticks import ShardTicks, WorkerTicks
 from distbelief.protocol import Message, PrimaryChanged, push_fetch as pf

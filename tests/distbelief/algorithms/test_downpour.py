@@ -18,7 +18,7 @@ from distbelief.parameter_server.shard import Shard
 from distbelief.roles.role import Compute, Role, Started
 from distbelief.task.task import BuildContext, DataSpec, ModelSpec, TaskSpec, build_model
 from distbelief.worker import build as wb
-from distbelief.worker.config import DownpourSettings
+from distbelief.worker.downpour_settings import DownpourSettings
 from distbelief.worker.evaluator import EvaluationObjective
 from distbelief.worker.local_executor import FlatModel
 from distbelief.worker.replica import Replica

@@ -17,7 +17,7 @@ from distbelief.errors import JobError, JobFileError
 from distbelief.parameter_server.policy import ExchangePolicy
 from distbelief.parameter_server.rules import SGD, Adagrad, UpdateRule
 from distbelief.task.task import DataSpec, ModelSpec
-from distbelief.worker.config import DownpourSettings
+from distbelief.worker.downpour_settings import DownpourSettings
 from tests.distbelief.jobs import SPEECH, speech
 from tests.elsewhere import ended
 

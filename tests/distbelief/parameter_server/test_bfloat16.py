@@ -16,11 +16,11 @@ from distbelief.core.vectors import Vector
 from distbelief.errors import RemoteProtocolError
 from distbelief.graph.region import Region
 from distbelief.parameter_server.client.client import ParameterClient
-from distbelief.parameter_server.config import ClientConfig, ShardConfig
 from distbelief.parameter_server.layout import Layout, PartialView, TensorSpec
 from distbelief.parameter_server.policy import ExchangePolicy, Round
 from distbelief.parameter_server.rules import SGD, Adam, UpdateRule
 from distbelief.parameter_server.shard import Shard
+from distbelief.parameter_server.shard_config import ClientConfig, ShardConfig
 from distbelief.parameter_server.slices import (
     WORD,
     IndexRanges,

@@ -7,11 +7,11 @@ from hypothesis import given, strategies as st
 from distbelief.core.memory import PrivateMemory
 from distbelief.errors import RemoteProtocolError
 from distbelief.parameter_server import staleness as module
-from distbelief.parameter_server.config import ShardConfig
 from distbelief.parameter_server.layout import Layout, TensorSpec
 from distbelief.parameter_server.policy import ExchangePolicy
 from distbelief.parameter_server.rules import SGD
 from distbelief.parameter_server.sessions import PushBuffer, Session, Sessions
+from distbelief.parameter_server.shard_config import ShardConfig
 from distbelief.parameter_server.slices import IndexRanges, ShardSlice
 from distbelief.parameter_server.staleness import PartialStaleness, Staleness
 from distbelief.parameter_server.store import ShardStore

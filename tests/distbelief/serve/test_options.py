@@ -12,7 +12,7 @@ from distbelief.parameter_server.rules import SGD, Adam, Momentum, UpdateRule
 from distbelief.serve import options
 from distbelief.serve.address import parameter_specs
 from distbelief.serve.options import listen_config, model, rule
-from distbelief.transport.config import ListenConfig
+from distbelief.transport.listen_config import ListenConfig
 
 
 def make() -> nn.Module:

@@ -22,7 +22,7 @@ from distbelief.simulation.faults import Kill, Pause
 from distbelief.task.task import DataSpec, ModelSpec, TaskSpec, build_dataset, build_model
 from distbelief.worker.batches import TrainingPlan
 from distbelief.worker.build import build_rank
-from distbelief.worker.config import DownpourSettings
+from distbelief.worker.downpour_settings import DownpourSettings
 from distbelief.worker.evaluator import held_out
 from distbelief.worker.group import rank_name
 from distbelief.worker.replica import Replica

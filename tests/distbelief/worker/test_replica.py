@@ -19,7 +19,7 @@ from distbelief.parameter_server.layout import Layout, PartialView, TensorSpec
 from distbelief.parameter_server.rules import SGD
 from distbelief.roles.role import Action, Compute, Computed, Executor, Started
 from distbelief.worker.batches import BatchIndices, BatchSlice
-from distbelief.worker.config import DownpourSettings
+from distbelief.worker.downpour_settings import DownpourSettings
 from distbelief.worker.training import PUSH, Items, TrainingObjective
 from tests.distbelief.examples import Frames, dropout_net, net
 from tests.distbelief.worker.bench import Bench

@@ -17,8 +17,8 @@ from distbelief.graph.region import Region
 from distbelief.parameter_server.client import buffers
 from distbelief.parameter_server.client.buffers import Lost, lost_after, n_lost
 from distbelief.parameter_server.client.client import ParameterClient
-from distbelief.parameter_server.config import ClientConfig
 from distbelief.parameter_server.layout import Layout, PartialView, TensorSpec
+from distbelief.parameter_server.shard_config import ClientConfig
 from distbelief.parameter_server.slices import HEADER_BYTES
 from distbelief.protocol import HeartbeatAck, Message, push_fetch as pf
 from distbelief.roles.role import (

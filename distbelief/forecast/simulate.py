@@ -17,9 +17,9 @@ from distbelief.config.job import Job
 from distbelief.config.load import load_job
 from distbelief.display.progress import WaitProgress
 from distbelief.errors import JobError
-from distbelief.forecast.placement import HostCosts
+from distbelief.forecast.forecast_report import check_place
+from distbelief.forecast.placed_cluster import HostCosts
 from distbelief.forecast.prepare import Preparation
-from distbelief.forecast.report import check_place
 from distbelief.forecast.run import Timeline, Trial
 from distbelief.forecast.sweep import Axis, Variant, axes_of, best_of, combinations, usual_axes
 

@@ -17,11 +17,11 @@ import msgspec
 import numpy as np
 
 from distbelief.graph.graph import GraphError
-from distbelief.program.cluster import Cluster, Machine as Given, Outages
+from distbelief.program.cluster import Cluster, Machine, Outages
 from distbelief.roles.role import Address, Seconds
 from distbelief.simulation.cpu import Processor
 from distbelief.simulation.faults import Outage
-from distbelief.simulation.machines import ClusterOptions, Machine
+from distbelief.simulation.machines import ClusterOptions, SimulatedMachine
 from distbelief.simulation.network import Card, SwitchedNetwork, Uplink
 
 
@@ -71,10 +71,10 @@ def options_for(
     )
 
 
-def machine_of(given: Given, *, threads: int = 1) -> Machine:
+def machine_of(given: Machine, *, threads: int = 1) -> SimulatedMachine:
     """Return the machine as a role with `threads` threads sees it."""
     threads = min(threads, given.cores)
-    return Machine(
+    return SimulatedMachine(
         flops_per_second=given.flops * threads / given.cores,
         bytes_per_second=given.memory_rate,
         overhead_seconds=given.overhead,
@@ -86,7 +86,7 @@ def machine_of(given: Given, *, threads: int = 1) -> Machine:
     )
 
 
-def several(machine: Given, n: int) -> Given:
+def several(machine: Machine, n: int) -> Machine:
     """Return one machine with the cores, memory and cards of `n` such machines."""
     sums = ("cores", "flops", "memory_rate", "message_rate", "memory", "bandwidth")
     return msgspec.structs.replace(machine, **{name: n * getattr(machine, name) for name in sums})

@@ -11,13 +11,13 @@ from typing_extensions import override
 
 from distbelief.cli.main import app
 from distbelief.config.cluster_file import load_cluster
+from distbelief.graph.append_loss import append_loss
 from distbelief.graph.capture import InputSpec, capture
-from distbelief.graph.losses import append_loss
 from distbelief.program.plan import load
 from tests.distbelief.partition.requests import know_host, known_figures
 
 
-HERE = "tests.distbelief.partition.test_api_command"
+HERE = "tests.distbelief.partition.test_planning_command"
 ARGUMENTS = ("--input", "3x16x16", "--batch", "16", "--loss", "cross_entropy")
 WHOLE = [f"--pin={layer}=whole" for layer in ("0", "1", "2", "3", "loss")]
 

@@ -40,21 +40,21 @@ from distbelief.forecast.calibration import (
 )
 from distbelief.forecast.prepare import Adapt, PreparedJob, costed
 from distbelief.graph.graph import GraphError
-from distbelief.parameter_server.config import ShardConfig
 from distbelief.parameter_server.rules import UpdateRule
+from distbelief.parameter_server.shard_config import ShardConfig
 from distbelief.partition.profiling.this_host import HERE, figures, here
 from distbelief.program.cluster import Cluster, Machine, uniform
 from distbelief.protocol import Offer
 from distbelief.roles.role import HOST, SUPERVISOR, Address, Compute, Cost, Seconds
+from distbelief.simulation.cluster_options import drawn_outages, options_for
 from distbelief.simulation.driver import Builder
 from distbelief.simulation.faults import Fault
 from distbelief.simulation.machines import ClusterOptions
 from distbelief.simulation.network import WITHIN_HOST
-from distbelief.simulation.placement import drawn_outages, options_for
 from distbelief.supervisor.hosts import ClusterConfig, Host, HostTable
 from distbelief.supervisor.membership import Membership
-from distbelief.supervisor.placement import (
-    Placement,
+from distbelief.supervisor.role_placement import (
+    RolePlacement,
     form_replicas,
     place_roles,
     replica_groups,
@@ -96,7 +96,7 @@ class PlacedCluster:
             form_replicas(members, hosts, config)
         waiting = {record.name: 1 for record in members}
         places = {SUPERVISOR: n_used - 1}
-        for name, host in place_roles(members, waiting, hosts, Placement.of(config)).items():
+        for name, host in place_roles(members, waiting, hosts, RolePlacement.of(config)).items():
             assert host is not None, f"{name} waits for a slot"
             places[name] = n_used - 1 if host is hosts.here else int(host.label)
         return places

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 from distbelief import protocol as wire
-from distbelief.forecast.placement import PlacedCluster, memory_of, vectors_of_shard
+from distbelief.forecast.placed_cluster import PlacedCluster, memory_of, vectors_of_shard
 from distbelief.forecast.prepare import Preparation, PreparedJob
 from distbelief.parameter_server.rules import SGD, Adagrad, Adam, Momentum, UpdateRule
 from distbelief.program.cluster import Cluster, Machine, uniform
 from distbelief.roles import role as rl
 from distbelief.supervisor.hosts import HERE, ClusterConfig
 from distbelief.supervisor.supervisor import Supervisor
-from distbelief.worker.config import DownpourSettings
+from distbelief.worker.downpour_settings import DownpourSettings
 from tests.distbelief.forecast.jobs import small
 
 

@@ -8,8 +8,8 @@ from zmq.utils import z85
 
 from distbelief.errors import JobError, TransportError
 from distbelief.protocol import Message
-from distbelief.transport.config import KeyConfig, ListenConfig
 from distbelief.transport.keys import KeyFiles, KeyPair
+from distbelief.transport.listen_config import KeyConfig, ListenConfig
 from tests.distbelief.protocol.message_strategies import messages
 
 

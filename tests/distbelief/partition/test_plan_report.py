@@ -10,8 +10,7 @@ from hypothesis import given, strategies as st
 from rich.console import Console
 
 from distbelief.graph.graph import GraphError
-from distbelief.partition.planner import Planned, plan as make_plans
-from distbelief.partition.report import (
+from distbelief.partition.plan_report import (
     explain,
     limit,
     plain,
@@ -21,6 +20,7 @@ from distbelief.partition.report import (
     size,
     table,
 )
+from distbelief.partition.planner import Planned, plan as make_plans
 from distbelief.program.cluster import uniform
 from tests.distbelief.partition.plans import MACHINE, equal, fully_connected, shuffled
 from tests.distbelief.partition.requests import make_request, planned

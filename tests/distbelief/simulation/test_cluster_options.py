@@ -7,9 +7,9 @@ from distbelief.config.cluster_file import load_cluster, names
 from distbelief.graph.graph import GraphError
 from distbelief.program.cluster import Cluster, Lost, Machine, Outages, OutageTrace, Switch
 from distbelief.roles.role import Address, Launch, PeerLost, Started, TimerFired
+from distbelief.simulation.cluster_options import drawn_outages, options_for, several
 from distbelief.simulation.faults import Outage
 from distbelief.simulation.machines import ClusterOptions
-from distbelief.simulation.placement import drawn_outages, options_for, several
 from tests.distbelief.simulation.toys import STEADY, A, B, Scripted, cluster_of, on_start
 
 

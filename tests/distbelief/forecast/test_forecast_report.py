@@ -1,6 +1,6 @@
 """The timeline of a run."""
 
-from distbelief.forecast.report import chrome_trace
+from distbelief.forecast.forecast_report import chrome_trace
 from distbelief.forecast.run import Span, Timeline
 from distbelief.roles.role import Address, Executor
 

@@ -11,7 +11,7 @@ from distbelief.errors import JobError, JobFileError
 from distbelief.parameter_server.policy import ExchangePolicy
 from distbelief.parameter_server.rules import SGD, Adagrad
 from distbelief.parameter_server.schedules import InverseTime
-from distbelief.worker.config import DownpourSettings
+from distbelief.worker.downpour_settings import DownpourSettings
 from distbelief.worker.exchange import Pace
 
 

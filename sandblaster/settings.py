@@ -18,7 +18,7 @@ import msgspec
 
 from distbelief.core.formatting import nearest
 from distbelief.parameter_server.rules import UpdateRule
-from distbelief.worker.config import DownpourSettings
+from distbelief.worker.downpour_settings import DownpourSettings
 from sandblaster.chunks import ChunkSizes
 from sandblaster.optimizers import AnyMethod
 from sandblaster.optimizers.descent import ConjugateGradient, GradientDescent

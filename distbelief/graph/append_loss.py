@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Final
 
 from distbelief.graph.graph import Builder, GraphError, Layer, LayerGraph, Option
-from distbelief.graph.ops.losses import cross_entropy_layers, elementwise_loss_layer
+from distbelief.graph.ops.loss_layers import cross_entropy_layers, elementwise_loss_layer
 from distbelief.graph.region import Shape
 
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import Final, Protocol, Self, final
 
 from distbelief.config.job import ShardPlacement
-from distbelief.parameter_server.config import other_copy, shard_of
+from distbelief.parameter_server.shard_config import other_copy, shard_of
 from distbelief.roles.role import Address
 from distbelief.supervisor.hosts import ALIKE, ClusterConfig, Host, HostTable
 from distbelief.supervisor.membership import Membership, RoleRecord
@@ -86,7 +86,7 @@ def _turn(group: Sequence[RoleRecord]) -> int:
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Placement:
+class RolePlacement:
     """The placement that a job asks for by `[cluster] placement`."""
 
     shards: ShardPlacement = "here"

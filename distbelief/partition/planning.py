@@ -25,7 +25,7 @@ from distbelief.core import files
 from distbelief.errors import JobError
 from distbelief.graph.capture import InputSpec
 from distbelief.graph.graph import GraphError
-from distbelief.partition import report
+from distbelief.partition import plan_report
 from distbelief.partition.plan_picture import draw_plan
 from distbelief.partition.planner import Planned, Request, plan as make_plans, planning_request
 from distbelief.partition.search import Notify, PlanningRequest
@@ -130,7 +130,7 @@ class PlanningResult:
 
     @property
     def remarks(self) -> list[str]:
-        remarks = report.remarks(self.planned, self.request)
+        remarks = plan_report.remarks(self.planned, self.request)
         if self.skipped:
             counts = ", ".join(map(str, self.skipped))
             remarks.insert(0, f"{counts} machines: left out, a pin needs more")
@@ -142,15 +142,15 @@ class PlanningResult:
             f"{request.model}: {request.graph.n_parameters:,} parameters, batch "
             f"{request.batch}, cluster {request.cluster.name}"
         )
-        return report.table(self.planned, title=title)
+        return plan_report.table(self.planned, title=title)
 
-    def plain(self) -> report.Plain:
+    def plain(self) -> plan_report.Plain:
         return {
             "model": self.request.model,
             "parameters": self.request.graph.n_parameters,
             "batch": self.request.batch,
             "cluster": self.request.cluster.name,
-            "rows": list(map(report.plain, self.planned)),
+            "rows": list(map(plan_report.plain, self.planned)),
             "remarks": self.remarks,
         }
 
@@ -164,7 +164,7 @@ class PlanningResult:
 
         GraphError if there is no such layer.
         """
-        return report.show_alternatives(self.planned[-1], layer)
+        return plan_report.show_alternatives(self.planned[-1], layer)
 
     @property
     def plan(self) -> Plan:
@@ -178,7 +178,7 @@ class PlanningResult:
             gap=done.gap or 0.0,
             solver=done.best.method,
             exact=done.solved.solution.exact,
-            costs=report.costs_of(request),
+            costs=plan_report.costs_of(request),
         )
         return plan_for(
             request.graph,
@@ -204,7 +204,7 @@ class PlanningResult:
             done.best.placements,
             traffic=done.best.cost.traffic,
             title=f"{self.request.model} on {len(done.used)} machines of "
-            f"{self.request.cluster.name}: {report.seconds(done.median)} a step, "
+            f"{self.request.cluster.name}: {plan_report.seconds(done.median)} a step, "
             f"{done.speed_up:.2f}x one machine",
         )
 

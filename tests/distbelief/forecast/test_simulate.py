@@ -17,8 +17,8 @@ from distbelief.cli.main import app
 from distbelief.cli.options import FAILED, MISTAKEN
 from distbelief.config.job import Job
 from distbelief.errors import JobError, StorageError
-from distbelief.forecast.api import Forecast, SimulationRequest, run_request, simulate
 from distbelief.forecast.prepare import Preparation
+from distbelief.forecast.simulate import Forecast, SimulationRequest, run_request, simulate
 from distbelief.forecast.sweep import axes_of
 from tests.distbelief.forecast.jobs import SANDBLASTER, TEXT, small, written
 from tests.elsewhere import answers
@@ -267,14 +267,14 @@ def _digests(*jobs: Job) -> list[str]:
 @pytest.mark.timeout(180)
 def test_a_trace_is_the_same_whatever_the_hash_seed() -> None:
     """The supervisor and all its roles, here and in a fresh process, bit for bit."""
-    there = answers("tests.distbelief.forecast.test_api", "t.digests()")
+    there = answers("tests.distbelief.forecast.test_simulate", "t.digests()")
     assert there == digests()
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(180)
 def test_so_is_that_of_a_split_replica() -> None:
-    module = "tests.distbelief.forecast.test_api"
+    module = "tests.distbelief.forecast.test_simulate"
     assert answers(module, "t.digests_if_split()") == digests_if_split()
 
 

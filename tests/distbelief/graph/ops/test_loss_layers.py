@@ -3,8 +3,8 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch.nn import functional
 
-from distbelief.graph.losses import ELEMENTWISE
-from distbelief.graph.ops.losses import cross_entropy_layers, elementwise_loss_layer
+from distbelief.graph.append_loss import ELEMENTWISE
+from distbelief.graph.ops.loss_layers import cross_entropy_layers, elementwise_loss_layer
 from tests.distbelief.graph.ops.comparison import (
     check,
     close,
