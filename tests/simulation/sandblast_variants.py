@@ -171,9 +171,9 @@ def settled_before_durable(patch: Patch) -> None:
     whole = Coordinator._take_savepoint
 
     def mark(self: Coordinator, request: IterationDone) -> int:
-        cut = whole(self, request)
-        self._epoch.settled = cut
-        return cut
+        savepoint = whole(self, request)
+        self._epoch.settled = savepoint
+        return savepoint
 
     patch.setattr(Coordinator, "_take_savepoint", mark)
     whole_add = Savepoints.add
@@ -189,9 +189,9 @@ def forgotten_too_early(patch: Patch) -> None:
     """A shard whose savepoint is on disk drops the one before at once."""
     whole = Savepoints.on_disk
 
-    def on_disk(self: Savepoints, cut: int) -> None:
-        whole(self, cut)
-        self.forget(cut)
+    def on_disk(self: Savepoints, savepoint: int) -> None:
+        whole(self, savepoint)
+        self.forget(savepoint)
 
     patch.setattr(Savepoints, "on_disk", on_disk)
 

@@ -283,7 +283,7 @@ class RunChecker:
             case Commit():
                 evaluation = self.opened[message.epoch, name]
                 self.n_void += len(task.void)
-                for one in task.sets:
+                for one in task.chunks:
                     place = message.epoch, evaluation, one.chunk_index
                     commit_token = self.committed.setdefault(place, one.commit_token)
                     assert commit_token == one.commit_token, "shards count different attempts"

@@ -17,7 +17,7 @@ from distbelief.program.plan import load
 from tests.distbelief.partition.requests import know_host, known_figures
 
 
-HERE = "tests.distbelief.partition.test_planning_command"
+HERE = "tests.distbelief.partition.test_partition_command"
 ARGUMENTS = ("--input", "3x16x16", "--batch", "16", "--loss", "cross_entropy")
 WHOLE = [f"--pin={layer}=whole" for layer in ("0", "1", "2", "3", "loss")]
 
