@@ -3,8 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from distbelief import trainer
 from distbelief.errors import JobError
+from distbelief.launch import preflight_client
 from distbelief.launch.local import LocalLauncher
 from tests.distbelief.jobs import speech
 from tests.processes.nursery import spawned
@@ -24,7 +24,7 @@ def test_what_takes_too_long_is_told_with_the_end_of_its_log(
     launcher: LocalLauncher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It named a log that had been removed by then."""
-    monkeypatch.setattr(trainer, "CHECK_SECONDS_MAX", 0.0)
+    monkeypatch.setattr(preflight_client, "CHECK_SECONDS_MAX", 0.0)
     (tmp_path / ".prepared").touch()
     log = tmp_path / "check.log"
     log.write_text("downloading the data ...\n")
@@ -32,7 +32,7 @@ def test_what_takes_too_long_is_told_with_the_end_of_its_log(
     with pytest.raises(
         JobError, match=r"check of model and data took more than 0 s.*ends:\ndownload"
     ) as caught:
-        trainer.run_preflight(
+        preflight_client.run_preflight(
             launcher,
             speech(),
             tmp_path / "request.json",

@@ -4,10 +4,10 @@ import pytest
 
 from distbelief.errors import JobError
 from distbelief.launch.preflight import PreflightResult
+from distbelief.launch.supervised_job import check_data, supervisor_config
 from distbelief.run.resume import PreviousRun
 from distbelief.run.summary import DataFacts, TaskFacts
 from distbelief.supervisor.metrics import PreviousTotals
-from distbelief.trainer import check_data, supervisor_config
 from tests.distbelief.jobs import speech
 
 
