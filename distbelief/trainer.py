@@ -430,7 +430,7 @@ class Trainer:
             self._model_error = f"no model was written: {error}"
         if self._model_error is not None and self.exit_code == 0:
             self._error, self.exit_code = self._model_error, 1
-            self._view = replace(self._view, phase="failed", error=self._error)
+            self._view = msgspec.structs.replace(self._view, phase="failed", error=self._error)
         self._try_write(run.check)
         summary = summarise(
             self._job,

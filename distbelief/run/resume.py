@@ -375,12 +375,12 @@ def _previous_totals(
     # Loss and metric are of values that no shard has, if a checkpoint is missing or does not
     # cover all samples that were counted.
     if len(clocks) < n_shards or view.samples != sum(samples.values()):
-        view = replace(view, loss=None, metric=None, held_out_loss=None)
+        view = msgspec.structs.replace(view, loss=None, metric=None, held_out_loss=None)
     # Clocks of another number of shards count other pushes.
     shards = {shard_of(r.name) for r in view.roles if r.name.startswith("shard-")}
     if view.pushes_lost is not None and len(shards) == n_shards:
         unsaved = max(0, view.pushes_applied - min(clocks.values(), default=0))
-        view = replace(view, pushes_lost=view.pushes_lost + unsaved)
+        view = msgspec.structs.replace(view, pushes_lost=view.pushes_lost + unsaved)
     return PreviousTotals(view=view, samples=samples, clocks=clocks), ()
 
 

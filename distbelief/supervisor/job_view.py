@@ -1,8 +1,9 @@
 """The view of a running job, drawn up from what its supervisor knows."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Final
+
+from msgspec.structs import replace
 
 from distbelief.roles.role import Seconds
 from distbelief.supervisor.failover import ShardFailover

@@ -14,8 +14,9 @@
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Final, final
+
+from msgspec.structs import replace
 
 from distbelief import protocol as wire
 from distbelief.core import formatting
