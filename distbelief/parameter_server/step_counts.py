@@ -15,8 +15,12 @@ import numpy as np
 
 from distbelief.core.vectors import Vector
 from distbelief.errors import RemoteProtocolError
-from distbelief.parameter_server import slices
-from distbelief.parameter_server.slices import IndexRanges, Indices, ShardSlice
+from distbelief.parameter_server.ranges import (
+    N_STRIPES_MAX as N_STRIPES_OF_ONE,
+    IndexRanges,
+    Indices,
+)
+from distbelief.parameter_server.slices import ShardSlice
 
 
 N_STRIPES_MAX = 1 << 14
@@ -97,13 +101,13 @@ class StepCounts:
             return None
         part = self._part(shard_slice)
         n = sum(len(part.stripes) // _WORDS for part in self._parts.values())
-        if n <= N_STRIPES_MAX and len(part.stripes) // _WORDS <= slices.N_STRIPES_MAX:
+        if n <= N_STRIPES_MAX and len(part.stripes) // _WORDS <= N_STRIPES_OF_ONE:
             return None
         if not part.n_pushes:
             del self._parts[shard_slice.key]
         return (
             f"its clients need {n} stripes, of {N_STRIPES_MAX} at most, and "
-            f"{slices.N_STRIPES_MAX} for one: partition replicas alike, or use more shards"
+            f"{N_STRIPES_OF_ONE} for one: partition replicas alike, or use more shards"
         )
 
     def add(self, shard_slice: ShardSlice, *, n_pushes: int = 1) -> None:

@@ -17,7 +17,7 @@ from typing import Final, final
 
 import msgspec
 
-from distbelief.parameter_server.client.buffers import Lost, lost_after, n_lost
+from distbelief.parameter_server.lost_pushes import Lost, lost_after, n_lost
 from distbelief.parameter_server.shard_config import other_copy
 from distbelief.protocol import BackupInSync, BackupUnresponsive, Promote
 from distbelief.roles.log_events import LogEvent

@@ -9,7 +9,7 @@ import torch
 from distbelief.core.vectors import Vector
 from distbelief.errors import LocalProtocolError, RemoteProtocolError
 from distbelief.execution.executor import Put, StepResult
-from distbelief.parameter_server.client.buffers import FetchResult
+from distbelief.parameter_server.client.fetches import FetchResult
 from distbelief.protocol import Evaluate, GrantSteps, StartEpoch, StartTraining, Stop
 from distbelief.roles.role import Action, Computed, Cost, Event, Seconds
 from distbelief.worker.batches import BatchIndices, BatchSlice

@@ -25,8 +25,8 @@ import torch
 from distbelief import protocol as wire
 from distbelief.errors import DistBeliefError, JobError, LocalProtocolError, RemoteProtocolError
 from distbelief.execution.executor import StepResult
-from distbelief.parameter_server.client.buffers import FetchResult
 from distbelief.parameter_server.client.client import ParameterClient, ShardReply
+from distbelief.parameter_server.client.fetches import FetchResult
 from distbelief.roles import role as rl
 from distbelief.worker.batches import READ, BatchIndices, BatchSlice, SlicePrefetch
 from distbelief.worker.group import GroupLeader, GroupRank, Outgoing, member_names

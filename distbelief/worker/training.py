@@ -25,8 +25,9 @@ from distbelief.core.spans import NOTHING, Span, Spans, of_part
 from distbelief.data import shown_samples
 from distbelief.errors import JobError, LocalProtocolError
 from distbelief.execution.executor import Put, StepResult
-from distbelief.parameter_server.client.buffers import FetchResult, PushDraft, PushResult
 from distbelief.parameter_server.client.client import ParameterClient
+from distbelief.parameter_server.client.fetches import FetchResult
+from distbelief.parameter_server.client.pushes import PushDraft, PushResult
 from distbelief.protocol import Evaluate, GrantSteps, Progress, StartTraining, Stop
 from distbelief.roles.role import SUPERVISOR, Action, Compute, Computed, Cost, Report, Seconds, Send
 from distbelief.worker.batches import BatchIndices, BatchSlice, DealtBatch, DealtPlan

@@ -22,7 +22,8 @@ import pytest
 
 import distbelief
 from distbelief.config.job import StopTable
-from distbelief.parameter_server.client.buffers import FetchResult, PushResult
+from distbelief.parameter_server.client.fetches import FetchResult
+from distbelief.parameter_server.client.pushes import PushResult
 from distbelief.protocol import Message, Push, PushApplied
 from distbelief.protocol.codec import Codec
 from distbelief.roles.role import Action, Compute, Computed, Event, Received, Send

@@ -19,6 +19,7 @@ from distbelief.errors import JobError, LocalProtocolError
 from distbelief.graph.region import Region
 from distbelief.parameter_server import step_counts, store
 from distbelief.parameter_server.layout import Layout, PartialView, TensorSpec
+from distbelief.parameter_server.ranges import IndexRanges
 from distbelief.parameter_server.rules import (
     SGD,
     Adagrad,
@@ -31,7 +32,6 @@ from distbelief.parameter_server.rules import (
 )
 from distbelief.parameter_server.schedules import InverseTime
 from distbelief.parameter_server.shard import Shard
-from distbelief.parameter_server.slices import IndexRanges
 from distbelief.protocol import Message, OpenSession, SaveCheckpoint
 from distbelief.roles.role import Address, PeerJoined
 from tests.distbelief.parameter_server.pair import (

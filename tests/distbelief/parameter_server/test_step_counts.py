@@ -8,8 +8,9 @@ from distbelief.core.vectors import Vector
 from distbelief.parameter_server import slices as slice_table, step_counts as module
 from distbelief.parameter_server.checkpoint import reshard
 from distbelief.parameter_server.layout import Layout, TensorSpec
+from distbelief.parameter_server.ranges import IndexRanges, Indices
 from distbelief.parameter_server.rules import SGD
-from distbelief.parameter_server.slices import IndexRanges, Indices, ShardSlice, SliceTable
+from distbelief.parameter_server.slices import ShardSlice, SliceTable
 from distbelief.parameter_server.step_counts import StepCounts
 
 

@@ -13,8 +13,9 @@ from distbelief import protocol as wire
 from distbelief.data import BatchCursor
 from distbelief.errors import JobError, RemoteProtocolError
 from distbelief.execution.executor import StepResult
-from distbelief.parameter_server.client.buffers import FetchResult, PushDraft
 from distbelief.parameter_server.client.client import ParameterClient
+from distbelief.parameter_server.client.fetches import FetchResult
+from distbelief.parameter_server.client.pushes import PushDraft
 from distbelief.parameter_server.layout import Layout, PartialView, TensorSpec
 from distbelief.parameter_server.rules import SGD
 from distbelief.roles.role import Action, Compute, Computed, Executor, Started
