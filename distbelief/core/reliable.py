@@ -133,7 +133,7 @@ class AnswerTimer:
     def __init__(self, first: float, longest: float, *, pause_max: float) -> None:
         self.silence = Silence()
         self.sent_at = 0.0
-        self._asked_at = 0.0  # the same, repetitions left out
+        self.asked_at = 0.0  # the same, repetitions left out
         self._repeated_at = 0.0
         self._first, self._longest, self._pause_max = first, longest, pause_max
         self._backoff = Backoff(first, longest)
@@ -151,9 +151,6 @@ class AnswerTimer:
         due, timer_at = now + self._backoff.pause, self.silence.timer_at
         runs = timer_at is not None and (not begins or timer_at <= due)
         return None if runs else self.silence.expect(due)
-
-    def asked(self, now: float) -> None:
-        self.sent_at = self._asked_at = now
 
     def woke(self, now: float) -> None:
         """The timer has fired."""
@@ -183,7 +180,7 @@ class AnswerTimer:
         """So many blocks of a direction came, or were acknowledged."""
         self.silence.progress_at = now
         before, seconds = self._paces.get(direction, (0.0, 0.0))
-        begun = max(before, self._asked_at)
+        begun = max(before, self.asked_at)
         if self._repeated_at >= begun:  # of which is this the answer? The long pause stays
             self._paces[direction] = now, seconds
             return
@@ -286,10 +283,6 @@ class Window:
     received: int = 0  # the peer has blocks [0, received)
     sent: int = 0  # blocks [0, sent) were sent
 
-    @property
-    def is_sent(self) -> bool:
-        return self.sent == self.n
-
     def due(self, credit: int) -> range:
         """Return the blocks to send now, at most `credit` beyond what the peer has."""
         blocks = range(self.sent, max(self.sent, min(self.n, self.received + credit)))
@@ -328,7 +321,7 @@ class Transfer(Generic[Item]):
     def due(self, block: Callable[[int], Block], *, credit: int) -> list[Block | Item]:
         """Return what to send now, at most `credit` blocks beyond those that the peer has."""
         messages: list[Block | Item] = [block(index) for index in self.blocks.due(credit)]
-        if self.blocks.is_sent and not self.is_sent:
+        if self.blocks.sent == self.blocks.n and not self.is_sent:
             self.is_sent = True
             messages.append(self.message)
         return messages

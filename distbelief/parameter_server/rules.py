@@ -48,6 +48,7 @@ _PIECE = 1 << 18
 make the cost of a call small. A multiple of `ALIGNMENT`."""
 
 
+_CONSTANT: Final = Constant()
 _DECAY: Final = "Give schedule, as in Cosine(n_pushes=1000)."
 _MOMENTUM: Final = "Use Momentum, whose options are momentum, dampening and nesterov."
 
@@ -78,7 +79,7 @@ class _Rule(
     state_names: ClassVar[tuple[str, ...]] = ()  # of vectors that begin as zeros
 
     learning_rate: float
-    schedule: Schedule = Constant()
+    schedule: Schedule = _CONSTANT
     clip_value: float | None = None  # per element of the gradient as pushed
     # Rules of other tensors, by a pattern of their names, such as "*.bias": the first that matches.
     groups: "Mapping[str, UpdateRule]" = {}
@@ -126,6 +127,8 @@ class _Rule(
         )
 
     def rate(self, clock: int) -> float:
+        if self.schedule == _CONSTANT:
+            return self.learning_rate
         return self.learning_rate * self.schedule.factor(clock)
 
     def state(self, n: int, dtype: npt.DTypeLike) -> State:

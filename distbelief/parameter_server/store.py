@@ -536,7 +536,10 @@ class ShardStore:
         applied, self._pushed_slice = self._pushed_slice, self.slice_table.whole
         if applied is None:
             return
-        self.steps.add(applied)
+        if applied.ranges is None:
+            self.steps.n_whole += 1
+        else:
+            self.steps.add(applied)
         if self._applying is not NOTHING:
             self.applied, self._applying = self.applied | self._applying, NOTHING
         if self._n_held is None:

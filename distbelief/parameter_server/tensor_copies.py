@@ -6,7 +6,7 @@ push buffers    two for each client: push s lies in buffer s mod 2
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, final
 
@@ -144,6 +144,10 @@ class TensorCopier:
                     np.copyto(target, array[piece])
                 total += summed.sum().item()
         return total
+
+    def put_all(self, tensors: Mapping[int, torch.Tensor], vector: Vector) -> list[float]:
+        """Put these tensors; return the sum of each, as `put` does."""
+        return [self.put(index, tensor, vector) for index, tensor in tensors.items()]
 
     def zero_padding(self, vector: Vector) -> None:
         """Fill the gaps between pieces with zeros; update rules keep them zero."""

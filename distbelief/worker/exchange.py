@@ -12,9 +12,9 @@ So each step is in exactly one push, and no fetch loses or repeats one. Applied 
 tensors may run in the compute executor, one after the other; the owner counts.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Final, final
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final, Protocol, final
 
 import torch
 
@@ -60,24 +60,20 @@ class Pace:
     overwrite_local_steps: bool = False  # a fetch overwrites local steps that are not pushed yet
     sends_delta: bool = False
 
-    @property
-    def sums_gradients(self) -> bool:
-        """Whether a bad gradient could spoil a sum, or the local copy of the parameters."""
-        return self.n_fetch > 1 or self.n_push > 1 or self.sends_delta
+    # Whether a bad gradient could spoil a sum, or the local copy of the parameters.
+    sums_gradients: bool = field(init=False)
+    keeps_local_steps: bool = field(init=False)  # over a fetch
+    # Whether a fetch waits for every push: with one in flight it is unknown whether the fetched
+    # parameters contain it, and so whether its local steps must be repeated (DB-11).
+    awaits_pushes: bool = field(init=False)
 
-    @property
-    def keeps_local_steps(self) -> bool:
+    def __post_init__(self) -> None:
+        sums = self.n_fetch > 1 or self.n_push > 1 or self.sends_delta
         # With n_fetch = n_push = 1 there is no local step to keep.
-        return self.sums_gradients and not self.overwrite_local_steps
-
-    @property
-    def awaits_pushes(self) -> bool:
-        """Whether a fetch waits for every push.
-
-        With one in flight it is unknown whether the fetched parameters contain it, and so whether
-        its local steps must be repeated (DB-11).
-        """
-        return self.blocking or self.keeps_local_steps
+        keeps = sums and not self.overwrite_local_steps
+        object.__setattr__(self, "sums_gradients", sums)
+        object.__setattr__(self, "keeps_local_steps", keeps)
+        object.__setattr__(self, "awaits_pushes", self.blocking or keeps)
 
     def fetches_before(self, step: int) -> bool:
         """Return whether a worker that sends gradients fetches."""
@@ -340,6 +336,15 @@ def bind_again(bindings: Bindings) -> None:
 
 # --- all of it ---
 
+
+class Draft(Protocol):
+    """A push that is filled tensor by tensor."""
+
+    def put(self, index: int, tensor: torch.Tensor) -> None: ...
+
+    def put_each(self, tensors: Mapping[int, torch.Tensor]) -> None: ...
+
+
 Rates = float | Sequence[float]
 """Of a worker's own steps with gradients: one rate, or one per item."""
 
@@ -367,6 +372,8 @@ class ExchangeState:
     ) -> None:
         self.pace = pace
         self.buffers = LocalBuffers(view, values)
+        # Whether a fetch keeps something that is here.
+        self.changes_installs = bool(self.buffers.all) or pace.keeps_local_steps
         self.n_unsent = 0  # gradients or local steps that are not pushed
         self.fetch_due = True  # nothing was fetched since the last push
         self.has_values = False  # something was fetched since the last `drop`
@@ -476,12 +483,15 @@ class ExchangeState:
         items |= {*self.buffers.all}
         return [value if item in items else None for item, value in enumerate(self._values)]
 
-    def put_into(self, put: Callable[[int, torch.Tensor], None]) -> None:
+    def put_into(self, draft: Draft) -> None:
         """Give away what is to be pushed; `staged` follows."""
-        unsent = self._sum if self._local_steps is None else self._local_steps
-        for changes in (unsent.changes(), self.buffers.to_push().items()):
-            for item, change in changes:
-                put(item, change)
+        buffers = self.buffers.to_push()
+        if self._local_steps is None:
+            draft.put_each(dict(self._sum.changes()) | buffers)
+            return
+        for changes in (self._local_steps.changes(), buffers.items()):
+            for item, change in changes:  # one difference at a time is in memory
+                draft.put(item, change)
 
     def staged(self, *, finite: bool = True) -> None:
         """All that was put is pushed. If it is refused, local steps are taken back."""

@@ -332,7 +332,7 @@ class ShardLink:
 
     def send(self, messages: Sequence[Message], now: rl.Seconds) -> list[rl.Action]:
         if messages:
-            self._answer.asked(now)
+            self._answer.sent_at = self._answer.asked_at = now
         return self._sends(messages)
 
     def _sends(self, messages: Sequence[Message]) -> list[rl.Action]:

@@ -15,7 +15,7 @@ shard's own.
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import final
@@ -254,15 +254,22 @@ class PushDraft:
 
         The tensor, (n_elements,), may be overwritten as soon as this returns.
         """
-        if index in self._put or not 0 <= index < len(self._specs):
-            raise LocalProtocolError(
-                f"tensor {index} of {len(self._specs)} is put twice: sum gradients first"
-            )
-        total = sum(one.copier.put(index, tensor, one.values) for one in self._targets)
-        self._put.add(index)
-        # A sum of finite numbers may overflow, so look at each element then.
-        if not (math.isfinite(total) or bool(torch.isfinite(tensor).all())):
-            self._culprits.append(index)
+        self.put_each({index: tensor})
+
+    def put_each(self, tensors: Mapping[int, torch.Tensor]) -> None:
+        """Put several."""
+        for index in tensors:
+            if index in self._put or not 0 <= index < len(self._specs):
+                raise LocalProtocolError(
+                    f"tensor {index} of {len(self._specs)} is put twice: sum gradients first"
+                )
+        sums = [one.copier.put_all(tensors, one.values) for one in self._targets]
+        self._put.update(tensors)
+        for place, (index, tensor) in enumerate(tensors.items()):
+            # A sum of finite numbers may overflow, so look at each element then.
+            is_finite = math.isfinite(sum(one[place] for one in sums))
+            if not (is_finite or bool(torch.isfinite(tensor).all())):
+                self._culprits.append(index)
 
     def put_all(
         self, gradients: Sequence[torch.Tensor | None], values: Sequence[torch.Tensor]
