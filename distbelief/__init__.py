@@ -27,9 +27,9 @@ if TYPE_CHECKING:
         StorageError as StorageError,
     )
     from distbelief.exchange import Exchange as Exchange
-    from distbelief.forecast.api import simulate as simulate
+    from distbelief.forecast.simulate import simulate as simulate
     from distbelief.optimizer import DownpourSGD as DownpourSGD
-    from distbelief.parameter_server.optimizers import (
+    from distbelief.parameter_server.rules import (
         SGD as SGD,
         Adagrad as Adagrad,
         Adam as Adam,
@@ -37,17 +37,17 @@ if TYPE_CHECKING:
         Momentum as Momentum,
         RMSprop as RMSprop,
     )
-    from distbelief.partition.api import plan as plan
+    from distbelief.partition.planning import plan as plan
     from distbelief.serve.server import ParameterServer as ParameterServer
     from distbelief.trainer import Run as Run, train as train
 
 # Names are imported on first use, so that `import distbelief` alone does not load torch.
 _NAMES = {
     "distbelief.errors": ("DistBeliefError", "JobError", "PeerLostError", "StorageError"),
-    "distbelief.forecast.api": ("simulate",),
+    "distbelief.forecast.simulate": ("simulate",),
     "distbelief.exchange": ("Exchange",),
     "distbelief.optimizer": ("DownpourSGD",),
-    "distbelief.parameter_server.optimizers": (
+    "distbelief.parameter_server.rules": (
         "SGD",
         "Adagrad",
         "Adam",
@@ -55,7 +55,7 @@ _NAMES = {
         "Momentum",
         "RMSprop",
     ),
-    "distbelief.partition.api": ("plan",),
+    "distbelief.partition.planning": ("plan",),
     "distbelief.serve.server": ("ParameterServer",),
     "distbelief.trainer": ("Run", "train"),
 }

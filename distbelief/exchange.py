@@ -10,8 +10,8 @@ exchange.finish()
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from itertools import compress
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, cast, final
 
@@ -21,8 +21,8 @@ from typing_extensions import override
 from distbelief.core.arguments import checked
 from distbelief.errors import JobError
 from distbelief.optimizer import DownpourSGD
-from distbelief.parameter_server.config import Numbers
 from distbelief.parameter_server.policy import ExchangePolicy
+from distbelief.parameter_server.shard_config import Numbers
 from distbelief.serve.address import ServerAddress, Tensors, exchange_policy
 from distbelief.server_loop import (
     ELSEWHERE,
@@ -31,7 +31,7 @@ from distbelief.server_loop import (
     is_of_model,
     number_of_samples,
 )
-from distbelief.worker.config import EVERY_MIN, fitting_every
+from distbelief.worker.exchange import EVERY_MIN, Pace
 
 
 _OF_INNER = {
@@ -118,31 +118,32 @@ class Exchange(ServerLoop, torch.optim.Optimizer):
         self.inner = inner
         self._order = self._order_of(inner.param_groups, address)
         self._take_buffers(buffers, address)
-        self._every = EVERY_MIN if policy.every == "auto" else policy.every
         parameters = self._parameters()
         self._n_parameters = len(parameters)
-        self._n_steps = self._n_unsent = self._samples = 0
-        # Of every = "auto": what was measured, waits for the server not included.
-        self._pushed_at = self._left_at = 0.0
-        self._exchange_seconds = self._compute_seconds = 0.0
+        self._n_steps = 0
+        self._left_at = self._compute_seconds = 0.0  # waits for the server not included
         self._sends = "change"
         self._way_back = "; take_back() goes back to the last exchange"
-        self._is_pushed = False  # a push waits for its acknowledgement; then a fetch begins
-        self._is_fetching = False
+        self._is_fetching = False  # the fetch that follows each push has begun
         # Frozen parameters are fetched once, here, and never pushed.
         self._trained = [one.requires_grad for one in parameters]
         frozen = [place for place, trains in enumerate(self._trained) if not trains]
         self._open(
-            parameters, address, policy, timeout_seconds=timeout_seconds, keys=keys, frozen=frozen
+            parameters,
+            address,
+            policy,
+            timeout_seconds=timeout_seconds,
+            keys=keys,
+            frozen=frozen,
+            pace=Pace(
+                n_push=EVERY_MIN if policy.every == "auto" else policy.every, sends_delta=True
+            ),
         )
-        comes_again = [*self._trained, *(True for _ in self._tensors)]
-        self._anchor, self._fetched = (
-            [
-                values.clone() if again else values
-                for values, again in zip(self._session.values, comes_again, strict=True)
-            ]
-            for _ in range(2)
-        )
+        # What comes between two steps: it must not change the model.
+        self._fetched = [
+            values if place in frozen else values.clone()
+            for place, values in enumerate(self._session.values)
+        ]
 
     # torch's constructor is not called: it would keep groups and state of its own.
 
@@ -201,7 +202,7 @@ class Exchange(ServerLoop, torch.optim.Optimizer):
         self._read()
         self._is_finished = False
         self._n_steps += 1
-        self._n_unsent += 1
+        self._state.count(self._session.client.clocks)
         self._samples += samples
         with torch.no_grad(), self._session.uninterrupted, self._session.background:
             if self._n_steps > 1:
@@ -209,7 +210,7 @@ class Exchange(ServerLoop, torch.optim.Optimizer):
             try:
                 self._enter()
                 self._receive()
-                if self._n_unsent >= self._every:
+                if self._state.pushes_after(self._n_steps):
                     self._exchange()
             finally:
                 self._write()
@@ -230,7 +231,6 @@ class Exchange(ServerLoop, torch.optim.Optimizer):
             self._follow(self._parameters())
             self._settle()
             self._fetch_anew()
-            torch._foreach_copy_(self._of(self._anchor), self._of(self._session.values))
         self.inner.state.clear()
 
     @override
@@ -245,7 +245,7 @@ class Exchange(ServerLoop, torch.optim.Optimizer):
         The parameters are the server's. Call `finish` first: steps that are not pushed are in no
         state.
         """
-        return {**self.inner.state_dict(), "every": self._every}
+        return {**self.inner.state_dict(), "every": self._state.pace.n_push}
 
     @override
     def load_state_dict(self, state_dict: dict[str, object]) -> None:
@@ -259,7 +259,6 @@ class Exchange(ServerLoop, torch.optim.Optimizer):
         """
         if is_of_model(state_dict):
             self._load(state_dict, self._parameters())
-            torch._foreach_copy_(self._of(self._anchor), self._of(self._session.values))
             return
         inner = dict(state_dict)
         every = inner.pop("every", None)
@@ -269,11 +268,11 @@ class Exchange(ServerLoop, torch.optim.Optimizer):
             )
         self.inner.load_state_dict(inner)
         if self._policy.every == "auto":  # otherwise as it was given here
-            self._every = every
+            self._state.pace = replace(self._state.pace, n_push=every)
 
     @override
     def counters(self) -> dict[str, float]:
-        return {**super().counters(), "every": float(self._every)}
+        return {**super().counters(), "every": float(self._state.pace.n_push)}
 
     @override
     def finish(self) -> None:
@@ -281,7 +280,7 @@ class Exchange(ServerLoop, torch.optim.Optimizer):
             return
         with torch.no_grad(), self._session.uninterrupted, self._session.background:
             self._follow(self._parameters())
-            if self._n_unsent:
+            if self._state.n_unsent:
                 self._exchange()
             self._end_exchange()
             self._step_out()
@@ -294,44 +293,28 @@ class Exchange(ServerLoop, torch.optim.Optimizer):
     def _parameters(self) -> list[torch.nn.Parameter]:
         return self._given(self.inner.param_groups)
 
-    def _of(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return those that train; buffers come after all parameters."""
-        return list(compress(tensors, self._trained))
-
     @override
     def _settle(self) -> None:
         self._end_exchange()
-        self._n_unsent = 0
 
     def _refuse_changes(self) -> None:
         """Raise JobError if values were changed before the first step after an exchange of all."""
-        pairs = zip(self._trained, self._session.values, self._anchor, strict=False)
-        for place, (trains, now, then) in enumerate(pairs):
-            if trains and not torch.equal(now, then):
-                raise JobError(
-                    f"Exchange: {self._called(place)} was changed since the server's values came, "
-                    "and before any step: each worker would add that change. To set the values of "
-                    "the server, use load_state_dict(net.state_dict()) of this Exchange or of "
-                    "ParameterServer; changes after a step, such as clamping, count as part of it"
-                )
+        for place in self._state.where_changed():
+            raise JobError(
+                f"Exchange: {self._called(place)} was changed since the server's values came, "
+                "and before any step: each worker would add that change. To set the values of "
+                "the server, use load_state_dict(net.state_dict()) of this Exchange or of "
+                "ParameterServer; changes after a step, such as clamping, count as part of it"
+            )
 
     def _exchange(self) -> None:
         # The anchor is needed until the last fetch is merged: if the link is slower than `every`
         # steps, this is where the worker waits for it.
         self._end_exchange()
-        values, anchor = self._session.values, self._anchor
-        changes = [
-            then - now if trains else None
-            for trains, now, then in zip(self._trained, values, anchor, strict=False)
-        ]
-        clocks = self._session.client.clocks
-        self._issue(
-            self._stage(changes, n_gradients=self._n_unsent, samples=self._samples, clocks=clocks)
-        )
-        torch._foreach_copy_(self._of(anchor), self._of(values))
-        self._n_unsent = 0
-        self._is_pushed = True
-        self._pushed_at = self._session.now()
+        # Steps since the last push are repeated from what was fetched, so that has their clocks.
+        self._issue(self._stage(self._session.client.clocks))
+        self._state.staged()
+        self._state.sent(self._session.now())
         if self._policy.staleness is None:
             self._receive()
         else:  # a tick begins with a fetch: no local step before it
@@ -341,42 +324,30 @@ class Exchange(ServerLoop, torch.optim.Optimizer):
     def _receive(self) -> None:
         """Continue the exchange as far as messages have come; do not wait for any."""
         client = self._session.client
-        if self._is_pushed or self._is_fetching:
+        if self._state.fetch_due:
             self._session.node.pump(lambda: False, timeout_seconds=LOOK_SECONDS)
-        # A fetch before the acknowledgement might not have the own steps (SSP-4).
-        if self._is_pushed and client.unacknowledged == 0 and client.ready:
-            self._begin_fetch()
-            self._is_pushed, self._is_fetching = False, True
+            # A fetch before the acknowledgement might not have the own steps (SSP-4).
+            if not self._is_fetching and client.unacknowledged == 0 and client.ready:
+                self._begin_fetch()
+                self._is_fetching = True
         if self._is_fetching and client.installable and self._install(self._fetched):
             self._merge()
 
     def _end_exchange(self) -> None:
-        if self._is_pushed:
+        if self._is_fetching:
+            self._end_fetch(self._fetched)
+            self._merge()
+        elif self._state.fetch_due:
             self._await_pushes()
             self._fetch(self._fetched)
             self._merge()
-        elif self._is_fetching:
-            self._end_fetch(self._fetched)
-            self._merge()
 
     def _merge(self) -> None:
-        if self._policy.every == "auto" and (self._is_pushed or self._is_fetching):
-            seconds = self._session.now() - self._pushed_at
-            # A mean over the last few: links and neighbours change.
-            self._exchange_seconds = (seconds + (self._exchange_seconds or seconds)) / 2
-            step_seconds = self._compute_seconds / max(self._n_steps - 1, 1)
-            self._every = fitting_every(self._exchange_seconds, step_seconds)
-        self._is_pushed = self._is_fetching = False
-        values = self._of(self._session.values)
-        # Exactly the fetched values where there was no step since the push.
-        torch._foreach_sub_(values, self._of(self._anchor))
-        torch._foreach_add_(values, self._of(self._fetched))
-        self._buffers.hold()
-        n = self._n_parameters
-        for value, fetched in zip(self._session.values[n:], self._fetched[n:], strict=True):
-            value.copy_(fetched)
-        self._buffers.merge(contains_pushes=True)
-        self._anchor, self._fetched = self._fetched, self._anchor
+        self._is_fetching = False
+        self._state.fetched()
+        step_seconds = self._compute_seconds / max(self._n_steps - 1, 1)
+        self._state.fit_to_link(self._session.now(), step_seconds=step_seconds)
+        self._state.merge_from(self._fetched)
 
 
 def _policy(address: ServerAddress, preset: str | None, **given: object) -> ExchangePolicy:

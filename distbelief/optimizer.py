@@ -26,6 +26,7 @@ from distbelief.core.arguments import checked
 from distbelief.errors import JobError
 from distbelief.serve.address import ServerAddress, Tensors
 from distbelief.server_loop import ELSEWHERE, ServerLoop, is_of_model, number_of_samples
+from distbelief.worker.exchange import Pace
 from distbelief.worker.loop_worker import StagedPush
 
 
@@ -116,21 +117,13 @@ class DownpourSGD(ServerLoop, torch.optim.Optimizer):
         self._order = self._order_of(self.param_groups, address)
         self._parameters = self._given(self.param_groups)
         self._take_buffers(buffers, address)
-        self._n_fetch, self._n_push = n_fetch, n_push
-        is_seldom = n_fetch > 1 or n_push > 1
-        self._keeps_local_steps = is_seldom and not overwrite_local_steps
-        self._awaits_pushes = blocking or self._keeps_local_steps
-        self._n_steps = self._n_accrued = self._samples = 0
+        self._n_steps = 0
         self._sends = "gradient"
-        self._accrued: list[torch.Tensor | None] = [None] * len(self._parameters)
-        self._accrued_clocks: tuple[int, ...] = ()
         policy = address.exchange
         if policy.send == "delta":
             raise JobError(
                 "DownpourSGD: the server takes local steps, not gradients: use distbelief.Exchange"
             )
-        # A worker that waits for others waits for its own pushes, too.
-        self._awaits_pushes |= policy.staleness is not None
         self._frozen = [
             place for place, one in enumerate(self._parameters) if not one.requires_grad
         ]
@@ -141,10 +134,17 @@ class DownpourSGD(ServerLoop, torch.optim.Optimizer):
             timeout_seconds=timeout_seconds,
             keys=keys,
             frozen=self._frozen,
+            pace=Pace(
+                n_fetch=n_fetch,
+                n_push=n_push,
+                # A worker that waits for others waits for its own pushes, too.
+                blocking=blocking or policy.staleness is not None,
+                overwrite_local_steps=overwrite_local_steps,
+            ),
         )
         self._note_versions()
         # Then push t - 1 and the fetch for step t + 1 are under way during step t.
-        self._fetches_ahead = self._session.moves_blocks and not self._awaits_pushes
+        self._fetches_ahead = self._session.moves_blocks and not self._state.pace.awaits_pushes
         self._is_fetching = False
 
     @override
@@ -185,26 +185,26 @@ class DownpourSGD(ServerLoop, torch.optim.Optimizer):
         with torch.no_grad(), self._session.uninterrupted, self._session.background:
             self._follow(self._parameters)
             self._enter()
-            is_due = self._n_steps % self._n_push == 0
+            pace = self._state.pace
+            is_due = pace.pushes_after(self._n_steps)
             if is_due:  # before anything is taken: a step that fails here can be repeated
                 self._await_room()
             self._is_finished = False
             self._samples += samples
-            self._accrue()
+            gradients = self._gradients()
+            self._state.add(gradients)
+            self._state.count(self._session.client.clocks)
             push = self._stage_accrued() if is_due else None
             if push is not None and not self._fetches_ahead:
                 self._issue(push)
-            if (self._n_steps + 1) % self._n_fetch == 0:
+            if pace.fetches_before(self._n_steps + 1):
                 self._fetch_and_repeat()
             else:
-                for parameter, rate in zip(self._parameters, self._rates(), strict=True):
-                    if parameter.grad is not None:
-                        parameter.add_(parameter.grad, alpha=-rate)
-                self._read()
+                self._state.descend(gradients, self._rates())
             self._n_steps += 1
             if self._fetches_ahead:
                 # First: behind the blocks of a push, the request would wait for the link.
-                if (self._n_steps + 1) % self._n_fetch == 0:
+                if pace.fetches_before(self._n_steps + 1):
                     self._begin_fetch()
                     self._is_fetching = True
                 if push is not None:
@@ -216,13 +216,13 @@ class DownpourSGD(ServerLoop, torch.optim.Optimizer):
             return
         with torch.no_grad(), self._session.uninterrupted, self._session.background:
             self._follow(self._parameters)
-            if self._n_accrued:
+            if self._state.n_unsent:
                 self._issue(self._stage_accrued())
             self._await_pushes()
             self._step_out()
-            self._buffers.hold()
+            self._state.hold()
             self._fetch(self._session.values)  # what is under way may be older than the last push
-            self._buffers.merge(contains_pushes=True)
+            self._state.merge(contains_pushes=True)
             self._is_fetching = False
         self._note_versions()
         self._is_finished = True
@@ -262,11 +262,7 @@ class DownpourSGD(ServerLoop, torch.optim.Optimizer):
         if self._is_fetching:
             self._end_fetch(self._session.values)
             self._is_fetching = False
-        self._drop_accrued()
-
-    def _drop_accrued(self) -> None:
-        self._n_accrued = 0
-        self._accrued = [None] * len(self._parameters)
+        self._state.discard()
 
     def _note_versions(self) -> None:
         self._write()
@@ -289,56 +285,38 @@ class DownpourSGD(ServerLoop, torch.optim.Optimizer):
                     "each step, distbelief.Exchange; to go on without the change, finish()"
                 )
 
-    def _accrue(self) -> None:
-        # Raw gradients, as a sum (DB-7); the clocks of the oldest one give the staleness.
-        if not self._n_accrued:
-            self._accrued_clocks = self._session.client.clocks
+    def _gradients(self) -> dict[int, torch.Tensor]:
+        gradients: dict[int, torch.Tensor] = {}
         for place, parameter in enumerate(self._parameters):
-            if parameter.grad is None:
-                continue
-            sparse = parameter.grad.is_sparse  # of Embedding(sparse=True)
-            gradient = (parameter.grad.to_dense() if sparse else parameter.grad).reshape(-1)
-            so_far = self._accrued[place]
-            if so_far is not None:
-                so_far += gradient
-            elif self._n_push == 1:
-                self._accrued[place] = gradient  # staged before step() returns
-            else:
-                self._accrued[place] = gradient.clone()
-        self._n_accrued += 1
+            if parameter.grad is not None:
+                sparse = parameter.grad.is_sparse  # of Embedding(sparse=True)
+                dense = parameter.grad.to_dense() if sparse else parameter.grad
+                gradients[place] = dense.reshape(-1)
+        return gradients
 
     def _rates(self) -> list[float]:
         rates = [group["learning_rate"] for group in self.param_groups for _ in group["params"]]
         return [rates[place] for place in self._order]
 
     def _stage_accrued(self) -> StagedPush:
-        push = self._stage(
-            self._accrued,
-            n_gradients=self._n_accrued,
-            samples=self._samples,
-            clocks=self._accrued_clocks,
-        )
-        self._drop_accrued()
+        push = self._stage(self._state.fetched_clocks(self._session.client.clocks))
+        self._state.staged(finite=push.outcome.finite)
+        self._state.sent(self._session.now(), finite=push.outcome.finite)
         return push
 
     def _fetch_and_repeat(self) -> None:
         if self._policy.staleness is not None:
             self._await_turn()
-        elif self._awaits_pushes:
+        elif self._state.pace.awaits_pushes:
             self._await_pushes()
-        self._buffers.hold()
+        self._state.hold()
         if not self._fetches_ahead:
             self._fetch(self._session.values)
         elif self._is_fetching:  # not in the first step
             self._end_fetch(self._session.values)
             self._is_fetching = False
-        self._buffers.merge(contains_pushes=self._session.client.fetches_own_pushes)
-        if self._keeps_local_steps:
-            # Local steps that are not pushed yet are repeated from the fetched values.
-            values_of = self._session.values[: len(self._accrued)]
-            for accrued, values, rate in zip(self._accrued, values_of, self._rates(), strict=True):
-                if accrued is not None and rate:
-                    values.add_(accrued, alpha=-rate)
+        contains_pushes = self._session.client.fetches_own_pushes
+        self._state.merge(contains_pushes=contains_pushes, rates=self._rates())
 
 
 class _Group(dict[str, object]):

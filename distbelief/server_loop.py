@@ -29,7 +29,7 @@ from distbelief.roles.role import Computed
 from distbelief.serve.address import ServerAddress, Tensors, named
 from distbelief.serve.session import ClientSession, in_order, set_values
 from distbelief.worker import loop_worker as lw
-from distbelief.worker.local_buffers import Bindings, LocalBuffers, bind_again, bindings_of
+from distbelief.worker.exchange import Bindings, ExchangeState, Pace, bind_again, bindings_of
 
 
 TORN_WAIT_SECONDS = 1e-3
@@ -70,7 +70,8 @@ class ServerLoop:
     _order: list[int]  # of the server's parameters: which of the loop's each is
     _tensors: list[torch.Tensor]  # the buffers
     _bindings: Bindings
-    _buffers: LocalBuffers
+    _state: ExchangeState
+    _samples = 0  # of all steps
     _copies: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()  # tensors, and their values in order
 
     def _given(self, groups: Groups) -> list[torch.nn.Parameter]:
@@ -108,7 +109,8 @@ class ServerLoop:
         *,
         timeout_seconds: float,
         keys: str | Path | None,
-        frozen: Collection[int] = (),
+        frozen: Collection[int],
+        pace: Pace,
     ) -> None:
         """Join the server, take part in its ticks, and fetch its values."""
         user = type(self).__name__
@@ -123,15 +125,21 @@ class ServerLoop:
             numbers=policy.numbers,
             frozen=frozen,
         )
-        self._buffers = LocalBuffers(self._session.client.view, self._session.values)
+        self._state = ExchangeState(
+            self._session.values,
+            self._session.client.view,
+            pace,
+            trained=[place for place in range(len(parameters)) if place not in frozen],
+            copies=pace.n_push > 1,  # otherwise gradients are staged before `step` returns
+            fits_link=policy.every == "auto",
+        )
         # Not a bound method: that would keep this object alive.
         weakref.finalize(self, ClientSession.close, self._session)
         atexit.register(partial(_finish_at_exit, weakref.ref(self)))
         try:
             self._session.join(min(timeout_seconds, JOIN_SECONDS_MAX))
             self._enter()  # first: a tick begins with a fetch
-            self._fetch(self._session.values)
-            self._buffers.merge(contains_pushes=True)
+            self._fetch_anew(exact=False)
             tensors = [*parameters, *self._tensors]
             self._copies = follow(tensors, self._session.values, user=user)
             self._write()
@@ -156,11 +164,13 @@ class ServerLoop:
             self._fetch_anew()
         self._is_finished = True
 
-    def _fetch_anew(self) -> None:
+    def _fetch_anew(self, *, exact: bool = True) -> None:
         """Take the server's values, whatever is here."""
-        self._buffers.forget()
-        self._fetch(self._session.values, exact=True)
-        self._buffers.merge(contains_pushes=True)
+        self._state.drop()
+        self._state.hold()
+        self._fetch(self._session.values, exact=exact)
+        self._state.merge(contains_pushes=True)
+        self._state.fetched()
         self._write()
 
     def _settle(self) -> None:
@@ -251,30 +261,17 @@ class ServerLoop:
             self._session.command(Computed(name=lw.STEP_OUT), self._timeout_seconds)
             self._is_in = False
 
-    def _stage(
-        self,
-        tensors: Sequence[torch.Tensor | None],
-        *,
-        n_gradients: int,
-        samples: int,
-        clocks: tuple[int, ...],
-    ) -> lw.StagedPush:
+    def _stage(self, clocks: tuple[int, ...]) -> lw.StagedPush:
         """Copy a push to where `_issue` sends it from; the tensors may change then.
 
-        One tensor for each parameter; None: it does not move, as in torch.
+        A tensor without a gradient does not move, as in torch.
         """
-        session = self._session
         self._await_room()
-        values = dict(enumerate(session.values)) | self._buffers.to_push()
-        outcome = session.client.stage(
-            [*tensors, *(None for _ in self._tensors)],
-            list(values.values()),
-            fetched_clocks=clocks,
-            skip_missing=True,
-        )()
-        if outcome.finite:
-            self._buffers.pushed()
-        return lw.StagedPush(outcome=outcome, n_gradients=n_gradients, samples=samples)
+        state, client = self._state, self._session.client
+        draft = client.draft(fetched_clocks=clocks, touched=state.touched)
+        state.put_into(draft)
+        n_gradients, outcome = state.n_unsent, draft.finish()
+        return lw.StagedPush(outcome=outcome, n_gradients=n_gradients, samples=self._samples)
 
     def _issue(self, push: lw.StagedPush) -> None:
         self._session.command(Computed(name=lw.PUSHED, result=push), self._timeout_seconds)

@@ -10,13 +10,12 @@ callbacks, and no torch threads.
 
 import os
 import secrets
-import select
 import shutil
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -30,26 +29,22 @@ from torch import nn
 
 from distbelief.cluster.bootstrap import JobAddress
 from distbelief.cluster.listen import HostSource, JoinServer
-from distbelief.config.algorithms import algorithm_of, facts_of, find
+from distbelief.config.algorithms import find
 from distbelief.config.job import Job
 from distbelief.config.load import job_from_json, load_job
 from distbelief.core import files
 from distbelief.core.folders import LocalFolder
 from distbelief.core.signals import EXIT_CODES, REASONS, caught_signals, ended_by_signals
 from distbelief.display.progress import ProgressLine
-from distbelief.errors import DistBeliefError, JobError, StorageError
-from distbelief.launch.forkserver import END_SECONDS_MAX
-from distbelief.launch.local import IMPORT_SECONDS_MAX, LocalLauncher
-from distbelief.launch.preflight import (
-    PreflightRequest,
-    PreflightResult,
-    prepared_mark,
-    read_result,
-)
-from distbelief.launch.role_process import RoleSpec, import_from, import_paths, read_spec
+from distbelief.errors import JobError, StorageError
+from distbelief.launch.local import LocalLauncher
+from distbelief.launch.preflight import PreflightResult
+from distbelief.launch.preflight_client import CHECK, run_preflight
+from distbelief.launch.role_process import RoleSpec, import_from, import_paths
+from distbelief.launch.supervised_job import check_data, supervisor_config
 from distbelief.parameter_server.layout import Layout
 from distbelief.program.plan import load
-from distbelief.roles.role import SUPERVISOR, Address, PeerLost, Role
+from distbelief.roles.role import SUPERVISOR, Role
 from distbelief.run.checkpoints import CheckpointStore
 from distbelief.run.directory import RunDirectory, Status
 from distbelief.run.folders import absolute
@@ -74,149 +69,25 @@ from distbelief.run.resume import (
 )
 from distbelief.run.summary import Summary, final_table, summarise, summary_text
 from distbelief.run_log import RunLog
-from distbelief.supervisor.config import SupervisorConfig
-from distbelief.supervisor.handover import Handover, handover_of
-from distbelief.supervisor.stop_rules import StopRules
+from distbelief.supervisor.handover import handover_of
 from distbelief.supervisor.supervisor import Supervisor
+from distbelief.supervisor.supervisor_config import SupervisorConfig
 from distbelief.supervisor.view import JobView
+from distbelief.takeover import HANDOVER, QUESTION, ROLE_SPEC, LiveRun
 from distbelief.task.imports import check_is_no_import, installed_imports
 from distbelief.task.task import build_model
 from distbelief.transport.address import LOOPBACK, Endpoint
-from distbelief.transport.config import ListenConfig
 from distbelief.transport.file_server import FileServer
+from distbelief.transport.listen_config import ListenConfig
 from distbelief.transport.node import RoleRunner
 from distbelief.transport.shared_memory import FileMemory
-from distbelief.worker.build import Split, pushing_ranks, roster_of
 
 
-CHECK: Final = Address("check")
-CHECK_SECONDS_MAX: Final = 1800.0  # from the moment that the data are prepared
 STATUS_SECONDS: Final = 1.0
 DRAWING_SECONDS: Final = 2.0  # of training, after which matplotlib is imported
 
-# In the memory of a run
-ROLE_SPEC: Final = ".spec.json"
-QUESTION: Final = ".question.json"
-HANDOVER: Final = ".handover.json"
-
-_TAIL: Final = 2000  # characters of the log that are shown
-_LOOK_SECONDS: Final = 0.2  # between two looks at how far the preflight is
-
 Watch = Callable[[JobView], bool]  # receives each view; returns whether to end the job
 Around = Callable[[Role], Role]
-
-
-def check_data(job: Job, answer: PreflightResult) -> None:
-    """Reject more replicas than there are samples, where each has a part of its own."""
-    train, is_dealt = answer.task.train, facts_of(job).epochs is not None
-    if train is not None and not is_dealt and 1 < job.cluster.n_replicas > train.n_samples:
-        raise JobError(
-            f"[cluster] replicas = {job.cluster.n_replicas}, but [data.train] "
-            f"has {train.n_samples} samples: each replica needs at least one"
-        )
-
-
-def supervisor_config(
-    job: Job, answer: PreflightResult, *, previous: PreviousRun | None = None
-) -> SupervisorConfig:
-    """Return the supervisor's config, the same for processes and for virtual time."""
-    previous = previous or PreviousRun()
-    facts = facts_of(job)
-    assert answer.task.train is not None
-    n_train, n_done = answer.task.train.n_samples, sum(previous.before.samples.values())
-    dealt = facts.epochs(n_train) if facts.epochs else None
-    return SupervisorConfig(
-        roster=tuple(roster_of(job, ranks=answer.ranks)),
-        stop=StopRules(
-            job.stop,
-            n_train=n_train,
-            higher_is_better=answer.higher_is_better,
-            has_test=job.data.test is not None,
-        ),
-        metric_name=answer.metric_name,
-        higher_is_better=answer.higher_is_better,
-        batch_size=job.batch_size,
-        replicas_min=job.cluster.replicas_min,
-        warm_start_steps=facts.warm_start_left(n_done, n_train, job.cluster.n_replicas),
-        dealt=dealt,
-        parts=None if dealt is None else _parts(job, answer),
-        epoch_share=facts.epoch_share,
-        evaluate_every=job.evaluation.every,
-        snapshot_every=job.output.snapshot_every,
-        report_every=job.output.report_every,
-        import_seconds_max=IMPORT_SECONDS_MAX,
-        first_incarnation=previous.incarnation,
-        first_label=previous.label,
-        before=previous.before,
-        fields=tuple(algorithm_of(job).fields),
-        verdict=facts.verdict,
-    )
-
-
-def _parts(job: Job, answer: PreflightResult) -> Mapping[Address, Sequence[int]] | None:
-    if not answer.ranks:
-        return None
-    layout = Layout.of(answer.tensors, n_shards=job.cluster.shards, dtype=answer.dtype)
-    plan = load(answer.plans[answer.ranks[0]])
-    return pushing_ranks(Split(plan=plan, graph=plan.captured_graph(), modules={}), layout)
-
-
-def run_preflight(
-    launcher: LocalLauncher,
-    job: Job,
-    request: Path,
-    *,
-    initial_file: Path,
-    plan: Path,
-    log: Path,
-    tell: Callable[[str], object],
-    has_hosts: bool = False,
-) -> PreflightResult:
-    """Run the preflight process; return its result.
-
-    Its result goes beside the request; `tell` receives what is being done. JobError if the user has
-    to fix the job; DistBeliefError if it cannot run for another reason.
-    """
-    mark = prepared_mark(request)
-    content = PreflightRequest(
-        job=msgspec.Raw(job.to_json()),
-        initial_file=str(initial_file.absolute()),
-        plan=str(plan.absolute()),
-        has_hosts=has_hosts,
-    )
-    request.write_bytes(msgspec.json.encode(content))
-    launcher.check(CHECK, request)
-    deadline: float | None = None
-    ends: list[PeerLost] = []
-    while not ends:
-        if deadline is None and mark.exists():  # a download may take hours
-            deadline = time.monotonic() + CHECK_SECONDS_MAX
-        if deadline is not None and time.monotonic() >= deadline:
-            raise JobError(
-                f"the check of model and data took more than {CHECK_SECONDS_MAX:.0f} s. "
-                f"The log ends:\n{_tail(log)}"
-            )
-        started = launcher.pid(CHECK) is not None
-        stage = "Checking model and data" if deadline is not None else "Preparing data"
-        tell(f"{stage if started else 'Importing torch'} ...")
-        select.select([launcher.fileno()], [], [], _LOOK_SECONDS)
-        ends = [e for e in launcher.events() if isinstance(e, PeerLost)]
-    found = read_result(request)
-    if found is None:
-        reason = ends[0].reason.removesuffix(f" (see {log})")
-        raise JobError(
-            f"the process that checks model and data {reason}. Its log ends:\n{_tail(log)}"
-        )
-    if found.error is not None:
-        error = (JobError if found.is_users else DistBeliefError)(found.error)
-        if found.trace:
-            error.add_note(found.trace)
-        raise error
-    return found
-
-
-def _tail(log: Path) -> str:
-    return log.read_text(errors="replace")[-_TAIL:] if log.is_file() else ""
 
 
 @final
@@ -247,62 +118,6 @@ class HeldCallback:
         # that one as its context.
         if self._error is not None:
             raise self._error
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class LiveRun:
-    """A run whose supervisor was killed, and whose roles go on for `[cluster] patience`."""
-
-    directory: Path  # of their memory
-    spec: RoleSpec
-    found: PreflightResult
-    handover: Handover
-
-    @classmethod
-    def of(cls, run: RunDirectory) -> Self | None:
-        """Return what the supervisor has left; None if no role of this run lives here."""
-        directory = run.live_memory()
-        if directory is None:
-            return None
-        try:
-            spec = read_spec(str(directory / ROLE_SPEC))
-            found = read_result(directory / QUESTION)
-            handover = msgspec.json.decode((directory / HANDOVER).read_bytes(), type=Handover)
-        except (OSError, msgspec.MsgspecError) as error:
-            raise StorageError(
-                f"{run.path}: its supervisor was killed, and its roles cannot be taken over "
-                f"({error}): wait until they have saved and ended (see [cluster] patience)"
-            ) from error
-        assert found is not None
-        return cls(directory=directory, spec=spec, found=found, handover=handover)
-
-    def runs(self, job: Job) -> bool:
-        return bytes(self.spec.job) == job.to_json()
-
-    def listens_as(self, hosting: JoinServer | None) -> bool:
-        was, now = self.spec.reach, ListenConfig() if hosting is None else hosting.reach
-        return (was.host, bool(was.secret)) == (now.host, bool(now.secret))
-
-    def hosting(self, hosting: JoinServer | None) -> JoinServer | None:
-        """Return these settings for the place where its hosts look for it."""
-        if hosting is None:
-            return None
-        port = Endpoint.parse(self.spec.supervisor).port
-        reach = msgspec.structs.replace(hosting.reach, port=port, secret=self.spec.reach.secret)
-        return replace(hosting, reach=reach)
-
-    @classmethod
-    def adopted(cls, run: RunDirectory, launcher: LocalLauncher) -> Self | None:
-        """Take the processes of a run over, if any live; wait for those that are about to end."""
-        deadline = time.monotonic() + END_SECONDS_MAX
-        while (live := cls.of(run)) is not None and time.monotonic() < deadline:
-            alive = launcher.adopt(live.directory)
-            if alive is not None:
-                handover = msgspec.structs.replace(live.handover, alive=alive)
-                return replace(live, handover=handover)
-            time.sleep(_LOOK_SECONDS)
-        return None
 
 
 @final
@@ -615,7 +430,7 @@ class Trainer:
             self._model_error = f"no model was written: {error}"
         if self._model_error is not None and self.exit_code == 0:
             self._error, self.exit_code = self._model_error, 1
-            self._view = replace(self._view, phase="failed", error=self._error)
+            self._view = msgspec.structs.replace(self._view, phase="failed", error=self._error)
         self._try_write(run.check)
         summary = summarise(
             self._job,

@@ -26,8 +26,8 @@ from distbelief.graph.ops.call import is_module
 from distbelief.graph.ops.linear import Embedding
 from distbelief.launch.computation import compute
 from distbelief.launch.local import LocalLauncher
-from distbelief.partition.api import PlanningResult
-from distbelief.partition.report import seconds
+from distbelief.partition.plan_report import seconds
+from distbelief.partition.planning import PlanningResult
 from distbelief.program.compiler import compile_plan
 from distbelief.program.plan import Plan
 from distbelief.task.forward import Sample

@@ -10,15 +10,15 @@ from typing import Final, final
 from distbelief.config.algorithms import Facts, Verdict
 from distbelief.config.job import ClusterTable
 from distbelief.errors import JobError
-from distbelief.parameter_server.optimizers import SGD
+from distbelief.parameter_server.rules import SGD
 from distbelief.roles.role import Role
 from distbelief.task.task import BuildContext
 from distbelief.worker import build as wb
 from sandblaster.build import build_coordinator, build_rank, build_replica
 from sandblaster.chunks import COORDINATOR
-from sandblaster.config import SandblasterSettings
 from sandblaster.coordinator.workers import SHARES
 from sandblaster.optimizers.termination import Reason
+from sandblaster.settings import SandblasterSettings
 
 
 _NO_RULE: Final = SGD(learning_rate=1.0)

@@ -31,9 +31,9 @@ from distbelief.supervisor.view import JobView
 from distbelief.task.imports import check_is_no_import
 from distbelief.task.task import build_model, check_shapes
 from distbelief.trainer import HeldCallback, Run, train
-from sandblaster.config import MethodName
 from sandblaster.optimizers.termination import Reason
 from sandblaster.problem_files import Factory, Problem, import_path, own_problem, plain
+from sandblaster.settings import MethodName
 
 
 @final
@@ -215,7 +215,7 @@ def minimize(  # noqa: PLR0913 -- the options of a job, by their names there
             is moved into aside-1 (aside-2, ...), and kept.
         show: Show the progress on standard output.
         options: Other keys of [algorithm]: history, max_iterations, tolerance,
-            l1, l2, portion, warm_start (a dict: SGD first), ... (`sandblaster.config`).
+            l1, l2, portion, warm_start (a dict: SGD first), ... (`sandblaster.settings`).
 
     Returns:
         scipy's result (`MinimizeResult`). After Ctrl+C, that of the last accepted point.

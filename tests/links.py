@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from distbelief.transport.config import ListenConfig
+from distbelief.transport.listen_config import ListenConfig
 from distbelief.transport.zmq_transport import ZmqTransport
 
 

@@ -10,12 +10,12 @@ import msgspec
 
 from distbelief.config.algorithms import Facts
 from distbelief.config.job import ClusterTable, Elastic
+from distbelief.core.torch_optimizers import OF_WHOLE_TENSORS
 from distbelief.errors import JobError
 from distbelief.roles.role import Role
 from distbelief.task.task import BuildContext
 from distbelief.worker import build as roles
-from distbelief.worker.config import DownpourSettings
-from distbelief.worker.local_steps import OF_WHOLE_TENSORS
+from distbelief.worker.downpour_settings import DownpourSettings
 
 
 @final

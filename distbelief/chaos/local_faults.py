@@ -17,7 +17,7 @@ from typing import Final, Self, final
 import msgspec
 from rich.console import Console
 
-from distbelief.chaos.report import ChaosReport, IterationCount, ReportLine, completed
+from distbelief.chaos.chaos_report import ChaosReport, IterationCount, ReportLine, completed
 from distbelief.chaos.schedule import PROCESS_KINDS, FaultEvent, schedule
 from distbelief.config.job import Job
 from distbelief.roles.role import Action, Event, PeerLost, Role, Seconds

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 from distbelief.forecast.run import first_word
-from distbelief.parameter_server.config import shard_of
+from distbelief.parameter_server.shard_config import shard_of
 from distbelief.roles.role import Address, Seconds
 from distbelief.simulation.faults import CutOff, Drop, Duplicate, Fault, Kill, Pause, Slow
 from distbelief.worker.group import group_rank_of

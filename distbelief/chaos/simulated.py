@@ -11,7 +11,7 @@ from typing import Final, final
 
 from rich.console import Console
 
-from distbelief.chaos.report import ChaosReport, IterationCount, ReportLine, completed
+from distbelief.chaos.chaos_report import ChaosReport, IterationCount, ReportLine, completed
 from distbelief.chaos.schedule import FaultEvent, faults_of, schedule
 from distbelief.display.progress import WaitProgress
 from distbelief.forecast.prepare import PreparedJob
@@ -19,7 +19,7 @@ from distbelief.forecast.run import N_EVENTS_MAX, Tell, report_until_over, view_
 from distbelief.roles.role import SUPERVISOR, Computed, Seconds
 from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.driver import HandledEvent
-from distbelief.simulation.machines import ClusterOptions, Machine
+from distbelief.simulation.machines import ClusterOptions, SimulatedMachine
 from distbelief.supervisor.view import JobView
 
 
@@ -134,7 +134,7 @@ def _run(
     tell: Tell | None = None,
 ) -> _SimulatedChaos:
     roles = [entry.name for entry in prepared.roster]
-    machine = Machine(
+    machine = SimulatedMachine(
         host="host-0" if prepared.job.cluster.shared_memory else "",
         flops_per_second=_FLOPS / slowness,
         bytes_per_second=max(_MEMORY_RATE / slowness, _MEMORY_RATE_MIN),

@@ -315,7 +315,7 @@ def partition(  # noqa: PLR0913 -- options
         if verify:
             launcher.start()  # it imports torch while the plan is made
         from distbelief.cli import run_partition  # noqa: PLC0415 -- torch
-        from distbelief.partition import api, planner  # noqa: PLC0415 -- torch
+        from distbelief.partition import planner, planning  # noqa: PLC0415 -- torch
 
         o.look_up_modules_here()
         asked = planner.Request(
@@ -325,7 +325,7 @@ def partition(  # noqa: PLR0913 -- options
             loss=loss,
             counts=run_partition.counts(machines),
             cluster=cluster or "rack-10g",
-            pins=api.pins(pins or ()),
+            pins=planning.pins(pins or ()),
             exactly=exactly,
             profile=profile,
         )

@@ -14,9 +14,9 @@ from distbelief.errors import JobError
 from distbelief.graph.capture import InputSpec
 from distbelief.graph.graph import GraphError
 from distbelief.launch.local import LocalLauncher
-from distbelief.partition import report
-from distbelief.partition.api import WIDTH, planning_result
+from distbelief.partition import plan_report
 from distbelief.partition.planner import Request, planning_request
+from distbelief.partition.planning import WIDTH, planning_result
 from distbelief.task.task import ModelSpec, build_on_meta
 
 
@@ -53,7 +53,7 @@ def run(
         model = build_on_meta(ModelSpec(factory=asked.model))  # without memory for its parameters
         planning = planning_request(model, asked, notify=notify)
         for layer in explain:
-            report.check_layer(planning.graph, layer)
+            plan_report.check_layer(planning.graph, layer)
         result = planning_result(
             planning, asked.counts, notify=lambda what: notify(f"planning: {what}")
         )

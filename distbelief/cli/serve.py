@@ -23,7 +23,10 @@ def serve(  # noqa: PLR0913 -- options
         "gradients is applied by itself.",
     ),
     rule: str | None = o.option(
-        None, "NAME", f"Update rule: {', '.join(RULES)}. Default: sgd, or the preset's."
+        None,
+        "NAME",
+        f"Update rule: {', '.join(RULES)}, or a class of torch.optim. "
+        "Default: sgd, or the preset's.",
     ),
     learning_rate: float | None = o.option(
         None, "R", "Learning rate of the rule. Default: 0.01, or the preset's."

@@ -64,7 +64,7 @@ def simulate(  # noqa: PLR0913 -- options
     Exit code: 0 done, 1 the job failed, 2 wrong usage, 130 stopped by Ctrl+C.
     """
     from distbelief.cli import run_simulate  # noqa: PLC0415 -- torch
-    from distbelief.forecast.api import SimulationRequest  # noqa: PLC0415 -- start quickly
+    from distbelief.forecast.simulate import SimulationRequest  # noqa: PLC0415 -- start quickly
     from distbelief.forecast.sweep import axes_of  # noqa: PLC0415 -- start quickly
 
     request = SimulationRequest(

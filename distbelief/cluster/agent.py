@@ -30,7 +30,7 @@ from distbelief.protocol.hosts import JOB_SPEC, PROBE
 from distbelief.roles import role as rl
 from distbelief.roles.log_events import LogEvent
 from distbelief.run.folders import absolute
-from distbelief.transport.config import ListenConfig
+from distbelief.transport.listen_config import ListenConfig
 from distbelief.transport.shared_memory import FileMemory
 
 

@@ -32,8 +32,8 @@ from distbelief.protocol import FileChunk, FileRequest
 from distbelief.roles.role import Seconds
 from distbelief.transport.address import Endpoint, in_url, number_of
 from distbelief.transport.authenticator import open_private
-from distbelief.transport.config import ListenConfig
 from distbelief.transport.keys import KeyPair, public_key
+from distbelief.transport.listen_config import ListenConfig
 from distbelief.transport.shared_memory import this_machine
 
 

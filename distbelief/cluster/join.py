@@ -28,8 +28,8 @@ from distbelief.protocol.codec import JOINING
 from distbelief.roles.role import HOST, SUPERVISOR, PeerLost
 from distbelief.run_log import RunLog
 from distbelief.transport.address import Endpoint, number_of, own_address_towards
-from distbelief.transport.config import KeyConfig, ListenConfig
 from distbelief.transport.keys import KeyFiles
+from distbelief.transport.listen_config import KeyConfig, ListenConfig
 from distbelief.transport.node import RoleRunner
 from distbelief.transport.shared_memory import FileMemory
 from distbelief.transport.zmq_transport import ANOTHER, REFUSED, ZmqTransport

@@ -19,7 +19,7 @@ from distbelief.partition.profiling.this_host import memory
 from distbelief.roles.role import Seconds
 from distbelief.supervisor.hosts import ClusterConfig
 from distbelief.transport.address import Endpoint, is_anywhere, own_address
-from distbelief.transport.config import ListenConfig
+from distbelief.transport.listen_config import ListenConfig
 
 
 class HostSource(Protocol):

@@ -17,7 +17,7 @@ from distbelief.errors import JobFileError
 if TYPE_CHECKING:  # these import torch
     from distbelief.config.job import ClusterTable, Job
     from distbelief.core.spans import Epochs
-    from distbelief.parameter_server.optimizers import UpdateRule
+    from distbelief.parameter_server.rules import UpdateRule
     from distbelief.roles.role import Role
     from distbelief.task.task import BuildContext
 

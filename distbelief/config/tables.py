@@ -111,8 +111,16 @@ _ELSEWHERE = {
     "betas": "Give beta1 and beta2.",
 }
 
+_OF_WHOLE_TENSORS = (
+    'Its steps depend on whole tensors, of which a shard holds parts: use another, as "AdamW".'
+)
 # Names from elsewhere that need more than another name here.
-_NAMES = {"adamw": 'It is name = "adam" with decoupled_weight_decay = true.'}
+_NAMES = {
+    "adafactor": _OF_WHOLE_TENSORS,
+    "muon": _OF_WHOLE_TENSORS,
+    "lbfgs": 'It is [algorithm] name = "sandblaster", method = "l-bfgs".',
+    "sparseadam": 'Shards skip what has no gradient by themselves: use "Adam".',
+}
 
 
 class TableError(JobFileError):
@@ -184,10 +192,11 @@ def check_known(table: Mapping[str, object], known: Iterable[str], path: Path) -
     for key in table:
         if key not in known:
             meant = SYNONYMS.get(key.lower(), key)
+            is_here = meant in known or any(SYNONYMS.get(one) == meant for one in known)
             hint = nearest(key, known)
             if key.lower() in _ELSEWHERE:
                 hint = _ELSEWHERE[key.lower()]
-            elif meant not in known and _PLACES.get(meant, header(path)) != header(path):
+            elif not is_here and _PLACES.get(meant, header(path)) != header(path):
                 hint = f"'{meant}' belongs into {_PLACES[meant]}."
             raise TableError((*path, key), f"{header(path)} has no key '{key}'. {hint}")
 

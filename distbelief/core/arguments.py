@@ -7,10 +7,13 @@ say what an option of another library is here.
 import inspect
 from collections.abc import Callable, Mapping
 from functools import wraps
-from typing import ParamSpec, TypeVar
+from typing import ClassVar, ParamSpec, TypeVar
+
+import msgspec
+from typing_extensions import override
 
 from distbelief.core.formatting import nearest
-from distbelief.errors import JobError
+from distbelief.errors import JobError, SettingError
 
 
 _P = ParamSpec("_P")
@@ -64,3 +67,25 @@ def checked(
         return call
 
     return decorate
+
+
+class CheckedArguments(msgspec.StructMeta):
+    """Makes structs whose wrong arguments are refused as `check_call` does."""
+
+    elsewhere: ClassVar[Mapping[str, str]] = {}  # what options of other libraries are here
+
+    @override
+    def __call__(self, *arguments: object, **options: object) -> object:
+        check_call(self.__name__, inspect.signature(self), arguments, options, self.elsewhere)
+        return super().__call__(*arguments, **options)
+
+
+def require(
+    struct: msgspec.Struct, user: str, fields: str, fits: Callable[[float], bool], use: str
+) -> None:
+    """Raise SettingError if one of these fields, of those that the struct has, does not fit."""
+    for field in fields.split():
+        value = getattr(struct, field, None)
+        is_number = isinstance(value, int | float)
+        if value is not None and not (is_number and fits(value)):
+            raise SettingError(f"{user}: {field} is {value!r}; use {use}")

@@ -202,8 +202,10 @@ SYNONYMS: Final = {
 def nearest(word: str, known: Iterable[str], *, only_close: bool = False) -> str:
     """Return a hint for an unknown word: "Did you mean 'n_push'?", or else all known words."""
     known, word = list(known), word.lower()
-    if SYNONYMS.get(word) in known:
-        return f"Did you mean '{SYNONYMS[word]}'?"
+    here = SYNONYMS.get(word)
+    for name in known:  # as in other libraries, or "adamw"
+        if name == here or SYNONYMS.get(name) == word or name.lower() == word:
+            return f"Did you mean '{name}'?"
     near = get_close_matches(word, known, n=1, cutoff=0.6)
     begun = [name for name in known if name.startswith(word)]  # "tol" of "tolerance"
     if not near and len(begun) == 1:

@@ -1,7 +1,7 @@
 """Positions of dealt samples: sets of them, and how epochs are cut into pushes and batches.
 
     position    0 1 2 3 ... n-1 | n n+1 ...         epoch 0, epoch 1, each in an order of its own
-    push        [      )[      )[   ) [      )      every `push_size` samples, anew in each epoch
+    push        [      )[      )[   ) [      )      every `n_push` batches, anew in each epoch
     batch       [  )[  )[  )[  )[   ) [  )[  )
 
 All replicas cut at the same positions, unless pushes are fitted to the link. So two pushes have the

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
+import msgspec
 from rich import box
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.progress_bar import ProgressBar
@@ -119,7 +120,7 @@ def _past(view: JobView) -> JobView:
         replace(role, state=f"was {role.state}", rate=None, last_heartbeat_age=None, pid=None)
         for role in view.roles
     )
-    return replace(view, roles=roles, eta_seconds=None, samples_per_second=None)
+    return msgspec.structs.replace(view, roles=roles, eta_seconds=None, samples_per_second=None)
 
 
 def _title(view: JobView, name: str, phase: str, width: int) -> Table:

@@ -41,7 +41,7 @@ from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.machines import ClusterOptions
 
 
-VERSION: Final = 14
+VERSION: Final = 15
 # Core time of an event: both nodes, their threads of ZeroMQ, and the role that handles it, with
 # caches as a job leaves them; 85 to 160 us were measured on an AMD EPYC. A message to a sleeping
 # process takes no longer than that.

@@ -20,14 +20,14 @@ from distbelief.core.memory import Memory, PrivateMemory
 from distbelief.data import Dataset
 from distbelief.launch.preflight import PreflightResult, answer_to
 from distbelief.launch.role_process import context_of, import_from
+from distbelief.launch.supervised_job import check_data, supervisor_config
 from distbelief.parameter_server.layout import Layout
 from distbelief.roles.role import SUPERVISOR, Action, Address, Compute, Event, Role, Seconds
 from distbelief.simulation.driver import Builder
-from distbelief.supervisor.config import SupervisorConfig
 from distbelief.supervisor.membership import Membership
 from distbelief.supervisor.supervisor import Supervisor
+from distbelief.supervisor.supervisor_config import SupervisorConfig
 from distbelief.task.task import BuildContext, DataSpec, RosterEntry, build_dataset, prepare_data
-from distbelief.trainer import check_data, supervisor_config
 from distbelief.worker.build import roster_of
 from distbelief.worker.member import JobMember, JobMemberConfig, heartbeat_seconds
 

@@ -11,7 +11,7 @@ from typing import Final, Protocol, cast, final
 
 from distbelief.display.progress import WaitProgress
 from distbelief.errors import JobError
-from distbelief.forecast.placement import PlacedCluster
+from distbelief.forecast.placed_cluster import PlacedCluster
 from distbelief.forecast.prepare import PreparedJob
 from distbelief.forecast.sweep import Outcome, Variant, reached_at, step_seconds
 from distbelief.roles.role import SUPERVISOR, Address, Compute, Computed, Executor, Seconds

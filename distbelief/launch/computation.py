@@ -21,10 +21,10 @@ from distbelief.launch.role_process import RoleSpec
 from distbelief.parameter_server.layout import Layout
 from distbelief.program.plan import Plan
 from distbelief.roles.role import SUPERVISOR
-from distbelief.supervisor.config import SupervisorConfig
 from distbelief.supervisor.supervisor import Supervisor
+from distbelief.supervisor.supervisor_config import SupervisorConfig
 from distbelief.task.forward import Sample
-from distbelief.transport.config import ListenConfig
+from distbelief.transport.listen_config import ListenConfig
 from distbelief.transport.node import RoleRunner
 from distbelief.worker.build import roster
 from distbelief.worker.computation import Computation, output_name, outputs_of

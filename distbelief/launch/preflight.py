@@ -40,7 +40,7 @@ from distbelief.launch.role_process import (
 )
 from distbelief.parameter_server.initial_values import Initial
 from distbelief.parameter_server.layout import ElementType, Layout, TensorSpec
-from distbelief.parameter_server.optimizers import check_groups
+from distbelief.parameter_server.rules import check_groups
 from distbelief.program.plan import Plan
 from distbelief.program.step_cost import PlanCost
 from distbelief.run.folders import folder_at

@@ -39,8 +39,8 @@ from distbelief.task.forward import Sample
 from distbelief.task.imports import resolve
 from distbelief.task.task import BuildContext
 from distbelief.transport.address import Endpoint
-from distbelief.transport.config import ListenConfig
 from distbelief.transport.file_server import INITIAL, RemoteFolder
+from distbelief.transport.listen_config import ListenConfig
 from distbelief.transport.node import RoleRunner
 from distbelief.transport.shared_memory import FileMemory
 from distbelief.transport.zmq_transport import Log, ZmqTransport

@@ -19,10 +19,10 @@ import numpy as np
 
 from distbelief.core.vectors import Vector
 from distbelief.errors import RemoteProtocolError
-from distbelief.parameter_server.config import ShardConfig
 from distbelief.parameter_server.gradient_sums import GradientSums
 from distbelief.parameter_server.savepoints import PARAMETERS, Savepoints, split
 from distbelief.parameter_server.sessions import PushInProgress
+from distbelief.parameter_server.shard_config import ShardConfig
 from distbelief.parameter_server.store import ShardStore
 from distbelief.parameter_server.vector_store import VectorStore
 from distbelief.protocol import batch as bt
@@ -109,7 +109,9 @@ class CommandExecutor:
         if self.running is not None:  # the second half of a `Checkpoint`: write to disk
             task = self.running[1].task
             assert isinstance(task, bt.Checkpoint)
-            return rl.Persist(snapshot=self._savepoints.extend(snapshot(task.label), cut=task.cut))
+            return rl.Persist(
+                snapshot=self._savepoints.extend(snapshot(task.label), savepoint=task.savepoint)
+            )
         assert self.waiting is not None
         self.running, self.waiting = self.waiting, None
         command = self.running[1]
@@ -123,7 +125,7 @@ class CommandExecutor:
             except RemoteProtocolError as error:
                 return (), str(error)
 
-        return rl.Compute(name="order", work=work, cost=cost)
+        return rl.Compute(name="command", work=work, cost=cost)
 
     def computed(self, event: rl.Computed) -> list[rl.Action]:
         """Finish the work of a command; answer unless a checkpoint must reach the disk first."""
@@ -139,7 +141,7 @@ class CommandExecutor:
         task = self.running[1].task
         assert isinstance(task, bt.Checkpoint)
         if event.error is None:
-            self._savepoints.on_disk(task.cut)
+            self._savepoints.on_disk(task.savepoint)
         return self._end((), event.error)
 
     def with_vectors(self, snapshot: rl.Snapshot) -> rl.Snapshot:
@@ -148,10 +150,10 @@ class CommandExecutor:
         It is if the vectors are exactly at a savepoint and the coordinator has left. Then a run
         can resume with its optimizer history.
         """
-        cut = self._savepoints.current
-        if self.is_driven or cut is None:
+        savepoint = self._savepoints.current
+        if self.is_driven or savepoint is None:
             return snapshot
-        return self._savepoints.extend(snapshot, cut=cut)
+        return self._savepoints.extend(snapshot, savepoint=savepoint)
 
     def _end(self, scalars: Scalars, error: str | None) -> list[rl.Action]:
         assert self.running is not None
@@ -168,7 +170,9 @@ class CommandExecutor:
             n_chunks=self._sums.n_committed,
             n_examples=self._sums.n_examples,
             digest=self._sums.digest,
-            cuts=self._savepoints.records() if isinstance(command.task, bt.BeginEpoch) else (),
+            savepoints=self._savepoints.records()
+            if isinstance(command.task, bt.BeginEpoch)
+            else (),
             error=error,
         )
         return [rl.Send(receiver=sender, message=self._answer)]
@@ -193,18 +197,18 @@ class CommandExecutor:
                 scalars = self._finish_evaluation(task)
             case bt.BeginEpoch():
                 self._sums.close()
-            case bt.Restore(cut=cut, whole=whole):
-                self._savepoints.return_to(cut, whole=whole, values=self._parameters)
+            case bt.Restore(savepoint=savepoint, whole=whole):
+                self._savepoints.return_to(savepoint, whole=whole, values=self._parameters)
             case bt.Commit() as task:
-                chunks = [(one.chunk_index, one.commit_token) for one in task.sets]
+                chunks = [(one.chunk_index, one.commit_token) for one in task.chunks]
                 self._sums.check(chunks)
                 self._sums.forget(task.void)
                 for chunk_index, commit_token in chunks:
                     self._sums.commit(chunk_index, commit_token)
             case bt.Publish(point=point):
                 self._publish(point)
-            case bt.Checkpoint(cut=cut):
-                self._savepoints.check_current(cut)
+            case bt.Checkpoint(savepoint=savepoint):
+                self._savepoints.check_current(savepoint)
                 self._publish(PARAMETERS)
             case _:
                 assert_never(command.task)
@@ -244,7 +248,7 @@ class CommandExecutor:
             return self._vector_store.cost(task.commands)
         if isinstance(task, bt.BeginEpoch):
             return rl.Cost()
-        n_passes = 3 * len(task.sets) if isinstance(task, bt.Commit) else 3
+        n_passes = 3 * len(task.chunks) if isinstance(task, bt.Commit) else 3
         return rl.Cost(n_bytes=float(n_passes * self._values.vector.nbytes))
 
     def stage_work(self, applying: PushInProgress) -> tuple[Callable[[], None], rl.Cost]:

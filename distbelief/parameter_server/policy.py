@@ -13,11 +13,12 @@ deltas in rounds.
 """
 
 import math
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
 
-from distbelief.parameter_server.optimizers import UpdateRule
+from distbelief.parameter_server.rules import UpdateRule
 
 
 class Round(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -96,6 +97,27 @@ class ExchangePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             or self.damping == "excess"
         )
 
+    def scale(
+        self,
+        staleness: int,
+        n_clients: int,  # that are in
+        n_samples: int,  # of this push
+        others: Sequence[int | None],  # of the last push of each other client; None: not yet
+    ) -> float:
+        """Return what multiplies a push that is applied by itself."""
+        scale = 1.0
+        if self.weight == "mean":
+            scale /= n_clients
+        elif self.weight == "samples":
+            # A client that has pushed nothing yet is taken for one like this.
+            known = [n_samples, *(n_samples if n is None else n for n in others)]
+            scale *= n_samples * len(known) / (max(sum(known), 1) * n_clients)
+        if self.damping == "inverse":
+            scale /= 1 + staleness
+        elif self.damping == "excess":
+            scale /= 1 + max(staleness - (n_clients - 1), 0)
+        return scale
+
     def refuse(self, rule: UpdateRule, *, inner: bool, workers: int) -> None:
         """Raise ValueError if the shards' rule, or an `inner` optimizer, does not fit."""
         if self.send == "gradient" and inner:
@@ -115,7 +137,7 @@ class ExchangePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                 f"weight is {self.weight!r} and rule is 'delayed_nesterov', which divides by "
                 f"n_pushes itself, so that each push would be divided twice: use {way_out}"
             )
-        unfit = [one.name for one in rule.rules if one.name in {"momentum", "adam"}]
+        unfit = [one.name for one in rule.rules if one.has_velocity]
         if self.send == "delta" and self.round is None and unfit and workers > 1:
             raise ValueError(
                 f'rule is {unfit[0]!r}, send is "delta" and deltas of {workers} workers are '

@@ -33,7 +33,7 @@ _N_KEPT_MAX = 3
 
 
 class _SavepointFacts(msgspec.Struct, frozen=True, kw_only=True):
-    cut: int
+    savepoint: int = msgspec.field(name="cut")
     vectors: tuple[str, ...]
     earlier: tuple[int, int] | None = None  # number and clock of the older savepoint
 
@@ -43,7 +43,7 @@ class _SavepointFacts(msgspec.Struct, frozen=True, kw_only=True):
 class SavedVectors:
     """A savepoint: all vectors that it names, or just the parameters."""
 
-    cut: int  # its number
+    number: int
     vectors: Mapping[str, Vector]
     clock: int = 0  # of savepoint 0: of the published values
 
@@ -75,7 +75,8 @@ class Savepoints:
         if self._base_clock is not None:
             saved.append((SavedVectors(0, {}, self._base_clock), False))
         return tuple(
-            CheckpointRecord(cut=one.cut, whole=whole, clock=one.clock) for one, whole in saved
+            CheckpointRecord(savepoint=one.number, whole=whole, clock=one.clock)
+            for one, whole in saved
         )
 
     def add(self, savepoint: Savepoint, *, settled: int) -> None:
@@ -85,35 +86,36 @@ class Savepoints:
         missing = set(savepoint.vectors) - vectors.keys()
         if missing:
             raise RemoteProtocolError(
-                f"savepoint {savepoint.cut} names vectors that do not exist here: {sorted(missing)}"
+                f"savepoint {savepoint.number} names vectors that do not exist here: "
+                f"{sorted(missing)}"
             )
         if len(self._live) >= _N_LIVE_MAX:
             raise RemoteProtocolError(
-                f"cannot create savepoint {savepoint.cut}: settle one of {len(self._live)} first"
+                f"cannot create savepoint {savepoint.number}: settle one of {len(self._live)} first"
             )
-        self._live.append(SavedVectors(savepoint.cut, vectors))
+        self._live.append(SavedVectors(savepoint.number, vectors))
 
     def drop_before(self, settled: int) -> None:
-        if any(live.cut == settled for live in self._live):
-            self._live = [live for live in self._live if live.cut >= settled]
+        if any(live.number == settled for live in self._live):
+            self._live = [live for live in self._live if live.number >= settled]
 
     def forget(self, on_disk: int) -> None:
         """Drop the parameters of savepoints before this one, which every shard has on disk."""
-        if any(kept.cut == on_disk for kept in self._kept):
-            self._kept = [kept for kept in self._kept if kept.cut >= on_disk]
+        if any(kept.number == on_disk for kept in self._kept):
+            self._kept = [kept for kept in self._kept if kept.number >= on_disk]
 
     def _arrays(self) -> Iterator[Vector]:
         for saved in (*self._live, *self._kept):
             yield from saved.vectors.values()
 
-    def return_to(self, cut: int, *, whole: bool, values: Callable[[], Vector]) -> None:
+    def return_to(self, savepoint: int, *, whole: bool, values: Callable[[], Vector]) -> None:
         """Return to a savepoint: to all of its vectors if `whole`, or only to the parameters.
 
         Other vectors are dropped. `values` returns the published parameters, which are savepoint 0.
         """
         places = self._live if whole else [*self._live, *self._kept]
-        saved = next((one for one in places if one.cut == cut), None)
-        if cut == 0 and self._base_clock is not None and not whole:
+        saved = next((one for one in places if one.number == savepoint), None)
+        if savepoint == 0 and self._base_clock is not None and not whole:
             self._vector_store.restore({PARAMETERS: values()})
             self._keep_parameters(0, clock=self._base_clock)
             self._base_clock = None
@@ -121,14 +123,14 @@ class Savepoints:
             names = saved.vectors if whole else (PARAMETERS,)
             self._vector_store.return_to({name: saved.vectors[name] for name in names})
         else:
-            held = [(record.cut, record.whole) for record in self.records()]
-            raise RemoteProtocolError(f"no savepoint {cut} here; (number, whole) are: {held}")
+            held = [(record.savepoint, record.whole) for record in self.records()]
+            raise RemoteProtocolError(f"no savepoint {savepoint} here; (number, whole) are: {held}")
         self._live = [saved] if whole and saved is not None else []
 
-    def check_current(self, cut: int) -> None:
-        if self.current != cut:
+    def check_current(self, savepoint: int) -> None:
+        if self.current != savepoint:
             raise RemoteProtocolError(
-                f"cannot save savepoint {cut}: vectors have changed since; create it again"
+                f"cannot save savepoint {savepoint}: vectors have changed since; create it again"
             )
 
     @property
@@ -138,9 +140,9 @@ class Savepoints:
             return None
         newest, now = self._live[-1], self._vector_store.export()
         is_same = all(now.get(name) is vector for name, vector in newest.vectors.items())
-        return newest.cut if is_same else None
+        return newest.number if is_same else None
 
-    def extend(self, snapshot: Snapshot, *, cut: int) -> Snapshot:
+    def extend(self, snapshot: Snapshot, *, savepoint: int) -> Snapshot:
         """Return the snapshot plus the vectors of the newest savepoint, which must be current.
 
         Also plus the parameters of the oldest kept savepoint. All shards have that one, so shards
@@ -150,19 +152,21 @@ class Savepoints:
         arrays = dict(snapshot.arrays)
         arrays |= {f"{_PREFIX}{name}": vector for name, vector in vectors.items()}
         earlier = None
-        if self._kept and self._kept[0].cut != cut:
+        if self._kept and self._kept[0].number != savepoint:
             shared = self._kept[0]
             arrays[_EARLIER] = shared.vectors[PARAMETERS]
-            earlier = shared.cut, shared.clock
-        facts = _SavepointFacts(cut=cut, vectors=tuple(sorted(vectors)), earlier=earlier)
+            earlier = shared.number, shared.clock
+        facts = _SavepointFacts(
+            savepoint=savepoint, vectors=tuple(sorted(vectors)), earlier=earlier
+        )
         return Snapshot(
             label=snapshot.label,
             arrays=arrays,
             facts={**snapshot.facts, _FACT: msgspec.json.encode(facts).decode()},
         )
 
-    def on_disk(self, cut: int) -> None:
-        self._keep_parameters(cut, clock=0)
+    def on_disk(self, savepoint: int) -> None:
+        self._keep_parameters(savepoint, clock=0)
 
     def restore(self, found: Sequence[SavedVectors]) -> None:
         """Restore the savepoint of a snapshot, if it has one: what `split` has returned."""
@@ -170,11 +174,11 @@ class Savepoints:
             saved, *self._kept = found
             self._vector_store.restore(saved.vectors)
             self._base_clock = None
-            self._live = [SavedVectors(saved.cut, self._vector_store.export())]
-            self._keep_parameters(saved.cut, clock=0)
+            self._live = [SavedVectors(saved.number, self._vector_store.export())]
+            self._keep_parameters(saved.number, clock=0)
 
-    def _keep_parameters(self, cut: int, *, clock: int) -> None:
-        self._kept.append(SavedVectors(cut, self._vector_store.export((PARAMETERS,)), clock))
+    def _keep_parameters(self, savepoint: int, *, clock: int) -> None:
+        self._kept.append(SavedVectors(savepoint, self._vector_store.export((PARAMETERS,)), clock))
         if len(self._kept) > _N_KEPT_MAX:  # another shard's saves fail repeatedly
             del self._kept[1]
 
@@ -206,15 +210,15 @@ def split(snapshot: Snapshot) -> tuple[Snapshot, Sequence[SavedVectors]]:
     }
     if vectors.keys() != set(facts.vectors) or PARAMETERS not in vectors:
         raise damaged(f"it has vectors {sorted(vectors)}, not {sorted(facts.vectors)}")
-    saved = [SavedVectors(facts.cut, vectors)]
+    saved = [SavedVectors(facts.savepoint, vectors)]
     if parameters is not None and facts.earlier is not None:
         now = vectors[PARAMETERS]
         if (parameters.shape, parameters.dtype) != (now.shape, now.dtype):
             raise damaged(
                 f"array {_EARLIER!r} is {parameters.shape} of {parameters.dtype}, not {now.shape}"
             )
-        cut, clock = facts.earlier
-        saved.append(SavedVectors(cut, {PARAMETERS: parameters.copy()}, clock))
+        savepoint, clock = facts.earlier
+        saved.append(SavedVectors(savepoint, {PARAMETERS: parameters.copy()}, clock))
     elif parameters is not None or facts.earlier is not None:
         raise damaged(f"array {_EARLIER!r} and fact {_FACT!r} disagree")
     own_facts = {name: fact for name, fact in snapshot.facts.items() if name != _FACT}

@@ -10,21 +10,12 @@ A push is applied when its buffer is complete and its sequence is watermark + 1.
 a client are applied in order, each at most once; a duplicate is only acknowledged again. Complete
 pushes wait in one queue, first come, first served, with at most one entry per client. With a
 backup, a push is acknowledged when both copies have applied it.
-
-    tick      of a client that is in: exchanges that it has ended, as acknowledged here
-    floor     the least tick of all that are in and connected; it never falls
-    gate      a client begins tick t once the floor is t - staleness (Ho et al. 2013)
-
-A client that enters, or was gone, begins at the floor. After a restart the floor stays until all
-clients had time to come back, each with its tick. Only the beginning of a tick is gated, never a
-push, and the client with the least tick is not gated: so the floor rises as long as one works.
 """
 
-import math
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
-from typing import Final, final
+from dataclasses import dataclass, field, replace
+from typing import final
 
 import msgspec
 import numpy as np
@@ -33,102 +24,22 @@ from distbelief.core.memory import Memory
 from distbelief.core.spans import dealt_of
 from distbelief.core.vectors import Vector
 from distbelief.errors import FalseClaimError, RemoteProtocolError, StorageError
-from distbelief.parameter_server import slices as sl
-from distbelief.parameter_server.client.buffers import Staleness
-from distbelief.parameter_server.config import ShardConfig
+from distbelief.parameter_server.shard_config import ShardConfig
+from distbelief.parameter_server.slices import NOTHING, ShardSlice, n_holding
+from distbelief.parameter_server.staleness import PartialPushes, Staleness
 from distbelief.parameter_server.store import ShardStore
+from distbelief.parameter_server.tensor_copies import (
+    N_PUSH_BUFFERS,
+    PushBuffer,
+    push_buffer_bytes,
+    push_buffer_views,
+)
+from distbelief.parameter_server.ticks import Attendance, Floor, Rounds
 from distbelief.protocol import SessionRecord, push_fetch as pf, replication as rp
 from distbelief.roles.role import Action, Address, Received, Seconds, Send
 
 
-# --- staleness ---
-
-_N_KEPT: Final = 4096
-"""Recent pushes; an older one counts as overlapping."""
-
-_N_KNOWN_MAX: Final = 1 << 14
-
-TICKS_AHEAD_MAX: Final = 1 << 32
-"""More than a shard that restarts can lack. Far below the largest tick of a message, at which a
-worker alone could set the floor for all that come later."""
-
-
-@final
-class PartialStaleness:
-    """Staleness of pushes that cover a part of the shard.
-
-    A push is as stale as the number of pushes that its own elements received since the fetch. The
-    ranks of a partitioned replica push disjoint parts, so the clock rises once per rank while each
-    element receives one push. Counting overlaps gives the same staleness on one rank or several.
-    """
-
-    def __init__(self) -> None:
-        self._recent: deque[tuple[int, sl.ShardSlice]] = deque(maxlen=_N_KEPT)
-        self._in_parts = False  # whether any push was not of everything
-        self._known: dict[tuple[bytes, bytes], bool] = {}
-
-    def add(self, shard_slice: sl.ShardSlice, *, clock: int) -> None:
-        self._in_parts |= shard_slice.ranges is not None
-        self._recent.append((clock, shard_slice))
-
-    def since(self, shard_slice: sl.ShardSlice, *, fetched_clock: int, clock: int) -> int:
-        """Return how many pushes these elements received between two clocks."""
-        n_pushes = clock - fetched_clock
-        # As long as every push covers everything, the clock is exact.
-        if not self._in_parts or n_pushes <= 0:
-            return n_pushes
-        for applied_at, other in reversed(self._recent):
-            if applied_at < fetched_clock:
-                break
-            n_pushes -= not self._overlap(shard_slice, other)
-        return n_pushes
-
-    def _overlap(self, one: sl.ShardSlice, other: sl.ShardSlice) -> bool:
-        if one.key == other.key or one.ranges is None or other.ranges is None:
-            return True
-        keys = (one.key, other.key)
-        if keys not in self._known:
-            if len(self._known) >= _N_KNOWN_MAX:
-                self._known.clear()
-            self._known[keys] = one.ranges.overlaps(other.ranges)
-        return self._known[keys]
-
-
 # --- one client ---
-
-
-@final
-@dataclass(slots=True, eq=False)
-class PushBuffer:
-    memory: Vector  # (n_elements,) of what the client holds: gradient, then buffers
-    sequence: int = 0  # of the push in it; 0 for none
-    words: bool = False  # whether that is in words: bfloat16
-    received: int = 0  # blocks [0, received) are in it
-    size: int = 0  # numbers, or words, of those blocks
-    push: pf.Push | None = None  # set when it has come
-
-    def lend(self, sequence: int, payload: pf.Payload) -> None:
-        """Reuse the buffer for push `sequence`, unless it already holds that push."""
-        words = payload == "bfloat16"
-        if self.sequence != sequence:
-            self.sequence, self.received, self.push = sequence, 0, None
-            self.words, self.size = words, 0
-        elif self.words is not words:
-            raise RemoteProtocolError(f"push {sequence} is of two payloads: use one")
-
-    def take(self, block: pf.PushBlock) -> None:
-        """Store a block if it is the next one: the sender repeats the others."""
-        self.lend(block.sequence, block.payload)
-        if block.block_index == self.received:
-            room = self.memory.view(sl.WORD) if self.words else self.memory
-            stop = self.size + block.values.size
-            room[self.size : stop] = block.values
-            self.size = stop
-            self.received += 1
-
-    def values(self, shard_slice: sl.ShardSlice) -> Vector:
-        """Return all numbers, or words, of a push of this slice."""
-        return shard_slice.room(self.memory, words=self.words)
 
 
 @final
@@ -147,7 +58,7 @@ class Session:
     # Whether this incarnation has opened a session with this shard incarnation.
     opened: bool = False
     connected: bool = True  # whether the client is there, as far as the shard knows
-    shard_slice: sl.ShardSlice = sl.NOTHING  # what it fetches and pushes of the shard's vector
+    shard_slice: ShardSlice = NOTHING  # what it fetches and pushes of the shard's vector
     push_buffers: tuple[PushBuffer, ...] = ()  # two if it pushes, none if it only fetches
     region: str = ""  # where they lie; "" for memory of the shard that blocks fill
     parameters_region: str = ""  # where it can read the values; "" for blocks only
@@ -155,8 +66,8 @@ class Session:
     request: int = 0  # its latest fetch
     expired: int = 0  # the latest fetch whose pin expired
     n_samples: int | None = None  # of its last push
+    attendance: Attendance = field(default_factory=Attendance)  # of this incarnation
     told: int = 0  # the floor that it was told last
-    entries: int = 0  # how often this incarnation has entered or left
     tick: pf.Ticks = msgspec.UNSET  # ticks that it has ended; Unset: it is not in
     n_beside: int = 0  # clients that were in with it, itself included, when one of them left
 
@@ -190,7 +101,7 @@ class Session:
     def next_complete(self) -> PushBuffer | None:
         if not self.push_buffers:
             return None
-        push_buffer = self.push_buffers[(self.watermark + 1) % sl.N_PUSH_BUFFERS]
+        push_buffer = self.push_buffers[(self.watermark + 1) % N_PUSH_BUFFERS]
         if push_buffer.sequence != self.watermark + 1 or push_buffer.push is None:
             return None
         # In shared memory the client has filled the buffer before it sends Push.
@@ -217,34 +128,15 @@ class Session:
         if not self.push_buffers:
             raise RemoteProtocolError(f"{self.name} pushes, but its OpenSession has pushes = false")
         # An unconfirmed push keeps its buffer, because the backup may still read it there.
-        if not self.watermark < sequence <= self.confirmed + sl.N_PUSH_BUFFERS:
+        if not self.watermark < sequence <= self.confirmed + N_PUSH_BUFFERS:
             raise RemoteProtocolError(
                 f"{self.name} sent push {sequence}; its buffers have room for pushes "
-                f"{self.watermark + 1} to {self.confirmed + sl.N_PUSH_BUFFERS}"
+                f"{self.watermark + 1} to {self.confirmed + N_PUSH_BUFFERS}"
             )
-        return self.push_buffers[sequence % sl.N_PUSH_BUFFERS]
+        return self.push_buffers[sequence % N_PUSH_BUFFERS]
 
 
 # --- all clients ---
-
-
-def _n_holding(
-    shard_slice: sl.ShardSlice, others: list[sl.ShardSlice], part: tuple[int, int]
-) -> int:
-    """Return how many of these slices hold one and the same element of a slice, at most.
-
-    Only elements in this part of the vector count. The ranks of a partitioned replica hold each
-    element once, so they count as one client.
-    """
-    if all(other.key == shard_slice.key for other in others):
-        return max(1, len(others))
-    inner = shard_slice.within(*part)
-    if not inner.n_elements:
-        return max(1, len(others))
-    all_ranges = [inner, *(other.within(*part) for other in others)]
-    bounds = sl.IndexRanges.ends(all_ranges)
-    counts = sum(ranges.mask(bounds).astype(np.int64) for ranges in all_ranges[1:])
-    return max(1, int(np.max(counts, where=inner.mask(bounds), initial=0)))
 
 
 @final
@@ -260,7 +152,10 @@ class PushInProgress:
 
     @property
     def values(self) -> Vector:
-        return self.push_buffer.values(self.client.shard_slice)
+        held, buffer = self.client.shard_slice, self.push_buffer
+        if buffer.words:
+            return held.room(buffer.memory, words=True)
+        return buffer.memory[: held.n_elements]
 
     def record(self) -> SessionRecord:
         """Return the session record as it will be after this push."""
@@ -299,20 +194,13 @@ class Sessions:
         self.applying: PushInProgress | None = None
         self._round: deque[PushInProgress] = deque()  # still to add to the round in progress
         self._folded: list[PushInProgress] = []  # added to it
-        # When the next round ends without those that are late; None: not by time.
-        self.round_due: Seconds | None = None
-        self._round_began: Seconds | None = None
-        self._round_seconds: Seconds = 0.0  # that the last round took
         self._staleness = Staleness()
-        self._partial_staleness = PartialStaleness()
+        self._partial_pushes = PartialPushes()
         self._n_applied = self._n_duplicates = self._bytes_in = 0
         self._n_refused = 0
         self._refused: dict[Address, int] = {}  # the newest of each client
-        self._floor = 0
-        self._behind = ""  # who keeps it down
-        self._missing = ""  # whose push the next round waits for
-        self._late = ""  # and the last round waited for at its end
-        self.awaits_clients = False  # after a restart: the floor stays
+        self.floor = Floor(config.policy.staleness)
+        self.rounds = Rounds.of(config.policy, self.floor)
 
     def restore(self, clients: Iterable[SessionRecord]) -> None:
         self._clients = {client.name: client for client in map(Session.of, clients)}
@@ -334,7 +222,7 @@ class Sessions:
             "bytes_in": float(self._bytes_in),
             "queue": float(len(self.queue) + len(self._round) + (self.applying is not None)),
             **self._staleness.counters(),
-            **(self._tick_counters() if self.counts_ticks else {}),
+            **(self.floor.counters(clients) if self.counts_ticks else {}),
         }
 
     def is_older(self, name: Address, incarnation: int) -> bool:
@@ -343,7 +231,7 @@ class Sessions:
 
     def why_not(self, event: Received, request: pf.OpenSession) -> str | None:
         """Return why this session can never be opened, or None."""
-        self._check_tick(event.sender, self._clients.get(event.sender), request.tick)
+        self.floor.check(event.sender, self._clients.get(event.sender), request.tick)
         fingerprint = self._config.layout.fingerprint
         if request.layout != fingerprint:
             return (
@@ -355,12 +243,8 @@ class Sessions:
         except RemoteProtocolError as error:
             return f"the elements that you hold are invalid: {error}"
         client = self._clients.get(event.sender)
-        if (
-            client is not None
-            and client.opened
-            and client.incarnation == event.incarnation
-            and client.shard_slice.key != shard_slice.key
-        ):
+        is_open = client is not None and client.opened and client.incarnation == event.incarnation
+        if client is not None and is_open and client.shard_slice.key != shard_slice.key:
             return (
                 f"you held {client.shard_slice.n_elements} elements and now hold "
                 f"{shard_slice.n_elements} others: restart the client to change what it holds"
@@ -449,7 +333,7 @@ class Sessions:
 
     def _lend_push_buffers(self, client: Session, region: str, *, shared: bool) -> str | None:
         n_elements, dtype = client.shard_slice.n_elements, client.shard_slice.dtype
-        n_bytes = sl.push_buffer_bytes(n_elements, itemsize=dtype.itemsize)
+        n_bytes = push_buffer_bytes(n_elements, itemsize=dtype.itemsize)
         warning = memory = None
         if shared:
             name = f"{region}-{self._n_regions}"
@@ -461,7 +345,7 @@ class Sessions:
                 warning = f"{client.name} pushes by messages, not shared memory: {error}"
         if memory is None:
             memory = np.zeros(n_bytes, np.uint8)
-        one, other = sl.push_buffer_views(memory, n_elements=n_elements, dtype=dtype)
+        one, other = push_buffer_views(memory, n_elements=n_elements, dtype=dtype)
         client.push_buffers = PushBuffer(one), PushBuffer(other)
         return warning
 
@@ -474,14 +358,16 @@ class Sessions:
         busy = [*self._round, *self._folded, *([self.applying] if self.applying else [])]
         return any(one.client.name == name for one in busy)
 
-    def n_averaged(self, shard_slice: sl.ShardSlice) -> int:
+    def n_averaged(self, shard_slice: ShardSlice) -> int:
         """Return over how many clients the buffers of this slice are averaged."""
         pushing = [
             client.shard_slice
             for client in self._clients.values()
             if client.opened and client.connected and client.push_buffers
         ]
-        return _n_holding(shard_slice, pushing, self._buffers)
+        if all(other is shard_slice for other in pushing):
+            return max(1, len(pushing))
+        return n_holding(shard_slice, pushing, self._buffers)
 
     def count_refused(self, name: Address, push: pf.Push) -> None:
         """Count a push of a former incarnation of this client, once."""
@@ -541,7 +427,8 @@ class Sessions:
 
     def _check_claims(self, client: Session, message: pf.Push) -> None:
         """Raise FalseClaimError for a push of what nobody dealt, or of a tick far ahead."""
-        self._check_tick(client.name, client, message.tick)
+        if message.tick is not msgspec.UNSET:
+            self.floor.check(client.name, client, message.tick)
         if message.dealt is msgspec.UNSET:
             return
         (start, stop), n = dealt_of(message.dealt), self._config.n_samples
@@ -550,11 +437,6 @@ class Sessions:
             raise FalseClaimError(
                 f"{client.name} sent a push of positions {start} to {stop}, which nobody dealt"
             )
-
-    def _check_tick(self, name: Address, client: Session | None, tick: pf.Ticks) -> None:
-        known = self._floor if client is None else max(client.tick or 0, self._floor)
-        if (tick or 0) > known + TICKS_AHEAD_MAX:
-            raise FalseClaimError(f"{name} has ended {tick} ticks: {known} are known here")
 
     def begin_push(self, now: Seconds, *, is_last: bool = False) -> PushInProgress | None:
         """Return the next push to apply, or to add to a round; `is_last`: no more come."""
@@ -583,28 +465,27 @@ class Sessions:
 
     def _take_queued(self, now: Seconds) -> None:
         """Take the oldest complete push, or those of a round in the order of their names."""
-        in_round = self._config.policy.round is not None
+        rounds = self.rounds
         taken: list[PushInProgress] = []
-        while self.queue and (in_round or not taken):
+        while self.queue and (rounds is not None or not taken):
             client = self._clients[self.queue.popleft()]
             client.queued = False
             push_buffer = client.next_complete()
             if push_buffer is not None and push_buffer.push is not None:
                 push = push_buffer.push
-                staleness = self._partial_staleness.since(
-                    client.shard_slice, fetched_clock=push.fetched_clock, clock=self._values.clock
-                )
+                since, partial = push.fetched_clock, self._partial_pushes
+                staleness = self._values.clock - since
+                if partial.are_some:
+                    staleness -= partial.n_elsewhere(client.shard_slice, since=since)
                 share = rp.WHOLE if push.commit_token else self._share_of(client, push, staleness)
                 taken.append(PushInProgress(client, push_buffer, push, staleness, share))
-        if in_round:
+        if rounds is not None:
+            rounds.end(now)
             taken.sort(key=lambda one: one.client.name)
             taken = [
                 replace(one, share=msgspec.structs.replace(one.share, n_to_follow=len(taken) - n))
                 for n, one in enumerate(taken, 1)
             ]
-            began = now if self._round_began is None else self._round_began
-            self.round_due, self._round_began, self._round_seconds = None, now, now - began
-            self._late, self._missing = self._missing, ""
         self._round += taken
 
     def end_push(self, *, held: bool, staged: bool = False) -> list[Action]:
@@ -624,8 +505,8 @@ class Sessions:
             client = applied.client
             client.count_applied(applied.push, staleness=applied.staleness, held=held)
             self._staleness.add(applied.staleness)
-            if not staged:
-                self._partial_staleness.add(client.shard_slice, clock=first_clock + index)
+            if client.shard_slice.ranges is not None and not staged:
+                self._partial_pushes.add(client.shard_slice, clock=first_clock + index)
             self._n_applied += 1
             if client.region:
                 self._bytes_in += applied.push_buffer.memory.nbytes
@@ -661,40 +542,15 @@ class Sessions:
 
     def _may_take(self, now: Seconds, *, is_last: bool) -> bool:
         """Return whether the complete pushes make a round, if there are rounds."""
-        policy = self._config.policy.round
-        if policy is None or is_last:
+        if self.rounds is None or is_last:
             return True
-        if self.awaits_clients or not self.queue:
+        if not self.queue:
             return False
         # Those whose last push waits here have left.
         members = [client for client in self._clients.values() if client.is_in or client.queued]
-        # A client that is too far ahead begins no tick: it may wait for a push of this very round.
-        missing = [one for one in members if not (one.queued or self._is_gated(one))]
-        if not missing:
-            return True
-        self._missing = missing[0].name
-        due = now + policy.grace_seconds
-        n_queued = sum(client.queued for client in members)
-        if n_queued < math.ceil(policy.quorum * len(members) - 1e-9):
-            # A client that has ended the tick of a push waiting here may wait too: for a push at
-            # another shard, whose last round was of others. So nobody could make the quorum. Late
-            # pushes wait for the others' next ones first.
-            if not all((one.tick or 0) >= self._first_tick for one in missing):
-                self.round_due = None
-                return False
-            due += 2 * self._round_seconds
-        self.round_due = due if self.round_due is None else min(self.round_due, due)
-        return now >= self.round_due
-
-    @property
-    def _first_tick(self) -> int:
         buffers = [self._clients[name].next_complete() for name in self.queue]
         pushes = [one.push for one in buffers if one is not None and one.push is not None]
-        return min((push.tick or self._floor + 1 for push in pushes), default=self._floor + 1)
-
-    def _is_gated(self, client: Session) -> bool:
-        staleness = self._config.policy.staleness
-        return staleness is not None and (client.tick or 0) - staleness > self._floor
+        return self.rounds.may_end(now, members, pushes)
 
     def _share_of(self, client: Session, push: pf.Push, staleness: int) -> rp.Share:
         policy = self._config.policy
@@ -706,84 +562,43 @@ class Sessions:
         others = self._others_in(client)
         n_clients = max(self._n_with(client, others), client.n_beside)
         client.n_beside = 0
-        scale = 1.0
-        if policy.weight == "mean":
-            scale /= n_clients
-        elif policy.weight == "samples":
-            # A client that has pushed nothing yet is taken for one like this.
-            pushed = (one.n_samples for one in others)
-            known = [n_samples, *(n_samples if n is None else n for n in pushed)]
-            scale *= n_samples * len(known) / (max(sum(known), 1) * n_clients)
-        if policy.damping == "inverse":
-            scale /= 1 + staleness
-        elif policy.damping == "excess":
-            scale /= 1 + max(staleness - (n_clients - 1), 0)
-        return rp.Share(scale=scale)
+        known = [one.n_samples for one in others]
+        return rp.Share(scale=policy.scale(staleness, n_clients, n_samples, known))
 
     def _others_in(self, client: Session) -> list[Session]:
         return [one for one in self._clients.values() if one.is_in and one is not client]
 
     def _n_with(self, client: Session, others: list[Session]) -> int:
         slices = [client.shard_slice, *(one.shard_slice for one in others)]
-        return _n_holding(client.shard_slice, slices, (0, self._buffers[0]))
+        return n_holding(client.shard_slice, slices, (0, self._buffers[0]))
 
     # ---------------------------------------------------------------------- ticks
 
     def _enter(self, client: Session, request: pf.OpenSession) -> None:
-        entries = request.entries or 0
-        if entries < client.entries:
+        attendance = Attendance(request.entries or 0)
+        if attendance.changes < client.attendance.changes:
             return  # a late message
-        client.entries = entries
-        is_known = not (client.tick is msgspec.UNSET and request.tick is msgspec.UNSET)
-        if entries % 2 == 0:
-            # What they have done together, and not pushed yet, counts as before: or the last pushes
-            # of workers that end together would count 1/4 + 1/3 + 1/2 + 1.
-            for one in [client, *self._others_in(client)] if client.is_in else []:
-                one.n_beside = max(one.n_beside, self._n_with(one, self._others_in(one)))
-            client.tick = msgspec.UNSET
-        elif is_known or not self.awaits_clients:  # a new one waits until there is a floor
-            client.tick = max(client.tick or 0, request.tick or 0, self._floor)
+        client.attendance = attendance
+        if attendance.is_in:
+            self.floor.place(client, request.tick)
+            return
+        # What they have done together, and not pushed yet, counts as before: or the last pushes of
+        # workers that end together would count 1/4 + 1/3 + 1/2 + 1.
+        for one in [client, *self._others_in(client)] if client.is_in else []:
+            one.n_beside = max(one.n_beside, self._n_with(one, self._others_in(one)))
+        client.tick = msgspec.UNSET
 
     def tell_floor(self) -> list[Action]:
         """Tell a new floor to the clients that could not begin a tick at the old one."""
-        self._raise_floor()
-        staleness = self._config.policy.staleness
-        actions: list[Action] = []
-        for client in self._clients.values():
-            if not client.is_in or staleness is None or client.told >= self._floor:
-                continue
-            assert client.tick is not msgspec.UNSET
-            if client.tick - staleness > client.told:
-                client.told = self._floor
-                floor = pf.Floor(
-                    shard_incarnation=self.incarnation, floor=self._floor, behind=self._behind
-                )
-                actions.append(Send(receiver=client.name, message=floor))
-        return actions
-
-    def _raise_floor(self) -> None:
-        if self.awaits_clients or not self.counts_ticks:
-            return
-        inside = [client for client in self._clients.values() if client.is_in]
-        for client in inside:  # others went on without a client that was gone
-            client.tick = max(client.tick or 0, self._floor)
-        # Of equal ticks, a client whose next push is not here yet.
-        slowest = min(inside, key=lambda one: (one.tick, one.queued, one.name), default=None)
-        self._behind = "" if slowest is None else slowest.name
-        if slowest is not None:
-            self._floor = slowest.tick or 0
-
-    def _tick_counters(self) -> dict[str, float]:
-        ticks = [client.tick or 0 for client in self._clients.values() if client.is_in]
-        gap = float(max(ticks, default=0) - min(ticks, default=0))
-        return {"workers_in": float(len(ticks)), "floor": float(self._floor), "clock_gap": gap}
+        clients = self._clients.values()
+        self.floor.rise(clients)
+        return self.floor.news(clients, incarnation=self.incarnation)
 
     def _told_floor(self, client: Session) -> tuple[pf.Ticks, str | msgspec.UnsetType]:
         if not self.counts_ticks:
             return msgspec.UNSET, msgspec.UNSET
-        self._raise_floor()
-        client.told = self._floor
-        return self._floor, "" if self._behind == client.name else self._behind
+        self.floor.rise(self._clients.values())
+        return self.floor.tell(client)
 
     # ------------------------------------------------------------------- messages
 
@@ -797,7 +612,7 @@ class Sessions:
             applied=client.applied - client.n_unconfirmed,
             parameters_region=client.parameters_region,
             push_buffers_region=client.region,
-            entries=client.entries or msgspec.UNSET,
+            entries=client.attendance.changes or msgspec.UNSET,
             tick=client.tick,
             floor=floor,
             behind=behind,
@@ -819,8 +634,8 @@ class Sessions:
             floor=floor,
             behind=behind,
         )
-        if self._config.policy.round is not None:
-            late = "" if self._late == client.name else self._late
+        if self.rounds is not None:
+            late = "" if self.rounds.late == client.name else self.rounds.late
             applied = msgspec.structs.replace(applied, late=late)
         return Send(receiver=client.name, message=applied)
 

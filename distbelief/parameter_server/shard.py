@@ -26,7 +26,6 @@ from distbelief.core.vectors import Vector
 from distbelief.errors import DistBeliefError, FalseClaimError, RemoteProtocolError, StorageError
 from distbelief.parameter_server.checkpoint import CheckpointWriter, ShardState, take
 from distbelief.parameter_server.command_log import CommandExecutor
-from distbelief.parameter_server.config import ShardConfig, other_copy
 from distbelief.parameter_server.pinned_versions import TIMER as PINS_TIMER, PinnedVersions
 from distbelief.parameter_server.replication import (
     TIMER as BACKUP_TIMER,
@@ -36,6 +35,7 @@ from distbelief.parameter_server.replication import (
     Primary,
 )
 from distbelief.parameter_server.sessions import PushInProgress, Session, Sessions
+from distbelief.parameter_server.shard_config import ShardConfig, other_copy
 from distbelief.parameter_server.slices import ShardSlice
 from distbelief.parameter_server.store import ShardStore
 from distbelief.protocol import batch as bt, membership as ms, push_fetch as pf, replication as rp
@@ -283,7 +283,7 @@ class Shard:
         if name == _TELL:
             return self._tell(now)
         if name in {_RETURNED, _GRACE}:
-            self._sessions.awaits_clients &= name != _RETURNED
+            self._sessions.floor.awaits_clients &= name != _RETURNED
             return []  # `_next` looks
         return self._absent(rl.Address(name.removeprefix(_ABSENT)), now)
 
@@ -295,7 +295,7 @@ class Shard:
         self._serves = True
         actions: list[rl.Action] = []
         if self._sessions.counts_ticks and self._sessions.incarnation > 1:
-            self._sessions.awaits_clients = True
+            self._sessions.floor.awaits_clients = True
             actions.append(rl.SetTimer(name=_RETURNED, at=now + self._config.return_seconds))
         if self._config.deals:
             actions += self._tell(now)
@@ -577,7 +577,8 @@ class Shard:
             actions += self._begin_push(push, now)
         elif may_copy:
             actions += self._begin_copy()
-        until = self._sessions.round_due
+        rounds = self._sessions.rounds
+        until = None if rounds is None else rounds.due
         if until is not None and until != self._grace_until:
             self._grace_until = until
             actions.append(rl.SetTimer(name=_GRACE, at=until))

@@ -22,11 +22,11 @@ from distbelief.config.cluster_file import load_cluster
 from distbelief.config.job import Fit, Job
 from distbelief.errors import JobError, StorageError
 from distbelief.graph.graph import GraphError, LayerGraph
-from distbelief.partition.api import pins, planning_result
 from distbelief.partition.cost_model import AnalyticCosts, single_sample
 from distbelief.partition.plan_picture import draw_plan
+from distbelief.partition.plan_report import lack
+from distbelief.partition.planning import pins, planning_result
 from distbelief.partition.profiling.this_host import HANDLING, HERE, Network, here
-from distbelief.partition.report import lack
 from distbelief.partition.search import PlanningRequest
 from distbelief.program.cluster import Cluster
 from distbelief.program.compiler import compile_plan

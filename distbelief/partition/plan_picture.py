@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 
 from distbelief.core import files
 from distbelief.graph.graph import LayerGraph
-from distbelief.partition.report import size
+from distbelief.partition.plan_report import size
 from distbelief.program.placement import Placement
 from distbelief.program.traffic import Traffic
 

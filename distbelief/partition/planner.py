@@ -20,9 +20,9 @@ import numpy as np
 from torch import nn
 
 from distbelief.config.cluster_file import load_cluster
+from distbelief.graph.append_loss import append_loss
 from distbelief.graph.capture import InputSpec
 from distbelief.graph.graph import INPUT, GraphError, Layer, LayerGraph
-from distbelief.graph.losses import append_loss
 from distbelief.graph.operator import operator_of
 from distbelief.partition.baselines import even, whole_layers
 from distbelief.partition.candidates import check_pins

@@ -40,14 +40,14 @@ class GrantedChunk(msgspec.Struct, frozen=True, kw_only=True):
 class Savepoint(msgspec.Struct, frozen=True, kw_only=True):
     """A point to return to: these vectors, as they are before the command that carries it."""
 
-    cut: Count  # rises over all epochs
+    number: Count  # rises over all epochs
     vectors: Annotated[tuple[VectorName, ...], msgspec.Meta(max_length=4096)]
 
 
 class CheckpointRecord(msgspec.Struct, frozen=True, kw_only=True):
     """A savepoint to which a shard can return. Number 0: its values before the first command."""
 
-    cut: Count
+    savepoint: Count
     whole: bool  # False: it has the parameters only
     clock: Count  # of savepoint 0: of the values then
 
@@ -63,7 +63,7 @@ class BeginEpoch(_Task, frozen=True):
 class Restore(_Task, frozen=True):
     """Return to this savepoint; if not `whole`, to its parameters only."""
 
-    cut: Count
+    savepoint: Count
     whole: bool
 
 
@@ -85,7 +85,7 @@ class BeginEvaluation(_Task, frozen=True):
 class Commit(_Task, frozen=True):
     """Add these staged chunks to the sum; drop what was pushed under the `void` tokens."""
 
-    sets: Annotated[tuple[GrantedChunk, ...], msgspec.Meta(max_length=4096)]
+    chunks: Annotated[tuple[GrantedChunk, ...], msgspec.Meta(max_length=4096)]
     void: Annotated[tuple[Count, ...], msgspec.Meta(max_length=4096)]
 
 
@@ -110,7 +110,7 @@ class Checkpoint(_Task, frozen=True):
     """Publish the parameters, and save this savepoint, which is the present, to disk."""
 
     label: Name
-    cut: Count
+    savepoint: Count
 
 
 Task = (
@@ -150,7 +150,7 @@ class CommandDone(AnyMessage, frozen=True):
     n_chunks: Amount = 0  # committed in this evaluation
     n_examples: Amount = 0  # in those
     digest: Count = 0  # exclusive or of their tokens
-    cuts: Annotated[tuple[CheckpointRecord, ...], msgspec.Meta(max_length=8)] = ()
+    savepoints: Annotated[tuple[CheckpointRecord, ...], msgspec.Meta(max_length=8)] = ()
     error: Text | None = None
 
 

@@ -30,7 +30,7 @@ Factor = Annotated[float, msgspec.Meta(ge=0.0)]
 class Promote(AnyMessage, frozen=True):
     """Supervisor -> shard: be the primary; acknowledge pushes once `backup` holds them.
 
-    Idempotent: repeated until the shard's counter "pairing" shows that it arrived.
+    Idempotent: repeated until the shard's counter "term" shows that it arrived.
     """
 
     term: Count  # the term: rises with every Promote of this shard, to either copy

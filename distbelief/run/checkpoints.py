@@ -23,7 +23,7 @@ from distbelief.core.folders import NAME, SUFFIX, Folder, LocalFolder
 from distbelief.core.tensor_files import DamagedError, TensorFile, encoded
 from distbelief.core.vectors import Vector
 from distbelief.errors import LocalProtocolError, StorageError
-from distbelief.parameter_server.config import shard_of
+from distbelief.parameter_server.shard_config import shard_of
 from distbelief.roles.role import FIRST_LABEL, NEWEST, Snapshot
 
 

@@ -19,30 +19,17 @@ import msgspec
 
 from distbelief.core import files
 from distbelief.core.formatting import is_loss, is_share
-from distbelief.supervisor.view import JobView, filled
+from distbelief.supervisor.view import JobView, Measured, filled
 
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-class Measurement(msgspec.Struct, frozen=True, kw_only=True):
-    """One line: the job at one moment. What was not measured yet is null."""
+class Measurement(Measured, frozen=True, kw_only=True):
+    """One line: the job at one moment."""
 
     time: float  # seconds of the job, previous sessions included
-    step: int  # steps of all replicas together
-    samples: int  # samples trained on, by all replicas together
-    loss: float | None = None  # of training, mean since the line before
-    held_out_loss: float | None = None  # as last measured
-    metric_name: str = "accuracy"
-    metric: float | None = None  # held out, as last measured
-    samples_per_second: float | None = None  # over the last few seconds
-    staleness_mean: float | None = None  # of the pushes applied, in pushes; so are the other two
-    staleness_p95: float | None = None
-    staleness_max: float | None = None
-    bytes_in: int = 0  # received by all shards, in total
-    bytes_out: int = 0  # sent by all shards, in total
-    figures: dict[str, float] = {}  # what else the algorithm counts, by name
 
     @classmethod
     def of(cls, view: JobView) -> Self:

@@ -1,7 +1,7 @@
 """Resumes a run, also with other numbers of shards and replicas.
 
 Unchanged, a run resumes exactly where it stood. With other shards its checkpoints are resharded.
-With other replicas, each begins after the same share of its own part of the data (`data.sharding`).
+With other replicas, each begins after the same share of its own part (`start_positions`).
 Where samples are dealt, what some shard has not applied is dealt next, to any replicas.
 A changed model, rule or algorithm is rejected, and so are other data once anything was trained.
 
@@ -42,9 +42,10 @@ from distbelief.core.vectors import Vector
 from distbelief.data import are_alike, start_positions
 from distbelief.errors import JobError, RemoteProtocolError, StorageError
 from distbelief.parameter_server.checkpoint import reshard, restore, take
-from distbelief.parameter_server.config import ShardConfig, shard_of
 from distbelief.parameter_server.layout import Layout
-from distbelief.parameter_server.optimizers import StepCounts, UpdateRule
+from distbelief.parameter_server.rules import UpdateRule
+from distbelief.parameter_server.shard_config import ShardConfig, shard_of
+from distbelief.parameter_server.step_counts import StepCounts
 from distbelief.program.plan import Plan
 from distbelief.protocol import SessionRecord
 from distbelief.roles.role import Snapshot
@@ -374,12 +375,12 @@ def _previous_totals(
     # Loss and metric are of values that no shard has, if a checkpoint is missing or does not
     # cover all samples that were counted.
     if len(clocks) < n_shards or view.samples != sum(samples.values()):
-        view = replace(view, loss=None, metric=None, held_out_loss=None)
+        view = msgspec.structs.replace(view, loss=None, metric=None, held_out_loss=None)
     # Clocks of another number of shards count other pushes.
     shards = {shard_of(r.name) for r in view.roles if r.name.startswith("shard-")}
     if view.pushes_lost is not None and len(shards) == n_shards:
         unsaved = max(0, view.pushes_applied - min(clocks.values(), default=0))
-        view = replace(view, pushes_lost=view.pushes_lost + unsaved)
+        view = msgspec.structs.replace(view, pushes_lost=view.pushes_lost + unsaved)
     return PreviousTotals(view=view, samples=samples, clocks=clocks), ()
 
 

@@ -15,7 +15,7 @@ from rich.text import Text
 from distbelief.config.algorithms import facts_of
 from distbelief.config.job import Job
 from distbelief.core import formatting
-from distbelief.supervisor.view import HostView, JobView, Point, filled
+from distbelief.supervisor.view import HostView, JobView, Point, Totals, filled
 
 
 _GAP = 2  # columns between two values
@@ -49,8 +49,12 @@ class TaskFacts(msgspec.Struct, frozen=True, kw_only=True):
     test: DataFacts | None = None  # the held-out data, if there are any
 
 
-class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """Final values of one run, most of them those of the last `JobView`; null if not measured."""
+class Summary(Totals, frozen=True, kw_only=True):
+    """Final values of one run, most of them those of the last `JobView`; null if not measured.
+
+    `samples_per_second` is a mean over the training time. `loss` is that of the last tenth of the
+    samples, or of a whole batch.
+    """
 
     name: str
     directory: str
@@ -60,42 +64,18 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     n_shards: int
     shard_copies: int = 1
     n_machines: int | tuple[int, ...] | None = None
-    stop_reason: str | None
-    error: str | None = None
     # why no model was written, if none was; the file of an earlier session may still exist
     model_error: str | None = None
     unwritten: str | None = None  # why the directory lacks some other file, if it does
-    # how long it ran, over all sessions: `start_seconds` before the training of each session, and
-    # `training_seconds`
-    seconds: float
+    # of `seconds`: `start_seconds` before the training of each session, and `training_seconds`
     start_seconds: float | None = None
     training_seconds: float | None = None
-    step: int
-    samples: int
-    samples_per_second: float | None  # mean over the training time
-    loss: float | None  # of training: of the last tenth of the samples, or of a whole batch
-    held_out_loss: float | None
-    metric_name: str
-    metric: float | None
-    best_metric: float | None
-    best_metric_seconds: float | None
-    staleness_mean: float | None
-    staleness_p95: float | None
-    staleness_max: float | None
-    pushes_applied: int  # in the values of every shard; one, however many shards
-    pushes_refused: int  # lower bound: too late, or of an earlier incarnation of a replica
-    # lower bound: acknowledged, then lost with a shard. None if unknown, because the status file
-    # of an earlier session was damaged.
-    pushes_lost: int | None
     restarts: int
-    bytes_in: int
-    bytes_out: int
-    figures: dict[str, float] = {}  # what else the algorithm counts, by name
     n_parameters: int | None = None
     train: DataFacts | None = None
     test: DataFacts | None = None
-    seeds: dict[str, int] = {}
-    versions: dict[str, str] = {}
+    seeds: dict[str, int] = msgspec.field(default_factory=dict)
+    versions: dict[str, str] = msgspec.field(default_factory=dict)
     machine: str = ""
     hosts: tuple[HostView, ...] = ()
 

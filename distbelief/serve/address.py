@@ -13,13 +13,13 @@ from typing_extensions import override
 
 from distbelief.config.presets import expand
 from distbelief.errors import JobError, JobFileError
-from distbelief.parameter_server.config import COPIES_MAX
 from distbelief.parameter_server.layout import TensorSpec, kind_of
-from distbelief.parameter_server.optimizers import UpdateRule, check_groups, rule_of
 from distbelief.parameter_server.policy import DOWNPOUR, ExchangePolicy
+from distbelief.parameter_server.rules import UpdateRule, check_groups, rule_of
+from distbelief.parameter_server.shard_config import COPIES_MAX
 from distbelief.transport.address import Endpoint, number_of, own_address_towards
-from distbelief.transport.config import KeyConfig, ListenConfig
 from distbelief.transport.keys import DIRECTORY, KeyPair, public_key
+from distbelief.transport.listen_config import KeyConfig, ListenConfig
 
 
 SHARDS_MAX: Final = 4096

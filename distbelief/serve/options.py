@@ -13,12 +13,12 @@ from distbelief.cluster import ssh
 from distbelief.cluster.listen import JoinServer
 from distbelief.config.presets import expand
 from distbelief.errors import JobError, JobFileError
-from distbelief.parameter_server.optimizers import UpdateRule
+from distbelief.parameter_server.rules import TORCH_RULES, UpdateRule
 from distbelief.serve.address import by_position
 from distbelief.task.task import ModelSpec, build_model
 from distbelief.transport.address import is_loopback, number_of
-from distbelief.transport.config import KeyConfig, ListenConfig
 from distbelief.transport.keys import new_secret
+from distbelief.transport.listen_config import KeyConfig, ListenConfig
 
 
 ANY_PORT: Final = "tcp://127.0.0.1:0"
@@ -43,7 +43,8 @@ def rule(
 ) -> UpdateRule:
     """Return an update rule, or a preset's, with options such as "momentum=0.9"."""
     usual = {} if preset is not None else {"name": "sgd"}
-    given = {"name": name, "learning_rate": learning_rate}
+    rate_key = "lr" if name in TORCH_RULES else "learning_rate"
+    given = {"name": name, rate_key: learning_rate}
     table: dict[str, object] = {
         **usual,
         **{key: value for key, value in given.items() if value is not None},
@@ -59,7 +60,7 @@ def rule(
         whole = table
         if preset is not None:
             whole = cast("dict[str, object]", expand({"preset": preset, "rule": table})["rule"])
-        made: UpdateRule = msgspec.convert({"learning_rate": 0.01, **whole}, type=UpdateRule)
+        made: UpdateRule = msgspec.convert({rate_key: 0.01, **whole}, type=UpdateRule)
     except msgspec.ValidationError as error:
         raise JobError(f"--rule {table.get('name')}: {error}") from None
     except JobFileError as error:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Final, Literal, Self, final
+from typing import Final, Literal, Self, cast, final
 
 import msgspec
 import torch
@@ -18,8 +18,8 @@ from distbelief.core.arguments import checked
 from distbelief.core.files import Scratch, explaining, make_directory
 from distbelief.errors import JobError, PeerLostError
 from distbelief.launch.local import THREAD_VARIABLES
-from distbelief.parameter_server.config import COPIES_MAX
-from distbelief.parameter_server.optimizers import UpdateRule
+from distbelief.parameter_server.rules import UpdateRule
+from distbelief.parameter_server.shard_config import COPIES_MAX
 from distbelief.run.directory import RunDirectory
 from distbelief.serve.address import (
     SHARDS_MAX,
@@ -63,8 +63,9 @@ class ParameterServer:
             too are matched by name, others by position.
         buffers: Of a model whose parameters are given; or the model itself, for those that it
             saves. Workers average them, and add up what they count.
-        rule: The update rule, such as `distbelief.Adagrad(learning_rate=0.02)`; by default the
-            preset's. It may have `groups`: other rules for parameters whose names match a pattern.
+        rule: The update rule, such as `distbelief.Adagrad(learning_rate=0.02)`, or a table as in a
+            job file: `{"name": "AdamW", "lr": 1e-3}`; by default the preset's. It may have
+            `groups`: other rules for parameters whose names match a pattern.
         preset: How workers exchange, by the name of a paper: `distbelief presets` lists them.
             Workers follow it. The next four replace choices of it.
         staleness: Exchanges that a worker may be ahead of the slowest; by default any number.
@@ -94,7 +95,7 @@ class ParameterServer:
         params: Tensors,
         *,
         buffers: Tensors | None = None,
-        rule: UpdateRule | None = None,
+        rule: UpdateRule | Mapping[str, object] | None = None,
         preset: str | None = None,
         staleness: int | None = None,
         round: Mapping[str, float] | None = None,  # noqa: A002 -- as in a job file
@@ -125,13 +126,6 @@ class ParameterServer:
             weight=weight,
             damping=damping,
         )
-        if rule is None and preset is not None:
-            rule = msgspec.convert(expand({"preset": preset})["rule"], type=UpdateRule)
-        if not isinstance(rule, UpdateRule):
-            raise JobError(
-                f"ParameterServer: rule is {' '.join(repr(rule).split())[:60]}; use one, as "
-                "distbelief.SGD(learning_rate=0.1), or a preset"
-            )
         if isinstance(params, torch.nn.Module):
             if buffers is not None:
                 raise JobError("ParameterServer: params is a module, which has buffers of its own")
@@ -143,7 +137,7 @@ class ParameterServer:
         self._request = ServerRequest(
             tensors=parameter_specs(parameters, buffers=own_buffers),
             names=tuple(all_names) if all(all_names) else (),
-            rule=by_position(rule, [name for name in names if name]),
+            rule=by_position(_rule(rule, preset), [name for name in names if name]),
             exchange=exchange,
             preset=preset or "",
             n_shards=shards,
@@ -275,3 +269,19 @@ def _path(directory: str | Path) -> Path:
         return Path(directory)
     except TypeError:
         raise JobError(f"ParameterServer: directory is {directory!r}; use a path") from None
+
+
+def _rule(given: UpdateRule | Mapping[str, object] | None, preset: str | None) -> UpdateRule:
+    if given is None and preset is not None:
+        given = cast("Mapping[str, object]", expand({"preset": preset})["rule"])
+    if isinstance(given, Mapping):
+        try:
+            given = cast("UpdateRule", msgspec.convert(given, type=UpdateRule))
+        except msgspec.ValidationError as error:
+            raise JobError(f"ParameterServer: rule: {error}") from None
+    if not isinstance(given, UpdateRule):
+        raise JobError(
+            f"ParameterServer: rule is {' '.join(repr(given).split())[:60]}; use one, as "
+            "distbelief.SGD(learning_rate=0.1), or a preset"
+        )
+    return given

@@ -31,26 +31,26 @@ from distbelief.core.signals import REASONS, caught_signals
 from distbelief.errors import DistBeliefError, JobError
 from distbelief.launch.local import IMPORT_SECONDS_MAX, LocalLauncher
 from distbelief.launch.role_process import RoleSpec
-from distbelief.parameter_server.config import copy_names
 from distbelief.parameter_server.layout import Layout, TensorSpec
-from distbelief.parameter_server.optimizers import UpdateRule
 from distbelief.parameter_server.policy import DOWNPOUR, ExchangePolicy
+from distbelief.parameter_server.rules import UpdateRule
+from distbelief.parameter_server.shard_config import copy_names
 from distbelief.roles.role import SUPERVISOR
 from distbelief.run.checkpoints import CheckpointStore
 from distbelief.run.directory import RunDirectory
 from distbelief.run.resume import PreviousRun, read_previous_run
 from distbelief.run_log import RunLog
 from distbelief.serve.address import ServerAddress
-from distbelief.supervisor.config import SupervisorConfig
 from distbelief.supervisor.metrics import PreviousTotals
 from distbelief.supervisor.supervisor import Supervisor
+from distbelief.supervisor.supervisor_config import SupervisorConfig
 from distbelief.supervisor.view import JobView
 from distbelief.task.task import DataSpec, ModelSpec
 from distbelief.transport.address import LOOPBACK, Endpoint, is_anywhere, own_address
-from distbelief.transport.config import ListenConfig
+from distbelief.transport.listen_config import ListenConfig
 from distbelief.transport.node import RoleRunner
 from distbelief.transport.shared_memory import FileMemory
-from distbelief.worker.config import DownpourSettings
+from distbelief.worker.downpour_settings import DownpourSettings
 
 
 TICK_SECONDS: Final = 0.05  # between two looks at the parent process

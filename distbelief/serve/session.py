@@ -14,8 +14,8 @@ from distbelief.core.memory import Memory, PrivateMemory
 from distbelief.core.signals import HeldInterrupt
 from distbelief.errors import JobError, PeerLostError, TransportError
 from distbelief.parameter_server.client.client import ParameterClient
-from distbelief.parameter_server.config import ClientConfig, Numbers
 from distbelief.parameter_server.layout import Layout, PartialView
+from distbelief.parameter_server.shard_config import ClientConfig, Numbers
 from distbelief.protocol import Join
 from distbelief.roles.role import SUPERVISOR, Computed
 from distbelief.serve.address import ServerAddress, parameter_specs

@@ -28,7 +28,7 @@ from distbelief.simulation.machines import (
     ONE,
     ClusterOptions,
     CostScale,
-    Machine,
+    SimulatedMachine,
     frame_scale,
     scale_of,
 )
@@ -81,7 +81,7 @@ class SimulatedProcess:
     incarnation: int
     role: Role
     accepts: frozenset[type]  # by the role
-    machine: Machine
+    machine: SimulatedMachine
     scale: CostScale
     memory: LentMemory
     executors: Mapping[rl.Executor, SimulatedThread]

@@ -7,7 +7,7 @@ from typing import Final, Literal
 
 import numpy as np
 
-from distbelief.parameter_server.config import shard_of
+from distbelief.parameter_server.shard_config import shard_of
 from distbelief.roles.role import Address, Cost, Seconds
 from distbelief.simulation.cpu import Demand, Processor
 from distbelief.simulation.faults import Fault
@@ -15,7 +15,7 @@ from distbelief.simulation.network import WITHIN_HOST, Link, SwitchedNetwork
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
+class SimulatedMachine:
     """The speed of the machine that one role runs on.
 
     Roles on the same host share memory. They share its cores if the host has a processor
@@ -126,8 +126,10 @@ TraceKind = Literal["content", "order"]
 class ClusterOptions:
     """Options of a simulated cluster: machines, links, faults, and how much trace is kept."""
 
-    machine: Machine = field(default_factory=Machine)  # of roles that are not in `machines`
-    machines: Mapping[Address, Machine] = field(default_factory=dict)
+    machine: SimulatedMachine = field(
+        default_factory=SimulatedMachine
+    )  # of roles that are not in `machines`
+    machines: Mapping[Address, SimulatedMachine] = field(default_factory=dict)
     link: Link = field(default_factory=Link)  # between hosts that are not in `links`
     links: Mapping[tuple[Address, Address], Link] = field(default_factory=dict)
     link_within_host: Link = WITHIN_HOST
@@ -160,7 +162,7 @@ class ClusterOptions:
     # computed. Then a message that cannot be encoded goes unnoticed.
     codec: bool = True
 
-    def machine_of(self, name: Address) -> Machine:
+    def machine_of(self, name: Address) -> SimulatedMachine:
         return self.machines.get(name, self.machine)
 
     def link_of(self, sender: Address, receiver: Address) -> Link:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from distbelief.core.memory import PrivateMemory, Region
 from distbelief.core.vectors import Vector
 from distbelief.errors import MemoryGoneError, StorageError
-from distbelief.parameter_server.config import shard_of
+from distbelief.parameter_server.shard_config import shard_of
 from distbelief.roles.role import FIRST_LABEL, NEWEST, Address, Snapshot
 from distbelief.simulation.trace import crc
 

@@ -17,10 +17,10 @@ from typing import Final, final
 
 from distbelief.protocol import Progress, StartTraining
 from distbelief.roles.role import Address
-from distbelief.supervisor.config import SupervisorConfig
 from distbelief.supervisor.dealer import Dealer
 from distbelief.supervisor.membership import Membership, Presence, RoleRecord
 from distbelief.supervisor.metrics import JobMetrics
+from distbelief.supervisor.supervisor_config import SupervisorConfig
 
 
 # A replica holds at least what it trains in this time, up to its share, and at most what it trains

@@ -17,8 +17,8 @@ from typing import Final, final
 
 import msgspec
 
-from distbelief.parameter_server.client.buffers import Lost, lost_after, n_lost
-from distbelief.parameter_server.config import other_copy
+from distbelief.parameter_server.lost_pushes import Lost, lost_after, n_lost
+from distbelief.parameter_server.shard_config import other_copy
 from distbelief.protocol import BackupInSync, BackupUnresponsive, Promote
 from distbelief.roles.log_events import LogEvent
 from distbelief.roles.role import Action, Address, Seconds, Send, Terminate
@@ -47,7 +47,7 @@ class PrimaryElection:
     """Chooses the primary of one shard and its backup.
 
     * The term rises with every decision, so that of two primaries everybody believes the later.
-      Only the latest `Promote` is repeated, until the primary's counter "pairing" confirms it.
+      Only the latest `Promote` is repeated, until the primary's counter "term" confirms it.
     * A backup takes over only if it is in sync for the present term. A primary acknowledges alone
       only by a later term than that, so a new primary has every acknowledged push.
     * Each `Promote` names the incarnations of both copies: a name is not enough, for a message to a

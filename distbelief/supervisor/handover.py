@@ -11,7 +11,6 @@ import msgspec
 from distbelief.protocol import Offer
 from distbelief.roles.role import Address, Seconds, SetTimer
 from distbelief.supervisor.allowances import Allowances
-from distbelief.supervisor.config import SupervisorConfig
 from distbelief.supervisor.dealer import Hand
 from distbelief.supervisor.failover import ShardFailover, ShardState
 from distbelief.supervisor.hosts import HERE
@@ -20,6 +19,7 @@ from distbelief.supervisor.metrics import JobMetrics, PreviousTotals
 from distbelief.supervisor.output import Output
 from distbelief.supervisor.rounds import Evaluations
 from distbelief.supervisor.scheduler import Scheduler
+from distbelief.supervisor.supervisor_config import SupervisorConfig
 from distbelief.supervisor.view import JobView
 
 

@@ -1,15 +1,16 @@
 """The view of a running job, drawn up from what its supervisor knows."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Final
 
+from msgspec.structs import replace
+
 from distbelief.roles.role import Seconds
-from distbelief.supervisor.config import SupervisorConfig
 from distbelief.supervisor.failover import ShardFailover
 from distbelief.supervisor.hosts import HostTable
 from distbelief.supervisor.membership import COUNT_MAX, WAITS, Membership, Presence, RoleRecord
 from distbelief.supervisor.metrics import JobMetrics
+from distbelief.supervisor.supervisor_config import SupervisorConfig
 from distbelief.supervisor.view import JobView, RoleView
 
 

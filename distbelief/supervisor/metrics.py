@@ -5,8 +5,10 @@ The training loss is a mean over the samples between two points of the curve, ov
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import final
+
+from msgspec.structs import replace
 
 from distbelief.protocol import EvaluationDone, Progress
 from distbelief.roles.role import Seconds

@@ -20,7 +20,7 @@ from typing import Final, Protocol, final
 from distbelief import protocol as wire
 from distbelief.core import formatting
 from distbelief.errors import RemoteProtocolError
-from distbelief.parameter_server.config import other_copy
+from distbelief.parameter_server.shard_config import other_copy
 from distbelief.protocol.hosts import JOB_SPEC, PROBE, PROBE_BYTES
 from distbelief.roles import role as rl
 from distbelief.roles.log_events import LogEvent
@@ -28,7 +28,7 @@ from distbelief.supervisor.failover import ShardFailover
 from distbelief.supervisor.hosts import HERE, ClusterConfig, Host, HostTable
 from distbelief.supervisor.membership import Membership, Presence, RoleRecord
 from distbelief.supervisor.output import Output
-from distbelief.supervisor.placement import (
+from distbelief.supervisor.role_placement import (
     FIRST,
     PlacementPolicy,
     form_replicas,

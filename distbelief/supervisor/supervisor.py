@@ -14,8 +14,9 @@
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Final, final
+
+from msgspec.structs import replace
 
 from distbelief import protocol as wire
 from distbelief.core import formatting
@@ -24,7 +25,6 @@ from distbelief.errors import RemoteProtocolError
 from distbelief.roles import role as rl
 from distbelief.roles.log_events import LogEvent
 from distbelief.supervisor.allowances import Allowances
-from distbelief.supervisor.config import SupervisorConfig
 from distbelief.supervisor.failover import ShardFailover
 from distbelief.supervisor.handover import LOST, Handover, start_roles
 from distbelief.supervisor.hosts import ClusterConfig
@@ -32,9 +32,10 @@ from distbelief.supervisor.job_view import job_view
 from distbelief.supervisor.membership import Membership, Presence, RoleRecord
 from distbelief.supervisor.metrics import JobMetrics
 from distbelief.supervisor.output import Output
-from distbelief.supervisor.placement import Placement, PlacementPolicy
+from distbelief.supervisor.role_placement import PlacementPolicy, RolePlacement
 from distbelief.supervisor.rounds import Checkpoints, Evaluations
 from distbelief.supervisor.scheduler import HostToSupervisor, Scheduler, Shutdown, ShutdownStage
+from distbelief.supervisor.supervisor_config import SupervisorConfig
 from distbelief.supervisor.view import JobView, Phase
 
 
@@ -102,7 +103,7 @@ class Supervisor:
             on_end=self._ended,
             failover=self.failover,
             cluster=cluster,
-            policy=policy or Placement.of(cluster),
+            policy=policy or RolePlacement.of(cluster),
         )
         self.has_begun = False
         self._clock = Silence()  # our own tick, and the progress of all replicas

@@ -75,34 +75,35 @@ class Message:
     level: Literal["info", "warning", "error"] = "info"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JobView:
-    now: Seconds = 0.0  # the supervisor's clock; only differences mean anything
-    seconds: Seconds = 0.0  # how long the job has run, previous sessions included
-    # The part of `seconds` since the first replica began to train in each session; samples are
-    # divided by it for a mean rate
-    training_seconds: Seconds = 0.0
-    phase: Phase = "starting"
-    stop_reason: str | None = None  # why it is stopping, or has stopped
-    error: str | None = None  # why it has failed, if it has
-    samples: int = 0  # samples trained on, by all replicas together
-    total_samples: int | None = None  # how many there will be, if a stop rule says so
-    # Estimate of the time left, over all stop rules that allow one
-    eta_seconds: Seconds | None = None
-    progress: float | None = None  # share of the job done, 0 to 1, if known (by samples or by time)
+class Measured(msgspec.Struct, frozen=True, kw_only=True):
+    """What is measured of a job at a moment: of a view, a line of metrics, or the end of a run.
+
+    What was not measured yet is None.
+    """
+
     step: int = 0  # steps of all replicas together
-    samples_per_second: float | None = None  # over the last few seconds
-    loss: float | None = None  # of training, mean since the view before
+    samples: int = 0  # samples trained on, by all replicas together
+    loss: float | None = None  # of training, mean since the one before
+    held_out_loss: float | None = None  # as last measured
     metric_name: str = "accuracy"
-    metric: float | None = None  # held out, last measured
-    held_out_loss: float | None = None  # held out, last measured
-    best_metric: float | None = None  # best held-out metric of all evaluations so far
-    best_metric_seconds: Seconds | None = None  # when that was measured
-    staleness_mean: float | None = None
+    metric: float | None = None  # held out, as last measured
+    samples_per_second: float | None = None  # over the last few seconds
+    staleness_mean: float | None = None  # of the pushes applied, in pushes; so are the other two
     staleness_p95: float | None = None
     staleness_max: float | None = None
-    bytes_in: int = 0  # received by all shards
-    bytes_out: int = 0  # sent by all shards
+    bytes_in: int = 0  # received by all shards, in total
+    bytes_out: int = 0  # sent by all shards, in total
+    figures: dict[str, float] = {}  # what else the algorithm counts, by name
+
+
+class Totals(Measured, frozen=True, kw_only=True):
+    """What is counted over a whole run."""
+
+    seconds: Seconds = 0.0  # how long it has run, previous sessions included
+    stop_reason: str | None = None  # why it is stopping, or has stopped
+    error: str | None = None  # why it has failed, if it has
+    best_metric: float | None = None  # best held-out metric of all evaluations so far
+    best_metric_seconds: Seconds | None = None  # when that was measured
     # In the values of every shard. A push is one push, however many shards it goes to, and however
     # many ranks of a replica push parts of it.
     pushes_applied: int = 0
@@ -110,8 +111,18 @@ class JobView:
     # Lower bound: acknowledged, and missing in the values of a shard that was restarted. None if
     # unknown, because the status file of an earlier session was damaged.
     pushes_lost: int | None = 0
-    # What else the algorithm counts, by name
-    figures: dict[str, float] = field(default_factory=dict)
+
+
+class JobView(Totals, frozen=True, kw_only=True):
+    now: Seconds = 0.0  # the supervisor's clock; only differences mean anything
+    # The part of `seconds` since the first replica began to train in each session; samples are
+    # divided by it for a mean rate
+    training_seconds: Seconds = 0.0
+    phase: Phase = "starting"
+    total_samples: int | None = None  # how many there will be, if a stop rule says so
+    # Estimate of the time left, over all stop rules that allow one
+    eta_seconds: Seconds | None = None
+    progress: float | None = None  # share of the job done, 0 to 1, if known (by samples or by time)
     roles: tuple[RoleView, ...] = ()  # one entry per role, in roster order
     hosts: tuple[HostView, ...] = ()  # hosts that have joined, those that are gone included
     history: tuple[Point, ...] = ()  # at most `HISTORY_MAX` points, oldest first

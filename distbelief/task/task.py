@@ -18,9 +18,9 @@ from distbelief.core.memory import Memory
 from distbelief.core.tensor_files import TensorFile
 from distbelief.data import Dataset, Path, are_alike, marks_of, read_batch, shown_path
 from distbelief.errors import JobError
+from distbelief.graph.append_loss import append_loss
 from distbelief.graph.capture import capture
 from distbelief.graph.graph import INPUT, Builder, GraphError, LayerGraph, as_real
-from distbelief.graph.losses import append_loss
 from distbelief.graph.module_calls import module_at
 from distbelief.parameter_server.initial_values import Initial
 from distbelief.parameter_server.layout import Layout, TensorSpec, kind_of

@@ -31,7 +31,7 @@ from distbelief.protocol.fields import Count, Name, Text
 from distbelief.roles.role import SUPERVISOR
 from distbelief.transport import authenticator as auth
 from distbelief.transport.address import Endpoint, in_url, is_six
-from distbelief.transport.config import ListenConfig
+from distbelief.transport.listen_config import ListenConfig
 from distbelief.transport.zmq_transport import ZAP_ENDPOINT, Log, answer, cannot_bind
 
 

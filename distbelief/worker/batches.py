@@ -6,11 +6,10 @@ batch: a `SliceReader` of the input regions of its partition, or the executor of
 
 import random  # noqa: TID251 -- it is given seeds, and draws nothing
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Final, Protocol, final
+from typing import Final, Protocol, TypeVar, final
 
 import numpy as np
 import torch
@@ -35,6 +34,8 @@ from distbelief.roles.role import Action, Compute, Cost, Executor
 from distbelief.task.dry_run import check_labels, class_counts
 
 
+T = TypeVar("T")
+
 OF_SAMPLES: Final = 1  # what tells streams of samples from those of steps
 N_RANGES_SENT: Final = 64  # to other ranks at once
 N_KEPT: Final = 4  # steps: the current one, those after it, and one before
@@ -42,7 +43,7 @@ N_KEPT: Final = 4  # steps: the current one, those after it, and one before
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Dealt:
+class DealtBatch:
     """Where a batch of dealt samples belongs."""
 
     push: Span  # positions of its push
@@ -56,11 +57,11 @@ class BatchIndices:
     position: int  # number of samples before them
     indices: Indices  # (n_samples,) in the data set
     epoch: int = 0  # in which they are read
-    dealt: Dealt | None = None
+    dealt: DealtBatch | None = None
+    stop: int = field(init=False)  # position after them
 
-    @property
-    def stop(self) -> int:
-        return self.position + len(self.indices)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stop", self.position + len(self.indices))
 
 
 class BatchPlan(Protocol):
@@ -210,12 +211,48 @@ class DealtPlan:
             position=self._position,
             indices=dealt_samples(start, stop, n_samples=epochs.n_samples, seed=self._seed),
             epoch=start // epochs.n_samples,
-            dealt=Dealt(push=push, ends_push=stop == push[1], ends_range=stop == end),
+            dealt=DealtBatch(push=push, ends_push=stop == push[1], ends_range=stop == end),
         )
 
     def n_steps(self, start: int, stop: int) -> int:
         """Return about how many steps there are from one position to another."""
         return -(-(stop - start) // self._epochs.batch_size)
+
+
+@final
+@dataclass(slots=True, kw_only=True)
+class Limits:
+    """Bounds of the steps of a replica; those that are None bound nothing."""
+
+    steps_max: int | None = None  # of all generations, repeated ones counted once
+    samples_max: int | None = None  # data position at which the last step has begun
+    n_steps: Callable[[int, int], int] | None = None  # from one data position to another
+    first: int | None = None  # of the first generation
+    generation: int | None = None  # of the current one
+    samples_allowed: int | None = None  # pause after so many
+    last_step: int | None = None  # of this generation, after a Stop
+
+    def bounds(self, position: int, *, n_before: int = 0) -> list[int]:
+        """Return what bounds the steps of a generation that began at a position."""
+        found = (
+            self.generation,
+            self.last_step,
+            self.steps_left(n_before),
+            self.steps_to(self.samples_max, position),
+            self.steps_to(self.samples_allowed, position),
+        )
+        return [bound for bound in found if bound is not None]
+
+    def is_last(self, n_granted: int, position: int, *, n_before: int = 0) -> bool:
+        """Return whether none comes after so many steps."""
+        ends = self.steps_left(n_before), self.steps_to(self.samples_max, position)
+        return any(end is not None and n_granted >= end for end in ends)
+
+    def steps_left(self, n_before: int) -> int | None:
+        return None if self.steps_max is None else max(self.steps_max - n_before, 0)
+
+    def steps_to(self, stop: int | None, position: int) -> int | None:
+        return None if stop is None or self.n_steps is None else self.n_steps(position, stop)
 
 
 @final
@@ -264,18 +301,17 @@ class Draws:
         self.are_seen = False
         self._n_runs = 0
 
-    @contextmanager
-    def alone(self, seed: Callable[[], int]) -> Iterator[None]:
-        """Let a block draw from this seed, alone; one that draws nothing runs as it is."""
+    def run(self, code: Callable[[], T], *, seed: Callable[[], int]) -> T:
+        """Let code draw from this seed, alone; what draws nothing runs as it is."""
         self._n_runs += 1
         if not (self.are_seen or self._n_runs & (self._n_runs - 1) == 0):
-            yield
-            return
+            return code()
         with ALONE:
             reseed(seed())
             before = None if self.are_seen else _states()
-            yield
+            result = code()
             self.are_seen = before is None or _states() != before
+        return result
 
 
 def reseed(seed: int) -> None:
@@ -313,10 +349,30 @@ class BatchReader:
 
         were_seen = self._draws.are_seen
         before = (lambda index: reseed(seed(index))) if were_seen else None
-        with self._draws.alone(lambda: seed(indices[0])):
-            batch = read_batch(self._dataset, indices, table=self._table, before=before)
+        batch = self._draws.run(
+            lambda: read_batch(self._dataset, indices, table=self._table, before=before),
+            seed=lambda: seed(indices[0]),
+        )
         # What was drawn when that was seen for the first time was of one stream.
         return batch if self._draws.are_seen == were_seen else self.read(samples)
+
+
+@final
+class WholeBatches:
+    """Reads the batches of a whole model for its replica."""
+
+    def __init__(self, reader: BatchReader) -> None:
+        self._reader = reader
+        self._bytes_per_sample = 0.0  # once a batch has been read
+
+    def read(self, generation: int, step: int, samples: BatchIndices) -> "BatchSlice":
+        batch = self._reader.read(samples)
+        n_bytes = sum(tensor.nbytes for tensor in batch.tensors().values())
+        self._bytes_per_sample = n_bytes / len(samples.indices)
+        return BatchSlice(generation=generation, step=step, samples=samples, batch=batch)
+
+    def read_bytes(self, n_samples: int) -> float:
+        return 2.0 * self._bytes_per_sample * n_samples
 
 
 def micro_sizes(n_samples: int, micro_batches: int) -> list[int]:
@@ -339,6 +395,24 @@ class BatchSlice:
     # Per input layer, one tensor per region: (n_samples, *shape).
     inputs: Mapping[str, Sequence[torch.Tensor]] = field(default_factory=dict)
     batch: Batch | None = None  # of a whole model; of the rank that evaluates, only the targets
+
+
+def bad_sample(batch_slice: BatchSlice) -> int | None:
+    """Return the index in the data set of the first sample with NaN or infinity."""
+    parts = [part for regions in batch_slice.inputs.values() for part in regions]
+    if batch_slice.batch is not None:
+        parts += batch_slice.batch.tensors().values()
+    for part in parts:
+        bad = ~part.isfinite()
+        if bool(bad.any()):
+            return int(batch_slice.samples.indices[int(bad.nonzero()[0][0])])
+    return None
+
+
+def blame_of(sample: int | None) -> str | None:
+    if sample is None:
+        return None
+    return f"[data.train] sample {sample} has NaN or infinite values: fix or remove such samples"
 
 
 class Reader(Protocol):

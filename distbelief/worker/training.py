@@ -1,7 +1,7 @@
-"""The training objective: Algorithm 1.1 of Dean et al. 2012 on a whole model or one rank's part.
+"""The training program: Algorithm 1.1 of Dean et al. 2012 on a whole model or one rank's part.
 
-Paper to code: alpha is `local_learning_rate`, accrued gradients are `GradientSum.sums`; instead of
-gradients, replicas may push local steps of an optimizer of their own (`worker.local_steps`). Three
+Paper to code: alpha is `local_learning_rate`, accrued gradients are in `ExchangeState`; instead of
+gradients, replicas may push local steps of an optimizer of their own (`worker.exchange`). Three
 activities overlap (DB-10): the compute executor takes steps, the data executor reads the next
 batch, and messages carry fetches and pushes. Where gradients come during the backward pass and a
 push follows every step, they go into the push buffers while earlier layers still run. A gradient
@@ -12,7 +12,8 @@ single one is harmless; many in a row mean that training has diverged.
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from enum import Enum
 from functools import partial
 from typing import Final, final
 
@@ -23,68 +24,30 @@ from typing_extensions import override
 from distbelief.core.formatting import duration
 from distbelief.core.spans import NOTHING, Span, Spans, of_part
 from distbelief.data import shown_samples
-from distbelief.errors import JobError, LocalProtocolError
+from distbelief.errors import JobError
 from distbelief.execution.executor import Put, StepResult
-from distbelief.parameter_server.client.buffers import FetchResult, PushDraft, PushResult
 from distbelief.parameter_server.client.client import ParameterClient
+from distbelief.parameter_server.client.fetches import FetchResult
+from distbelief.parameter_server.client.pushes import PushDraft, PushResult
 from distbelief.protocol import Evaluate, GrantSteps, Progress, StartTraining, Stop
-from distbelief.roles.role import SUPERVISOR, Action, Compute, Computed, Cost, Report, Seconds, Send
-from distbelief.worker.batches import BatchIndices, BatchSlice, Dealt, DealtPlan
-from distbelief.worker.config import DownpourSettings, fitting_every
-from distbelief.worker.group import GroupLeader, GroupProgress, Outgoing
-from distbelief.worker.local_buffers import LocalBuffers
-from distbelief.worker.local_steps import LocalSteps
-from distbelief.worker.objective import Install, LocalNorm, Objective
+from distbelief.roles.role import SUPERVISOR, Action, Compute, Cost, Report, Seconds, Send
+from distbelief.worker.batches import (
+    BatchIndices,
+    BatchSlice,
+    DealtBatch,
+    DealtPlan,
+    bad_sample,
+    blame_of,
+)
+from distbelief.worker.downpour_settings import DownpourSettings
+from distbelief.worker.exchange import ExchangeState, is_finite
+from distbelief.worker.group import GroupProgress, Outgoing
+from distbelief.worker.inner import InnerOptimizer
+from distbelief.worker.replica import Leader, LocalNorm, Program, Steps, Taken, Waiting
 
 
 PUSH: Final = "replica:push"
 N_SKIPPED_MAX: Final = 128  # ends of skipped spans in a report
-
-
-@final
-class GradientSum:
-    """Gradients summed until they are pushed; two of a step may share memory (`shares_memory`)."""
-
-    def __init__(self, n_items: int, *, shares_memory: bool = True) -> None:
-        # One per item; None without a gradient.
-        self.sums: list[torch.Tensor | None] = [None] * n_items
-        self.n_gradients = 0
-        self.clocks: tuple[int, ...] = ()  # of the shards, when the oldest gradient was computed
-        self.stop = 0  # samples up to the end of the newest gradient
-        self._shares_memory = shares_memory
-        self._owned: set[int] = set()  # sums whose memory is not shared
-
-    def add(self, gradients: Mapping[int, torch.Tensor]) -> None:
-        """Add the gradients of a step and take their memory. Runs in the compute executor."""
-        for item, gradient in gradients.items():
-            total = self.sums[item]
-            if total is None:
-                self.sums[item] = gradient
-            elif item in self._owned or not self._shares_memory:
-                total.add_(gradient)
-            else:
-                # The first one may share memory with another gradient, so copy once.
-                self.sums[item] = total + gradient
-                self._owned.add(item)
-
-    def count(self, stop: int, *, clocks: tuple[int, ...]) -> None:
-        if not self.n_gradients:
-            self.clocks = clocks
-        self.n_gradients += 1
-        self.stop = stop
-
-    def fetched_clocks(self, clocks: Sequence[int]) -> tuple[int, ...]:
-        # A restarted shard counts on from an older clock, so take the smaller one.
-        return tuple(map(min, self.clocks, clocks))
-
-    @property
-    def is_finite(self) -> bool:
-        return is_finite(dict(enumerate(each for each in self.sums if each is not None)))
-
-    def drop(self) -> None:
-        self.sums[:] = [None] * len(self.sums)
-        self._owned.clear()
-        self.n_gradients = 0
 
 
 # The norm of a gradient that several ranks share:
@@ -115,30 +78,6 @@ def clip(gradients: Gradients, square: float, *, norm_max: float) -> None:
             gradients[item] = gradient * factor
 
 
-def is_finite(gradients: Mapping[int, torch.Tensor]) -> bool:
-    # One pass over the sums; checking each element takes forty times as long.
-    sums = [gradient.sum() for gradient in gradients.values()]
-    return not sums or bool(torch.stack(sums).sum().isfinite())
-
-
-def bad_sample(batch_slice: BatchSlice) -> int | None:
-    """Return the index in the data set of the first sample with NaN or infinity."""
-    parts = [part for regions in batch_slice.inputs.values() for part in regions]
-    if batch_slice.batch is not None:
-        parts += batch_slice.batch.tensors().values()
-    for part in parts:
-        bad = ~part.isfinite()
-        if bool(bad.any()):
-            return int(batch_slice.samples.indices[int(bad.nonzero()[0][0])])
-    return None
-
-
-def blame_of(sample: int | None) -> str | None:
-    if sample is None:
-        return None
-    return f"[data.train] sample {sample} has NaN or infinite values: fix or remove such samples"
-
-
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Closed:
@@ -156,6 +95,7 @@ class Step:
     draft: PushDraft | None  # the push that takes the gradients at once, if there is one
     local_rate: float | None  # of the local step; None: no local step
     batch_slice: BatchSlice
+    n_bytes: float  # that it moves beside its computation
     gradients: Gradients = field(default_factory=dict)  # unless `draft` takes them
     staged: PushResult | None = None
     after: dict[int, torch.Tensor] = field(default_factory=dict)  # running averages after the step
@@ -191,8 +131,154 @@ class Counters:
 
 
 @final
-class TrainingObjective(Objective):
-    """Trains; see `Objective`. The last methods are work of the compute executor on the tensors."""
+class BadGradients:
+    """Gradients with NaN or infinity: each is skipped, and many in a row end the training."""
+
+    def __init__(self, config: DownpourSettings, counters: Counters) -> None:
+        self.n_in_row = 0
+        self.loss = 0.0  # of the last step
+        self._config = config
+        self._counters = counters
+
+    def count(
+        self, n_gradients: int, warning: Sequence[Action], *, blame: str | None = None
+    ) -> Sequence[Action]:
+        """Count gradients that were not finite; return the warning once per row of them."""
+        is_first = self.n_in_row == 0
+        self._counters.non_finite += n_gradients
+        self.n_in_row += n_gradients
+        config, n = self._config, self.n_in_row
+        if n < config.non_finite_limit:
+            return warning if is_first else []
+        found = f"{n} gradients in a row were NaN or infinite (step {self._counters.steps}"
+        if blame:
+            raise JobError(f"{found}): {blame}")
+        clip = "" if config.clip_norm is None else f" below {config.clip_norm:g}"
+        rate, key = f"learning_rate {config.rule.learning_rate:g}", "learning_rate"
+        if config.inner is not None:
+            rate, key = f"inner.lr {config.inner.get('lr', 'as torch has it')}", "inner.lr"
+        raise JobError(
+            f"{found}, loss {self.loss:g}, {rate}): training has diverged. Use a lower {key}, "
+            f"or a clip_norm{clip}"
+        )
+
+
+@final
+class DealtPushes:
+    """Which positions of the data each push is of, where samples are dealt."""
+
+    def __init__(self, plan: DealtPlan, *, part: int) -> None:
+        self.plan = plan
+        self.skipped = NOTHING  # positions of pushes without any gradient
+        self.is_whole = False  # whether no later sample may join the push that is due
+        self._part = part  # of the replica that this rank pushes
+        self._due: Span | None = None  # positions of the push that is due
+        self._start: int | None = None  # the first position since the last push
+        self._last_skipped: Span | None = None
+        # Pushes up to the end of each range that is taken and not known to be applied.
+        self._range_ends: deque[int] = deque()
+        self._n_ranges_done = 0
+
+    @property
+    def span(self) -> Span | msgspec.UnsetType:
+        """The positions of the push that is due, for the shards."""
+        return msgspec.UNSET if self._due is None else of_part(self._due, self._part)
+
+    def begin(self) -> None:
+        self._range_ends.clear()
+        self._n_ranges_done = self.plan.n_gone
+
+    def drop(self) -> None:
+        self._start = None
+
+    def add(self, dealt: DealtBatch, *, is_auto: bool, is_full: bool) -> bool:
+        """Add a batch; return whether a push ends with it.
+
+        It ends where that of any other replica would, or if it `is_auto` when it is full.
+        """
+        start, stop = dealt.push
+        if self._start is None:
+            self._start = start
+        self.is_whole = dealt.ends_range or not is_auto
+        if not ((is_auto and is_full) or dealt.ends_range or (dealt.ends_push and not is_auto)):
+            return False
+        self.end((self._start, stop))
+        return True
+
+    def end(self, push: Span) -> None:
+        """These are the positions of the push that is due."""
+        start, stop = push
+        last = self._last_skipped
+        if last is not None and last[1] == start:
+            start = last[0]  # this push is also for the samples just skipped
+        self._due = start, stop
+
+    def skip(self) -> None:
+        """The push that is due has no gradient."""
+        self._last_skipped = self._due
+        self.skipped |= NOTHING if self._due is None else Spans([self._due])
+
+    def end_range(self, n_pushes: int) -> None:
+        """A range ends with the last of so many pushes."""
+        self._range_ends.append(n_pushes)
+
+    def figures(self, n_applied: int) -> dict[str, float]:
+        while self._range_ends and self._range_ends[0] <= n_applied:
+            self._range_ends.popleft()
+            self._n_ranges_done += 1
+        return {"ranges": float(self.plan.n_ranges), "ranges_done": float(self._n_ranges_done)}
+
+
+@final
+class ProgressReports:
+    """What the supervisor knows of the progress of a replica."""
+
+    def __init__(self, seconds: Seconds) -> None:
+        self.samples_allowed: int | None = None
+        self.begun_at: Seconds | None = None
+        self._seconds = seconds  # least time between reports
+        self._reported_at: Seconds = -math.inf
+        self._reported_steps = 0  # of all generations
+        self._reported = 0, GroupProgress()  # the newest generation, and what it had done
+
+    def due(
+        self, leader: Leader, now: Seconds, *, final: bool, computing: Seconds, skipped: Spans
+    ) -> list[Action]:
+        if now - self._reported_at < self._seconds and not (final or leader.is_held):
+            return []
+        done = leader.generation_done()
+        generation, before = self._reported
+        # A new generation counts from zero; steps of earlier ones stay counted.
+        if generation != leader.generation:
+            before = GroupProgress()
+            self._reported = leader.generation, before
+        n_of_loss = done.samples - before.samples
+        if n_of_loss + done.no_loss - before.no_loss <= 0:
+            return []
+        self._reported_at, self._reported = now, (leader.generation, done)
+        self._reported_steps += max(done.steps - before.steps, 0)
+        progress = Progress(
+            step=self._reported_steps,
+            samples=done.position + done.samples + done.no_loss,
+            loss=(done.loss - before.loss) / n_of_loss if n_of_loss else math.nan,
+            seconds_computing=computing,
+            seconds_waiting=max(now - (self.begun_at or 0.0) - computing, 0.0),
+            skipped=skipped.to_wire()[-N_SKIPPED_MAX:] if skipped is not NOTHING else (),
+        )
+        return [Send(receiver=SUPERVISOR, message=progress)]
+
+
+class Next(Enum):
+    """What comes next in a generation."""
+
+    STEP = "a step"
+    INSTALL_AND_STEP = "an install, and a step queued behind it"
+    END = "nothing"
+
+
+@final
+class Training(Program):
+    """Trains; see `Program`. The last methods are work of the compute executor on the tensors."""
 
     reports_steps = True
 
@@ -214,48 +300,32 @@ class TrainingObjective(Objective):
         self.counters = Counters()
         self._config = config
         self._items = items
-        self._pace = pace = config.pace
-        self._clip_norm = None if is_whole else config.clip_norm
+        self._is_whole = is_whole
         self._reduces_norm = n_ranks > 1
-        # Whether gradients may go into the push buffers during the backward pass.
-        self._drafts = not (is_whole or pace.sums_gradients or self._clip_norm is not None)
         self._n_steps = n_steps
-        self._dealt = dealt
-        self._part = part
-        self._dealt_push: Span | None = None  # positions of the push that is due
-        self._push_start: int | None = None  # the first position since the last push
-        self._is_whole_push = False  # whether no later sample may join the push that is due
-        self._last_skipped: Span | None = None  # positions of a push without any gradient
-        self._skipped = NOTHING  # of all such pushes
-        # Pushes up to the end of each range that is taken and not known to be applied.
-        self._range_ends: deque[int] = deque()
-        self._n_ranges_done = 0
-        self._progress_seconds = progress_seconds
+        self._dealt = None if dealt is None else DealtPushes(dealt, part=part)
+        self._progress = ProgressReports(progress_seconds)
         self._client = client
-        self._total = GradientSum(len(items.values), shares_memory=not is_whole)
-        self._local_steps: LocalSteps | None = None  # if deltas are sent
+        inner = None  # if deltas are sent
         if config.inner is not None:
             trained = {item: items.values[item] for item in sorted(items.trained)}
-            self._local_steps = LocalSteps(config.inner, trained, shapes=shapes)
-        self._buffers = LocalBuffers(client.view, items.values)
-        self._samples_allowed: int | None = None
+            inner = InnerOptimizer(config.inner, trained, shapes=shapes)
+        self._exchange = ExchangeState(
+            items.values,
+            client.view,
+            config.pace,
+            trained=sorted(items.trained),
+            inner=inner,
+            shares_memory=not is_whole,
+            fits_link=config.exchange.every == "auto",
+        )
         self._position = 0  # samples consumed since the replica's first incarnation
         self._pushed = 0  # samples up to the end of the last push
         self._clock = 0  # of the parameters in use
-        self._seconds: Seconds = 0.0  # installing parameters and computing steps
-        self._begun_at: Seconds = 0.0
         self._step: Step | None = None
-        self._fetch_due = True  # before deltas can be pushed again
-        self._has_values = False  # of this generation
-        self._exchange_began: Seconds | None = None  # the last one, until it is measured
-        self._exchange_seconds: Seconds | None = None
         self._push_due = False
         self._staging = False
-        self._loss = 0.0  # of the last step
-        self._n_bad_in_row = 0
-        self._reported_at: Seconds = -math.inf
-        self._reported_steps = 0  # of all generations
-        self._reported = 0, GroupProgress()  # the newest generation, and what it had done
+        self._bad = BadGradients(config, self.counters)
 
     @property
     @override
@@ -267,253 +337,278 @@ class TrainingObjective(Objective):
     def all_pushes_applied(self) -> bool:
         return not (self._staging or self._client.unacknowledged)
 
-    @override
-    def begin(self, position: int, now: Seconds) -> None:
-        # A rank whose shards are ahead of the group pushes nothing until the others catch up: each
-        # gradient is applied once.
-        self._pushed = self.pushed or 0
-        if not self._position:
-            self._begun_at = now
-        self._position = position
-        if self._dealt is not None:
-            self._range_ends.clear()
-            self._n_ranges_done = self._dealt.n_gone
-        if self._pace.sends_delta and position:
-            self.counters.inner_lost += 1
+    # --- one generation ---
 
     @override
-    def drop(self) -> None:
+    def steps(self, steps: Steps) -> Waiting[None]:
+        self._drop()
+        position = yield from steps.gather()
+        self._begin(position, steps.now)
+        while (found := (yield from self._next_step(steps))) is not Next.END:
+            is_queued = found is Next.INSTALL_AND_STEP
+            if is_queued:
+                self._begin_install(steps)
+            step = self._open(steps)
+            close = partial(self._close, step)
+            steps.begin_step(step.put, close, n_bytes=step.n_bytes, is_queued=is_queued)
+            if is_queued:
+                yield from self._installed(steps, step)
+            else:
+                self._fetch_ahead(steps, step, self._client.unacknowledged)
+            taken = yield from steps.taken()
+            self._step = None
+            if taken is None:
+                self.counters.torn += 1
+            else:
+                steps.actions += self._closed(step, taken, steps.now)
+            yield
+
+    def _drop(self) -> None:
         # A new generation begins where the shards' state ends, so this is computed again.
         step, self._step = self._step, None
         if step is not None and step.draft is not None:
             self._client.abandon()
-        self._total.drop()
-        self._buffers.forget()
-        self._push_start = None
-        if self._local_steps is not None:
-            self._local_steps.restart()
-        self._fetch_due, self._has_values, self._push_due = True, False, False
-        self._exchange_began = None
+        self._exchange.drop()
+        self._push_due = False
+        if self._dealt is not None:
+            self._dealt.drop()
 
-    @override
-    def fetches_at(self, step: int) -> bool:
-        return self._fetch_due if self._pace.sends_delta else self._pace.fetches_before(step)
+    def _begin(self, position: int, now: Seconds) -> None:
+        # A rank whose shards are ahead of the group pushes nothing until the others catch up: each
+        # gradient is applied once.
+        self._pushed = self.pushed or 0
+        if not self._position:
+            self._progress.begun_at = now
+        self._position = position
+        if self._dealt is not None:
+            self._dealt.begin()
+        if self._exchange.pace.sends_delta and position:
+            self.counters.inner_lost += 1
+
+    def _next_step(self, steps: Steps) -> Waiting[Next]:
+        """Push and fetch what is due; wait until a step may begin."""
+        while True:
+            is_over = steps.is_over
+            is_late = is_over and self._owes
+            if is_late:
+                # What a held replica still has to push belongs to a round with the others' last
+                # steps.
+                steps.actions += self._client.enter(steps.now)
+            if is_late and not self._client.may_begin:
+                pass
+            elif self._may_push(final=is_over):
+                yield from self._push(steps)
+            elif self._is_due:
+                pass
+            elif is_over:
+                steps.actions += self.leave(steps.now)
+                if self.all_pushes_applied:
+                    return Next.END
+            elif (may_step := steps.prepare()) is not None:
+                found = yield from self._with_parameters(steps, may_step=may_step)
+                if found is not None and steps.take():
+                    return found
+            yield
+
+    # --- fetches ---
+
+    def _with_parameters(self, steps: Steps, *, may_step: bool) -> Waiting[Next | None]:
+        """Fetch what the next step lacks; return what may begin with what is here."""
+        client, here = self._client, steps.here
+        lacks = here.installed_for != steps.number and self._exchange.fetches_before(steps.number)
+        if may_step:
+            # Others may wait for this worker, and it for them.
+            steps.actions += client.enter(steps.now, staleness=self._config.exchange.staleness)
+        if lacks and not here.fetching and self._may_fetch():
+            steps.begin_fetch()
+        if not may_step:
+            return None
+        if not (lacks and here.fetching and client.fetch_complete):
+            return Next.STEP if not lacks or self._may_go_on else None
+        if self._is_whole and not self._exchange.pace.sends_delta:
+            # Values are copied just before their step, so that they are as new as possible.
+            return Next.INSTALL_AND_STEP
+        self._begin_install(steps)
+        yield from self._installed(steps)
+        return None
 
     @property
-    @override
-    def may_go_on(self) -> bool:
-        pace, local_steps = self._pace, self._local_steps
-        if pace.blocking or local_steps is None:
-            return False
-        # Where the link is slower than `every` steps, the replica waits for it in the end.
-        is_late = self._total.n_gradients >= 2 * pace.n_push
-        is_late |= self._is_whole_push and self._push_due
-        return self._has_values and not (is_late or local_steps.is_held)
+    def _may_go_on(self) -> bool:
+        """Whether a step may begin before a fetch that is due has come."""
+        is_late = self._dealt is not None and self._dealt.is_whole and self._push_due
+        return self._exchange.may_go_on and not is_late
 
-    @override
-    def enter(self, now: Seconds, *, gated: bool = True) -> list[Action]:
-        return self._client.enter(now, staleness=self._config.exchange.staleness if gated else None)
+    def _may_fetch(self) -> bool:
+        """Return whether a fetch may begin between two steps."""
+        client, waits = self._client, self._config.exchange.staleness is not None
+        if waits and not client.may_begin:
+            return False  # a tick begins with a fetch
+        return self._exchange.pace.may_fetch(unacknowledged=client.unacknowledged)
 
-    @property
-    @override
-    def owes(self) -> bool:
-        return self._total.n_gradients > 0 and (self._dealt is None or self._push_due)
+    def _fetch_ahead(self, steps: Steps, step: Step, unacknowledged: int) -> None:
+        # Block messages travel while this step computes (DB-10); shared memory is read only at the
+        # install, just before the step, so the newest values are used.
+        course, here, after = steps.course, steps.here, step.number + 1
+        is_last = course.is_final and after >= course.allowed
+        if is_last or here.fetching or self._config.exchange.staleness is not None:
+            return  # a tick begins with a fetch
+        dealt, exchange = step.batch_slice.samples.dealt, self._exchange
+        if exchange.fetches_before(after) and exchange.pace.may_fetch(
+            unacknowledged=unacknowledged,
+            during=step.number,
+            pushes=None if dealt is None else dealt.ends_push,
+        ):
+            here.fetching = True
+            steps.actions += self._client.begin_fetch(steps.now)
+
+    def _begin_install(self, steps: Steps) -> None:
+        exchange, pace = self._exchange, self._exchange.pace
+        repeats = pace.keeps_local_steps and not pace.sends_delta
+        rate = self._config.rate(self._clock) if repeats else 0.0
+        contains_pushes = self._client.fetches_own_pushes
+        fetched = self._client.install(self.values)
+        is_changed = exchange.changes_installs
+
+        def install() -> FetchResult:
+            exchange.hold()
+            installed = fetched()
+            if not installed.torn:
+                exchange.merge(contains_pushes=contains_pushes, rates=rate)
+            return installed
+
+        has_steps = exchange.n_unsent > 0
+        # Of deltas also the anchor, before and after; to repeat local steps also read gradients and
+        # values, and write values.
+        n_copies = (8 if has_steps else 4) if pace.sends_delta else 5 if rate and has_steps else 2
+        steps.begin_install(install if is_changed else fetched, n_copies * self._items.n_bytes)
+
+    def _installed(self, steps: Steps, step: Step | None = None) -> Waiting[None]:
+        """Wait for an install; if this step is queued behind it, fetch ahead for the next one."""
+        seconds = yield from steps.installed()
+        if seconds is None:
+            return
+        self.seconds += seconds
+        self.counters.fetches += 1
+        self._clock = max(self._client.clocks, default=0)
+        unacknowledged = self._client.unacknowledged
+        self._exchange.fetched()
+        steps.here.installed_for = steps.number
+        if step is not None:
+            self._fetch_ahead(steps, step, unacknowledged)
+
+    # --- ticks ---
 
     @override
     def leave(self, now: Seconds) -> list[Action]:
         # Nobody must fold a round, or count the workers present, without a push under way.
         return self._client.leave(now) if self.all_pushes_applied else []
 
-    @override
-    def may_fetch(self, *, ahead: bool) -> bool:
-        waits = self._config.exchange.staleness is not None
-        if waits and (ahead or not self._client.may_begin):
-            return False  # a tick begins with a fetch
-        step = self._step if ahead else None
-        dealt = None if step is None else step.batch_slice.samples.dealt
-        return self._pace.may_fetch(
-            unacknowledged=self._client.unacknowledged,
-            during=None if step is None else step.number,
-            pushes=None if dealt is None else dealt.ends_push,
-        )
-
-    @override
-    def installing(self, work: Install) -> Install:
-        rate = self._config.rate(self._clock)
-        contains_pushes = self._client.fetches_own_pushes
-
-        def install() -> FetchResult:
-            if self._buffers.items:
-                self._buffers.hold()
-            if self._local_steps is not None:
-                self._local_steps.hold()
-            installed = work()
-            if not installed.torn:
-                if self._buffers.items:
-                    self._buffers.merge(contains_pushes=contains_pushes)
-                if self._pace.keeps_local_steps:
-                    self._repeat(rate)
-            return installed
-
-        return install
-
     @property
-    @override
-    def install_copies(self) -> int:
-        if self._pace.sends_delta:  # also the anchor, before and after
-            return 8 if self._total.n_gradients else 4
-        # To repeat local steps also read gradients and values, and write values.
-        repeats = self._pace.keeps_local_steps and self._config.rate(self._clock)
-        return 5 if repeats and self._total.n_gradients else 2
+    def _owes(self) -> bool:
+        """Whether something is accrued that is not pushed yet."""
+        return self._exchange.n_unsent > 0 and (self._dealt is None or self._push_due)
 
-    @override
-    def fetched(self, seconds: Seconds) -> bool:
-        self._seconds += seconds
-        self.counters.fetches += 1
-        self._fetch_due, self._has_values = False, True
-        self._clock = max(self._client.clocks, default=0)
-        return True
+    # --- steps ---
 
-    @override
-    def open(self, step: int, batch: BatchIndices, batch_slice: BatchSlice) -> Put:
+    def _open(self, steps: Steps) -> Step:
         # A rank may die when some shards have applied its push and others have not. It then goes on
         # from the least advanced shard, and the others apply that one push twice. This is accepted:
         # shards know only sample counts, and it is one gradient of one replica. Of dealt samples
         # they know the positions.
+        assert steps.slice is not None
+        batch, pace = steps.slice.samples, self._exchange.pace
         counts = bool(self.values) and batch.stop > self._pushed
         # Stage during the backward pass only if nothing can still reject or change the gradient.
-        at_once = counts and self._drafts and not self._total.n_gradients
+        drafts = not (self._is_whole or pace.sums_gradients or self._config.clip_norm is not None)
+        at_once = counts and drafts and not self._exchange.n_unsent
         draft = self._client.draft() if at_once and self._client.can_push else None
-        self._step = Step(
-            number=step,
-            scheduled=self._n_steps(0, batch.position),
+        # Read w; a local step reads g and w, and writes w; an optimizer has two moments, at most.
+        local_rate: float | None = 0.0
+        n_copies = 8  # the inner optimizer of deltas has its own rate
+        if not pace.sends_delta:
+            # A fetch that follows overwrites a local step, or repeats it with the others.
+            is_kept = (steps.number + 1) % pace.n_fetch != 0
+            local_rate, n_copies = (self._config.rate(self._clock), 4) if is_kept else (None, 1)
+        self._step = step = Step(
+            number=steps.number,
+            scheduled=self._n_steps(0, batch.position) if pace.sends_delta else 0,
             counts=counts,
             draft=draft,
-            local_rate=self._local_rate(step),
-            batch_slice=batch_slice,
+            local_rate=local_rate,
+            batch_slice=steps.slice,
+            n_bytes=n_copies * self._items.n_bytes,
         )
-        return self._step.put
+        return step
 
-    def _local_rate(self, step: int) -> float | None:
-        if self._pace.sends_delta:
-            return 0.0  # the inner optimizer has its own
-        # A fetch that follows overwrites the local step, or repeats it with the others.
-        return None if self._pace.fetches_before(step + 1) else self._config.rate(self._clock)
-
-    def step_bytes(self) -> float:
-        """Moved by the current step beside its computation."""
-        assert self._step is not None
-        # Read w; a local step reads g and w, and writes w; an optimizer has two moments, at most.
-        n_copies = 8 if self._pace.sends_delta else 1 if self._step.local_rate is None else 4
-        return self._items.n_bytes * n_copies
-
-    @override
-    def computing(self, seconds: Seconds) -> None:
-        self._seconds += seconds
-
-    @override
-    def torn(self) -> None:
-        self.counters.torn += 1
-        self._step = None
-
-    @override
-    def closed(
-        self, result: object, step_result: StepResult, batch: BatchIndices, now: Seconds
-    ) -> Sequence[Action]:
+    def _closed(self, step: Step, taken: Taken, now: Seconds) -> Sequence[Action]:
         """Account for a finished step; send the push that it staged."""
+        result, step_result, batch = taken.closed, taken.result, taken.batch
         assert isinstance(result, Closed), result
-        step, self._step = self._step, None
-        assert step is not None
         n, counters = len(batch.indices), self.counters
         counters.steps += 1
         self._position += n
-        self._loss = math.nan if step_result.loss is None else step_result.loss / n
+        self._bad.loss = math.nan if step_result.loss is None else step_result.loss / n
         holds_nothing = not self.values  # such a rank may still know the loss
         if not step.counts and not holds_nothing:
             return []
         if not result.is_finite:
             actions = self._skip(result, step, reports_loss=step_result.loss is not None)
         elif holds_nothing:
-            actions, self._n_bad_in_row = [], 0
-            self._total.n_gradients += batch.dealt is not None  # other ranks push it
+            actions, self._bad.n_in_row = [], 0
+            self._exchange.n_unsent += batch.dealt is not None  # other ranks push it
         else:
             actions = []
             counters.gradients += 1
             if step.draft is not None:
                 assert result.staged is not None
                 return self._staged_at_once(result.staged, batch, now)
-            self._total.count(batch.stop, clocks=self._client.clocks)
+            self._exchange.count(self._client.clocks)
             counters.local_steps += step.local_rate is not None
-            if self._pace.sums_gradients:
-                self._n_bad_in_row = 0
-        actions = [*actions, *self._fit_to_link(now)]
+            if self._exchange.pace.sums_gradients:
+                self._bad.n_in_row = 0
+        if self._config.exchange.every == "auto":
+            actions = [*actions, *self._fit_to_link(now)]
         # If every gradient was skipped there is nothing to push. Skipped samples are behind us.
-        self._total.stop = batch.stop
-        if batch.dealt is None:
-            n_unsent = self._total.n_gradients
-            self._push_due = self._pace.pushes_after(step.number, n_unsent=n_unsent)
+        if self._dealt is None or batch.dealt is None:
+            self._push_due = self._exchange.pushes_after(step.number)
         else:
-            self._end_batch(batch.dealt)
+            self._end_batch(self._dealt, batch.dealt)
         return actions
 
-    def _end_batch(self, dealt: Dealt) -> None:
+    def _end_batch(self, pushes: DealtPushes, dealt: DealtBatch) -> None:
         """Let a push end where that of any other replica would, or as the link allows."""
-        start, stop = dealt.push
-        if self._push_start is None:
-            self._push_start = start
-        is_auto = self._config.exchange.every == "auto"
-        is_full = is_auto and self._total.n_gradients >= self._pace.n_push
-        self._is_whole_push = dealt.ends_range or not is_auto
-        if not (is_full or dealt.ends_range or (dealt.ends_push and not is_auto)):
+        exchange, is_auto = self._exchange, self._config.exchange.every == "auto"
+        is_full = exchange.n_unsent >= exchange.pace.n_push
+        if not pushes.add(dealt, is_auto=is_auto, is_full=is_full):
             return
-        self._begin_push(self._push_start, stop)
-        self._push_due = self._total.n_gradients > 0 and bool(self.values)
-        if not self._total.n_gradients:
-            self._skip_push()
+        self._push_due = exchange.n_unsent > 0 and bool(self.values)
+        if not exchange.n_unsent:
+            pushes.skip()
         if not self._push_due:
-            self._push_start = None
-            self._total.drop()
+            pushes.drop()
+            exchange.discard()
         if dealt.ends_range:
-            self._range_ends.append(self.counters.pushes + self._push_due)
+            pushes.end_range(self.counters.pushes + self._push_due)
 
     def _staged_at_once(
         self, staged: PushResult, batch: BatchIndices, now: Seconds
     ) -> Sequence[Action]:
-        dealt = batch.dealt
-        if dealt is not None:
-            self._begin_push(*dealt.push)
+        if self._dealt is not None and batch.dealt is not None:
+            self._dealt.end(batch.dealt.push)
+        self._exchange.staged()
         actions = self._staged(staged, n_gradients=1, stop=batch.stop, now=now)
-        if dealt is not None and dealt.ends_range:
-            self._range_ends.append(self.counters.pushes)
+        if self._dealt is not None and batch.dealt is not None and batch.dealt.ends_range:
+            self._dealt.end_range(self.counters.pushes)
         return actions
 
-    def _begin_push(self, start: int, stop: int) -> None:
-        last = self._last_skipped
-        if last is not None and last[1] == start:
-            start = last[0]  # this push is also for the samples just skipped
-        self._dealt_push = start, stop
-
-    def _skip_push(self) -> None:
-        self._last_skipped = self._dealt_push
-        self._skipped |= NOTHING if self._dealt_push is None else Spans([self._dealt_push])
-
     def _fit_to_link(self, now: Seconds) -> Sequence[Action]:
-        """Choose the steps between exchanges if that is due; see `worker.config`."""
-        is_auto = self._config.exchange.every == "auto"
-        if not is_auto or self._fetch_due or self._exchange_began is None:
+        step_seconds = self.seconds / self.counters.steps
+        seconds = self._exchange.fit_to_link(now, step_seconds=step_seconds)
+        if seconds is None:
             return []
-        seconds, self._exchange_began = now - self._exchange_began, None
-        # A mean over the last few: links and neighbours change.
-        last = seconds if self._exchange_seconds is None else self._exchange_seconds
-        self._exchange_seconds = (last + seconds) / 2.0
-        step_seconds = self._seconds / self.counters.steps
-        every = fitting_every(self._exchange_seconds, step_seconds)
-        if every == self._pace.n_push:
-            return []
-        self._pace = replace(self._pace, n_push=every)
         text = (
-            f"exchanges every {every} steps: a push and a fetch take "
-            f"{duration(self._exchange_seconds)}, a step {duration(step_seconds)}"
+            f"exchanges every {self._exchange.pace.n_push} steps: a push and a fetch take "
+            f"{duration(seconds)}, a step {duration(step_seconds)}"
         )
         return [Report(text=text)]
 
@@ -523,206 +618,134 @@ class TrainingObjective(Objective):
         samples = shown_samples(step.batch_slice.samples.indices.tolist())
         text = (
             f"step {self.counters.steps}: the gradient of {samples} is NaN or infinite (loss "
-            f"{self._loss:g}); it is skipped" + (f": {result.blame}" if result.blame else "")
+            f"{self._bad.loss:g}); it is skipped" + (f": {result.blame}" if result.blame else "")
         )
-        report = self._bad(1, [Report(text=text, level="warning")], blame=result.blame)
+        report = self._bad.count(1, [Report(text=text, level="warning")], blame=result.blame)
         # All ranks skip the same step; only the rank that knows the loss reports it.
         return report if reports_loss else []
 
-    def _bad(
-        self, n_gradients: int, warning: Sequence[Action], *, blame: str | None = None
-    ) -> Sequence[Action]:
-        """Count gradients that were not finite; return the warning once per row of them."""
-        is_first = self._n_bad_in_row == 0
-        self.counters.non_finite += n_gradients
-        self._n_bad_in_row += n_gradients
-        config, n = self._config, self._n_bad_in_row
-        if n < config.non_finite_limit:
-            return warning if is_first else []
-        found = f"{n} gradients in a row were NaN or infinite (step {self.counters.steps}"
-        if blame:
-            raise JobError(f"{found}): {blame}")
-        clip = "" if config.clip_norm is None else f" below {config.clip_norm:g}"
-        rate, key = f"learning_rate {config.rule.learning_rate:g}", "learning_rate"
-        if config.inner is not None:
-            rate, key = f"inner.lr {config.inner.get('lr', 'as torch has it')}", "inner.lr"
-        raise JobError(
-            f"{found}, loss {self._loss:g}, {rate}): training has diverged. Use a lower {key}, "
-            f"or a clip_norm{clip}"
-        )
+    # --- pushes ---
 
     @property
-    @override
-    def is_due(self) -> bool:
+    def _is_due(self) -> bool:
+        """Whether a push must come before another step."""
         return self._push_due and not (
-            (self._fetch_due and self._pace.sends_delta) or self.may_go_on
+            (self._exchange.fetch_due and self._exchange.pace.sends_delta) or self._may_go_on
         )
 
-    @override
-    def work(self, *, final: bool) -> Sequence[Action]:
-        """Stage the accrued gradients once every shard has a free slot (two are in flight)."""
+    def _may_push(self, *, final: bool) -> bool:
+        """Return whether to stage what has accrued: every shard has a free slot for it."""
         # After the last step, one more push carries what has accrued.
         if final and self._dealt is None:
-            self._push_due |= self._total.n_gradients > 0
+            self._push_due |= self._exchange.n_unsent > 0
         elif final and not self._push_due:  # a push that has not all its samples is dealt anew
-            self._total.drop()
+            self._exchange.discard()
         # The values fetched after a push of local steps contain it, and so none after it.
         # A replica without any further step to take begins no fetch, and its push is waited for.
-        is_last = final or (self._dealt is not None and self._dealt.is_read)
-        is_early = self._pace.sends_delta and self._fetch_due and not is_last
-        if is_early or not (self._push_due and self._client.ready and self._client.can_push):
-            return []
-        self._push_due, self._staging = False, True
-        n_copies = 6.0 if self._pace.sends_delta else 2.0
-        cost = Cost(n_bytes=n_copies * self._items.n_bytes)
-        return [Compute(name=PUSH, work=self._staging_work(), cost=cost)]
+        is_last = final or (self._dealt is not None and self._dealt.plan.is_read)
+        is_early = self._exchange.pace.sends_delta and self._exchange.fetch_due and not is_last
+        return self._push_due and not is_early and self._client.can_push
 
-    @override
-    def computed(self, event: Computed, now: Seconds) -> Sequence[Action]:
-        """Send the staged push, or drop it if it is not finite."""
-        if event.name != PUSH:
-            raise LocalProtocolError(f"unexpected result of work {event.name!r}")
+    def _push(self, steps: Steps) -> Waiting[None]:
+        self._push_due, self._staging = False, True
+        n_copies = 6.0 if self._exchange.pace.sends_delta else 2.0
+        cost = Cost(n_bytes=n_copies * self._items.n_bytes)
+        steps.start(Compute(name=PUSH, work=self._staging_work(), cost=cost))
+        event = yield
+        assert event is not None
         result = event.result
         assert isinstance(result, PushResult), result
         self._staging = False
-        n_gradients = self._total.n_gradients
-        # Only the push buffers hold the sum now: no gradient is pushed twice (DB-8).
-        self._total.drop()
-        self._push_start = None
-        return self._staged(result, n_gradients=n_gradients, stop=self._total.stop, now=now)
+        if self._dealt is not None:
+            self._dealt.drop()
+        n_gradients = self._exchange.n_unsent
+        steps.actions += self._staged(
+            result, n_gradients=n_gradients, stop=self._position, now=steps.now
+        )
 
     def _staged(
         self, staged: PushResult, *, n_gradients: int, stop: int, now: Seconds
     ) -> Sequence[Action]:
-        push = self._dealt_push
-        dealt = msgspec.UNSET if push is None else of_part(push, self._part)
+        dealt = msgspec.UNSET if self._dealt is None else self._dealt.span
         actions = self._client.staged(
             staged, n_gradients=n_gradients, samples=stop, now=now, dealt=dealt
         )
+        self._exchange.sent(now, finite=staged.finite)
         if not staged.finite:  # the client's report names the tensors
-            self._skip_push()
-            return self._bad(n_gradients, actions)
-        if self._buffers.items:
-            self._buffers.pushed()
-        self._fetch_due, self._exchange_began = True, now
+            if self._dealt is not None:
+                self._dealt.skip()
+            return self._bad.count(n_gradients, actions)
         self._pushed = max(self._pushed, stop)
         self.counters.pushes += 1
         self.counters.gradients_pushed += n_gradients
-        self._n_bad_in_row = 0
+        self._bad.n_in_row = 0
         return actions
 
     @override
     def command(
-        self, leader: GroupLeader, message: StartTraining | Evaluate | Stop, now: Seconds
+        self, leader: Leader, message: StartTraining | Evaluate | Stop, now: Seconds
     ) -> Outgoing:
         if not isinstance(message, StartTraining):
             return super().command(leader, message, now)
-        self._samples_allowed = message.samples
+        samples = message.samples
         if self._dealt is not None:
-            self._dealt.take(message.ranges or (), n_before=message.n_before)
-            self._samples_allowed = self._dealt.n_dealt  # the leader asks for its steps
-        return leader.begin(now, samples=self._samples_allowed)
+            plan = self._dealt.plan
+            plan.take(message.ranges or (), n_before=message.n_before)
+            samples = plan.n_dealt  # the leader asks for its steps
+        self._progress.samples_allowed = samples
+        return leader.begin(now, samples=samples)
 
     @override
     def granted(self, message: GrantSteps, *, is_first: bool) -> None:
         if self._dealt is None or message.dealt is msgspec.UNSET:
             return
         if is_first:
-            self._dealt.follow(message.dealt)
+            self._dealt.plan.follow(message.dealt)
         else:
-            self._dealt.take(message.dealt.ranges, n_before=message.dealt.n_before)
+            self._dealt.plan.take(message.dealt.ranges, n_before=message.dealt.n_before)
 
     @override
     def report(
-        self, leader: GroupLeader, now: Seconds, *, final: bool
+        self, leader: Leader, now: Seconds, *, final: bool
     ) -> tuple[Sequence[Action], Outgoing]:
         """Report progress to the supervisor, at most every `progress_seconds`."""
-        pauses = now - self._reported_at < self._progress_seconds
-        if pauses and not (final or leader.is_held):
-            return [], []
-        done = leader.generation_done()
-        generation, before = self._reported
-        # A new generation counts from zero; steps of earlier ones stay counted.
-        if generation != leader.generation:
-            before = GroupProgress()
-            self._reported = leader.generation, before
-        n_of_loss = done.samples - before.samples
-        if n_of_loss + done.no_loss - before.no_loss <= 0:
-            return [], []
-        self._reported_at, self._reported = now, (leader.generation, done)
-        self._reported_steps += max(done.steps - before.steps, 0)
-        progress = Progress(
-            step=self._reported_steps,
-            samples=done.position + done.samples + done.no_loss,
-            loss=(done.loss - before.loss) / n_of_loss if n_of_loss else math.nan,
-            seconds_computing=self._seconds,
-            seconds_waiting=max(now - self._begun_at - self._seconds, 0.0),
-            skipped=self._skipped.to_wire()[-N_SKIPPED_MAX:]
-            if self._skipped is not NOTHING
-            else (),
-        )
-        return [Send(receiver=SUPERVISOR, message=progress)], []
+        skipped = NOTHING if self._dealt is None else self._dealt.skipped
+        computing = self.seconds
+        due = self._progress.due(leader, now, final=final, computing=computing, skipped=skipped)
+        return due, []
 
     @override
     def figures(self) -> Mapping[str, float]:
         counters = self.counters
         figures = {name: float(getattr(counters, name)) for name in counters.__dataclass_fields__}
-        figures |= {"samples": float(self._position), "seconds_computing": self._seconds}
-        if self._samples_allowed is None:
+        figures |= {"samples": float(self._position), "seconds_computing": self.seconds}
+        n_allowed = self._progress.samples_allowed
+        if n_allowed is None:
             return figures
         if self._dealt is None:
-            return figures | {"samples_allowed": float(self._samples_allowed)}
-        n_applied = counters.pushes - self._client.unacknowledged
-        while self._range_ends and self._range_ends[0] <= n_applied:
-            self._range_ends.popleft()
-            self._n_ranges_done += 1
-        ranges = {"ranges": self._dealt.n_ranges, "ranges_done": self._n_ranges_done}
-        return figures | {name: float(n) for name, n in ranges.items()}
+            return figures | {"samples_allowed": float(n_allowed)}
+        return figures | self._dealt.figures(counters.pushes - self._client.unacknowledged)
 
     # --- work of the compute executor
 
     def _staging_work(self) -> Callable[[], PushResult]:
-        # The parameters of the oldest gradient give the staleness.
-        clocks = self._total.fetched_clocks(self._client.clocks)
-        local_steps = self._local_steps
-        if local_steps is None:
-            changed = self._buffers.to_push() if self._buffers.items else {}
-            values = dict(enumerate(self.values)) | changed
-            return self._client.stage(
-                self._total.sums, list(values.values()), fetched_clocks=clocks
-            )
-        draft = self._client.draft(fetched_clocks=clocks)
+        exchange, clocks = self._exchange, self._client.clocks
+        draft = self._client.draft(fetched_clocks=exchange.fetched_clocks(clocks))
 
         def stage() -> PushResult:
-            local_steps.put_into(draft.put)
-            for item, value in self._buffers.to_push().items():
-                draft.put(item, value)
+            exchange.put_into(draft)
             result = draft.finish()
-            local_steps.pushed(finite=result.finite)
+            # Only the push buffers hold the sum now: no gradient is pushed twice (DB-8).
+            exchange.staged(finite=result.finite)
             return result
 
         return stage
 
-    def _repeat(self, rate: float) -> None:
-        if self._local_steps is not None:
-            self._local_steps.merge()
-        self._take_local_step(
-            {i: total for i, total in enumerate(self._total.sums) if total is not None}, rate
-        )
-
-    def _take_local_step(self, gradients: Mapping[int, torch.Tensor], rate: float) -> None:
-        if gradients and rate:
-            values = [self.values[item] for item in gradients]
-            torch._foreach_add_(values, list(gradients.values()), alpha=-rate)
-
-    @override
-    def close(self, step_result: StepResult) -> LocalNorm | Closed:
+    def _close(self, step: Step, step_result: StepResult) -> LocalNorm | Closed:
         """Return the local part of the norm reduction; with one rank, finish the step at once."""
-        step = self._step
-        assert step is not None
         step.after = self._after(step_result)
         if step.draft is not None:
-            for item, value in self._buffers.to_push(step.after).items():
+            for item, value in self._exchange.buffers.to_push(step.after).items():
                 step.draft.put(item, value)
             step.staged = step.draft.finish()
             square = 0.0 if step.staged.finite else math.nan
@@ -739,28 +762,30 @@ class TrainingObjective(Objective):
         settle, cost = partial(self._settle, step), Cost(n_bytes=n_bytes)
         return LocalNorm(square=square, settle=settle, cost=cost, sample=sample)
 
+    @property
+    def _bound(self) -> float | None:
+        """The bound of the norm, if it is not the executor that clips."""
+        return None if self._is_whole else self._config.clip_norm
+
     def _square(self, step: Step) -> float:
         # Without clipping only finiteness matters, and that only if someone uses it.
-        if self._clip_norm is not None:
+        if self._bound is not None:
             return sum_of_squares(step.gradients)
-        looks = self._reduces_norm or self._pace.sums_gradients
+        looks = self._reduces_norm or self._exchange.pace.sums_gradients
         return 0.0 if not looks or is_finite(step.gradients) else math.nan
 
     def _settle(self, step: Step, square: float, sample: int | None) -> Closed:
         if not math.isfinite(square):
             return Closed(is_finite=False, staged=step.staged, blame=blame_of(sample))
         # A running average that is not finite comes from a bad sample and is dropped.
-        if is_finite(step.after):
+        if step.after and is_finite(step.after):
             for item, value in step.after.items():
                 self.values[item].copy_(value)
         if step.staged is None and step.counts:
-            if self._clip_norm is not None:
-                clip(step.gradients, square, norm_max=self._clip_norm)
-            if self._local_steps is not None:
-                self._local_steps.step(step.gradients, step.scheduled)
-            else:
-                self._take_local_step(step.gradients, step.local_rate or 0.0)
-                self._total.add(step.gradients)
+            if self._bound is not None:
+                clip(step.gradients, square, norm_max=self._bound)
+            rate, number = step.local_rate or 0.0, step.scheduled
+            self._exchange.add(step.gradients, rates=rate, number=number)
             step.gradients.clear()
         return Closed(is_finite=True, staged=step.staged)
 

@@ -25,11 +25,12 @@ from distbelief.config.job import (
     StopTable,
 )
 from distbelief.config.tables import units_of
-from distbelief.parameter_server.optimizers import Schedule, UpdateRule
 from distbelief.parameter_server.policy import ExchangePolicy, Round
+from distbelief.parameter_server.rules import TorchRule, UpdateRule
+from distbelief.parameter_server.schedules import Schedule
 from distbelief.task.task import DataSpec, ModelSpec
-from distbelief.worker.config import DownpourSettings
-from sandblaster.config import SandblasterSettings, WarmStart
+from distbelief.worker.downpour_settings import DownpourSettings
+from sandblaster.settings import SandblasterSettings, WarmStart
 
 
 MARKER = "<!-- every job-file key -->"
@@ -41,6 +42,7 @@ def tag_of(struct: type[msgspec.Struct]) -> str:
     return str(struct.__struct_config__.tag)
 
 
+_RULES = [rule for rule in get_args(UpdateRule) if not issubclass(rule, TorchRule)]
 TABLES: dict[str, type[msgspec.Struct]] = {
     "model": ModelSpec,
     "data.train": DataSpec,
@@ -50,7 +52,8 @@ TABLES: dict[str, type[msgspec.Struct]] = {
     "algorithm.exchange.round": Round,
     "algorithm (sandblaster)": SandblasterSettings,
     "algorithm.warm_start": WarmStart,
-    **{f"rule ({tag_of(rule)})": rule for rule in get_args(UpdateRule)},
+    **{f"rule ({tag_of(rule)})": rule for rule in _RULES},
+    "rule (AdamW, NAdam, ...)": TorchRule,
     **{f"schedule ({tag_of(each)})": each for each in get_args(Schedule)},
     "cluster": ClusterTable,
     "cluster.partitions": Fit,

@@ -32,7 +32,7 @@ import torch
 
 from distbelief.chaos.local_faults import ProcessFaults
 from distbelief.optimizer import DownpourSGD
-from distbelief.parameter_server.optimizers import SGD
+from distbelief.parameter_server.rules import SGD
 from distbelief.serve.server import ParameterServer
 from experiments.benchmarks.marks import worker as marked_worker
 from experiments.benchmarks.marks.worker import (

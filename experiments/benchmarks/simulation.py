@@ -39,12 +39,12 @@ from distbelief.core import vectors
 from distbelief.core.memory import Memory
 from distbelief.core.vectors import BLOCK_BYTES
 from distbelief.parameter_server.layout import Layout, TensorSpec
-from distbelief.parameter_server.optimizers import Adagrad
+from distbelief.parameter_server.rules import Adagrad
 from distbelief.roles.role import Action, Address, Compute, Event, Role, Seconds
 from distbelief.simulation.cluster import SimulatedCluster
+from distbelief.simulation.cluster_options import options_for, several
 from distbelief.simulation.driver import Builder
 from distbelief.simulation.machines import ClusterOptions, CostScale
-from distbelief.simulation.placement import options_for, several
 from distbelief.task.initializers import recorded_initials
 from distbelief.task.task import (
     BuildContext,
@@ -56,13 +56,13 @@ from distbelief.task.task import (
     build_model,
 )
 from distbelief.worker import build as wb
-from distbelief.worker.config import DownpourSettings
+from distbelief.worker.downpour_settings import DownpourSettings
 from distbelief.worker.local_executor import FlatModel
 from experiments.benchmarks.measuring import measurement
 from experiments.benchmarks.simulated.truth import CASES, truth
 from sandblaster.algorithm import SANDBLASTER
 from sandblaster.chunks import COORDINATOR
-from sandblaster.config import SandblasterSettings
+from sandblaster.settings import SandblasterSettings
 
 
 HERE: Final = "experiments.benchmarks.simulated.task"

@@ -21,10 +21,10 @@ from distbelief.config.cluster_file import load_cluster
 from distbelief.forecast.prepare import PreparedJob
 from distbelief.program.cluster import Cluster, Machine
 from distbelief.roles.role import ALL_MESSAGES, SUPERVISOR, Action, Address, Event, Role, Seconds
+from distbelief.simulation.cluster_options import options_for, several
 from distbelief.simulation.driver import Builder
 from distbelief.simulation.faults import Fault
 from distbelief.simulation.machines import ClusterOptions
-from distbelief.simulation.placement import options_for, several
 from experiments.figures.task import N_TRAIN
 
 

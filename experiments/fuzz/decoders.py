@@ -41,13 +41,14 @@ from distbelief.core.folders import Folder
 from distbelief.core.tensor_files import TensorFile, encoded
 from distbelief.core.vectors import Vector
 from distbelief.errors import DistBeliefError, LocalProtocolError, RemoteProtocolError
+from distbelief.graph.append_loss import append_loss
 from distbelief.graph.capture import InputSpec, capture
-from distbelief.graph.losses import append_loss
 from distbelief.launch.role_process import RoleSpec
 from distbelief.parameter_server.checkpoint import ShardState, restore, take
-from distbelief.parameter_server.config import ShardConfig
 from distbelief.parameter_server.layout import Layout, TensorSpec
-from distbelief.parameter_server.optimizers import SGD, StepCounts
+from distbelief.parameter_server.rules import SGD
+from distbelief.parameter_server.shard_config import ShardConfig
+from distbelief.parameter_server.step_counts import StepCounts
 from distbelief.program.cluster import Machine, uniform
 from distbelief.program.placement import Placement
 from distbelief.program.plan import decode, encode, plan_for
@@ -59,9 +60,9 @@ from distbelief.run.metrics_file import Measurement, measurements_in
 from distbelief.run.resume import CheckpointSet, checkpoint_set_in
 from distbelief.serve.address import ServerAddress
 from distbelief.transport.address import Endpoint
-from distbelief.transport.config import KeyConfig
 from distbelief.transport.file_server import FileCall, FileReply
 from distbelief.transport.keys import Allowed, KeyFiles, KeyPair, entries_in, pair_in
+from distbelief.transport.listen_config import KeyConfig
 from experiments.fuzz.inputs import Sampler, numbers
 
 

@@ -20,13 +20,13 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from distbelief.config.cluster_file import load_cluster
+from distbelief.graph.append_loss import append_loss
 from distbelief.graph.capture import InputSpec, capture
 from distbelief.graph.graph import INPUT, Layer, LayerGraph
-from distbelief.graph.losses import append_loss
 from distbelief.graph.operator import Call, Step, operator_of
 from distbelief.launch.local import LocalLauncher
-from distbelief.partition.api import PlanningResult, planning_result
 from distbelief.partition.planner import Request, planning_request
+from distbelief.partition.planning import PlanningResult, planning_result
 from distbelief.program.cluster import Cluster, Machine
 from distbelief.task.task import ModelSpec, build_on_meta
 from distbelief.verify import verify

@@ -38,7 +38,7 @@ from distbelief.config.load import load_job
 from distbelief.data import BatchCursor, DataShard, read_batch
 from distbelief.errors import DistBeliefError
 from distbelief.task.task import build_dataset, build_loss, build_model
-from distbelief.worker.config import DownpourSettings
+from distbelief.worker.downpour_settings import DownpourSettings
 from experiments.benchmarks.measuring.measurement import conclude, show
 from experiments.zoo.models import Scores, library
 

@@ -408,11 +408,11 @@ class Coordinator:
     def _epoch_steps(self) -> EpochSteps[Reason]:
         epoch, journal, metrics = self._epoch, self._journal, self.metrics
         held = yield wire.BeginEpoch()
-        resume_point = journal.choose([answer.cuts for answer in held])
-        if resume_point.cut == 0 and journal.base_clocks is None:
-            journal.base_clocks = tuple(answer.cuts[0].clock for answer in held)
+        resume_point = journal.choose([answer.savepoints for answer in held])
+        if resume_point.savepoint == 0 and journal.base_clocks is None:
+            journal.base_clocks = tuple(answer.savepoints[0].clock for answer in held)
             epoch.unsaved = 0
-        yield wire.Restore(cut=resume_point.cut, whole=resume_point.whole)
+        yield wire.Restore(savepoint=resume_point.savepoint, whole=resume_point.whole)
         state = None
         metrics.offset, metrics.iterated = 0, None
         if (entry := resume_point.entry) is not None:
@@ -423,7 +423,11 @@ class Coordinator:
             metrics.n_backups = max(metrics.n_backups, entry.backups)
             metrics.shares.resume(entry.seconds)
             if resume_point.whole:
-                state, epoch.unsaved, metrics.offset = entry.state, resume_point.cut, entry.offset
+                state, epoch.unsaved, metrics.offset = (
+                    entry.state,
+                    resume_point.savepoint,
+                    entry.offset,
+                )
             else:
                 metrics.offset = entry.iteration
         if resume_point.has_other_goal:
@@ -431,7 +435,7 @@ class Coordinator:
                 "method, loss, l1 or l2 have changed: the method restarts at the saved parameters"
             )
             self._reports.append(rl.Report(text=text, level="warning"))
-        elif resume_point.cut and not resume_point.whole:
+        elif resume_point.savepoint and not resume_point.whole:
             text = "only parameters could be restored: the method restarts there"
             self._reports.append(rl.Report(text=text, level="warning"))
         epoch.has_point = True
@@ -447,7 +451,7 @@ class Coordinator:
         epoch.queue = None
         if epoch.savepoint is None and last is not None and epoch.savepoint_iteration is last:
             # The optimizer may be in the middle of the next iteration: restore its history.
-            yield wire.Restore(cut=epoch.last_savepoint, whole=True)
+            yield wire.Restore(savepoint=epoch.last_savepoint, whole=True)
         yield from self._publish()
         return Reason.STOPPED
 
@@ -511,9 +515,9 @@ class Coordinator:
         self._epoch.queue = queue
         while queue.is_finite and not queue.is_complete:
             if queue.has_staged:
-                sets, void = queue.to_commit()
-                yield wire.Commit(sets=sets, void=void)
-                queue.committed(sets, void, self._now)
+                chunks, void = queue.to_commit()
+                yield wire.Commit(chunks=chunks, void=void)
+                queue.committed(chunks, void, self._now)
             else:
                 yield Wait.CHUNKS
         self._epoch.queue = None
@@ -570,15 +574,15 @@ class Coordinator:
         epoch = self._epoch
         epoch.last_savepoint += 1
         epoch.savepoint_iteration = request
-        cut = epoch.unsaved = epoch.last_savepoint
+        number = epoch.unsaved = epoch.last_savepoint
         iteration = self.metrics.offset + request.iteration
-        self._journal.write(self._entry(cut, iteration=iteration, state=request.state))
-        epoch.savepoint = wire.Savepoint(cut=cut, vectors=request.vectors)
-        return cut
+        self._journal.write(self._entry(number, iteration=iteration, state=request.state))
+        epoch.savepoint = wire.Savepoint(number=number, vectors=request.vectors)
+        return number
 
-    def _entry(self, cut: int, *, iteration: int, state: str) -> CheckpointEntry:
+    def _entry(self, savepoint: int, *, iteration: int, state: str) -> CheckpointEntry:
         return CheckpointEntry(
-            cut=cut,
+            savepoint=savepoint,
             iteration=iteration,
             offset=self.metrics.offset,
             samples=self.metrics.samples,
@@ -605,15 +609,15 @@ class Coordinator:
 
     def _save(self, label: str, request: base.IterationDone) -> EpochSteps[str | None]:
         epoch = self._epoch
-        cut = epoch.unsaved if epoch.unsaved is not None else self._take_savepoint(request)
-        answers = yield wire.Checkpoint(label=label, cut=cut)
+        savepoint = epoch.unsaved if epoch.unsaved is not None else self._take_savepoint(request)
+        answers = yield wire.Checkpoint(label=label, savepoint=savepoint)
         errors = [
             f"shard {k}: {answer.error}"
             for k, answer in enumerate(answers)
             if answer.error is not None
         ]
         if not errors:
-            self._journal.checkpointed(cut)
+            self._journal.checkpointed(savepoint)
         yield from self._until_saved()
         return "; ".join(errors) or epoch.save_error
 

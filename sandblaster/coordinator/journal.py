@@ -31,7 +31,7 @@ snapshots are damaged, a run resumes from an older one with its history."""
 class CheckpointEntry(msgspec.Struct, frozen=True, kw_only=True):
     """One savepoint, as the optimizer left it."""
 
-    cut: Count
+    savepoint: Count = msgspec.field(name="cut")
     iteration: Count  # since the beginning
     offset: Count  # iterations before the method last restarted
     samples: Count  # examples of all evaluations
@@ -56,7 +56,7 @@ class _Facts(msgspec.Struct, frozen=True, kw_only=True):
 class ResumePoint:
     """Where to resume: at which savepoint, and with which state."""
 
-    cut: int
+    savepoint: int
     whole: bool
     entry: CheckpointEntry | None  # None: no state is known; it may be the initial point
     has_other_goal: bool = False  # the state is of another goal and is not used
@@ -91,27 +91,27 @@ class Journal:
                 f"snapshot {snapshot.label!r} of the coordinator cannot be read "
                 f"({error}): move its file away to use the one before"
             ) from None
-        self._entries = {entry.cut: entry for entry in facts.entries}
+        self._entries = {entry.savepoint: entry for entry in facts.entries}
         self.on_disk, self._before_on_disk = facts.on_disk, facts.before_on_disk
         self.base_clocks = facts.base_clocks
         self.end_clocks = facts.end_clocks
 
     def write(self, entry: CheckpointEntry) -> None:
-        self._entries[entry.cut] = entry
+        self._entries[entry.savepoint] = entry
 
-    def confirm(self, cut: int) -> None:
+    def confirm(self, savepoint: int) -> None:
         """Drop entries before a savepoint that is safe everywhere, but for those on disk."""
         keep = {0, self.on_disk, *self._before_on_disk}
-        keep.update(c for c in self._entries if c >= cut)
+        keep.update(c for c in self._entries if c >= savepoint)
         self._entries = {c: e for c, e in self._entries.items() if c in keep}
 
-    def checkpointed(self, cut: int) -> None:
+    def checkpointed(self, savepoint: int) -> None:
         """Note that every shard has this savepoint on disk."""
-        if cut != self.on_disk:
+        if savepoint != self.on_disk:
             before = (*self._before_on_disk, self.on_disk)
             self._before_on_disk = before[1 - N_ON_DISK :]
-        self.on_disk = cut
-        self.confirm(cut)
+        self.on_disk = savepoint
+        self.confirm(savepoint)
 
     def end(self, clocks: Sequence[int], entry: CheckpointEntry) -> None:
         """Note that the run is over, with its parameters published at these clocks."""
@@ -122,7 +122,7 @@ class Journal:
     def snapshot(self, *, incarnation: int) -> Snapshot:
         self._label += 1
         facts = _Facts(
-            entries=tuple(self._entries[cut] for cut in sorted(self._entries)),
+            entries=tuple(self._entries[number] for number in sorted(self._entries)),
             on_disk=self.on_disk,
             before_on_disk=self._before_on_disk,
             base_clocks=self.base_clocks,
@@ -146,24 +146,28 @@ class Journal:
         shared = set(per_shard[0]).intersection(*per_shard[1:])
         if not shared:
             shown = "; ".join(
-                f"shard {k}: {sorted(cuts) or 'none'}" for k, cuts in enumerate(per_shard)
+                f"shard {k}: {sorted(known) or 'none'}" for k, known in enumerate(per_shard)
             )
             raise StorageError(
                 f"the shards share no savepoint to resume from (they hold {shown}): resume from "
                 "saved snapshots, or start again"
             )
         whole = [
-            cut for cut in shared if self._can_resume(cut) and all(cuts[cut] for cuts in per_shard)
+            one
+            for one in shared
+            if self._can_resume(one) and all(known[one] for known in per_shard)
         ]
         # A newer savepoint without an entry is at most one iteration newer.
-        cut = max(whole or shared)
-        is_known = cut > 0 or begins is self.end_clocks
-        entry = self._entries.get(cut) if is_known else None
+        savepoint = max(whole or shared)
+        is_known = savepoint > 0 or begins is self.end_clocks
+        entry = self._entries.get(savepoint) if is_known else None
         has_other_goal = not whole and entry is not None and entry.goal != self._goal
-        return ResumePoint(cut=cut, whole=bool(whole), entry=entry, has_other_goal=has_other_goal)
+        return ResumePoint(
+            savepoint=savepoint, whole=bool(whole), entry=entry, has_other_goal=has_other_goal
+        )
 
-    def _can_resume(self, cut: int) -> bool:
-        entry = self._entries.get(cut)
+    def _can_resume(self, savepoint: int) -> bool:
+        entry = self._entries.get(savepoint)
         return entry is not None and entry.goal == self._goal
 
     def _all_at(
@@ -172,17 +176,17 @@ class Journal:
         if clocks is None or len(clocks) != len(held):
             return False
         return all(
-            any(record.cut == 0 and record.clock == clock for record in records)
+            any(record.savepoint == 0 and record.clock == clock for record in records)
             for clock, records in zip(clocks, held, strict=True)
         )
 
     def _savepoints_of(
         self, k: int, records: Sequence[CheckpointRecord], *, begins: Sequence[int] | None
     ) -> Mapping[int, bool]:
-        cuts: dict[int, bool] = {}
+        savepoints: dict[int, bool] = {}
         for record in records:
             at = None if begins is None else begins[k : k + 1]
-            if record.cut == 0 and at is not None and tuple(at) != (record.clock,):
+            if record.savepoint == 0 and at is not None and tuple(at) != (record.clock,):
                 continue  # not the values that all shards began with
-            cuts[record.cut] = cuts.get(record.cut, False) or record.whole
-        return cuts
+            savepoints[record.savepoint] = savepoints.get(record.savepoint, False) or record.whole
+        return savepoints

@@ -276,22 +276,22 @@ class WorkQueue:
 
     def to_commit(self) -> tuple[tuple[GrantedChunk, ...], tuple[int, ...]]:
         """Return the chunks that every shard holds, and void tokens; each once."""
-        sets, void = tuple(self._staged), tuple(self._void)
+        chunks, void = tuple(self._staged), tuple(self._void)
         self._staged, self._void = [], []
-        return sets, void
+        return chunks, void
 
     def committed(
-        self, sets: tuple[GrantedChunk, ...], void: tuple[int, ...], now: Seconds
+        self, chunks: tuple[GrantedChunk, ...], void: tuple[int, ...], now: Seconds
     ) -> None:
         self._n_void -= len(void)
         if void:
             without_token, self._without_token = sorted(self._without_token), set()
             for index in without_token:
                 self._issue_token(self._chunks[index], now)
-        for granted in sets:
+        for granted in chunks:
             self._counted.add(granted.chunk_index)
             self.digest ^= granted.commit_token
-        self.n_counted += len(sets)
+        self.n_counted += len(chunks)
         while self._lowest in self._counted:
             self._counted.remove(self._lowest)
             self._lowest += 1

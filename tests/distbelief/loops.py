@@ -19,17 +19,17 @@ from distbelief.core.memory import Memory
 from distbelief.core.signals import HeldInterrupt
 from distbelief.core.vectors import Vector
 from distbelief.parameter_server.client.client import ParameterClient
-from distbelief.parameter_server.config import ClientConfig, Numbers, ShardConfig
 from distbelief.parameter_server.layout import Layout, PartialView
-from distbelief.parameter_server.optimizers import UpdateRule
 from distbelief.parameter_server.policy import DOWNPOUR, ExchangePolicy
+from distbelief.parameter_server.rules import UpdateRule
 from distbelief.parameter_server.shard import Shard
+from distbelief.parameter_server.shard_config import ClientConfig, Numbers, ShardConfig
 from distbelief.protocol import Join, PeerEntry, Peers
 from distbelief.roles.role import SUPERVISOR, Address, Computed, Received
 from distbelief.serve.address import ServerAddress, parameter_specs
 from distbelief.serve.session import RETRY_SECONDS
 from distbelief.simulation.cluster import SimulatedCluster
-from distbelief.simulation.machines import ClusterOptions, Machine
+from distbelief.simulation.machines import ClusterOptions, SimulatedMachine
 from distbelief.simulation.network import Link
 from distbelief.worker.loop_worker import LoopWorker
 from tests.distbelief.parameter_server.pair import gather, scatter
@@ -90,7 +90,9 @@ class Server:
             **{name: partial(shard, k) for k, name in enumerate(self.shards)},
             **dict.fromkeys(self.workers, worker),
         }
-        options = ClusterOptions(introduce=True, machine=Machine(host=host), link=link or Link())
+        options = ClusterOptions(
+            introduce=True, machine=SimulatedMachine(host=host), link=link or Link()
+        )
         self.simulation = SimulatedCluster(roles, seed=0, options=options)
 
     def compute(self, seconds: float) -> None:

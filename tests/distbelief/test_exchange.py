@@ -13,9 +13,10 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import distbelief
-from distbelief.parameter_server.client import buffers as bf
-from distbelief.parameter_server.config import Numbers
+from distbelief.parameter_server.client import client
+from distbelief.parameter_server.client.pushes import PushDraft
 from distbelief.parameter_server.policy import ExchangePolicy, Round
+from distbelief.parameter_server.shard_config import Numbers
 from distbelief.serve.address import ServerAddress
 from distbelief.simulation.network import Link
 from tests.distbelief.loops import Server
@@ -28,7 +29,7 @@ both_data_paths = pytest.mark.parametrize("host", ["host-0", ""])
 
 Optimizers = dict[str, Callable[[nn.Module], torch.optim.Optimizer]]
 
-IN_CLIENT = ["put_all", "install"]  # while it copies
+IN_CLIENT = ["put", "install"]  # while it copies
 
 INNER: Optimizers = {
     "sgd": lambda net: torch.optim.SGD(net.parameters(), lr=RATE),
@@ -235,7 +236,7 @@ def test_ctrl_c_within_an_exchange_leaves_nothing_half_done(
     server = Server([parameter], rule=SUM, host="")
     exchange = server.exchange(monkeypatch, torch.optim.SGD([parameter], lr=1.0), every=1)
     *_, name = place.split(".")
-    owner = torch if place.startswith("torch") else bf.PushDraft if name == "put_all" else bf
+    owner = torch if place.startswith("torch") else PushDraft if name == "put" else client
     work = getattr(owner, name)
 
     def interrupted(*args: object, **options: object) -> object:

@@ -15,9 +15,9 @@ from torch import nn
 
 import distbelief
 from distbelief.core.memory import PrivateMemory
-from distbelief.parameter_server.config import ClientConfig, Numbers
 from distbelief.parameter_server.layout import Layout, PartialView, TensorSpec
 from distbelief.parameter_server.policy import ExchangePolicy
+from distbelief.parameter_server.shard_config import ClientConfig, Numbers
 from distbelief.protocol import ParameterBlock, SaveCheckpoint
 from distbelief.roles.role import Address, PeerJoined
 from distbelief.simulation.faults import Kill

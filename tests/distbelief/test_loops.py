@@ -9,7 +9,7 @@ from torch.optim import lr_scheduler
 from typing_extensions import override
 
 import distbelief
-from distbelief.parameter_server.optimizers import UpdateRule
+from distbelief.parameter_server.rules import UpdateRule
 from distbelief.simulation.network import Link
 from tests.distbelief.loops import Server
 

@@ -17,8 +17,8 @@ from distbelief.protocol import Finished, Join, Message, PeerEntry, Peers
 from distbelief.roles.role import SUPERVISOR
 from distbelief.serve.address import ServerAddress
 from distbelief.transport.address import LOOPBACK, Endpoint
-from distbelief.transport.config import ListenConfig
 from distbelief.transport.keys import new_secret
+from distbelief.transport.listen_config import ListenConfig
 from tests.elsewhere import answers
 from tests.links import link
 from tests.processes.commands import poll

@@ -23,8 +23,8 @@ from distbelief.run.checkpoints import CheckpointStore
 from distbelief.run.directory import RunDirectory
 from distbelief.run.summary import Summary, final_table
 from distbelief.trainer import Run, Trainer
-from distbelief.transport.config import ListenConfig
 from distbelief.transport.keys import new_secret
+from distbelief.transport.listen_config import ListenConfig
 from distbelief.transport.shared_memory import FileMemory
 from distbelief.worker.local_executor import FlatModel
 from tests.distbelief.examples import net

@@ -13,8 +13,8 @@ from typing_extensions import override
 import distbelief
 from distbelief import verify
 from distbelief.errors import JobError
+from distbelief.graph.append_loss import append_loss
 from distbelief.graph.capture import InputSpec, capture
-from distbelief.graph.losses import append_loss
 from distbelief.launch.local import LocalLauncher
 from distbelief.task.losses import loss_function
 from distbelief.verify import Link, VerificationResult

@@ -7,9 +7,9 @@ import pytest
 
 from distbelief.algorithms.downpour import DOWNPOUR
 from distbelief.config.algorithms import Algorithm
-from distbelief.worker.config import DownpourSettings
+from distbelief.worker.downpour_settings import DownpourSettings
 from sandblaster.algorithm import SANDBLASTER
-from sandblaster.config import SandblasterSettings
+from sandblaster.settings import SandblasterSettings
 from tests.docs.pages import ROOT, blocks
 from tests.processes.commands import COMMAND, TABLES, ended, write_job
 

@@ -20,9 +20,9 @@ from distbelief.launch.role_process import RoleSpec
 from distbelief.parameter_server.layout import Layout
 from distbelief.roles.role import Snapshot
 from distbelief.run.checkpoints import CheckpointStore
-from distbelief.transport.config import ListenConfig
 from distbelief.transport.file_server import FileServer
 from distbelief.transport.keys import new_secret
+from distbelief.transport.listen_config import ListenConfig
 from distbelief.transport.zmq_transport import ZmqTransport
 from distbelief.worker.local_executor import FlatModel
 from tests.distbelief.examples import net

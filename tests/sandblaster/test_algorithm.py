@@ -16,12 +16,12 @@ from distbelief.worker import build as wb
 from distbelief.worker.replica import Replica
 from sandblaster.algorithm import SANDBLASTER, reason_of
 from sandblaster.chunks import COORDINATOR
-from sandblaster.config import SandblasterSettings
 from sandblaster.coordinator.coordinator import Coordinator
 from sandblaster.optimizers.descent import ConjugateGradient, GradientDescent
 from sandblaster.optimizers.lbfgs import LBFGS
 from sandblaster.optimizers.owlqn import OWLQN
 from sandblaster.optimizers.termination import Reason
+from sandblaster.settings import SandblasterSettings
 from sandblaster.warm_start_worker import WarmStartWorker
 
 

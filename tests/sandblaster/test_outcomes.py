@@ -261,8 +261,8 @@ def test_an_evaluation_begins_beyond_all_tokens_before_it() -> None:
             case wire.BeginEvaluation(first_commit_token=first):
                 assert first > max(used)
                 n_begun += 1
-            case wire.Commit(sets=sets):
-                used.update(one.commit_token for one in sets)
+            case wire.Commit(chunks=chunks):
+                used.update(one.commit_token for one in chunks)
             case _:
                 pass
 

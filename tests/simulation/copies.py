@@ -17,15 +17,15 @@ import pytest
 from distbelief.core import vectors
 from distbelief.core.memory import Memory
 from distbelief.parameter_server import replication
-from distbelief.parameter_server.config import ClientConfig, ShardConfig, copy_names
 from distbelief.parameter_server.layout import Layout
-from distbelief.parameter_server.optimizers import UpdateRule
+from distbelief.parameter_server.rules import UpdateRule
 from distbelief.parameter_server.shard import Shard
+from distbelief.parameter_server.shard_config import ClientConfig, ShardConfig, copy_names
 from distbelief.protocol import BackupInSync, BackupUnresponsive, Heartbeat, SaveCheckpoint
 from distbelief.roles import role as rl
 from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.faults import Fault
-from distbelief.simulation.machines import ClusterOptions, Machine
+from distbelief.simulation.machines import ClusterOptions, SimulatedMachine
 from distbelief.supervisor.failover import PrimaryElection
 from tests.simulation.invariants import ALL, Scene, StalenessIsTrue, WholeVersions, watch
 from tests.simulation.workers import PLAIN, STEP, Ledger, Worker, layout_of, shard_of
@@ -180,7 +180,7 @@ class Run:
             for i, name in enumerate(self.workers)
         }
         machines = {
-            name: Machine(
+            name: SimulatedMachine(
                 host=hosts(name),
                 jitter=0.5,
                 flops_per_second=STEP.flops / step_seconds,

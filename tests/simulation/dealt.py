@@ -21,10 +21,10 @@ import numpy as np
 from distbelief.config.job import StopTable
 from distbelief.core.spans import Span, Spans, in_part, of_part
 from distbelief.data import dealt_samples
-from distbelief.parameter_server.config import copy_names, shard_of
-from distbelief.parameter_server.optimizers import SGD, UpdateRule
 from distbelief.parameter_server.policy import DOWNPOUR, ExchangePolicy, Round
+from distbelief.parameter_server.rules import SGD, UpdateRule
 from distbelief.parameter_server.shard import Shard
+from distbelief.parameter_server.shard_config import copy_names, shard_of
 from distbelief.program.plan import Plan, Target
 from distbelief.roles.role import SUPERVISOR, Address
 from distbelief.simulation.driver import HandledEvent
@@ -40,7 +40,7 @@ from distbelief.task.task import (
     sample_of,
 )
 from distbelief.worker.build import Split, kept_by
-from distbelief.worker.config import DownpourSettings
+from distbelief.worker.downpour_settings import DownpourSettings
 from distbelief.worker.group import rank_name
 from distbelief.worker.member import JobMember
 from tests.distbelief.program.plans import random_plan

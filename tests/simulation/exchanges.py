@@ -23,12 +23,13 @@ from distbelief.parameter_server.replication import Backup, Primary
 from distbelief.parameter_server.sessions import Session, Sessions
 from distbelief.parameter_server.shard import Shard
 from distbelief.parameter_server.store import ShardStore
+from distbelief.parameter_server.ticks import Floor, ShardTicks
 from distbelief.protocol import push_fetch as pf
 from distbelief.roles.role import Action, Address, PeerLost, Seconds
 from distbelief.simulation.driver import HandledEvent
 from distbelief.simulation.faults import Duplicate, Fault, Slow
 from distbelief.simulation.machines import TraceKind
-from distbelief.worker.local_steps import LocalSteps
+from distbelief.worker.exchange import LocalSteps
 from tests.simulation import invariants as iv
 from tests.simulation.invariants import Invariant, Scene
 from tests.simulation.scenarios import Play, Scenario, scenario_of, set_for
@@ -89,9 +90,10 @@ class Gated(Invariant):
             if not session.is_in or cluster.incarnation(session.name) != session.incarnation:
                 continue
             assert isinstance(worker, Worker)
-            pushing = worker.client._links[index].pushing
-            is_known = pushing.tick is not None and session.confirmed <= pushing.settled
-            if is_known and (session.tick or 0) > (pushing.tick or 0):
+            link = worker.client._links[index]
+            ended = link.ticks.ended
+            is_known = ended is not None and session.confirmed <= link.pushing.settled
+            if is_known and (session.tick or 0) > (ended or 0):
                 self._left_out.add((session.name, session.incarnation))
 
     @override
@@ -134,7 +136,7 @@ class Gated(Invariant):
                 role = scene.cluster.role(other)
                 assert isinstance(role, Worker)
                 life = other, scene.cluster.incarnation(other)
-                is_placed = role.client._tick is not None and life not in self._left_out
+                is_placed = role.client._ticks.ended is not None and life not in self._left_out
                 if is_placed and self._has_heard(role):
                     yield role
 
@@ -187,7 +189,7 @@ class FloorRises(Invariant):
     def shard(self, shard: Shard, happening: HandledEvent) -> None:
         sessions = shard._sessions
         life = happening.name, happening.incarnation
-        floor, before = sessions._floor, self._floors.get(life, 0)
+        floor, before = sessions.floor.value, self._floors.get(life, 0)
         assert floor >= before, f"the floor of {life} fell from {before} to {floor}"
         self._floors[life] = floor
 
@@ -355,14 +357,17 @@ def idle_workers_hold_the_floor(patch: Patch) -> None:
 def own_pushes_are_not_awaited(patch: Patch) -> None:
     """A tick begins before the worker's own last push is applied."""
     links = property(
-        lambda self: all(link.agrees and not link.waits_for_floor for link in self._counting)
+        lambda self: all(
+            link.is_open and link.ticks.agrees and not link.ticks.waits_for_floor
+            for link in self._counting
+        )
     )
     patch.setattr(ParameterClient, "may_begin", links)
 
 
 def no_gate(patch: Patch) -> None:
     """A worker begins whatever the floor is."""
-    patch.setattr(ShardLink, "waits_for_floor", False)
+    patch.setattr(ShardTicks, "waits_for_floor", False)
 
 
 def reopened_sessions_tell_no_tick(patch: Patch) -> None:
@@ -378,7 +383,7 @@ def reopened_sessions_tell_no_tick(patch: Patch) -> None:
 def floor_rises_before_clients_are_back(patch: Patch) -> None:
     """After a takeover the floor is that of the clients that came first."""
     never = property(lambda _: False, lambda *_: None)
-    patch.setattr(Sessions, "awaits_clients", never, raising=False)
+    patch.setattr(Floor, "awaits_clients", never, raising=False)
 
 
 def late_open_session_enters_again(patch: Patch) -> None:
@@ -386,7 +391,7 @@ def late_open_session_enters_again(patch: Patch) -> None:
     whole = Sessions._enter
 
     def enter(self: Sessions, client: Session, request: pf.OpenSession) -> None:
-        client.entries = 0
+        client.attendance.changes = 0
         whole(self, client, request)
 
     patch.setattr(Sessions, "_enter", enter)
@@ -395,14 +400,14 @@ def late_open_session_enters_again(patch: Patch) -> None:
 def floor_is_told_once(patch: Patch) -> None:
     """A client does not ask again for a floor that it was never told."""
     waits = property(
-        lambda self: not self.is_open or not self.fetching.complete or self.pushing.waits
+        lambda self: not self.is_open or not self.fetching.complete or bool(self.pushing.in_flight)
     )
     patch.setattr(ShardLink, "_is_waiting", waits)
 
 
 def round_waits_for_gated_clients(patch: Patch) -> None:
     """A round waits for clients that wait for a push in it."""
-    patch.setattr(Sessions, "_is_gated", lambda *_: False)
+    patch.setattr(Floor, "is_gated", lambda *_: False)
 
 
 def push_counts_twice_in_a_round(patch: Patch) -> None:
@@ -535,9 +540,11 @@ def inner_state_is_kept_across_a_lost_anchor(patch: Patch) -> None:
     whole = LocalSteps.restart
 
     def restart(self: LocalSteps) -> None:
-        state = self._optimizer
+        inner = self._inner
+        assert inner is not None
+        state = inner._optimizer
         whole(self)
-        self._optimizer = state
+        inner._optimizer = state
 
     patch.setattr(LocalSteps, "restart", restart)
 

@@ -18,11 +18,11 @@ from distbelief.protocol import Stop
 from distbelief.roles.role import Address, Role
 from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.faults import Fault
-from distbelief.simulation.machines import ClusterOptions, Machine
+from distbelief.simulation.machines import ClusterOptions, SimulatedMachine
 from distbelief.task.forward import Sample
 from distbelief.task.task import BuildContext, Captured, TaskSpec, build_model, capture_task
 from distbelief.worker.build import Split, build_rank
-from distbelief.worker.config import DownpourSettings
+from distbelief.worker.downpour_settings import DownpourSettings
 from distbelief.worker.group import member_names
 from distbelief.worker.local_executor import FlatModel
 from tests.distbelief.examples import a_sample, initials_of
@@ -96,7 +96,7 @@ class Group(Direct):
             {name: self._builder(name) for name in names},
             seed=seed,
             options=ClusterOptions(
-                introduce=True, machine=Machine(host=host), faults=tuple(faults)
+                introduce=True, machine=SimulatedMachine(host=host), faults=tuple(faults)
             ),
         )
 

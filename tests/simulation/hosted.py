@@ -17,12 +17,12 @@ from distbelief.cluster.agent import HostAgent, HostAgentConfig
 from distbelief.config.job import ShardPlacement, StopTable
 from distbelief.core.memory import Memory
 from distbelief.launch.local import PREPARE
-from distbelief.parameter_server.config import other_copy, shard_of
+from distbelief.parameter_server.shard_config import other_copy, shard_of
 from distbelief.protocol import Push, PushApplied, Stop
 from distbelief.roles import role as rl
 from distbelief.roles.role import HOST, SUPERVISOR, USER, Address
 from distbelief.simulation.driver import HandledEvent
-from distbelief.simulation.machines import Machine
+from distbelief.simulation.machines import SimulatedMachine
 from distbelief.supervisor.hosts import HERE, ClusterConfig
 from tests.distbelief.supervisor.hosts import Site, offer_of
 from tests.simulation.jobs import JobCluster
@@ -56,17 +56,19 @@ class Agent:
         return self._agent.status()
 
 
-class Places(Mapping[Address, Machine]):
+class Places(Mapping[Address, SimulatedMachine]):
     """The machine of each role: the one of its host, which changes."""
 
     def __init__(self) -> None:
         self.job: HostedJob | None = None
 
     @override
-    def __getitem__(self, name: Address) -> Machine:
+    def __getitem__(self, name: Address) -> SimulatedMachine:
         if self.job is None:
             raise KeyError(name)
-        return Machine(host=self.job.host_of(name) or name, flops_per_second=self.job.flops)
+        return SimulatedMachine(
+            host=self.job.host_of(name) or name, flops_per_second=self.job.flops
+        )
 
     @override
     def __iter__(self) -> Iterator[Address]:

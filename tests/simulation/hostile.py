@@ -22,8 +22,8 @@ from msgspec import inspect
 from distbelief.core import formatting
 from distbelief.core.memory import PrivateMemory
 from distbelief.errors import RemoteProtocolError
-from distbelief.parameter_server.config import other_copy
 from distbelief.parameter_server.shard import Shard
+from distbelief.parameter_server.shard_config import other_copy
 from distbelief.protocol import Message, StartSync
 from distbelief.protocol.codec import Codec
 from distbelief.roles import role as rl

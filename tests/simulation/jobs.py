@@ -13,23 +13,23 @@ from distbelief.algorithms.downpour import DOWNPOUR
 from distbelief.config.job import PATIENCE_SECONDS, StopTable
 from distbelief.core.memory import Memory
 from distbelief.core.vectors import Vector
-from distbelief.parameter_server.config import copy_names
 from distbelief.parameter_server.layout import Layout
-from distbelief.parameter_server.optimizers import Adagrad
+from distbelief.parameter_server.rules import Adagrad
 from distbelief.parameter_server.shard import Shard
+from distbelief.parameter_server.shard_config import copy_names
 from distbelief.protocol import Evaluate, Message, StartTraining, Stop
 from distbelief.roles.role import SUPERVISOR, USER, Address, Received, Role
 from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.driver import Builder
 from distbelief.simulation.faults import Fault
-from distbelief.simulation.machines import ClusterOptions, Machine
-from distbelief.supervisor.config import SupervisorConfig
+from distbelief.simulation.machines import ClusterOptions, SimulatedMachine
 from distbelief.supervisor.hosts import ClusterConfig
 from distbelief.supervisor.job_view import state_of
 from distbelief.supervisor.membership import RoleRecord
 from distbelief.supervisor.metrics import PreviousTotals
 from distbelief.supervisor.stop_rules import StopRules
 from distbelief.supervisor.supervisor import Supervisor
+from distbelief.supervisor.supervisor_config import SupervisorConfig
 from distbelief.supervisor.view import JobView
 from distbelief.task.task import (
     BuildContext,
@@ -40,10 +40,11 @@ from distbelief.task.task import (
     build_model,
 )
 from distbelief.worker import build as wb
-from distbelief.worker.config import DownpourSettings
+from distbelief.worker.downpour_settings import DownpourSettings
 from distbelief.worker.group import group_rank_of
 from distbelief.worker.local_executor import FlatModel
 from distbelief.worker.member import JobMember, JobMemberConfig, heartbeat_seconds
+from distbelief.worker.rank import Rank
 from distbelief.worker.replica import Replica
 from tests.distbelief.examples import initials_of
 from tests.distbelief.parameter_server.pair import scatter
@@ -86,9 +87,9 @@ class Direct:
             scatter(self.layout, k, vector, tensors)
         return {spec.name: tensor for spec, tensor in zip(specs, tensors, strict=True)}
 
-    def replica(self, name: Address) -> Replica:
+    def replica(self, name: Address) -> Replica | Rank:
         role = self.simulation.role(name)
-        assert isinstance(role, Replica)
+        assert isinstance(role, Replica | Rank)
         return role
 
     def status(self, name: str) -> dict[str, float]:
@@ -131,7 +132,8 @@ class JobCluster:
         settings: DownpourSettings | None = None,
         cluster: ClusterConfig | None = None,
         hosts: Mapping[Address, Builder] | None = None,  # that may join
-        machines: Mapping[Address, Machine] | None = None,  # of roles with a machine of their own
+        machines: Mapping[Address, SimulatedMachine]
+        | None = None,  # of roles with a machine of their own
         split: Callable[[], wb.Split] | None = None,  # of each replica
     ) -> None:
         self._split = split
@@ -195,7 +197,7 @@ class JobCluster:
             Address(entry.name): self._builder(entry.name, self._tasks.get(entry.name, task))
             for entry in roster
         }
-        slow = Machine(host=host, flops_per_second=self._flops(model))
+        slow = SimulatedMachine(host=host, flops_per_second=self._flops(model))
         self.simulation = SimulatedCluster(
             {SUPERVISOR: lambda _memory: Supervisor(config, cluster)}
             | builders

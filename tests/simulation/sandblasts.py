@@ -25,10 +25,10 @@ from distbelief.core.memory import Memory
 from distbelief.core.vectors import Vector
 from distbelief.data import DataShard, Samples, read_batch
 from distbelief.parameter_server.client.client import ParameterClient
-from distbelief.parameter_server.config import ClientConfig, ShardConfig
 from distbelief.parameter_server.layout import Layout, PartialView
-from distbelief.parameter_server.optimizers import SGD
+from distbelief.parameter_server.rules import SGD
 from distbelief.parameter_server.shard import Shard
+from distbelief.parameter_server.shard_config import ClientConfig, ShardConfig
 from distbelief.protocol import (
     BeginEvaluation,
     Checkpoint,
@@ -57,13 +57,13 @@ from distbelief.roles.role import (
 from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.driver import Builder, HandledEvent
 from distbelief.simulation.faults import CutOff, Fault, Kill, Supersede, TornSnapshot
-from distbelief.simulation.machines import ClusterOptions, CostScale, Machine, TraceKind
+from distbelief.simulation.machines import ClusterOptions, CostScale, SimulatedMachine, TraceKind
 from distbelief.simulation.network import Link
 from distbelief.task import dry_run
 from distbelief.task.losses import Loss
 from distbelief.worker.batches import TrainingPlan
 from distbelief.worker.build import whole_replica
-from distbelief.worker.config import DownpourSettings
+from distbelief.worker.downpour_settings import DownpourSettings
 from distbelief.worker.group import group_rank_of
 from distbelief.worker.local_executor import FlatModel, LocalExecutor, summed
 from distbelief.worker.replica import Replica
@@ -283,7 +283,7 @@ class RunChecker:
             case Commit():
                 evaluation = self.opened[message.epoch, name]
                 self.n_void += len(task.void)
-                for one in task.sets:
+                for one in task.chunks:
                     place = message.epoch, evaluation, one.chunk_index
                     commit_token = self.committed.setdefault(place, one.commit_token)
                     assert commit_token == one.commit_token, "shards count different attempts"
@@ -454,7 +454,7 @@ class Run:
             **{name: partial(self._replica, layout, r) for r, name in enumerate(scene.replicas)},
         }
         machines = {
-            name: Machine(
+            name: SimulatedMachine(
                 host="host-0" if scene.hosts == "one" else "",
                 flops_per_second=self._flops(name),
                 bytes_per_second=scene.bytes_per_second,

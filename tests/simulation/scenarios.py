@@ -21,11 +21,11 @@ from typing_extensions import override
 from distbelief.core import vectors
 from distbelief.core.memory import Memory
 from distbelief.parameter_server import replication
-from distbelief.parameter_server.client.buffers import FetchResult
-from distbelief.parameter_server.config import ClientConfig, copy_names, other_copy
+from distbelief.parameter_server.client.fetches import FetchResult
 from distbelief.parameter_server.layout import ElementType
-from distbelief.parameter_server.optimizers import UpdateRule
 from distbelief.parameter_server.policy import DOWNPOUR, ExchangePolicy
+from distbelief.parameter_server.rules import UpdateRule
+from distbelief.parameter_server.shard_config import ClientConfig, copy_names, other_copy
 from distbelief.protocol import PushApplied, SaveCheckpoint, SessionRefused
 from distbelief.roles import role as rl
 from distbelief.simulation.cluster import SimulatedCluster
@@ -43,7 +43,7 @@ from distbelief.simulation.faults import (
     Supersede,
     TornSnapshot,
 )
-from distbelief.simulation.machines import ClusterOptions, Machine, TraceKind
+from distbelief.simulation.machines import ClusterOptions, SimulatedMachine, TraceKind
 from distbelief.simulation.network import Link
 from distbelief.supervisor import failover
 from tests.simulation import copies
@@ -424,9 +424,9 @@ class Play:
     def _options(self, trace: TraceKind) -> ClusterOptions:
         scenario = self.scenario
 
-        def machine(name: rl.Address) -> Machine:
+        def machine(name: rl.Address) -> SimulatedMachine:
             slow = name in scenario.shards
-            return Machine(
+            return SimulatedMachine(
                 host=scenario.host(name),
                 bytes_per_second=scenario.shard_bytes_per_second if slow else 1e10,
                 disk_bytes_per_second=scenario.shard_bytes_per_second,

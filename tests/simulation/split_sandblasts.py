@@ -22,7 +22,7 @@ from distbelief.program.plan import Plan, Target
 from distbelief.roles.role import Address, Role, Seconds
 from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.faults import Fault
-from distbelief.simulation.machines import ClusterOptions, Machine
+from distbelief.simulation.machines import ClusterOptions, SimulatedMachine
 from distbelief.simulation.network import Link
 from distbelief.task.task import (
     BuildContext,
@@ -38,9 +38,9 @@ from distbelief.worker.group import group_rank_of, rank_name
 from sandblaster.algorithm import SANDBLASTER
 from sandblaster.build import build_rank
 from sandblaster.chunks import COORDINATOR
-from sandblaster.config import SandblasterSettings
 from sandblaster.coordinator.coordinator import Coordinator
 from sandblaster.coordinator.workers import CoordinatorConfig
+from sandblaster.settings import SandblasterSettings
 from tests.distbelief.examples import a_sample, initials_of
 from tests.distbelief.program.plans import random_plan
 from tests.simulation.sandblasts import (
@@ -189,7 +189,7 @@ class Run:
             options=ClusterOptions(
                 introduce=True,
                 machines={
-                    name: Machine(
+                    name: SimulatedMachine(
                         host="host-0" if scene.hosts == "one" else "",
                         flops_per_second=2e6,
                         bytes_per_second=1e9,

@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from distbelief.parameter_server.policy import ExchangePolicy, Round
 from distbelief.task.task import ModelSpec, TaskSpec
-from distbelief.worker.config import DownpourSettings
+from distbelief.worker.downpour_settings import DownpourSettings
 from tests.simulation.test_downpour import LEARNING, Cluster, both_data_paths, downpour
 
 

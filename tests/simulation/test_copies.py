@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from distbelief.parameter_server.optimizers import UpdateRule
+from distbelief.parameter_server.rules import UpdateRule
 from distbelief.roles.role import Address, Seconds
 from distbelief.simulation.faults import Delay, Drop, Duplicate, Fault, Kill, Pause
 from tests.simulation.copies import Run, apart, each_copy_apart, small, together

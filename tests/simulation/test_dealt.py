@@ -8,8 +8,8 @@ import pytest
 from distbelief.core.spans import NOTHING, Spans
 from distbelief.parameter_server import checkpoint, shard as shard_module
 from distbelief.parameter_server.checkpoint import ShardState
-from distbelief.parameter_server.config import ShardConfig
 from distbelief.parameter_server.policy import ExchangePolicy
+from distbelief.parameter_server.shard_config import ShardConfig
 from distbelief.parameter_server.store import ShardStore
 from distbelief.protocol import membership
 from distbelief.roles.role import SUPERVISOR, Address, Snapshot

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from distbelief.parameter_server.optimizers import SGD
+from distbelief.parameter_server.rules import SGD
 from distbelief.protocol import StartTraining
 from distbelief.task.task import DataSpec, ModelSpec, TaskSpec
-from distbelief.worker.config import DownpourSettings
+from distbelief.worker.downpour_settings import DownpourSettings
 from experiments.digits import digits
 from tests.simulation.test_downpour import Cluster
 

@@ -22,12 +22,12 @@ from distbelief.core.memory import Memory
 from distbelief.data import BatchCursor, DataShard
 from distbelief.parameter_server.initial_values import shard_values
 from distbelief.parameter_server.layout import Layout
-from distbelief.parameter_server.optimizers import SGD, Adagrad, UpdateRule
+from distbelief.parameter_server.rules import SGD, Adagrad, TorchRule, UpdateRule
 from distbelief.protocol import Evaluate, EvaluationDone, Finished, Progress, StartTraining, Stop
 from distbelief.roles.role import Address, Role
 from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.faults import Delay, Drop, Duplicate, Fault, Kill, Pause
-from distbelief.simulation.machines import ClusterOptions, Machine
+from distbelief.simulation.machines import ClusterOptions, SimulatedMachine
 from distbelief.task.losses import loss_function
 from distbelief.task.task import (
     BuildContext,
@@ -38,9 +38,9 @@ from distbelief.task.task import (
     build_model,
 )
 from distbelief.worker import build as wb
-from distbelief.worker.config import DownpourSettings
+from distbelief.worker.downpour_settings import DownpourSettings
 from distbelief.worker.local_executor import FlatModel
-from distbelief.worker.training import Counters, TrainingObjective
+from distbelief.worker.training import Counters, Training
 from tests.distbelief.examples import initials_of
 from tests.distbelief.parameter_server.pair import scatter
 from tests.elsewhere import answers
@@ -143,7 +143,7 @@ class Cluster(Direct):
             seed=seed,
             options=ClusterOptions(
                 introduce=True,
-                machine=Machine(host=host, flops_per_second=flops_per_second),
+                machine=SimulatedMachine(host=host, flops_per_second=flops_per_second),
                 faults=tuple(faults),
             ),
         )
@@ -164,9 +164,12 @@ class Cluster(Direct):
         self.simulation.run(until=self.ended_at + 0.1)  # their last messages arrive
 
     def counters(self, index: int) -> Counters:
-        objective = self.replica(self.replicas[index]).objective
-        assert isinstance(objective, TrainingObjective)
-        return objective.counters
+        program = self.replica(self.replicas[index]).program
+        assert isinstance(program, Training)
+        return program.counters
+
+
+NADAM: UpdateRule = msgspec.convert({"name": "NAdam", "lr": 0.05}, UpdateRule)
 
 
 def downpour(  # the options of one job
@@ -237,6 +240,8 @@ def plain(settings: DownpourSettings, *, task: TaskSpec) -> dict[str, torch.Tens
 def _optimizer(rule: UpdateRule, server: dict[str, torch.Tensor]) -> torch.optim.Optimizer:
     if isinstance(rule, Adagrad):
         return torch.optim.Adagrad(server.values(), lr=rule.learning_rate, fused=True)
+    if isinstance(rule, TorchRule):
+        return getattr(torch.optim, rule.name)(server.values(), lr=rule.learning_rate)  # type: ignore[no-any-return]
     assert isinstance(rule, SGD)
     return torch.optim.SGD(server.values(), lr=rule.learning_rate, fused=True)
 
@@ -270,7 +275,7 @@ def drawn(task: TaskSpec) -> dict[str, torch.Tensor]:
     "rule",
     # Not momentum: torch's fused kernel rounds the last elements of a tensor otherwise
     # if their number is no multiple of 16; on the shards it always is.
-    [SGD(learning_rate=0.1), Adagrad(learning_rate=0.05)],
+    [SGD(learning_rate=0.1), Adagrad(learning_rate=0.05), NADAM],
     ids=lambda rule: rule.name,
 )
 def test_one_blocking_replica_is_sequential_training_to_the_bit(
@@ -360,7 +365,7 @@ def test_local_steps_have_their_own_rate() -> None:
 
 
 @pytest.mark.parametrize(
-    "rule", [SGD(learning_rate=0.1), Adagrad(learning_rate=0.05)], ids=lambda rule: rule.name
+    "rule", [SGD(learning_rate=0.1), Adagrad(learning_rate=0.05), NADAM], ids=lambda rule: rule.name
 )
 @pytest.mark.parametrize("n_shards", [2, 5])
 def test_the_number_of_shards_changes_no_bit(rule: UpdateRule, n_shards: int) -> None:

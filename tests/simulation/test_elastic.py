@@ -16,7 +16,7 @@ from distbelief.parameter_server.policy import ExchangePolicy, Round
 from distbelief.parameter_server.store import ShardStore
 from distbelief.roles.role import SUPERVISOR, Address
 from distbelief.simulation.faults import CutOff, Pause
-from distbelief.supervisor import placement as placement_module
+from distbelief.supervisor import role_placement as placement_module
 from distbelief.supervisor.dealer import Dealer
 from distbelief.supervisor.hosts import ClusterConfig
 from distbelief.supervisor.membership import RoleRecord

@@ -19,13 +19,13 @@ from torch import nn
 
 import distbelief
 from distbelief.config.presets import PRESETS, expand
-from distbelief.parameter_server.optimizers import UpdateRule
 from distbelief.parameter_server.policy import DOWNPOUR, ExchangePolicy, Round
+from distbelief.parameter_server.rules import UpdateRule
 from distbelief.protocol import push_fetch as pf
 from distbelief.roles.role import Address, Received, Seconds, Send
 from distbelief.simulation.driver import HandledEvent
 from distbelief.simulation.faults import Fault, Kill, Pause, Slow
-from distbelief.worker.config import DownpourSettings
+from distbelief.worker.downpour_settings import DownpourSettings
 from tests.distbelief.loops import Server
 from tests.simulation import test_downpour as td, test_local_steps as tl
 from tests.simulation.exchanges import FIRST, Quartet
@@ -121,13 +121,13 @@ def test_a_worker_reads_once_its_floor_is_high_enough_and_is_told_at_once() -> N
         nonlocal n_floors
         role, now = happening.role, quartet.cluster.now
         shard = shard_in(role)
-        if shard is not None and shard._sessions._floor > len(rises) - 1:
+        if shard is not None and shard._sessions.floor.value > len(rises) - 1:
             rises.append(now)
         sent = [one.message for one in happening.actions if isinstance(one, Send)]
         n_floors += sum(isinstance(message, pf.Floor) for message in sent)
         if isinstance(role, Worker) and any(isinstance(one, pf.Fetch) for one in sent):
             links = role.client._links.values()
-            assert all((x.floor or 0) >= role.client.tick - staleness for x in links)
+            assert all((x.ticks.floor or 0) >= role.client.tick - staleness for x in links)
 
     quartet.cluster.observe(see)
     quartet.finish()
@@ -255,7 +255,7 @@ def test_a_replica_killed_in_mid_round_redoes_at_most_its_local_steps(preset: st
 
     def see(happening: HandledEvent) -> None:
         if happening.name in cluster.replicas:
-            counters = happening.role.objective.counters  # type: ignore[attr-defined]
+            counters = happening.role.program.counters  # type: ignore[attr-defined]
             lives[happening.name, happening.incarnation] = lambda: counters.steps
 
     cluster.simulation.observe(see)
@@ -339,7 +339,7 @@ def test_a_push_follows_so_many_batches_or_epochs(frequency: int) -> None:
         if isinstance(event, Received) and isinstance(event.message, pf.Push):
             pushed[event.message.sequence] = event.message.samples
         if happening.name in cluster.replicas:
-            counters = happening.role.objective.counters  # type: ignore[attr-defined]
+            counters = happening.role.program.counters  # type: ignore[attr-defined]
             if counters.fetches > len(fetched):
                 fetched.append(counters.steps)
 

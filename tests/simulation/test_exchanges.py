@@ -13,7 +13,7 @@ from functools import partial
 import pytest
 
 from distbelief.parameter_server.policy import ExchangePolicy, Round
-from tests.distbelief.worker import test_local_steps as of_one_replica
+from tests.distbelief.worker import test_exchange_state as of_one_replica
 from tests.simulation.exchanges import (
     VARIANTS,
     play_any,

@@ -7,12 +7,12 @@ from typing import Final
 import pytest
 
 from distbelief.config.job import StopTable
-from distbelief.parameter_server.optimizers import Adagrad
 from distbelief.parameter_server.policy import ExchangePolicy, Round
+from distbelief.parameter_server.rules import Adagrad
 from distbelief.roles import role as rl
 from distbelief.simulation.driver import Builder
-from distbelief.simulation.machines import Machine
-from distbelief.worker.config import DownpourSettings
+from distbelief.simulation.machines import SimulatedMachine
+from distbelief.worker.downpour_settings import DownpourSettings
 from sandblaster.chunks import COORDINATOR
 from tests.simulation.dealt import DealtJob
 from tests.simulation.hosted import HostedJob
@@ -30,7 +30,8 @@ N_LETTERS: Final = 400
 N_SOAK: Final = 700_000  # of each of the 15 roles: more than ten million
 # Each replica on a host of its own: pushes come in blocks.
 APART: Final = {
-    rl.Address(f"replica-{k}"): Machine(host=f"h{k}", flops_per_second=2e6) for k in range(3)
+    rl.Address(f"replica-{k}"): SimulatedMachine(host=f"h{k}", flops_per_second=2e6)
+    for k in range(3)
 }
 SSP: Final = DownpourSettings(
     loss="cross_entropy",

@@ -8,7 +8,7 @@ import pytest
 
 from distbelief.config.job import ShardPlacement
 from distbelief.roles.role import Address
-from distbelief.supervisor import placement as placement_module
+from distbelief.supervisor import role_placement as placement_module
 from distbelief.supervisor.hosts import HERE, Host, HostTable
 from distbelief.supervisor.scheduler import Scheduler
 from tests.simulation.hosted import N_HOSTS_MAX, HostedJob

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from distbelief.config.job import StopTable
-from distbelief.parameter_server.config import shard_of
+from distbelief.parameter_server.shard_config import shard_of
 from distbelief.protocol import PushApplied
 from distbelief.roles.role import FIRST_LABEL, SUPERVISOR, Address, Send
 from distbelief.simulation.driver import HandledEvent

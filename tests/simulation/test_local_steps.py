@@ -10,14 +10,14 @@ from hypothesis import given, settings, strategies as st
 from torch import nn
 
 from distbelief.config.presets import PRESETS, expand
-from distbelief.parameter_server.optimizers import SGD, Momentum, UpdateRule
 from distbelief.parameter_server.policy import ExchangePolicy, Round
+from distbelief.parameter_server.rules import SGD, Momentum, UpdateRule
 from distbelief.protocol import StartTraining, Stop
 from distbelief.roles.role import Address
 from distbelief.simulation.faults import Delay, Drop, Duplicate, Fault, Kill, Pause
 from distbelief.task.losses import loss_function
 from distbelief.task.task import TaskSpec, build_dataset, build_model
-from distbelief.worker.config import DownpourSettings
+from distbelief.worker.downpour_settings import DownpourSettings
 from distbelief.worker.group import member_names
 from tests.simulation import test_downpour as td
 from tests.simulation.groups import Group
@@ -289,8 +289,8 @@ def test_ranks_of_a_split_replica_push_each_local_step_once(seed: int) -> None:
     )
     start = group.first_values()["weight"]
     group.run()
-    objectives = [group.replica(name).objective for name in group.machines]
-    (position,) = {one.pushed for one in objectives if one.pushed is not None}
+    programs = [group.replica(name).program for name in group.machines]
+    (position,) = {one.pushed for one in programs if one.pushed is not None}
     assert position is not None
     assert 120 <= position <= 240
     expected = torch.zeros(500)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from distbelief.data import DataShard, read_batch
-from distbelief.parameter_server.optimizers import SGD
+from distbelief.parameter_server.rules import SGD
 from distbelief.protocol import Finished, Stop
 from distbelief.roles.role import Address, PeerLost
 from distbelief.simulation.faults import Delay, Drop, Duplicate, Fault, Kill, Pause
@@ -106,8 +106,8 @@ def test_every_sample_counts_once_despite_crashes_and_delays(seed: int) -> None:
         faults=faults,
     )
     group.run()
-    objectives = [group.replica(name).objective for name in group.machines]
-    pushed = {objective.pushed for objective in objectives if objective.pushed is not None}
+    programs = [group.replica(name).program for name in group.machines]
+    pushed = {program.pushed for program in programs if program.pushed is not None}
     assert len(pushed) == 1, pushed
     (position,) = pushed
     if not any(isinstance(fault, Kill) and fault.role == names[0] for fault in faults):

@@ -20,7 +20,7 @@ from distbelief.simulation.faults import (
     Pause,
     Supersede,
 )
-from distbelief.simulation.machines import ClusterOptions, Machine
+from distbelief.simulation.machines import ClusterOptions, SimulatedMachine
 from tests.simulation.invariants import Scene, times_applied, watch
 from tests.simulation.random_faults import random_faults
 from tests.simulation.workers import N_MARKS, Ledger, Worker, config_of, layout_of, shard_of
@@ -58,7 +58,7 @@ class Run:
         builders = {
             name: partial(build_shard, index) for index, name in enumerate(SHARDS)
         } | dict.fromkeys(WORKERS, build_worker)
-        machine = Machine(host="one" if shared else "", jitter=0.5)
+        machine = SimulatedMachine(host="one" if shared else "", jitter=0.5)
         self.cluster = SimulatedCluster(
             builders,
             seed=seed,

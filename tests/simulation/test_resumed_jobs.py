@@ -8,8 +8,9 @@ import torch
 
 from distbelief.config.job import StopTable
 from distbelief.data import BatchCursor, DataShard
-from distbelief.parameter_server.optimizers import SGD, Cosine, Momentum
 from distbelief.parameter_server.policy import ExchangePolicy
+from distbelief.parameter_server.rules import SGD, Momentum
+from distbelief.parameter_server.schedules import Cosine
 from distbelief.roles.role import Address, Computed
 from distbelief.run.checkpoints import CheckpointStore
 from distbelief.run.directory import RunDirectory, Status
@@ -17,7 +18,7 @@ from distbelief.run.resume import read_previous_run
 from distbelief.simulation.driver import HandledEvent
 from distbelief.simulation.faults import Kill
 from distbelief.worker.batches import BatchSlice
-from distbelief.worker.config import DownpourSettings
+from distbelief.worker.downpour_settings import DownpourSettings
 from tests.distbelief.parameter_server.pair import scatter
 from tests.simulation.dealt import DealtJob
 from tests.simulation.jobs import TASK, JobCluster

@@ -3,17 +3,18 @@
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 from torch import nn
 
 from distbelief.parameter_server.layout import Layout
-from distbelief.parameter_server.optimizers import SGD, Adagrad, Adam, Momentum, UpdateRule
+from distbelief.parameter_server.rules import SGD, Adagrad, Adam, Momentum, UpdateRule
 from distbelief.protocol import SaveCheckpoint, SessionRecord
 from distbelief.roles.role import SUPERVISOR, Received
 from distbelief.run.checkpoints import CheckpointStore
 from distbelief.run.resume import reshard_all
 from distbelief.task.task import DataSpec, ModelSpec, TaskSpec
-from distbelief.worker.config import DownpourSettings
+from distbelief.worker.downpour_settings import DownpourSettings
 from tests.simulation.test_downpour import Cluster, downpour, same
 
 
@@ -23,6 +24,7 @@ RULES: tuple[UpdateRule, ...] = (
     Momentum(learning_rate=0.05),
     Adagrad(learning_rate=0.05),
     Adam(learning_rate=0.01),
+    msgspec.convert({"name": "NAdam", "lr": 0.01}, UpdateRule),
 )
 
 

@@ -8,9 +8,9 @@ from distbelief.roles import role as rl
 from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.faults import Fault, Kill, Pause
 from distbelief.simulation.machines import ClusterOptions
-from distbelief.supervisor.config import SupervisorConfig
 from distbelief.supervisor.membership import Kind
 from distbelief.supervisor.supervisor import Supervisor
+from distbelief.supervisor.supervisor_config import SupervisorConfig
 from distbelief.worker.member import JobMember, JobMemberConfig
 
 

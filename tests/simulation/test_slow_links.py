@@ -9,7 +9,7 @@ from distbelief.protocol import PushBlock
 from distbelief.roles.role import Address, Send
 from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.driver import Builder, HandledEvent
-from distbelief.simulation.machines import ClusterOptions, Machine
+from distbelief.simulation.machines import ClusterOptions, SimulatedMachine
 from distbelief.simulation.network import Card, SwitchedNetwork
 from tests.simulation.workers import WIDTH, Ledger, Worker, shard_of
 
@@ -36,7 +36,7 @@ def test_blocks_on_a_slow_shared_card_are_seldom_sent_again(
     builders: dict[Address, Builder] = {shard: lambda memory: shard_of(0, layout, memory)}
     builders |= dict.fromkeys(names, worker)
     cards = {str(name): Card(bytes_per_second=12.5e3) for name in builders}
-    machines = {name: Machine(host=name) for name in builders}
+    machines = {name: SimulatedMachine(host=name) for name in builders}
     options = ClusterOptions(introduce=True, machines=machines, fabric=SwitchedNetwork(cards=cards))
     cluster = SimulatedCluster(builders, seed=1, options=options)
     sent: list[tuple[Address, int, int]] = []

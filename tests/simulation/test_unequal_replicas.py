@@ -10,13 +10,13 @@ from rich.console import Console
 from distbelief.config.job import Job
 from distbelief.core.vectors import Vector
 from distbelief.errors import JobFileError
-from distbelief.forecast.api import SimulationRequest, run_request
-from distbelief.forecast.placement import HostCosts
+from distbelief.forecast.placed_cluster import HostCosts
 from distbelief.forecast.prepare import Preparation
 from distbelief.forecast.run import FinishedRun, run_simulated
+from distbelief.forecast.simulate import SimulationRequest, run_request
 from distbelief.parameter_server.checkpoint import restore
-from distbelief.parameter_server.config import ShardConfig
-from distbelief.parameter_server.optimizers import SGD
+from distbelief.parameter_server.rules import SGD
+from distbelief.parameter_server.shard_config import ShardConfig
 from distbelief.roles.role import Address
 from distbelief.simulation.faults import Fault, Kill
 from tests.distbelief.forecast.jobs import small

@@ -23,14 +23,15 @@ from distbelief import protocol as wire
 from distbelief.parameter_server import shard as shard_module
 from distbelief.parameter_server.checkpoint import ShardState, take
 from distbelief.parameter_server.client import client as client_module
-from distbelief.parameter_server.client.buffers import ShardFetch, ShardPush
 from distbelief.parameter_server.client.client import ShardLink, ShardReply
-from distbelief.parameter_server.config import ShardConfig
+from distbelief.parameter_server.client.fetches import ShardFetch
+from distbelief.parameter_server.client.pushes import ShardPush
 from distbelief.parameter_server.pinned_versions import PinnedVersions, Version
 from distbelief.parameter_server.replication import Backup, Primary
-from distbelief.parameter_server.sessions import PushBuffer, PushInProgress, Session, Sessions
+from distbelief.parameter_server.sessions import PushInProgress, Session, Sessions
 from distbelief.parameter_server.shard import ClientMessage, ReplicationMessage, Shard
-from distbelief.parameter_server.slices import N_PUSH_BUFFERS, SeqlockVector
+from distbelief.parameter_server.shard_config import ShardConfig
+from distbelief.parameter_server.tensor_copies import N_PUSH_BUFFERS, PushBuffer, SeqlockVector
 from distbelief.roles.role import Action, Address, Persist, Received, Seconds, Send, Snapshot
 from distbelief.simulation.trace import SimulationFailed
 from distbelief.supervisor.failover import PrimaryElection

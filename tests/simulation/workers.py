@@ -21,19 +21,21 @@ import torch
 from distbelief.core.memory import Memory
 from distbelief.core.vectors import Vector
 from distbelief.graph.region import Region
-from distbelief.parameter_server.client.buffers import FetchResult, PushResult
 from distbelief.parameter_server.client.client import ParameterClient
-from distbelief.parameter_server.config import ClientConfig, ShardConfig
+from distbelief.parameter_server.client.fetches import FetchResult
+from distbelief.parameter_server.client.pushes import PushResult
 from distbelief.parameter_server.layout import ElementType, Layout, PartialView, TensorSpec
-from distbelief.parameter_server.optimizers import SGD, Adagrad, UpdateRule
 from distbelief.parameter_server.policy import DOWNPOUR, ExchangePolicy
+from distbelief.parameter_server.rules import SGD, Adagrad, UpdateRule
 from distbelief.parameter_server.shard import Shard
+from distbelief.parameter_server.shard_config import ClientConfig, ShardConfig
 from distbelief.parameter_server.slices import ShardSlice
 from distbelief.parameter_server.store import ShardStore
 from distbelief.protocol.push_fetch import Dealt
 from distbelief.protocol.replication import WHOLE, Share
 from distbelief.roles import role as rl
-from distbelief.worker.local_steps import LocalSteps
+from distbelief.worker.exchange import LocalSteps
+from distbelief.worker.inner import InnerOptimizer
 
 
 N_MARKS = 512  # pushes of one test; a multiple of 64
@@ -213,8 +215,10 @@ class Worker:
         self._waits = False  # for work, or for the timer
         self._policy = policy
         self._every = policy.every if isinstance(policy.every, int) else 1
-        inner = {"name": "SGD", "lr": 1.0}
-        self.local_steps = LocalSteps(inner, {0: self.values}) if policy.send == "delta" else None
+        self.local_steps: LocalSteps | None = None
+        if policy.send == "delta":
+            inner = InnerOptimizer({"name": "SGD", "lr": 1.0}, {0: self.values})
+            self.local_steps = LocalSteps([self.values], [0], inner)
         self.begun = 0  # ticks
         self.ticks: dict[int, int] = {}  # by mark: which one its push ended
 
@@ -332,7 +336,8 @@ class Worker:
         draft = self.client.draft()
 
         def stage() -> PushResult:
-            local_steps.put_into(draft.put)
+            for item, change in local_steps.changes():
+                draft.put(item, change)
             staged = draft.finish()
             local_steps.pushed(finite=staged.finite)
             return staged

@@ -10,7 +10,7 @@ from distbelief.graph.lowering.calls import elementwise
 from distbelief.graph.lowering.operation import Operation, lowers
 from distbelief.graph.lowering.values import Held, NotSplitError, Value
 from distbelief.graph.lowering.views import swapped
-from distbelief.graph.ops.losses import cross_entropy_layers, elementwise_loss_layer
+from distbelief.graph.ops.loss_layers import cross_entropy_layers, elementwise_loss_layer
 from distbelief.graph.ops.norms import batch_norm_layers, group_norm_layers, norm_layers
 from distbelief.graph.ops.reductions import reduction_layer, softmax_layers
 

@@ -8,7 +8,7 @@ from distbelief.graph.ops import (
     linear as linear,
     local_norms as local_norms,
     locally_connected as locally_connected,
-    losses as losses,
+    loss_layers as loss_layers,
     norms as norms,
     recurrent as recurrent,
     reductions as reductions,

@@ -22,11 +22,17 @@ import torch
 
 from distbelief.core import formatting
 from distbelief.core.memory import Memory
-from distbelief.core.reliable import Backoff, Silence
-from distbelief.errors import JobError, LocalProtocolError, PeerLostError
-from distbelief.parameter_server.client import buffers as bf
-from distbelief.parameter_server.config import ClientConfig, copy_names
+from distbelief.core.reliable import AnswerTimer
+from distbelief.errors import JobError, LocalProtocolError
+from distbelief.parameter_server.client.fetches import FetchResult, ShardFetch, ShardReader, install
+from distbelief.parameter_server.client.memory import ShardMemory
+from distbelief.parameter_server.client.pushes import PushDraft, PushResult, ShardPush, StageTarget
 from distbelief.parameter_server.layout import PartialView
+from distbelief.parameter_server.lost_pushes import n_lost
+from distbelief.parameter_server.shard_config import ClientConfig, copy_names
+from distbelief.parameter_server.staleness import Staleness
+from distbelief.parameter_server.tensor_copies import N_PUSH_BUFFERS
+from distbelief.parameter_server.ticks import ShardTicks, WorkerTicks
 from distbelief.protocol import Message, PrimaryChanged, push_fetch as pf
 from distbelief.roles import role as rl
 
@@ -34,7 +40,6 @@ from distbelief.roles import role as rl
 # --- one shard ---
 
 TIMER: Final = "client:"
-PATIENCE: Final = 1.5  # pause before a repetition, in times that the blocks under way take
 
 ShardReply = (
     pf.SessionOpened
@@ -73,7 +78,7 @@ class ShardLink:
         copies: tuple[rl.Address, ...],  # one or two
         *,
         memory: Memory,
-        staleness: bf.Staleness,  # of acknowledged pushes
+        staleness: Staleness,  # of acknowledged pushes
     ) -> None:
         self.copies = copies
         self.index = index
@@ -83,77 +88,44 @@ class ShardLink:
         self._staleness = staleness
         self.is_open = False  # whether the current primary has opened the session
         self.samples = 0  # this client's samples in the shard's values when the session opened
-        self.memory = bf.ShardMemory(memory, view, index)
-        self.fetching = bf.ShardFetch(config, view, index, self.memory)
-        self.pushing = bf.ShardPush(config, view, index, self.memory)
+        self._per_answer = config.blocks_per_answer
+        self.ticks = ShardTicks()
+        self.memory = ShardMemory(memory, view, index)
+        self.fetching = ShardFetch(config, view, index, self.memory)
+        self.pushing = ShardPush(config, view, index, self.memory, self.ticks)
         # The copy that opened the last session; before that, the first copy.
         self.primary = self.copies[0]
         self.term = 0  # the highest known term; 0 before the first
         self._incarnations = dict.fromkeys(self.copies, 0)
-        self._silence = Silence()
-        self._backoff = Backoff(config.retry_seconds, config.retry_seconds_max)
-        self._sent_at: rl.Seconds = 0.0
-        self._asked_at: rl.Seconds = 0.0  # the same, repetitions left out
-        self._repeated_at: rl.Seconds = 0.0
-        # By direction: when its blocks last made progress, and the seconds that one takes.
-        self._paces: dict[type, tuple[rl.Seconds, rl.Seconds]] = {}
-        self._awaited = False
-        # Ticks, where the shard counts them.
-        self.floor: int | None = None  # that the shard has told; None: it counts none
-        self.behind: rl.Address | None = None  # who keeps it down
-        self.late = ""  # whose push the last round waited for
-        self.needed = 0  # the floor that the client waits for
-        self.tick: int | None = None  # this client's, as the shard knows it; None: it is not in
-        self._entries = 0  # how often the client has entered or left; odd: it is in
-        self._known_entries = 0  # to the shard
+        pause_max = config.silence_seconds_max / 4
+        self._answer = AnswerTimer(
+            config.retry_seconds, config.retry_seconds_max, pause_max=pause_max
+        )
 
     @property
     def clock(self) -> int:
         return max(self.fetching.clock, self.pushing.clock)
 
     @property
-    def waits_for_floor(self) -> bool:
-        return not self.is_open or self.floor is None or self.floor < self.needed
-
-    @property
-    def agrees(self) -> bool:
-        """Whether the shard knows that the client is in or not, and its tick."""
-        told = self.pushing.tick
-        is_known = self.tick is not None and (told is None or self.tick >= told)
-        return self._entries == self._known_entries and (self._entries % 2 == 0 or is_known)
+    def has_room(self) -> bool:
+        return self.pushing.issued - self.pushing.settled < N_PUSH_BUFFERS
 
     @property
     def state(self) -> tuple[object, ...]:
         """What the client's role may wait for."""
-        blocks, settled = self.fetching.complete, self.pushing.settled
-        return self.is_open, self.term, blocks, settled, self.floor, self.tick, self.agrees
+        blocks, settled, ticks = self.fetching.complete, self.pushing.settled, self.ticks
+        agrees = ticks.floor is None or ticks.agrees
+        return self.is_open, self.term, blocks, settled, ticks.floor, ticks.known, agrees
 
     # ------------------------------------------------------------ from the client
 
     def open_session(self, now: rl.Seconds) -> list[rl.Action]:
         self.is_open = False
-        self._sent_at = now
+        self._answer.sent_at = now
         return self._open_session(self.copies)
 
-    def enter(self, tick: int | None, *, needed: int) -> list[rl.Action]:
-        """Tell the shard that the client has ended this many ticks; None: it begins at the floor.
-
-        Repeated until the shard knows it, and until the floor is `needed`.
-        """
-        before = self._entries, self.pushing.tick
-        self._entries += 1 - self._entries % 2
-        self.needed = needed
-        if tick is not None:
-            self.pushing.tick = max(tick, self.pushing.tick or 0)
-        is_news = before != (self._entries, self.pushing.tick)
-        return self._open_session([self.primary]) if is_news and self.is_open else []
-
-    def leave(self) -> list[rl.Action]:
-        """Tell the shard that nobody needs to wait for this client."""
-        if self._entries % 2 == 0:
-            return []
-        self._entries += 1
-        self.needed, self.tick, self.pushing.tick = 0, None, None
+    def tell(self) -> list[rl.Action]:
+        """Tell the shard whether the client is in, and its tick; repeated until it knows."""
         return self._open_session([self.primary]) if self.is_open else []
 
     # ------------------------------------------------------------- from the shard
@@ -196,14 +168,14 @@ class ShardLink:
     def _lost(self) -> None:
         self.is_open = False
         self.fetching.lost()
-        self._backoff.pause = self._backoff.first
+        self._answer.begin_anew()
         self.memory.n_failures = 0
 
     def _take(self, sender: rl.Address, message: ShardReply, now: rl.Seconds) -> list[rl.Action]:
         replies: Sequence[Message] = ()
-        progress = False
+        progress = False  # of blocks
         if not isinstance(message, pf.SessionRefused):
-            self._silence.heard(now, progress=False)
+            self._answer.silence.heard_at = now
         match message:  # the most frequent ones first
             case pf.ParameterBlock():
                 before = self.fetching.received
@@ -214,12 +186,12 @@ class ShardLink:
             case pf.PushBlockAck():
                 replies = self.pushing.blocks_acked(message)
                 progress = bool(replies)
-                if self.floor is not None:
-                    self._silence.progress_at = now  # it may wait for pushes of other workers
+                if self.ticks.floor is not None:  # it may wait for pushes of other workers
+                    self._answer.silence.progress_at = now
             case pf.PushApplied():
-                progress = self._acknowledged(message)
+                self._acknowledged(message, now)
             case pf.Floor():
-                self._note_floor(message)
+                self.ticks.note_floor(message)
             case PrimaryChanged():
                 pass  # `receive` has sent OpenSession if this is news
             case pf.SessionRefused():
@@ -229,26 +201,24 @@ class ShardLink:
             case _:
                 assert_never(message)
         if progress:
-            self._progressed(now, message)
+            self._blocks_came(now, message)
         return self.send(replies, now)
 
-    def _acknowledged(self, message: pf.PushApplied) -> bool:
-        self._note_floor(message)
-        if not self.pushing.acknowledged(message):
-            return False
-        self._staleness.add(message.staleness)
-        self.late = message.late or ""
-        if self.tick is not None:
-            self.tick = max(self.tick, self.pushing.tick or 0)
-        return True
+    def _acknowledged(self, message: pf.PushApplied, now: rl.Seconds) -> None:
+        is_news = self.pushing.acknowledged(message)
+        if message.floor is not msgspec.UNSET:
+            self.ticks.acknowledged(message, is_news=is_news)
+        if is_news:
+            self._staleness.add(message.staleness)
+            self._answer.progressed(now)
 
     def _session_opened(
         self, sender: rl.Address, message: pf.SessionOpened, now: rl.Seconds
     ) -> list[rl.Action]:
         if self.is_open:  # a repetition, which only shows that the shard is alive
-            self._note_ticks(message)
-            if self.fetching.complete and not self.pushing.waits and self.floor is not None:
-                self._silence.progress_at = now  # it is other workers that the client waits for
+            self.ticks.note(message)
+            if not self._awaits and self.ticks.floor is not None:
+                self._answer.silence.progress_at = now  # the client waits for other workers
             return []
         # A SessionOpened behind our own watermark answers an older OpenSession.
         if not self.pushing.agrees(message):
@@ -258,25 +228,11 @@ class ShardLink:
         self.is_open = True
         self.primary = sender
         self.samples = message.samples
-        self.floor = self.tick = None  # it may be another incarnation of the shard
-        self._known_entries = 0
-        self._progressed(now)
+        self.ticks.opened()
+        self._answer.progressed(now)
         self.pushing.session_opened(message)
-        self._note_ticks(message)
+        self.ticks.note(message)
         return self.send([*self.fetching.session_opened(message), *self.pushing.again()], now)
-
-    def _note_ticks(self, message: pf.SessionOpened) -> None:
-        self._note_floor(message)
-        if self.floor is None or message.entries != self._entries:
-            return  # it answers an older OpenSession
-        self._known_entries = self._entries
-        if message.tick is not msgspec.UNSET:
-            self.tick = message.tick
-            self.pushing.tick = max(message.tick, self.pushing.tick or 0)
-
-    def _note_floor(self, message: pf.SessionOpened | pf.PushApplied | pf.Floor) -> None:
-        if message.floor is not msgspec.UNSET and message.floor >= (self.floor or 0):
-            self.floor, self.behind = message.floor, rl.Address(message.behind or "") or None
 
     def _refused(
         self, sender: rl.Address, message: pf.SessionRefused, now: rl.Seconds
@@ -286,116 +242,100 @@ class ShardLink:
         # A backup refuses clients; that means nothing here.
         if self.is_open and sender != self.primary:
             return []
-        self._silence.heard(now, progress=False)
+        self._answer.silence.heard_at = now
         # If the shard is busy, the timer sends OpenSession again.
         return self.open_session(now) if self.is_open else []
 
     # --------------------------------------------------------------------- waiting
 
     @property
+    def _awaits(self) -> bool:
+        """Whether the shard itself owes something, not another worker."""
+        return bool(not self.is_open or not self.fetching.complete or self.pushing.in_flight)
+
+    @property
     def _is_waiting(self) -> bool:
-        waits = not self.is_open or not self.fetching.complete or self.pushing.waits
-        return waits or (self.floor is not None and (self.waits_for_floor or not self.agrees))
+        ticks = self.ticks
+        is_late = ticks.floor is not None and (ticks.waits_for_floor or not ticks.agrees)
+        return is_late or self._awaits
 
     def wait(self, now: rl.Seconds) -> list[rl.Action]:
         """Run the timer if something is awaited; call after every change."""
-        begins = not self._awaited
-        self._awaited = self._is_waiting
-        if not self._awaited:
-            return []
-        if begins:
-            self._silence.start(now)
-            self._sent_at, self._backoff.pause = now, self._backoff.first
-        due, timer_at = now + self._backoff.pause, self._silence.timer_at
-        runs = timer_at is not None and (not begins or timer_at <= due)
-        return [] if runs else [self._set_timer(due)]
+        answer = self._answer
+        if not self._is_waiting:
+            answer.is_awaited = False
+        elif not answer.is_awaited or answer.silence.timer_at is None:
+            at = answer.awaits(now)
+            return [] if at is None else [self._timer_at(at)]
+        return []
 
     def timer(self, now: rl.Seconds) -> list[rl.Action]:
         """Repeat what is awaited; raise PeerLostError if the shard was silent for too long."""
-        self._silence.woke(now)
+        self._answer.woke(now)
         if not self._is_waiting:
             return []
         self._give_up_if_due(now)
-        due = max(self._sent_at, self._silence.progress_at) + self._backoff.pause
-        if now < due:
-            return [self._set_timer(due)]
-        self._backoff.repeat(now)
+        at = self._answer.not_yet(now)
+        if at is not None:
+            return [self._timer_at(at)]
         if self.is_open:
-            # The other copy gets OpenSession too: it may be primary, with its PrimaryChanged
-            # lost.
+            # The other copy gets OpenSession too: it may be primary, with its PrimaryChanged lost.
             # Where it counts ticks, the primary's answer tells the floor.
-            asks = self.floor is not None and self.fetching.complete
+            asks = self.ticks.floor is not None and self.fetching.complete
             others = [copy for copy in self.copies if asks or copy != self.primary]
             messages = [*self.fetching.again(), *self.pushing.again()]
-            asked_at = self._asked_at
-            actions = [*self.send(messages, now), *self._open_session(others)]
-            self._asked_at, self._repeated_at = asked_at, now
+            actions = [*self._sends(messages), *self._open_session(others)]
         else:
             actions = self.open_session(now)
-        self._sent_at = now
-        return [*actions, self._set_timer(self._backoff.due)]
+        return [*actions, self._timer_at(self._answer.repeated(now, blocks=self.is_open))]
 
-    def _set_timer(self, at: rl.Seconds) -> rl.SetTimer:
-        return rl.SetTimer(name=f"{TIMER}{self.index}", at=self._silence.expect(at))
+    def _timer_at(self, at: rl.Seconds) -> rl.SetTimer:
+        return rl.SetTimer(name=f"{TIMER}{self.index}", at=at)
 
     def _give_up_if_due(self, now: rl.Seconds) -> None:
-        config, silence = self.config, self._silence
-        silent, stalled = silence.silent(now), silence.stalled(now)
-        name = " and ".join(self.copies)
         awaited = "SessionOpened"
         if self.is_open:
             awaited = "an acknowledgement" if self.fetching.complete else "a fetch"
-        if silent >= config.silence_seconds_max:
-            raise PeerLostError(
-                f"{name} has been silent for {silent:.1f} s with {awaited} due "
-                f"(silence_seconds_max is {config.silence_seconds_max:g}): look at its log"
-            )
-        if stalled >= config.stall_seconds_max:
-            raise PeerLostError(
-                f"{name} answers, but {awaited} is overdue by {stalled:.1f} s "
-                f"(stall_seconds_max is {config.stall_seconds_max:g}): look at its log"
-            )
+        self._answer.silence.check(
+            now,
+            " and ".join(self.copies),
+            awaited,
+            silence_seconds_max=self.config.silence_seconds_max,
+            stall_seconds_max=self.config.stall_seconds_max,
+        )
 
-    def _progressed(self, now: rl.Seconds, news: ShardReply | None = None) -> None:
-        self._silence.progress_at = now
-        if isinstance(news, pf.ParameterBlock | pf.PushBlockAck):
-            # Over a slow link that others share, the blocks under way may take seconds. Those sent
-            # again meanwhile would only wait behind the first ones, and hold up everybody.
-            before, seconds = self._paces.get(type(news), (0.0, 0.0))
-            begun = max(before, self._asked_at)
-            if self._repeated_at >= begun:  # of which is this the answer? The long pause stays
-                self._paces[type(news)] = now, seconds
-                return
-            n_blocks = len(self._slice.bounds)
-            n_answered = 1 if isinstance(news, pf.ParameterBlock) else self.config.blocks_per_answer
-            one = (now - begun) / min(n_answered, n_blocks)
-            self._paces[type(news)] = now, max(one, (seconds + one) / 2)  # falls slowly
-            slowest = max(seconds for _, seconds in self._paces.values())
-            window = PATIENCE * min(self.config.credit_blocks, n_blocks) * slowest
-            pause = min(window, self.config.silence_seconds_max / 4)
-            self._backoff.first = max(self.config.retry_seconds, pause)
-            self._backoff.longest = max(self.config.retry_seconds_max, pause)
-        self._backoff.pause = self._backoff.first
+    def _blocks_came(self, now: rl.Seconds, message: ShardReply) -> None:
+        is_one = isinstance(message, pf.ParameterBlock)
+        n_blocks = len(self._slice.bounds)
+        self._answer.blocks_came(
+            now,
+            type(message),
+            n=min(1 if is_one else self._per_answer, n_blocks),
+            n_under_way=min(self.config.credit_blocks, n_blocks),
+        )
 
     # --------------------------------------------------------------------- sending
 
     def _open_session(self, copies: Sequence[rl.Address]) -> list[rl.Action]:
+        ticks = self.ticks
         request = pf.OpenSession(
             layout=self._layout.fingerprint,
             pushes=self.config.pushes,
             host=self.memory.host,
             next_sequence=self.pushing.settled + 1,
             holds=self._slice.stripes,
-            entries=self._entries or msgspec.UNSET,
-            tick=msgspec.UNSET if self.pushing.tick is None else self.pushing.tick,
+            entries=ticks.attendance.changes or msgspec.UNSET,
+            tick=msgspec.UNSET if ticks.ended is None else ticks.ended,
             known_incarnation=self.term,
         )
         return [rl.Send(receiver=copy, message=request) for copy in copies]
 
     def send(self, messages: Sequence[Message], now: rl.Seconds) -> list[rl.Action]:
-        if not messages:
-            return []
-        self._sent_at = self._asked_at = now
+        if messages:
+            self._answer.sent_at = self._answer.asked_at = now
+        return self._sends(messages)
+
+    def _sends(self, messages: Sequence[Message]) -> list[rl.Action]:
         # Push buffers stay unchanged until the push is settled, so blocks need no copy.
         return [
             rl.Send(receiver=self.primary, message=message, lent=isinstance(message, pf.PushBlock))
@@ -427,12 +367,11 @@ class ParameterClient:
     ) -> None:
         self.view = view
         self._specs = view.tensors
-        self._is_parameter = [spec.kind == "parameter" for spec in view.tensors]
         self._pushes_allowed = config.pushes
         # Whether the last fetch, which may be under way, has all pushes of this client for certain.
         self.fetches_own_pushes = True
         self._incarnation: int | None = None  # once started
-        self._staleness = bf.Staleness()
+        self._staleness = Staleness()
         self._links: dict[int, ShardLink] = {}  # by index of the shard, in that order
         self._links_by_copy: dict[rl.Address, ShardLink] = {}
         self._links_by_timer: dict[str, ShardLink] = {}
@@ -442,18 +381,12 @@ class ParameterClient:
             self._links[index] = link
             self._links_by_copy |= dict.fromkeys(copies, link)
             self._links_by_timer[f"{TIMER}{index}"] = link
-        self._installing: dict[int, bf.ShardReader] | None = None
-        self._staging: list[bf.StageTarget] | None = None
+        self._installing: dict[int, ShardReader] | None = None
+        self._staging: list[StageTarget] | None = None
         self._n_torn = 0  # torn reads, each of one shard
         self._n_pushed = 0
         self._n_non_finite = 0  # pushes dropped because of NaN or infinity
-        # Ticks, where the shards count them.
-        self._tick: int | None = None  # ended, of those in; None: not in, or not placed yet
-        self._samples_before: int | None = None  # those of the last push, or of the first session
-        self._gap_max = 0  # ticks ahead of the slowest
-        # The worker that is waited for, and since when.
-        self._waits_since: tuple[rl.Address, rl.Seconds] | None = None
-        self._waits: dict[rl.Address, rl.Seconds] = {}  # by who was waited for
+        self._ticks = WorkerTicks([link.ticks for link in self._links.values()])
         # Whether the last event may have removed what the role waits for.
         self.has_news = False
 
@@ -490,8 +423,8 @@ class ParameterClient:
         else:
             assert isinstance(event, rl.PeerJoined | rl.PeerLost)
             actions = link.peer(event, now)
-        if self._installing is None and self._staging is None:
-            link.memory.release()
+        if link.memory.has_former:
+            self._release()
         actions += link.wait(now)
         self.has_news = link.state != before
         return actions
@@ -548,7 +481,7 @@ class ParameterClient:
             link.fetching.installable for link in self._links.values()
         )
 
-    def install(self, tensors: Sequence[torch.Tensor]) -> Callable[[], bf.FetchResult]:
+    def install(self, tensors: Sequence[torch.Tensor]) -> Callable[[], FetchResult]:
         """Return the work that copies the fetched values into `tensors`.
 
         The tensors are (n_elements,) each, in the order of the layout or the selection. A repeated
@@ -560,14 +493,14 @@ class ParameterClient:
         fetches = {index: link.fetching for index, link in self._links.items()}
         self._installing = {i: one.reader() for i, one in fetches.items() if one.installable}
         known = {index: -1 if one.wanted else one.clock for index, one in fetches.items()}
-        return partial(bf.install, self._installing, tensors, known=known)
+        return partial(install, self._installing, tensors, known=known)
 
     @property
     def readable_share(self) -> float:
         readable = [reader.readable for reader in (self._installing or {}).values()]
         return sum(readable) / max(len(self._links), 1)
 
-    def installed(self, outcome: bf.FetchResult, now: rl.Seconds) -> list[rl.Action]:
+    def installed(self, outcome: FetchResult, now: rl.Seconds) -> list[rl.Action]:
         """Take the result of an install.
 
         If `outcome.torn` names shards, install again after a millisecond and once `fetch_complete`.
@@ -599,7 +532,7 @@ class ParameterClient:
         return (
             self._pushes_allowed
             and self._staging is None
-            and all(link.is_open and link.pushing.has_room for link in self._links.values())
+            and all(link.is_open and link.has_room for link in self._links.values())
         )
 
     @property
@@ -614,27 +547,27 @@ class ParameterClient:
         values: Sequence[torch.Tensor],
         *,
         fetched_clocks: Sequence[int] | None = None,  # of the parameters of the oldest gradient
-        skip_missing: bool = False,
-    ) -> Callable[[], bf.PushResult]:
+    ) -> Callable[[], PushResult]:
         """Return the work that copies a push into every shard's buffer and checks it.
 
         Gradients are sums of raw gradients (DB-7), each (n_elements,), in the order of the layout
-        or the selection; None for zeros. Of buffers `values` are pushed instead. `fetched_clocks`
-        are by default those of the last install. With `skip_missing`, tensors without a gradient
-        keep their values and rule state.
+        or the selection; None for zeros. Of buffers `values` are pushed instead.
         """
-        tensors = [
-            gradient if is_parameter else value
-            for is_parameter, gradient, value in zip(
-                self._is_parameter, gradients, values, strict=True
-            )
-        ]
-        targets = self._begin_push(fetched_clocks, touched=tensors if skip_missing else None)
-        return partial(bf.PushDraft(targets, self._specs).put_all, tensors)
+        draft = self.draft(fetched_clocks=fetched_clocks)
+        return partial(draft.put_all, gradients, values)
 
-    def draft(self, *, fetched_clocks: Sequence[int] | None = None) -> bf.PushDraft:
-        """Return a push to fill tensor by tensor in the executor, as `stage`; call `staged`."""
-        return bf.PushDraft(self._begin_push(fetched_clocks), self._specs)
+    def draft(
+        self,
+        *,
+        fetched_clocks: Sequence[int] | None = None,
+        touched: Sequence[torch.Tensor | None] | None = None,
+    ) -> PushDraft:
+        """Return a push to fill tensor by tensor in the executor, as `stage`; call `staged`.
+
+        `fetched_clocks` are by default those of the last install.
+        With `touched`, tensors that are None there keep their values and rule state.
+        """
+        return PushDraft(self._begin_push(fetched_clocks, touched=touched), self._specs)
 
     def abandon(self) -> None:
         """Drop what was staged or drafted; its work must have ended."""
@@ -645,7 +578,7 @@ class ParameterClient:
 
     def staged(
         self,
-        outcome: bf.PushResult,
+        outcome: PushResult,
         *,
         n_gradients: int,  # that were summed
         samples: int,
@@ -666,7 +599,8 @@ class ParameterClient:
             self._n_pushed += 1
             self.fetches_own_pushes = False
             counts = {"n_gradients": n_gradients, "samples": samples, "commit_token": commit_token}
-            counts |= {} if commit_token else self._end_tick(samples)
+            if self._counting and not commit_token:
+                counts |= self._ticks.pushed(samples, in_session=self.samples)
             for link, target in zip(self._links.values(), targets, strict=True):
                 messages = link.pushing.issue(
                     target, is_open=link.is_open, dealt=dealt, sets=sets, **counts
@@ -684,7 +618,7 @@ class ParameterClient:
         fetched_clocks: Sequence[int] | None,
         *,
         touched: Sequence[torch.Tensor | None] | None = None,
-    ) -> list[bf.StageTarget]:
+    ) -> list[StageTarget]:
         if not self.can_push:
             raise LocalProtocolError("stage while not can_push: wait until it is")
         clocks = self.clocks if fetched_clocks is None else fetched_clocks
@@ -699,16 +633,12 @@ class ParameterClient:
 
     @property
     def _counting(self) -> list[ShardLink]:
-        return [link for link in self._links.values() if link.floor is not None]
+        return [link for link in self._links.values() if link.ticks.floor is not None]
 
     @property
     def tick(self) -> int:
         """The ticks that this worker has ended; one that enters has those of the slowest."""
-        return self._tick or 0
-
-    @property
-    def _gap(self) -> int:
-        return self.tick - min((link.floor or 0 for link in self._counting), default=0)
+        return self._ticks.ended or 0
 
     def enter(self, now: rl.Seconds, *, staleness: int | None = None) -> list[rl.Action]:
         """Want to begin a tick at most `staleness` ahead of the slowest worker; None: at once.
@@ -718,79 +648,37 @@ class ParameterClient:
         counting = self._counting
         if not counting or not self.ready:
             return []
-        if self._samples_before is None:
-            # A later session may also count a push that a former incarnation had under way.
-            self._samples_before = self.samples
-        if staleness is not None:
-            self._count_wait(now, staleness)
-        if self.unacknowledged:
-            return []  # these pushes tell the tick
-        if self._tick is None and all(link.tick is not None for link in counting):
-            self._tick = 0
-        if self._tick is not None:
-            # Workers that were taken for gone are ahead by now: nobody waits for the past.
-            known = [max(link.tick or 0, link.floor or 0) for link in counting]
-            self._tick = max(self._tick, *known)
-        needed = 0 if staleness is None or self._tick is None else self._tick - staleness
+        news = self._ticks.enter(
+            now, staleness=staleness, samples=self.samples, unacknowledged=self.unacknowledged
+        )
         actions: list[rl.Action] = []
-        for link in counting:
-            actions += [*link.enter(self._tick, needed=needed), *link.wait(now)]
-        if self.may_begin:
-            self._waits_since = None
+        for link, is_news in zip(counting, news, strict=False):
+            actions += [*(link.tell() if is_news else ()), *link.wait(now)]
         return actions
 
     @property
     def may_begin(self) -> bool:
         """Whether the next tick may begin: all pushes are applied, and the floor is high enough."""
         counting = self._counting
-        is_placed = self._tick is not None and not self.unacknowledged
-        return not counting or (
-            is_placed and all(link.agrees and not link.waits_for_floor for link in counting)
-        )
-
-    def _count_wait(self, now: rl.Seconds, staleness: int) -> None:
-        if self._waits_since is not None:
-            culprit, since = self._waits_since
-            self._waits[culprit] = self._waits.get(culprit, 0.0) + now - since
-        if not self.unacknowledged:  # now it is known whom the own push has waited for
-            late = rl.Address(next((link.late for link in self._counting if link.late), ""))
-            seconds = self._waits.pop(rl.Address(""), 0.0)
-            if late:
-                self._waits[late] = self._waits.get(late, 0.0) + seconds
-        slowest = min(self._counting, key=lambda link: link.floor or 0)
-        # Not for another worker, if it is its own push that is not applied yet.
-        is_own = staleness == 0 and self.unacknowledged
-        is_gated = (slowest.floor or 0) < self.tick - staleness and not is_own
-        self._waits_since = (is_gated and slowest.behind) or rl.Address(""), now
-
-    def _end_tick(self, samples: int) -> dict[str, int]:
-        """Return the ticks ended with this push, and the samples in it, if shards count ticks."""
-        before, self._samples_before = self._samples_before, samples
-        if not self._counting:
-            return {}
-        n_samples = {"n_samples": max(samples - (self.samples if before is None else before), 0)}
-        if self._tick is None:
-            return n_samples
-        self._tick += 1
-        self._gap_max = max(self._gap_max, self._gap)
-        return n_samples | {"tick": self._tick}
+        is_known = all(link.is_open for link in counting) and not self.unacknowledged
+        return not counting or (is_known and self._ticks.may_begin)
 
     def leave(self, now: rl.Seconds) -> list[rl.Action]:
         """End no further tick until `enter`: nobody waits for this worker."""
-        self._tick = self._waits_since = None
+        self._ticks.leave()
         actions: list[rl.Action] = []
         for link in self._links.values():
-            actions += [*link.leave(), *link.wait(now)]
+            actions += [*(link.tell() if link.ticks.leave() else ()), *link.wait(now)]
         return actions
 
     # -------------------------------------------------------------------- status
 
     @property
     def waiting_for(self) -> rl.Address | None:
-        if self._waits_since is not None and self._waits_since[0]:
-            return self._waits_since[0]  # another worker
+        if self._ticks.waits_since is not None and self._ticks.waits_since[0]:
+            return self._ticks.waits_since[0]  # another worker
         for link in self._links.values():
-            if not (link.is_open and link.fetching.complete and link.pushing.has_room):
+            if not (link.is_open and link.fetching.complete and link.has_room):
                 return link.copies[0]
         return None
 
@@ -804,24 +692,20 @@ class ParameterClient:
         `waits_NAME` how many seconds it waited for that worker.
         """
         links = self._links.values()
-        waits = {f"waits_{name}": seconds for name, seconds in self._waits.items() if name}
-        gap = {"clock_gap_max": float(self._gap_max)} if self._gap_max or waits else {}
-        if self._tick is not None:
-            gap["clock_gap"] = float(self._gap)
         return {
             "pushes_sent": float(self._n_pushed),
             "pushes_acknowledged": float(self._n_pushed - self.unacknowledged),
-            "pushes_lost": float(bf.n_lost(link.pushing.lost for link in links)),
+            "pushes_lost": float(n_lost(link.pushing.lost for link in links)),
             "bytes_in": float(sum(link.fetching.bytes_in for link in links)),
             "bytes_out": float(sum(link.pushing.bytes_out for link in links)),
             "torn_reads": float(self._n_torn),
             "non_finite": float(self._n_non_finite),
             **self._staleness.counters(),
-            **gap,
-            **waits,
+            **self._ticks.counters(),
         }
 
     def _release(self) -> None:
         if self._installing is None and self._staging is None:
             for link in self._links.values():
-                link.memory.release()
+                if link.memory.has_former:
+                    link.memory.release()

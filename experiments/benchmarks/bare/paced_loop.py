@@ -24,8 +24,8 @@ from typing_extensions import override
 
 import distbelief
 from distbelief.core.memory import keep_memory
-from distbelief.transport.config import ListenConfig
 from distbelief.transport.keys import new_secret
+from distbelief.transport.listen_config import ListenConfig
 from experiments.benchmarks.measuring.workers import serve
 from experiments.benchmarks.network.hosts import INTERFACE
 from experiments.speech.model import acoustic_net

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from distbelief.graph.append_loss import append_loss
 from distbelief.graph.capture import InputSpec, capture
 from distbelief.graph.graph import LayerGraph
-from distbelief.graph.losses import append_loss
 from experiments.images.model import image_net
 from experiments.speech.model import acoustic_net
 

@@ -14,9 +14,9 @@ from torch import nn
 from torch.nn import functional
 from typing_extensions import override
 
+from distbelief.graph.append_loss import append_loss
 from distbelief.graph.capture import InputSpec, capture
 from distbelief.graph.graph import LayerGraph
-from distbelief.graph.losses import append_loss
 from distbelief.partition.cost_model import AnalyticCosts, single_sample
 from distbelief.partition.search import PlanningRequest
 from distbelief.program.cluster import Cluster

@@ -30,11 +30,11 @@ from distbelief.forecast.prepare import Preparation, PreparedJob
 from distbelief.forecast.run import FinishedRun, run_simulated
 from distbelief.program.cluster import Cluster, Machine
 from distbelief.roles.role import SUPERVISOR, Address, Computed, Event, Role, Seconds
+from distbelief.simulation.cluster_options import options_for
 from distbelief.simulation.driver import Builder
 from distbelief.simulation.faults import Fault
 from distbelief.simulation.machines import ClusterOptions, CostScale
-from distbelief.simulation.placement import options_for
-from distbelief.worker.objective import STEP
+from distbelief.worker.steps import STEP
 from experiments.figures import task as speech_task
 from experiments.figures.entries import Noted
 from experiments.figures.task import Held

@@ -29,7 +29,7 @@ from distbelief.config.job import Job
 from distbelief.config.load import parse_job
 from distbelief.core.files import scratch
 from distbelief.forecast.calibration import Rate, Rates, begun_in, measure, save_rates
-from distbelief.forecast.placement import HostCosts, PlacedCluster
+from distbelief.forecast.placed_cluster import HostCosts, PlacedCluster
 from distbelief.forecast.prepare import Preparation, PreparedJob
 from distbelief.forecast.run import N_EVENTS_MAX, run_simulated
 from distbelief.launch.local import LocalLauncher

@@ -15,8 +15,8 @@ import pytest
 from rich.console import Console
 
 from distbelief.chaos import simulated
+from distbelief.chaos.chaos_report import ChaosReport, IterationCount, rendered
 from distbelief.chaos.local_faults import FaultInjector, ProcessFaults, SupervisorUnderChaos
-from distbelief.chaos.report import ChaosReport, IterationCount, rendered
 from distbelief.chaos.schedule import KINDS, FaultEvent, faults_of, schedule
 from distbelief.chaos.simulated import N_RUNS, NEAR, run_simulated_chaos
 from distbelief.display.progress import WaitProgress

@@ -12,7 +12,7 @@ from distbelief.errors import JobError
 from distbelief.launch import preflight
 from distbelief.launch.local import LocalLauncher
 from distbelief.launch.role_process import read_spec
-from distbelief.transport.config import ListenConfig
+from distbelief.transport.listen_config import ListenConfig
 from tests.distbelief.cluster.test_bootstrap import spec_of
 
 

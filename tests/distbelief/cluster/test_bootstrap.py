@@ -24,8 +24,8 @@ from distbelief.launch.role_process import RoleSpec
 from distbelief.parameter_server.layout import Layout, TensorSpec
 from distbelief.protocol import Blob, FileChunk, FileRequest, hosts
 from distbelief.protocol.hosts import CHUNK_BYTES_MAX
-from distbelief.transport.config import ListenConfig
 from distbelief.transport.keys import KeyPair
+from distbelief.transport.listen_config import ListenConfig
 from distbelief.transport.shared_memory import FileMemory
 from tests.distbelief.jobs import speech
 

@@ -18,8 +18,8 @@ from distbelief.protocol import Assignments, Message, Offer, Release
 from distbelief.protocol.codec import Envelope
 from distbelief.roles.role import SUPERVISOR
 from distbelief.transport.address import LOOPBACK, Endpoint
-from distbelief.transport.config import ListenConfig
 from distbelief.transport.keys import new_secret
+from distbelief.transport.listen_config import ListenConfig
 from distbelief.transport.zmq_transport import ANOTHER, ZmqTransport
 
 

@@ -3,6 +3,7 @@ import tomllib
 from importlib.metadata import entry_points
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given, strategies as st
 from typer.testing import CliRunner
@@ -13,10 +14,10 @@ from distbelief.config.job import ClusterTable, EvaluationTable, Job, StopTable
 from distbelief.config.load import job_from_json, load_job, parse_job
 from distbelief.config.presets import PRESETS
 from distbelief.errors import JobError, JobFileError
-from distbelief.parameter_server.optimizers import SGD, Adagrad, Adam, UpdateRule
 from distbelief.parameter_server.policy import ExchangePolicy
+from distbelief.parameter_server.rules import SGD, Adagrad, UpdateRule
 from distbelief.task.task import DataSpec, ModelSpec
-from distbelief.worker.config import DownpourSettings
+from distbelief.worker.downpour_settings import DownpourSettings
 from tests.distbelief.jobs import SPEECH, speech
 from tests.elsewhere import ended
 
@@ -496,11 +497,30 @@ def test_a_mistake_in_the_jobs_own_tables_is_told_without_torch(tmp_path: Path) 
     assert done.stdout.splitlines() == [said, "False"]
 
 
-def test_adamw_is_adam_with_an_option() -> None:
-    text = mistake("algorithm.rule.name=adamw")
-    assert 'name = "adam" with decoupled_weight_decay = true' in text
-    job = speech("algorithm.rule.name=adam", "algorithm.rule.decoupled_weight_decay=true")
-    assert rule_of(job) == Adam(learning_rate=0.02, decoupled_weight_decay=True)
+def test_a_rule_of_torch_has_the_name_and_the_keywords_of_its_class() -> None:
+    assert "Did you mean 'AdamW'?" in mistake("algorithm.rule.name=adamw")
+    rule = rule_of(speech("algorithm.rule={name='AdamW', lr=0.02, betas=[0.8, 0.99]}"))
+    made = {"name": "AdamW", "lr": 0.02, "betas": (0.8, 0.99)}
+    assert rule == msgspec.convert(made, UpdateRule)
+    assert rule.learning_rate == 0.02
+
+
+@pytest.mark.parametrize(
+    ("rule", "said"),
+    [
+        ("{name='Adafactor'}", "depend on whole tensors, of which a shard holds parts: use anoth"),
+        ("{name='LBFGS'}", 'It is [algorithm] name = "sandblaster", method = "l-bfgs"'),
+        ("{name='NAdam', learning_rate=1}", "has no key 'learning_rate'. Did you mean 'lr'?"),
+        ("{name='NAdam', lr='x'}", '[algorithm.rule] lr = "x": wants a number'),
+        ("{name='NAdam', betas=[1, 1]}", "rule 'NAdam': Invalid beta parameter at index 0: 1.0"),
+        ("{name='NAdam', eps=0}", "rule 'NAdam': eps is 0.0; use a finite number above 0"),
+        ("{name='NAdam', lr=-1}", "rule 'NAdam': learning_rate is -1.0; use a finite number"),
+        ("{name='AdamW', fused=true, foreach=true}", "`fused` and `foreach` cannot be `True`"),
+        ("{name='AdamW', capturable=true}", "has no key 'capturable'"),
+    ],
+)
+def test_a_wrong_rule_of_torch_is_refused_with_the_way_out(rule: str, said: str) -> None:
+    assert said in mistake(f"algorithm.rule={rule}")
 
 
 @pytest.mark.parametrize(

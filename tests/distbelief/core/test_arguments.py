@@ -11,12 +11,12 @@ from torch import nn
 import distbelief
 import sandblaster
 from distbelief.errors import JobError
-from distbelief.parameter_server import optimizers
+from distbelief.parameter_server import schedules
 
 
 # Without types: a type checker would find each of these mistakes.
 public: Any = distbelief
-rules: Any = optimizers
+of_rates: Any = schedules
 minimize: Any = sandblaster.minimize
 ADDRESS = "ipc:///nowhere/.supervisor.1?run=a&shards=1"
 X = torch.zeros(4, 3)
@@ -59,7 +59,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
         "RMSprop has no option 'alpha': it is smoothing",
     ),
     "T_max of a schedule": (
-        lambda: rules.Cosine(T_max=100),
+        lambda: of_rates.Cosine(T_max=100),
         "Cosine has no option 'T_max': it knows n_warm_up, n_pushes, floor",
     ),
     "a rate below 0": (

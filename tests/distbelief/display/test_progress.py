@@ -3,10 +3,10 @@ import io
 import math
 import re
 import threading
-from dataclasses import replace
 
 import pytest
 from hypothesis import example, given, strategies as st
+from msgspec.structs import replace
 from rich.console import Console
 
 from distbelief.core import formatting

@@ -18,9 +18,9 @@ from torch.nn import functional
 from typing_extensions import override
 
 from distbelief.errors import JobError
+from distbelief.graph.append_loss import append_loss
 from distbelief.graph.capture import InputSpec, capture
 from distbelief.graph.graph import INPUT
-from distbelief.graph.losses import append_loss
 from distbelief.program.compiler import compile_plan
 from distbelief.program.step_graph import statistics_of
 from distbelief.worker.in_process import LocalGroup

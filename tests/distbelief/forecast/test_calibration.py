@@ -28,13 +28,13 @@ from distbelief.forecast.calibration import (
     waiting_of,
     warm,
 )
-from distbelief.forecast.placement import HostCosts, PlacedCluster, constants_of
+from distbelief.forecast.placed_cluster import HostCosts, PlacedCluster, constants_of
 from distbelief.forecast.prepare import Preparation, costed
 from distbelief.forecast.run import run_simulated
 from distbelief.program.cluster import Cluster, Lost, Machine, OutageTrace, uniform
 from distbelief.roles.role import SUPERVISOR, Address, Compute, Cost, Executor
 from distbelief.simulation.cluster import SimulatedCluster
-from distbelief.simulation.machines import ClusterOptions, Machine as SimulatedMachine
+from distbelief.simulation.machines import ClusterOptions, SimulatedMachine
 from experiments.benchmarks.simulated.truth import mean_of
 from tests.distbelief.forecast.jobs import small
 
@@ -203,7 +203,7 @@ def test_variants_whose_work_differs_are_not_priced_alike(monkeypatch: pytest.Mo
         asked.append(job.cluster.threads)
         return RATES
 
-    monkeypatch.setattr("distbelief.forecast.placement.load_rates", kept_for)
+    monkeypatch.setattr("distbelief.forecast.placed_cluster.load_rates", kept_for)
     hosts = HostCosts("rack-1g", machines=None, measures=True)
     for threads in (1, 2, 2):
         hosts.hosting(small(f"cluster.threads={threads}"), tell=lambda _: None)
@@ -216,7 +216,7 @@ def test_what_was_measured_while_others_computed_is_reported_as_such(
     """Beside other jobs a step took half as long again, and so it was kept for good."""
     busy = msgspec.structs.replace(RATES, share=0.52)
     for rates, said in ((RATES, None), (busy, "52 %")):
-        monkeypatch.setattr("distbelief.forecast.placement.load_rates", lambda _, r=rates: r)
+        monkeypatch.setattr("distbelief.forecast.placed_cluster.load_rates", lambda _, r=rates: r)
         hosts = HostCosts(None, machines=None, measures=True)
         hosts.hosting(small(), tell=lambda _: None)
         constants = dict(hosts.constants)

@@ -5,7 +5,7 @@ import pytest
 from rich.console import Console
 
 from distbelief.errors import JobError
-from distbelief.forecast.report import remarks_on, table_of
+from distbelief.forecast.forecast_report import remarks_on, table_of
 from distbelief.forecast.sweep import (
     Axis,
     Outcome,

@@ -5,9 +5,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from distbelief.graph.append_loss import append_loss
 from distbelief.graph.capture import InputSpec, capture
 from distbelief.graph.graph import GraphError, LayerGraph
-from distbelief.graph.losses import append_loss
 from distbelief.graph.operator import Step
 from tests.distbelief.graph.ops.comparison import close, close_gradients
 from tests.distbelief.graph.reference import evaluate

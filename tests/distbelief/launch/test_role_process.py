@@ -21,7 +21,7 @@ from distbelief.config.load import parse_job
 from distbelief.launch import forkserver, role_process
 from distbelief.launch.role_process import RoleSpec
 from distbelief.parameter_server.layout import Layout
-from distbelief.transport.config import ListenConfig
+from distbelief.transport.listen_config import ListenConfig
 from distbelief.worker.local_executor import FlatModel
 from tests.distbelief.examples import initials_of, net
 from tests.distbelief.jobs import small

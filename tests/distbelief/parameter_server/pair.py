@@ -16,13 +16,14 @@ import torch
 from distbelief.core.memory import Memory, PrivateMemory
 from distbelief.core.vectors import Vector
 from distbelief.errors import RemoteProtocolError
-from distbelief.parameter_server.client.buffers import FetchResult, PushResult
 from distbelief.parameter_server.client.client import ParameterClient
-from distbelief.parameter_server.config import ClientConfig, ShardConfig
+from distbelief.parameter_server.client.fetches import FetchResult
+from distbelief.parameter_server.client.pushes import PushResult
 from distbelief.parameter_server.layout import Layout, PartialView, TensorSpec
-from distbelief.parameter_server.optimizers import SGD, UpdateRule
+from distbelief.parameter_server.rules import SGD, UpdateRule
 from distbelief.parameter_server.shard import Shard
-from distbelief.parameter_server.slices import TensorCopier
+from distbelief.parameter_server.shard_config import ClientConfig, ShardConfig
+from distbelief.parameter_server.tensor_copies import TensorCopier
 from distbelief.protocol import Message
 from distbelief.protocol.codec import Codec
 from distbelief.roles.role import (
@@ -354,7 +355,10 @@ class Bench:
     ) -> PushResult:
         """Stage and send gradients, and the values of buffers; do not wait."""
         client = self.client(name)
-        outcome = client.stage(gradients, values, skip_missing=skip_missing)()
+        pairs = zip(client.view.tensors, gradients, values, strict=True)
+        touched = [one if spec.kind == "parameter" else value for spec, one, value in pairs]
+        draft = client.draft(touched=touched if skip_missing else None)
+        outcome = draft.put_all(gradients, values)
         actions = client.staged(outcome, n_gradients=1, samples=samples, now=self.now)
         self.perform(name, actions)
         return outcome

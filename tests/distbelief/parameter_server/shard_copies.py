@@ -10,10 +10,10 @@ import numpy as np
 
 from distbelief.core.memory import Memory, PrivateMemory
 from distbelief.core.vectors import Vector, block_bounds
-from distbelief.parameter_server.config import ShardConfig
 from distbelief.parameter_server.layout import Layout
-from distbelief.parameter_server.optimizers import SGD, UpdateRule
+from distbelief.parameter_server.rules import SGD, UpdateRule
 from distbelief.parameter_server.shard import Shard
+from distbelief.parameter_server.shard_config import ShardConfig
 from distbelief.protocol import Message, Promote, push_fetch as pf
 from distbelief.roles.role import (
     SUPERVISOR,

@@ -17,8 +17,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from typing_extensions import override
 
 from distbelief.core.memory import PrivateMemory
-from distbelief.parameter_server.config import ClientConfig
 from distbelief.parameter_server.layout import TensorSpec
+from distbelief.parameter_server.shard_config import ClientConfig
 from distbelief.protocol import SaveCheckpoint
 from distbelief.protocol.push_fetch import PushApplied, SessionOpened
 from distbelief.roles.role import Address, Event, PeerLost, Received, Snapshot

@@ -2,6 +2,7 @@
 
 from typing import Literal
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -10,16 +11,16 @@ from hypothesis import given, strategies as st
 from distbelief.core.vectors import Vector
 from distbelief.parameter_server.checkpoint import Read, ShardState, reshard
 from distbelief.parameter_server.layout import Layout, TensorSpec
-from distbelief.parameter_server.optimizers import (
+from distbelief.parameter_server.rules import (
     SGD,
     Adagrad,
     Adam,
     Momentum,
     RMSprop,
-    StepCounts,
     UpdateRule,
     initial_state,
 )
+from distbelief.parameter_server.step_counts import StepCounts
 from tests.distbelief.parameter_server.pair import scatter
 
 
@@ -29,6 +30,7 @@ RULES: tuple[UpdateRule, ...] = (
     Adagrad(learning_rate=0.1, initial_accumulator=0.5),
     RMSprop(learning_rate=0.1, momentum=0.5),
     Adam(learning_rate=0.1),
+    msgspec.convert({"name": "NAdam", "lr": 0.1}, UpdateRule),
     Adagrad(learning_rate=0.1, groups={"a*": RMSprop(learning_rate=0.1, momentum=0.5)}),
 )
 

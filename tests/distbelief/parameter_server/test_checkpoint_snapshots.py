@@ -9,8 +9,9 @@ from hypothesis import given, strategies as st
 from distbelief.core.vectors import Vector
 from distbelief.errors import StorageError
 from distbelief.parameter_server.checkpoint import ShardState, restore, take
-from distbelief.parameter_server.config import ShardConfig
-from distbelief.parameter_server.optimizers import SGD, Adam, Momentum, StepCounts
+from distbelief.parameter_server.rules import SGD, Adam, Momentum
+from distbelief.parameter_server.shard_config import ShardConfig
+from distbelief.parameter_server.step_counts import StepCounts
 from distbelief.protocol import SessionRecord
 from distbelief.roles.role import Snapshot
 from tests.distbelief.parameter_server.pair import CLIENT, OTHER, layout_of

@@ -7,7 +7,8 @@ import pytest
 
 from distbelief.errors import LocalProtocolError
 from distbelief.parameter_server.layout import Layout, TensorSpec
-from distbelief.parameter_server.sessions import PushBuffer, PushInProgress, Session
+from distbelief.parameter_server.sessions import PushInProgress, Session
+from distbelief.parameter_server.tensor_copies import PushBuffer
 from distbelief.protocol import (
     BeginEpoch,
     BeginEvaluation,
@@ -91,7 +92,7 @@ class Bench(OneCopy):
 
     def begun(self) -> "Bench":
         self.order(1, BeginEpoch())
-        self.order(2, Restore(cut=0, whole=False))
+        self.order(2, Restore(savepoint=0, whole=False))
         return self
 
 
@@ -142,7 +143,7 @@ def test_a_command_waits_for_running_work() -> None:
     assert any(isinstance(a, Send) and isinstance(a.message, CheckpointSaved) for a in actions)
     (answer,) = answers_in(actions)
     assert answer.number == 1
-    assert [record.cut for record in answer.cuts] == [0]
+    assert [record.savepoint for record in answer.savepoints] == [0]
 
 
 def test_an_older_epoch_is_answered_with_the_current_one() -> None:
@@ -190,7 +191,7 @@ def test_an_evaluation_of_nothing_is_nothing() -> None:
     assert bench.shard._values.vector[0] == 3.0
     assert bench.shard.status()[1]["commands"] == 3.0
     missing = bench.answer(
-        4, Commit(sets=(GrantedChunk(chunk_index=0, commit_token=1),), void=(2,))
+        4, Commit(chunks=(GrantedChunk(chunk_index=0, commit_token=1),), void=(2,))
     )
     assert missing.error is not None
     assert "0 of 4 examples" in bench.error(
@@ -218,16 +219,16 @@ def test_publish_ends_the_coordinators_control() -> None:
 def test_a_savepoint_is_saved_with_its_vectors_and_restored() -> None:
     bench = Bench().begun()
     bench.order(3, DOUBLE)
-    savepoint = Savepoint(cut=9, vectors=("parameters",))
-    kept = bench.answer(4, Checkpoint(label="00001", cut=9), savepoint=savepoint)
+    savepoint = Savepoint(number=9, vectors=("parameters",))
+    kept = bench.answer(4, Checkpoint(label="00001", savepoint=9), savepoint=savepoint)
     assert kept.error is None
     (snapshot,) = bench.snapshots
     assert snapshot.arrays["values"][0] == 2.0  # the parameters, not a trial point
     other = Bench(restored=snapshot)
     attached = other.answer(1, BeginEpoch(), epoch=2)
     held = [(9, True), (0, False), (9, False)]
-    assert [(r.cut, r.whole) for r in attached.cuts] == held
-    other.order(2, Restore(cut=9, whole=True), epoch=2)
+    assert [(r.savepoint, r.whole) for r in attached.savepoints] == held
+    other.order(2, Restore(savepoint=9, whole=True), epoch=2)
     measured = other.answer(3, MEASURE, epoch=2)
     assert measured.scalars == (4.0 * 64,)
 
@@ -235,12 +236,15 @@ def test_a_savepoint_is_saved_with_its_vectors_and_restored() -> None:
 def test_a_failed_save_of_a_savepoint_is_reported() -> None:
     bench = Bench().begun()
     bench.disk_error = "no space"
-    savepoint = Savepoint(cut=9, vectors=("parameters",))
-    kept = bench.answer(3, Checkpoint(label="00001", cut=9), savepoint=savepoint)
+    savepoint = Savepoint(number=9, vectors=("parameters",))
+    kept = bench.answer(3, Checkpoint(label="00001", savepoint=9), savepoint=savepoint)
     assert kept.error == "no space"
-    bench.error(4, Checkpoint(label="00002", cut=8))
+    bench.error(4, Checkpoint(label="00002", savepoint=8))
     begun = bench.answer(1, BeginEpoch(), epoch=2)
-    assert [(one.cut, one.whole) for one in begun.cuts] == [(9, True), (0, False)]  # not on disk
+    assert [(one.savepoint, one.whole) for one in begun.savepoints] == [
+        (9, True),
+        (0, False),
+    ]  # not on disk
 
 
 def test_one_of_two_copies_cannot_be_driven() -> None:
@@ -278,4 +282,4 @@ def test_without_a_supervisor_a_driven_shard_saves_no_point_on_trial() -> None:
 
 def test_answers_of_nobodys_work_are_a_bug() -> None:
     with pytest.raises((AssertionError, LocalProtocolError)):
-        Bench().happen(Computed(name="order", result=None))
+        Bench().happen(Computed(name="command", result=None))

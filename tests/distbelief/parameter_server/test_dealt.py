@@ -8,10 +8,11 @@ from distbelief.core.memory import PrivateMemory
 from distbelief.core.spans import NOTHING, Span, Spans
 from distbelief.core.vectors import Vector
 from distbelief.parameter_server.checkpoint import ShardState, restore, take
-from distbelief.parameter_server.config import ShardConfig
 from distbelief.parameter_server.layout import Layout, TensorSpec
-from distbelief.parameter_server.optimizers import Momentum, StepCounts, initial_state
 from distbelief.parameter_server.policy import ExchangePolicy, Round
+from distbelief.parameter_server.rules import Momentum, initial_state
+from distbelief.parameter_server.shard_config import ShardConfig
+from distbelief.parameter_server.step_counts import StepCounts
 from distbelief.parameter_server.store import ShardStore
 from distbelief.protocol.replication import WHOLE, Share
 

@@ -20,9 +20,9 @@ from distbelief.core.memory import PrivateMemory
 from distbelief.errors import JobError, StorageError
 from distbelief.graph.region import Region
 from distbelief.parameter_server.checkpoint import restore
-from distbelief.parameter_server.config import ShardConfig
 from distbelief.parameter_server.layout import Layout, PartialView, TensorSpec
-from distbelief.parameter_server.optimizers import (
+from distbelief.parameter_server.policy import ExchangePolicy
+from distbelief.parameter_server.rules import (
     SGD,
     Adagrad,
     Adam,
@@ -31,12 +31,12 @@ from distbelief.parameter_server.optimizers import (
     check_groups,
     rule_of,
 )
-from distbelief.parameter_server.policy import ExchangePolicy
 from distbelief.parameter_server.shard import Shard
+from distbelief.parameter_server.shard_config import ShardConfig
 from distbelief.protocol import SaveCheckpoint
 from distbelief.roles.role import Address, PeerJoined, Snapshot
 from distbelief.serve.address import by_position
-from distbelief.worker.config import DownpourSettings
+from distbelief.worker.downpour_settings import DownpourSettings
 from tests.distbelief.loops import Server
 from tests.distbelief.parameter_server.pair import CLIENT, OTHER, TEST, Bench, scatter
 from tests.distbelief.parameter_server.test_partial_copies import Pair

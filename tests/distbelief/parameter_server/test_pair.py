@@ -10,8 +10,8 @@ import torch
 
 from distbelief.core.memory import PrivateMemory
 from distbelief.errors import MemoryGoneError
-from distbelief.parameter_server.config import ABSENCE_SECONDS_MAX, ClientConfig
 from distbelief.parameter_server.layout import Layout, TensorSpec
+from distbelief.parameter_server.shard_config import ABSENCE_SECONDS_MAX, ClientConfig
 from distbelief.protocol import Message, SaveCheckpoint, Stop, push_fetch as pf
 from distbelief.roles.role import Address, PeerLost
 from tests.distbelief.parameter_server.pair import (

@@ -8,6 +8,7 @@ m        (5,)       0 to 2            2 to 5              a buffer
 
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -16,21 +17,21 @@ from distbelief.core.memory import PrivateMemory
 from distbelief.core.vectors import Vector
 from distbelief.errors import JobError, LocalProtocolError
 from distbelief.graph.region import Region
-from distbelief.parameter_server import optimizers, store
+from distbelief.parameter_server import step_counts, store
 from distbelief.parameter_server.layout import Layout, PartialView, TensorSpec
-from distbelief.parameter_server.optimizers import (
+from distbelief.parameter_server.ranges import IndexRanges
+from distbelief.parameter_server.rules import (
     SGD,
     Adagrad,
     Adam,
     DelayedNesterov,
-    InverseTime,
     Momentum,
     RMSprop,
     UpdateRule,
     rules_on,
 )
+from distbelief.parameter_server.schedules import InverseTime
 from distbelief.parameter_server.shard import Shard
-from distbelief.parameter_server.slices import IndexRanges
 from distbelief.protocol import Message, OpenSession, SaveCheckpoint
 from distbelief.roles.role import Address, PeerJoined
 from tests.distbelief.parameter_server.pair import (
@@ -68,6 +69,8 @@ RULES: tuple[UpdateRule, ...] = (
     RMSprop(learning_rate=0.1, momentum=0.5),
     Adam(learning_rate=0.1, weight_decay=0.01),
     DelayedNesterov(learning_rate=0.1, n_pushes=2),
+    msgspec.convert({"name": "NAdam", "lr": 0.1, "weight_decay": 0.01}, UpdateRule),
+    msgspec.convert({"name": "SGD", "lr": 0.1, "momentum": 0.5, "dampening": 0.5}, UpdateRule),
     Adagrad(
         learning_rate=0.1,
         initial_accumulator=0.5,
@@ -319,7 +322,7 @@ def test_a_new_incarnation_may_have_another_part() -> None:
 def test_a_shard_refuses_parts_whose_counts_need_too_much_room(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(optimizers, "N_STRIPES_MAX", 4)
+    monkeypatch.setattr(step_counts, "N_STRIPES_MAX", 4)
     machines = Machines(SGD(learning_rate=1.0), shared=False, pushers=[LEFT])
     with pytest.raises(JobError, match="need 6 stripes, of 4 at most"):
         machines.add(RIGHT)

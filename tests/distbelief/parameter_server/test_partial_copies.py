@@ -1,5 +1,6 @@
 """Two copies of a shard whose clients hold parts of it."""
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -7,10 +8,12 @@ from distbelief.core.memory import PrivateMemory
 from distbelief.core.vectors import Vector
 from distbelief.errors import RemoteProtocolError
 from distbelief.graph.region import Region
-from distbelief.parameter_server import optimizers
+from distbelief.parameter_server import step_counts
 from distbelief.parameter_server.layout import PartialView, TensorSpec
-from distbelief.parameter_server.optimizers import SGD, Adam, UpdateRule
-from distbelief.parameter_server.slices import IndexRanges, ShardSlice, push_buffer_views
+from distbelief.parameter_server.ranges import IndexRanges
+from distbelief.parameter_server.rules import SGD, Adam, UpdateRule
+from distbelief.parameter_server.slices import ShardSlice
+from distbelief.parameter_server.tensor_copies import push_buffer_views
 from distbelief.protocol import push_fetch as pf
 from distbelief.roles.role import Action, Address, Send
 from tests.distbelief.parameter_server.pair import layout_of
@@ -27,6 +30,7 @@ LAYOUT = layout_of(
     (TensorSpec(name="w", shape=(2048, 200)), TensorSpec(name="z", shape=(70,)))
 )  # 4 blocks
 RULE = Adam(learning_rate=0.1)
+NADAM: UpdateRule = msgspec.convert({"name": "NAdam", "lr": 0.1}, UpdateRule)
 HELD: dict[Address, Vector | None] = {
     name: PartialView(LAYOUT, [("w", Region(((0, 2048), columns)))]).slices[0].stripes
     for name, columns in {
@@ -147,7 +151,7 @@ def test_a_push_that_changes_some_of_it_changes_both_copies_alike(*, shared: boo
 
 
 @pytest.mark.parametrize("shared", [True, False])
-@pytest.mark.parametrize("rule", [RULE, SGD(learning_rate=0.1)])
+@pytest.mark.parametrize("rule", [RULE, SGD(learning_rate=0.1), NADAM])
 def test_a_push_of_a_part_that_changes_some_of_it_changes_both_copies_alike(
     rule: UpdateRule, *, shared: bool
 ) -> None:
@@ -231,7 +235,7 @@ def test_invalid_parts_are_refused() -> None:
 def test_a_backup_has_the_same_limit_of_counts_as_a_primary(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(optimizers, "N_STRIPES_MAX", 1)
+    monkeypatch.setattr(step_counts, "N_STRIPES_MAX", 1)
     copy = whole_second()
     copy.receive(block(5, size=3), A)
     with pytest.raises(RemoteProtocolError, match="need 2 stripes"):

@@ -5,7 +5,7 @@ import re
 
 import msgspec
 
-from distbelief.worker.config import DownpourSettings
+from distbelief.worker.downpour_settings import DownpourSettings
 
 
 CHOICES: dict[str, tuple[object, ...]] = {

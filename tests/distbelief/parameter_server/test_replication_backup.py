@@ -7,10 +7,10 @@ import pytest
 
 from distbelief.core.memory import PrivateMemory
 from distbelief.errors import DistBeliefError, RemoteProtocolError, StorageError
-from distbelief.parameter_server import config
-from distbelief.parameter_server.config import copy_names, other_copy
-from distbelief.parameter_server.optimizers import Adagrad
-from distbelief.parameter_server.slices import push_buffer_bytes
+from distbelief.parameter_server import shard_config
+from distbelief.parameter_server.rules import Adagrad
+from distbelief.parameter_server.shard_config import copy_names, other_copy
+from distbelief.parameter_server.tensor_copies import push_buffer_bytes
 from distbelief.protocol import (
     CheckpointSaved,
     Finished,
@@ -455,5 +455,5 @@ def test_two_copies_know_each_other_and_their_shard() -> None:
     first, second = copy_names(3, 2)
     assert (first, second) == ("shard-3", "shard-3b")
     assert (other_copy(first), other_copy(second)) == (second, first)
-    assert config.shard_of(first) == config.shard_of(second) == first
-    assert config.shard_of("replica-b") == "replica-b"  # another role
+    assert shard_config.shard_of(first) == shard_config.shard_of(second) == first
+    assert shard_config.shard_of("replica-b") == "replica-b"  # another role

@@ -4,8 +4,6 @@ import numpy as np
 import pytest
 
 from distbelief.core.memory import PrivateMemory
-from distbelief.parameter_server.config import ABSENCE_SECONDS_MAX
-from distbelief.parameter_server.optimizers import Adagrad
 from distbelief.parameter_server.policy import ExchangePolicy
 from distbelief.parameter_server.replication import (
     REPORT_SECONDS,
@@ -13,7 +11,9 @@ from distbelief.parameter_server.replication import (
     STALL_SECONDS,
     TICK_SECONDS,
 )
-from distbelief.parameter_server.slices import push_buffer_views
+from distbelief.parameter_server.rules import Adagrad
+from distbelief.parameter_server.shard_config import ABSENCE_SECONDS_MAX
+from distbelief.parameter_server.tensor_copies import push_buffer_views
 from distbelief.protocol import Message, Stop, push_fetch as pf, replication as rp
 from distbelief.roles.role import SUPERVISOR, Action, Exit, PeerLost
 from tests.distbelief.parameter_server.pair import CLIENT, LARGE, OTHER, layout_of, sent

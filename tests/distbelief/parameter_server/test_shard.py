@@ -13,11 +13,11 @@ from distbelief.core.vectors import block_bounds
 from distbelief.errors import LocalProtocolError, RemoteProtocolError, StorageError
 from distbelief.parameter_server import pinned_versions
 from distbelief.parameter_server.checkpoint import N_SAVES_MAX
-from distbelief.parameter_server.config import ABSENCE_SECONDS_MAX, ShardConfig
 from distbelief.parameter_server.layout import Kind, Layout, TensorSpec
-from distbelief.parameter_server.optimizers import SGD, Adagrad, Momentum
 from distbelief.parameter_server.policy import DOWNPOUR, ExchangePolicy, Round
+from distbelief.parameter_server.rules import SGD, Adagrad, Momentum
 from distbelief.parameter_server.shard import Shard
+from distbelief.parameter_server.shard_config import ABSENCE_SECONDS_MAX, ShardConfig
 from distbelief.protocol import (
     CheckpointSaved,
     Finished,

@@ -6,9 +6,9 @@ from itertools import pairwise
 import torch
 from torch import nn
 
+from distbelief.graph.append_loss import append_loss
 from distbelief.graph.capture import InputSpec, capture
 from distbelief.graph.graph import GraphError, LayerGraph
-from distbelief.graph.losses import append_loss
 from distbelief.program.cluster import Cluster, Machine, uniform
 from tests.distbelief.graph.zoo.catalogue import ZOO
 

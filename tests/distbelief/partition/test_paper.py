@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from distbelief.config.cluster_file import load_cluster
+from distbelief.graph.append_loss import append_loss
 from distbelief.graph.capture import InputSpec, capture
-from distbelief.graph.losses import append_loss
 from distbelief.partition.planner import plan
 from distbelief.partition.search import PlanningRequest
 from experiments.images.model import paper_net

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from torch import nn
 
+from distbelief.graph.append_loss import append_loss
 from distbelief.graph.capture import InputSpec, capture
 from distbelief.graph.graph import INPUT, GraphError, Layer, LayerGraph
-from distbelief.graph.losses import append_loss
 from distbelief.graph.region import Region
 from distbelief.partition.baselines import even
 from distbelief.partition.cost_model import AnalyticCosts, single_sample

@@ -7,9 +7,9 @@ import numpy as np
 from torch import nn
 
 from distbelief.graph import ops
+from distbelief.graph.append_loss import append_loss
 from distbelief.graph.capture import capture
 from distbelief.graph.graph import INPUT, Layer, LayerGraph, TensorUse
-from distbelief.graph.losses import append_loss
 from distbelief.graph.operator import operator_of
 from distbelief.graph.region import Region, Shape
 from distbelief.program.placement import Cuts, Placement

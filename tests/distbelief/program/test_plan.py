@@ -11,9 +11,9 @@ from hypothesis import given, strategies as st
 from torch import nn
 
 from distbelief.errors import StorageError
+from distbelief.graph.append_loss import append_loss
 from distbelief.graph.capture import InputSpec, capture
 from distbelief.graph.graph import INPUT, GraphError, LayerGraph
-from distbelief.graph.losses import append_loss
 from distbelief.program.cluster import Cluster, Machine, uniform
 from distbelief.program.placement import Placement, grid
 from distbelief.program.plan import (

@@ -16,9 +16,9 @@ from distbelief.roles.role import Action, Exit, Snapshot
 from distbelief.run.checkpoints import SET_ASIDE, CheckpointStore, agreed_label, set_aside
 from distbelief.run.directory import RunDirectory, Status
 from distbelief.run.resume import read_previous_run
-from distbelief.supervisor.config import SupervisorConfig
 from distbelief.supervisor.membership import Kind
 from distbelief.supervisor.stop_rules import StopRules
+from distbelief.supervisor.supervisor_config import SupervisorConfig
 from distbelief.supervisor.view import JobView
 from tests.distbelief.supervisor.test_supervisor import Desk, introduced, sent
 

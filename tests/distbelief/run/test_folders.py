@@ -20,9 +20,9 @@ from distbelief.run.checkpoints import N_KEPT, CheckpointStore
 from distbelief.run.folders import absolute, folder_at
 from distbelief.transport import file_server
 from distbelief.transport.address import Endpoint
-from distbelief.transport.config import ListenConfig
 from distbelief.transport.file_server import FileServer, RemoteFolder
 from distbelief.transport.keys import new_secret
+from distbelief.transport.listen_config import ListenConfig
 from tests.object_store import object_store
 
 

@@ -14,9 +14,10 @@ from distbelief.config.job import Job
 from distbelief.core.spans import Spans
 from distbelief.errors import JobError, StorageError
 from distbelief.parameter_server.checkpoint import ShardState, take
-from distbelief.parameter_server.config import ShardConfig
 from distbelief.parameter_server.layout import Layout, TensorSpec
-from distbelief.parameter_server.optimizers import Adagrad, StepCounts
+from distbelief.parameter_server.rules import Adagrad
+from distbelief.parameter_server.shard_config import ShardConfig
+from distbelief.parameter_server.step_counts import StepCounts
 from distbelief.program.placement import Placement
 from distbelief.program.plan import Plan, Target
 from distbelief.protocol import SessionRecord

@@ -1,9 +1,9 @@
-from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from distbelief.errors import JobError
 from distbelief.roles.role import Snapshot

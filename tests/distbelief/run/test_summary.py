@@ -1,9 +1,9 @@
 import io
 import platform
-from dataclasses import replace
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 from rich.console import Console
 
 from distbelief.run import summary as sm

@@ -2,16 +2,17 @@
 
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from torch import nn
 
 from distbelief.errors import JobError
-from distbelief.parameter_server.optimizers import SGD, Adam, Momentum
+from distbelief.parameter_server.rules import SGD, Adam, Momentum, UpdateRule
 from distbelief.serve import options
 from distbelief.serve.address import parameter_specs
 from distbelief.serve.options import listen_config, model, rule
-from distbelief.transport.config import ListenConfig
+from distbelief.transport.listen_config import ListenConfig
 
 
 def make() -> nn.Module:
@@ -39,6 +40,9 @@ def test_a_rule_has_its_options() -> None:
     assert rule(None, 0.5, [], preset="diloco") == outer
     assert rule("sgd", 0.5, [], preset="diloco") == SGD(learning_rate=0.5)
     assert rule("adam", None, [], preset="diloco") == Adam(learning_rate=0.01)  # as --help says
+    nadam = msgspec.convert({"name": "NAdam", "lr": 0.5, "eps": 0.1}, UpdateRule)
+    assert rule("NAdam", 0.5, ["eps=0.1"]) == nadam
+    assert rule("NAdam", None, []).learning_rate == 0.01
     with pytest.raises(JobError, match=r"^--preset = .*dilocco.* is not known"):
         rule(None, None, [], preset="dilocco")
     for name, settings, said in [

@@ -12,7 +12,8 @@ from hypothesis import given, strategies as st
 from torch import nn
 
 from distbelief.errors import JobError, PeerLostError, StorageError
-from distbelief.parameter_server.optimizers import SGD, Adagrad, Step, UpdateRule
+from distbelief.parameter_server.rules import SGD, Adagrad, UpdateRule
+from distbelief.parameter_server.schedules import Step
 from distbelief.run.directory import RunDirectory
 from distbelief.serve.address import ServerAddress, parameter_specs
 from distbelief.serve.server import ParameterServer

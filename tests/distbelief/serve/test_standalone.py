@@ -11,17 +11,17 @@ import pytest
 from torch import nn
 
 from distbelief.errors import JobError, StorageError
-from distbelief.parameter_server.optimizers import SGD, Momentum, UpdateRule
+from distbelief.parameter_server.rules import SGD, Momentum, UpdateRule
 from distbelief.run_log import RunLog
 from distbelief.serve import server_process
 from distbelief.serve.address import ServerAddress, parameter_specs
 from distbelief.serve.server_process import ServerRequest, run_server, serve as run_until_it_ends
-from distbelief.supervisor.config import SupervisorConfig
 from distbelief.supervisor.membership import Kind
 from distbelief.supervisor.supervisor import Supervisor
+from distbelief.supervisor.supervisor_config import SupervisorConfig
 from distbelief.transport.address import Endpoint
-from distbelief.transport.config import ListenConfig
 from distbelief.transport.keys import KeyPair
+from distbelief.transport.listen_config import ListenConfig
 from distbelief.transport.node import RoleRunner
 from tests.distbelief.supervisor.test_supervisor import Desk
 

@@ -13,7 +13,7 @@ from distbelief.roles import role as rl
 from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.driver import HandledEvent
 from distbelief.simulation.faults import Kill, Pause, Slow, Supersede
-from distbelief.simulation.machines import ClusterOptions, Machine
+from distbelief.simulation.machines import ClusterOptions, SimulatedMachine
 from distbelief.simulation.network import Link
 from distbelief.simulation.trace import SimulationFailed
 from tests.distbelief.simulation.toys import (
@@ -102,7 +102,7 @@ def test_messages_of_one_link_keep_their_order_though_latency_varies() -> None:
 def test_a_long_message_holds_up_the_next_one() -> None:
     receiver = Scripted()
     values = np.zeros(250_000, np.float32)  # 1 MB
-    machines = {A: Machine(host="one"), B: Machine(host="two")}
+    machines = {A: SimulatedMachine(host="one"), B: SimulatedMachine(host="two")}
     link = Link(latency_seconds=0.1, bytes_per_second=1e6, jitter=0.0)
     options = ClusterOptions(introduce=True, machines=machines, link=link)
     sends = [rl.Send(receiver=B, message=m) for m in (push(1), block(values), push(2))]
@@ -133,7 +133,7 @@ def test_the_test_can_play_a_peer() -> None:
 
 def test_a_message_that_had_not_left_dies_with_its_sender() -> None:
     receiver = Scripted()
-    machines = {A: Machine(host="one"), B: Machine(host="two")}
+    machines = {A: SimulatedMachine(host="one"), B: SimulatedMachine(host="two")}
     link = Link(latency_seconds=0.0, bytes_per_second=1e6, jitter=0.0)
     options = ClusterOptions(
         introduce=True, machines=machines, link=link, faults=(Kill(at=0.5, role=A),)

@@ -14,7 +14,7 @@ from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.cpu import Demand, Host, Processor
 from distbelief.simulation.event_queue import EventQueue
 from distbelief.simulation.faults import Fault, Kill, Pause, Slow
-from distbelief.simulation.machines import ClusterOptions, Machine
+from distbelief.simulation.machines import ClusterOptions, SimulatedMachine
 from tests.distbelief.simulation.toys import (
     STEADY,
     A,
@@ -108,7 +108,7 @@ def test_what_is_removed_never_ends() -> None:
 # ------------------------------------------------------------------- roles of one host
 
 
-def hosted(*faults: Fault, machine: Machine = STEADY) -> dict[rl.Address, list[float]]:
+def hosted(*faults: Fault, machine: SimulatedMachine = STEADY) -> dict[rl.Address, list[float]]:
     """Return when the work of A and B, 1 s each, ends on one core that they share."""
     work = rl.Compute(name="work", work=lambda: None, cost=rl.Cost(flops=1.0))
     roles = {name: Scripted(on_start(work)) for name in (A, B)}
@@ -260,8 +260,8 @@ def test_a_role_that_halts_in_reply_hears_of_no_more_work() -> None:
 
 def test_speeds_of_machines_differ() -> None:
     roles = {A: Scripted(on_start(work("w", 8.0))), B: Scripted(on_start(work("w", 8)))}
-    slow = Machine(jitter=0.0, overhead_seconds=0.5, flops_per_second=1.0)
-    fast = Machine(jitter=0.0, overhead_seconds=0.5, flops_per_second=4.0)
+    slow = SimulatedMachine(jitter=0.0, overhead_seconds=0.5, flops_per_second=1.0)
+    fast = SimulatedMachine(jitter=0.0, overhead_seconds=0.5, flops_per_second=4.0)
     options = ClusterOptions(machine=slow, machines={B: fast})
     cluster_of(roles, options=options).run()
     assert [answers(role)[0][0] for role in roles.values()] == [8.5, 2.5]
@@ -270,14 +270,16 @@ def test_speeds_of_machines_differ() -> None:
 def test_bytes_cost_time_as_flops_do() -> None:
     cost = rl.Cost(flops=1.0, n_bytes=10.0)
     role = Scripted(on_start(rl.Compute(name="w", work=lambda: None, cost=cost)))
-    machine = Machine(jitter=0.0, overhead_seconds=0.0, flops_per_second=1.0, bytes_per_second=5.0)
+    machine = SimulatedMachine(
+        jitter=0.0, overhead_seconds=0.0, flops_per_second=1.0, bytes_per_second=5.0
+    )
     cluster_of({A: role}, options=ClusterOptions(machine=machine)).run()
     assert answers(role)[0][0] == 3.0
 
 
 def test_jitter_lengthens_work_by_no_more_than_it_says() -> None:
     role = Scripted(on_start(*(work("w", 1.0) for _ in range(50))))
-    machine = Machine(jitter=0.2, overhead_seconds=0.0, flops_per_second=1.0)
+    machine = SimulatedMachine(jitter=0.2, overhead_seconds=0.0, flops_per_second=1.0)
     cluster_of({A: role}, options=ClusterOptions(machine=machine)).run()
     seconds = [taken for _, _, taken in answers(role)]
     assert min(seconds) >= 1.0

@@ -7,7 +7,7 @@ from distbelief.protocol import Push
 from distbelief.roles.role import Action, Event, Persist, Persisted, Received, Seconds
 from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.faults import DiskFull, Fault, Kill, TornSnapshot
-from distbelief.simulation.machines import ClusterOptions, Machine
+from distbelief.simulation.machines import ClusterOptions, SimulatedMachine
 from distbelief.simulation.storage import N_KEPT, Disk
 from distbelief.simulation.trace import SimulationFailed
 from tests.distbelief.simulation.toys import (
@@ -22,7 +22,7 @@ from tests.distbelief.simulation.toys import (
 )
 
 
-SLOW_DISK = Machine(jitter=0.0, overhead_seconds=0.0, disk_bytes_per_second=8.0)
+SLOW_DISK = SimulatedMachine(jitter=0.0, overhead_seconds=0.0, disk_bytes_per_second=8.0)
 """A count takes a second to be saved."""
 
 

@@ -9,7 +9,7 @@ from distbelief.core.memory import Memory
 from distbelief.errors import LocalProtocolError, MemoryGoneError, StorageError
 from distbelief.roles import role as rl
 from distbelief.simulation.cluster import SimulatedCluster
-from distbelief.simulation.machines import ClusterOptions, Machine
+from distbelief.simulation.machines import ClusterOptions, SimulatedMachine
 from distbelief.simulation.storage import HostMemory
 from distbelief.simulation.trace import SimulationFailed
 from tests.distbelief.simulation.toys import STEADY, A, B, Scripted, on_start
@@ -40,7 +40,7 @@ def cluster_of_holders(host: str = "shared") -> SimulatedCluster:
     cluster = SimulatedCluster(
         {A: Holder, B: Holder},
         seed=1,
-        options=ClusterOptions(machine=Machine(host=host), start=(A,)),
+        options=ClusterOptions(machine=SimulatedMachine(host=host), start=(A,)),
     )
     cluster.run()
     return cluster

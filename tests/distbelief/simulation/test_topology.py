@@ -10,7 +10,7 @@ from distbelief.protocol import PushBlock
 from distbelief.roles.role import Address, Received, Send
 from distbelief.simulation.cpu import Processor
 from distbelief.simulation.faults import Kill
-from distbelief.simulation.machines import ClusterOptions, Machine
+from distbelief.simulation.machines import ClusterOptions, SimulatedMachine
 from distbelief.simulation.network import Card, Ports, SwitchedNetwork, Uplink
 from distbelief.simulation.trace import SimulationFailed
 from tests.distbelief.simulation.toys import A, B, C, Scripted, cluster_of, heartbeat, on_start
@@ -28,7 +28,7 @@ def fabric(**rates: float) -> SwitchedNetwork:
 
 
 def options(of: SwitchedNetwork) -> ClusterOptions:
-    machines = {name: Machine(host=name, jitter=0.0) for name in (A, B, C, D)}
+    machines = {name: SimulatedMachine(host=name, jitter=0.0) for name in (A, B, C, D)}
     return ClusterOptions(introduce=True, machines=machines, fabric=of)
 
 
@@ -158,7 +158,7 @@ def test_a_host_reaches_itself_without_its_card() -> None:
 
 def test_each_message_takes_its_receiver_some_time() -> None:
     """One after the other: 10 small messages at once, 0.1 s each."""
-    machine = Machine(host="", handling_seconds=0.1, handling_bytes_per_second=1e9)
+    machine = SimulatedMachine(host="", handling_seconds=0.1, handling_bytes_per_second=1e9)
     seen = played({A: to(B, 10)}, ClusterOptions(introduce=True, machine=machine))[B]
     steps = np.diff([t for t, _ in seen])
     assert steps == pytest.approx([0.1] * 9, rel=0.01)

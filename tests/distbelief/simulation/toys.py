@@ -10,13 +10,13 @@ from distbelief.core.vectors import Vector
 from distbelief.protocol import Heartbeat, ParameterBlock, Push, PushApplied, Stop
 from distbelief.roles import role as rl
 from distbelief.simulation.cluster import SimulatedCluster
-from distbelief.simulation.machines import ClusterOptions, Machine
+from distbelief.simulation.machines import ClusterOptions, SimulatedMachine
 
 
 A, B, C = rl.Address("a"), rl.Address("b"), rl.Address("c")
 TESTER = rl.Address("tester")  # no role: the test itself
 
-STEADY = Machine(jitter=0.0, overhead_seconds=0.0, flops_per_second=1.0)
+STEADY = SimulatedMachine(jitter=0.0, overhead_seconds=0.0, flops_per_second=1.0)
 
 Handler = Callable[[rl.Event, rl.Seconds], Sequence[rl.Action]]
 

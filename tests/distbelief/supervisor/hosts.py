@@ -16,12 +16,12 @@ from distbelief.launch.local import PREPARE
 from distbelief.protocol import Failed, FileChunk, Finished, Heartbeat, Join, Message, Offer, Stop
 from distbelief.protocol.codec import Codec
 from distbelief.roles import role as rl
-from distbelief.supervisor.config import SupervisorConfig
 from distbelief.supervisor.hosts import HERE, ClusterConfig
 from distbelief.supervisor.membership import Kind
-from distbelief.supervisor.placement import PlacementPolicy
+from distbelief.supervisor.role_placement import PlacementPolicy
 from distbelief.supervisor.stop_rules import StopRules
 from distbelief.supervisor.supervisor import Supervisor
+from distbelief.supervisor.supervisor_config import SupervisorConfig
 
 
 STEP = 0.25

@@ -9,7 +9,7 @@ from hypothesis import given, settings, strategies as st
 from distbelief.program.step_cost import PlanCost
 from distbelief.roles.role import Address
 from distbelief.supervisor.hosts import ClusterConfig, Host
-from distbelief.supervisor.placement import replica_groups
+from distbelief.supervisor.role_placement import replica_groups
 from tests.distbelief.supervisor.hosts import Town, config_of, offer_of
 from tests.distbelief.supervisor.test_scheduler import roster
 

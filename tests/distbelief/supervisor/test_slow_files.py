@@ -19,9 +19,9 @@ from distbelief.protocol import HeartbeatAck
 from distbelief.roles import role as rl
 from distbelief.run.directory import RunDirectory
 from distbelief.run.metrics_file import read_metrics
-from distbelief.supervisor.config import SupervisorConfig
 from distbelief.supervisor.stop_rules import StopRules
 from distbelief.supervisor.supervisor import Supervisor
+from distbelief.supervisor.supervisor_config import SupervisorConfig
 from distbelief.trainer import Trainer
 from distbelief.transport.node import RoleRunner
 from distbelief.transport.shared_memory import FileMemory

@@ -13,11 +13,11 @@ from distbelief.errors import RemoteProtocolError
 from distbelief.protocol.codec import Codec
 from distbelief.roles import role as rl
 from distbelief.supervisor import membership
-from distbelief.supervisor.config import SupervisorConfig
 from distbelief.supervisor.membership import Kind
 from distbelief.supervisor.metrics import PreviousTotals
 from distbelief.supervisor.stop_rules import StopRules
 from distbelief.supervisor.supervisor import TICK_SECONDS, Supervisor
+from distbelief.supervisor.supervisor_config import SupervisorConfig
 from distbelief.supervisor.view import HISTORY_MAX, JobView, RoleView
 
 

@@ -19,8 +19,8 @@ from distbelief.protocol.codec import FRAME_BYTES_MAX, Codec
 from distbelief.transport import zmq_transport
 from distbelief.transport.address import Endpoint
 from distbelief.transport.authenticator import REFUSED, PeerLimits, RunAuth, Source, TokenBucket
-from distbelief.transport.config import KeyConfig
 from distbelief.transport.keys import Allowed, KeyFiles, KeyPair
+from distbelief.transport.listen_config import KeyConfig
 from distbelief.transport.node import RoleRunner
 from distbelief.transport.zmq_transport import ZmqTransport
 from tests.distbelief.transport.test_node import Scripted

@@ -20,8 +20,8 @@ from distbelief.transport.authenticator import (
     Permissions,
     Source,
 )
-from distbelief.transport.config import KeyConfig, ListenConfig
 from distbelief.transport.keys import Allowed, KeyFiles
+from distbelief.transport.listen_config import KeyConfig, ListenConfig
 from distbelief.transport.zmq_transport import ZmqTransport
 from tests.distbelief.transport.test_zmq_transport import take
 

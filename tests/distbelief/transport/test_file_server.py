@@ -20,9 +20,9 @@ from distbelief.roles.role import SUPERVISOR
 from distbelief.run.checkpoints import CheckpointStore
 from distbelief.transport import file_server
 from distbelief.transport.address import Endpoint
-from distbelief.transport.config import KeyConfig, ListenConfig
 from distbelief.transport.file_server import INITIAL, FileCall, FileServer, RemoteFolder, _pieces
 from distbelief.transport.keys import Allowed, KeyFiles, new_secret
+from distbelief.transport.listen_config import KeyConfig, ListenConfig
 from tests.distbelief.limits import largest_file
 from tests.distbelief.run.test_durability import Disk
 from tests.processes.commands import poll

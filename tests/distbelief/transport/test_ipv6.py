@@ -12,9 +12,9 @@ from distbelief.protocol import SaveCheckpoint
 from distbelief.serve.address import ServerAddress
 from distbelief.serve.options import listen_config
 from distbelief.transport.address import Endpoint, refuses
-from distbelief.transport.config import ListenConfig
 from distbelief.transport.file_server import FileServer, RemoteFolder
 from distbelief.transport.keys import new_secret
+from distbelief.transport.listen_config import ListenConfig
 from tests.distbelief.transport.test_zmq_transport import labels, take
 
 

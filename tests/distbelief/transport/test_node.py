@@ -18,8 +18,8 @@ from distbelief.errors import JobError, PeerLostError, RemoteProtocolError, Stor
 from distbelief.protocol import CheckpointSaved, Finished, Stop
 from distbelief.protocol.codec import Envelope
 from distbelief.roles import role as rl
-from distbelief.supervisor.config import SupervisorConfig
 from distbelief.supervisor.supervisor import Supervisor
+from distbelief.supervisor.supervisor_config import SupervisorConfig
 from distbelief.transport import node as node_module
 from distbelief.transport.address import LOOPBACK
 from distbelief.transport.authenticator import DirectoryAuth

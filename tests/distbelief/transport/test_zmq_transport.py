@@ -542,7 +542,7 @@ def test_a_frame_that_is_too_large_costs_its_sender_the_connection(
 PEER = """
 import sys
 from distbelief.protocol import SaveCheckpoint, Stop
-from distbelief.transport.config import ListenConfig
+from distbelief.transport.listen_config import ListenConfig
 
 links = ListenConfig(directory=sys.argv[2]).transport(
     name="peer", incarnation=int(sys.argv[3]), run="run", log=print
@@ -605,7 +605,7 @@ def test_the_last_messages_of_a_peer_arrive_though_it_ends_at_once(make_files: M
 
 INBOX = """
 import sys, time
-from distbelief.transport.config import ListenConfig
+from distbelief.transport.listen_config import ListenConfig
 
 links = ListenConfig(host=sys.argv[1], secret=sys.argv[2])
 with links.transport(name="a", incarnation=1, run="run", log=print) as transport:
@@ -624,7 +624,7 @@ with links.transport(name="a", incarnation=1, run="run", log=print) as transport
 FLOOD = """
 import os, sys, time
 from distbelief.protocol import HeartbeatAck
-from distbelief.transport.config import ListenConfig
+from distbelief.transport.listen_config import ListenConfig
 
 links = ListenConfig(host=sys.argv[1], secret=sys.argv[2])
 with links.transport(name="peer", incarnation=1, run="run", log=print) as transport:

@@ -13,15 +13,15 @@ from distbelief.core.memory import PrivateMemory
 from distbelief.core.vectors import Vector
 from distbelief.data import Dataset, DataShard
 from distbelief.parameter_server.client.client import ParameterClient
-from distbelief.parameter_server.config import ClientConfig
 from distbelief.parameter_server.layout import Layout, PartialView
+from distbelief.parameter_server.shard_config import ClientConfig
 from distbelief.roles import role as rl
 from distbelief.task import dry_run
 from distbelief.transport.node import _compute
 from distbelief.worker.build import whole_replica
-from distbelief.worker.config import DownpourSettings
+from distbelief.worker.downpour_settings import DownpourSettings
 from distbelief.worker.local_executor import FlatModel, LocalExecutor
-from distbelief.worker.training import TrainingObjective
+from distbelief.worker.training import Training
 from tests.distbelief.examples import Frames, net
 from tests.distbelief.parameter_server.pair import gather, scatter
 
@@ -212,8 +212,8 @@ class Bench(RoleBench):
             await_begin=await_begin,
             samples_max=samples_max,
         )
-        assert isinstance(self.replica.objective, TrainingObjective)
-        self.counters = self.replica.objective.counters
+        assert isinstance(self.replica.program, Training)
+        self.counters = self.replica.program.counters
 
     def run_until_step(self, step: int) -> None:
         for _ in range(1000):

@@ -6,8 +6,8 @@ import torch
 
 from distbelief.data import Dataset
 from distbelief.errors import JobError
+from distbelief.graph.append_loss import append_loss
 from distbelief.graph.capture import InputSpec, capture
-from distbelief.graph.losses import append_loss
 from distbelief.graph.region import Region
 from distbelief.worker.batches import BatchIndices, SliceReader
 from tests.distbelief.examples import net

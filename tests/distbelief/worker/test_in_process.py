@@ -11,9 +11,9 @@ from typing_extensions import override
 
 from distbelief.errors import JobError
 from distbelief.execution.executor import inference_of
+from distbelief.graph.append_loss import append_loss
 from distbelief.graph.capture import InputSpec, capture
 from distbelief.graph.graph import INPUT, GraphError, LayerGraph
-from distbelief.graph.losses import append_loss
 from distbelief.program.compiler import compile_plan
 from distbelief.program.placement import Placement
 from distbelief.worker.batches import micro_sizes

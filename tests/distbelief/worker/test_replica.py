@@ -10,17 +10,26 @@ from torch import nn
 from typing_extensions import override
 
 from distbelief import protocol as wire
-from distbelief.data import BatchCursor
+from distbelief.data import BatchCursor, DataShard
 from distbelief.errors import JobError, RemoteProtocolError
-from distbelief.execution.executor import StepResult
-from distbelief.parameter_server.client.buffers import FetchResult, PushResult
+from distbelief.execution.executor import Put, StepResult
 from distbelief.parameter_server.client.client import ParameterClient
+from distbelief.parameter_server.client.fetches import FetchResult
 from distbelief.parameter_server.layout import Layout, PartialView, TensorSpec
-from distbelief.parameter_server.optimizers import SGD
-from distbelief.roles.role import Action, Computed, Executor, Started
-from distbelief.worker.batches import BatchIndices, BatchSlice
-from distbelief.worker.config import DownpourSettings
-from distbelief.worker.training import PUSH, Items, TrainingObjective
+from distbelief.parameter_server.rules import SGD
+from distbelief.roles.role import Action, Compute, Computed, Executor, Seconds, Started
+from distbelief.worker.batches import (
+    BatchSlice,
+    EvaluationPlan,
+    Limits,
+    SlicePrefetch,
+    TrainingPlan,
+)
+from distbelief.worker.downpour_settings import DownpourSettings
+from distbelief.worker.evaluator import Evaluation
+from distbelief.worker.replica import Alone, Course, Steps
+from distbelief.worker.steps import STEP, Close, StepOutcome, StepRunner
+from distbelief.worker.training import Items, Training
 from tests.distbelief.examples import Frames, dropout_net, net
 from tests.distbelief.worker.bench import Bench
 
@@ -150,68 +159,78 @@ def test_with_local_steps_to_keep_a_fetch_waits_for_every_push() -> None:
     assert clocks == [0, 1, 2, 3]
 
 
+_PART = DataShard(64, replica_index=0, n_replicas=1, seed=0)
+
+
 class Client:
     """A client whose shards have the pushes of 8 samples."""
 
     samples = 8
     clocks = (2,)
     unacknowledged = 0
-    can_push = ready = False
-    fetches_own_pushes = True
-    view = PartialView(
-        Layout.of(
-            [TensorSpec(name="a", shape=(3,)), TensorSpec(name="b", shape=(2,), kind="buffer")],
-            n_shards=1,
-        )
-    )
+    ready = fetch_complete = fetches_own_pushes = True
+    can_push = may_begin = False
+    view = PartialView(Layout.of([TensorSpec(name="a", shape=(2,))], n_shards=1))
 
-    def staged(self, *_: object, **__: object) -> list[Action]:
+    def enter(self, *_: object, **__: object) -> list[Action]:
+        return []
+
+    begin_fetch = installed = enter
+
+    def install(self, values: object) -> Callable[[], FetchResult]:
+        del values
+        return lambda: FetchResult(torn=(), clocks=(3,))
+
+
+class FromTheStart(Course):
+    """Six steps from the first sample, though more is pushed."""
+
+    allowed = 6
+
+    @override
+    def ready(self, pushed: int | None, now: Seconds) -> list[Action]:
+        return []
+
+    @override
+    def begins_at(self) -> int:
+        return 0
+
+    @override
+    def taken(self, now: Seconds) -> list[Action]:
         return []
 
 
-def objective_of(config: DownpourSettings, items: Items, *, is_whole: bool) -> TrainingObjective:
-    return TrainingObjective(
-        config,
-        items,
-        client=cast("ParameterClient", Client()),
-        n_ranks=1,
-        is_whole=is_whole,
-        shapes=[value.shape for value in items.values],
-        n_steps=lambda start, stop: (stop - start) // 4,
-    )
+class Ones:
+    """An executor whose gradients are ones."""
 
+    step = generation = 0
+    is_open = False
 
-def test_a_repeated_torn_fetch_repeats_local_steps_once() -> None:
-    values = [torch.ones(3), torch.zeros(2)]
-    items = Items(values=values, trained=frozenset({0}))
-    config = DownpourSettings(
-        loss="", batch_size=4, rule=SGD(learning_rate=0.1), n_push=2, local_learning_rate=0.5
-    )
-    objective = objective_of(config, items, is_whole=True)
-    batch = BatchIndices(position=8, indices=np.arange(4))
-    put = objective.open(0, batch, BatchSlice(generation=1, step=0, samples=batch))
-    put(0, torch.full((3,), 4.0))
-    found = StepResult(loss=4.0, averages={}, outputs=())
-    objective.closed(objective.close(found), found, batch, 0.0)
+    def begin(self, generation: int) -> None:
+        self.generation, self.step = generation, 0
 
-    def fetch(value: float, *, torn: bool) -> None:
-        def install() -> FetchResult:
-            for each in values:
-                each.fill_(value)
-            return FetchResult(torn=(0,) if torn else (), clocks=(-1 if torn else 3,))
+    def place(self, now: Seconds) -> list[Action]:
+        del now
+        return []
 
-        objective.installing(install)()
+    def open(
+        self, batch_slice: BatchSlice, parameters: object, *, put: Put, close: Close, n_bytes: float
+    ) -> list[Compute]:
+        del batch_slice, parameters, n_bytes
 
-    fetch(1.0, torn=False)
-    assert values[0].tolist() == [-1.0] * 3
-    values[1].add_(5.0)  # a running average, by a local step
-    for torn in (True, True, False):
-        fetch(2.0, torn=torn)
-    assert values[0].tolist() == [0.0] * 3
-    assert values[1].tolist() == [7.0] * 2
-    objective.computed(Computed(name=PUSH, result=PushResult(finite=True)), 0.0)
-    fetch(3.0, torn=False)
-    assert [value.tolist() for value in values] == [[3.0] * 3, [3.0] * 2]
+        def work() -> StepOutcome:
+            put(0, torch.ones(2))
+            found = StepResult(loss=4.0, averages={}, outputs=())
+            return StepOutcome(
+                generation=self.generation, sends=(), found=found, closed=close(found)
+            )
+
+        return [Compute(name=STEP, work=work)]
+
+    def ran(self, outcome: StepOutcome, now: Seconds) -> list[Action]:
+        del outcome, now
+        self.step += 1
+        return []
 
 
 @pytest.mark.parametrize(("done", "pushed"), [(0, [4, 8, 12, 16]), (9, [13, 17]), (16, [])])
@@ -448,19 +467,114 @@ def test_no_batch_beyond_the_last_step_is_read() -> None:
 def test_a_rank_ahead_of_its_group_counts_no_gradient_twice() -> None:
     """The group begins where the rank that has pushed least left off."""
     config = DownpourSettings(loss="", batch_size=4, rule=SGD(learning_rate=0.1))
-    items = Items(values=[torch.zeros(2)], trained=frozenset({0}))
-    objective = objective_of(config, items, is_whole=False)
-    objective.begin(0, 0.0)
-    counted = []
-    for step in range(4):
-        batch = BatchIndices(position=4 * step, indices=np.arange(4))
-        batch_slice = BatchSlice(generation=1, step=step, samples=batch)
-        objective.open(step, batch, batch_slice)(0, torch.ones(2))
-        found = StepResult(loss=4.0, averages={}, outputs=())
-        objective.closed(objective.close(found), found, batch, 0.0)
-        counted.append(objective.counters.gradients)
-    assert counted == [0, 0, 1, 2]
-    due = [objective.is_due]
-    objective.drop()
-    assert [*due, objective.is_due] == [True, False]
-    assert objective.pushed == 8
+    client, plan = cast("ParameterClient", Client()), TrainingPlan(_PART, batch_size=4)
+    program = Training(
+        config,
+        Items(values=[torch.zeros(2)], trained=frozenset({0})),
+        client=client,
+        n_ranks=1,
+        is_whole=False,
+        shapes=[(2,)],
+        n_steps=plan.n_steps,
+    )
+    steps = Steps(
+        program,
+        client=client,
+        executor=cast("StepRunner", Ones()),
+        slices=SlicePrefetch(None, plan),
+        course=FromTheStart(),
+    )
+
+    def run(generation: int) -> list[int]:
+        """Return how many gradients were counted after each step, until it waits."""
+        counted: list[int] = []
+        steps.begin(generation)
+        while work := [one for one in steps.advance(0.0) if isinstance(one, Compute)]:
+            steps.computed(Computed(name=work[0].name, result=work[0].work()), 0.0)
+            if work[0].name == STEP:
+                counted.append(program.counters.gradients)
+        return counted
+
+    assert run(1) == [0, 0, 1]  # no shard has room for a push
+    assert run(2) == [1, 1, 2]  # what was not pushed is computed again
+    assert program.pushed == 8
+
+
+# --- the course of a whole model
+
+
+def course_of(limits: Limits, *, begins: bool = True, pushed: int = 8) -> tuple[Alone, Steps]:
+    """Return the course of a replica that is ready, and its steps."""
+    course = Alone(limits=limits, begins=begins)
+    client = cast("ParameterClient", Client())
+    program = Evaluation(values=[], batch_plan=EvaluationPlan([np.arange(8)], chunk=4))
+    steps = Steps(
+        program,
+        client=client,
+        executor=cast("StepRunner", Ones()),
+        slices=SlicePrefetch(None, TrainingPlan(_PART, batch_size=4)),
+        course=course,
+    )
+    course.of(steps)
+    course.start(0.0)
+    course.ready(pushed, 0.0)
+    return course, steps
+
+
+def steps_between(start: int, stop: int) -> int:
+    return -((start - stop) // 4)
+
+
+def test_a_whole_model_takes_no_step_before_it_is_begun() -> None:
+    course, _ = course_of(Limits(), begins=False)
+    assert course.begins_at() is None
+    assert course.allowed == 0
+    course.begin(0.0)
+    assert course.begins_at() == 8
+    assert course.allowed > 1000
+    assert not course.is_final
+
+
+def test_a_whole_model_pauses_at_the_allowed_samples() -> None:
+    course, _ = course_of(Limits(n_steps=steps_between), begins=False)
+    course.begin(0.0, samples=14)
+    course.begins_at()
+    assert course.allowed == 2
+    held = [course.is_held]
+    for _ in range(2):
+        course.taken(0.0)
+        held.append(course.is_held)
+    assert held == [False, False, True]
+    assert not course.is_final
+    course.begin(0.0, samples=30)
+    assert (course.allowed, course.is_held) == (6, False)
+
+
+def test_a_whole_model_ends_at_its_bounds() -> None:
+    for limits in (Limits(steps_max=3), Limits(samples_max=18, n_steps=steps_between)):
+        course, _ = course_of(limits)
+        course.begins_at()
+        assert (course.allowed, course.is_final) == (3, True)
+
+
+def test_a_stopped_whole_model_keeps_the_step_that_has_begun() -> None:
+    course, steps = course_of(Limits())
+    course.begins_at()
+    steps.executor.step, steps.executor.is_open = 4, True
+    course.stop(0.0)
+    assert (course.allowed, course.is_final) == (5, True)
+    course.new_generation(0.0)
+    course.begins_at()
+    assert course.allowed == 0
+
+
+def test_a_generation_of_a_whole_model_may_have_its_own_position_and_length() -> None:
+    course, _ = course_of(Limits(first=0))
+    assert course.begins_at() == 8
+    complete = [course.is_complete]
+    course.new_generation(0.0, position=1, limit=1)
+    assert course.begins_at() == 1
+    complete.append(course.is_complete)
+    course.taken(0.0)
+    assert [*complete, course.is_complete] == [True, False, True]
+    assert course.generation_done().steps == 1

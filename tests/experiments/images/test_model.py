@@ -2,9 +2,9 @@ import pytest
 import torch
 from torch.nn import functional
 
+from distbelief.graph.append_loss import append_loss
 from distbelief.graph.capture import InputSpec, capture
 from distbelief.graph.graph import LayerGraph
-from distbelief.graph.losses import append_loss
 from experiments.images.model import MAPS, Size, image_net, paper_net
 
 

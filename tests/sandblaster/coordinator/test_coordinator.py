@@ -134,10 +134,10 @@ def coordinator() -> Coordinator:
 
 
 def answer_all(role: Coordinator, number: int) -> list[rl.Action]:
-    cuts = (wire.CheckpointRecord(cut=0, whole=False, clock=0),) if number == 1 else ()
+    savepoints = (wire.CheckpointRecord(savepoint=0, whole=False, clock=0),) if number == 1 else ()
     done: list[rl.Action] = []
     for shard in SHARDS:
-        performed = wire.CommandDone(epoch=4097, number=number, cuts=cuts)
+        performed = wire.CommandDone(epoch=4097, number=number, savepoints=savepoints)
         done += role.handle(says(shard, performed), 0.0)
     return done
 

@@ -10,31 +10,38 @@ from distbelief.roles.role import Snapshot
 from sandblaster.coordinator.journal import CheckpointEntry, Journal
 
 
-def entry(cut: int, *, goal: str = "") -> CheckpointEntry:
-    state, samples = f"state {cut}", 10 * cut
+def entry(savepoint: int, *, goal: str = "") -> CheckpointEntry:
+    state, samples = f"state {savepoint}", 10 * savepoint
     return CheckpointEntry(
-        cut=cut, iteration=cut + 2, offset=2, samples=samples, goal=goal, state=state
+        savepoint=savepoint,
+        iteration=savepoint + 2,
+        offset=2,
+        samples=samples,
+        goal=goal,
+        state=state,
     )
 
 
-def journal(*cuts: int, base_clocks: tuple[int, ...] | None = (0, 0), goal: str = "") -> Journal:
+def journal(
+    *savepoints: int, base_clocks: tuple[int, ...] | None = (0, 0), goal: str = ""
+) -> Journal:
     written = Journal(None, goal=goal)
     written.base_clocks = base_clocks
-    for cut in cuts:
-        written.write(entry(cut, goal=goal))
+    for savepoint in savepoints:
+        written.write(entry(savepoint, goal=goal))
     return written
 
 
 def held(text: str) -> Sequence[CheckpointRecord]:
     """Return records of "31 (28) (0)": savepoint 31 whole, of the others the parameters."""
     return [
-        CheckpointRecord(cut=int(word.strip("()")), whole="(" not in word, clock=0)
+        CheckpointRecord(savepoint=int(word.strip("()")), whole="(" not in word, clock=0)
         for word in text.split()
     ]
 
 
 @pytest.mark.parametrize(
-    ("shards", "written", "cut", "whole"),
+    ("shards", "written", "savepoint", "whole"),
     [
         (["31", "31"], [31], 31, True),
         (["30 31", "30 31"], [30], 30, True),
@@ -47,12 +54,12 @@ def held(text: str) -> Sequence[CheckpointRecord]:
     ],
 )
 def test_a_run_resumes_from_the_newest_shared_savepoint(
-    shards: list[str], written: list[int], cut: int, *, whole: bool
+    shards: list[str], written: list[int], savepoint: int, *, whole: bool
 ) -> None:
     resume_point = journal(*written).choose([held(text) for text in shards])
-    assert (resume_point.cut, resume_point.whole) == (cut, whole)
-    if cut in written:
-        assert resume_point.entry == entry(cut)
+    assert (resume_point.savepoint, resume_point.whole) == (savepoint, whole)
+    if savepoint in written:
+        assert resume_point.entry == entry(savepoint)
 
 
 def test_what_another_goal_has_left_is_a_point_and_no_more() -> None:
@@ -61,17 +68,17 @@ def test_what_another_goal_has_left_is_a_point_and_no_more() -> None:
     written.checkpointed(28)
     snapshot = written.snapshot(incarnation=1)
     same = Journal(snapshot, goal="l2 = 0").choose([held("31")] * 2)
-    assert (same.cut, same.whole, same.has_other_goal) == (31, True, False)
+    assert (same.savepoint, same.whole, same.has_other_goal) == (31, True, False)
     changed = Journal(snapshot, goal="l2 = 1")
     other = changed.choose([held("31")] * 2)
-    assert (other.cut, other.whole, other.has_other_goal) == (31, False, True)
+    assert (other.savepoint, other.whole, other.has_other_goal) == (31, False, True)
     assert other.entry is not None
     assert other.entry.iteration == 33
 
     changed.write(entry(40, goal="l2 = 1"))
     assert changed.choose([held("40 (28)")] * 2).whole
     back = changed.choose([held("28 (28)")] * 2)  # a shard has lost what came after
-    assert (back.cut, back.whole) == (28, False)
+    assert (back.savepoint, back.whole) == (28, False)
 
 
 def test_shards_without_a_shared_savepoint_are_listed() -> None:
@@ -84,7 +91,7 @@ def test_initial_values_at_another_clock_do_not_match() -> None:
     written = journal(31, base_clocks=(0, 5))
     with pytest.raises(StorageError, match="shard 1: none"):
         written.choose([held("31 (0)"), held("(0)")])
-    assert journal(base_clocks=None).choose([held("(0)")]).cut == 0
+    assert journal(base_clocks=None).choose([held("(0)")]).savepoint == 0
 
 
 def test_what_is_written_down_comes_back() -> None:
@@ -94,7 +101,7 @@ def test_what_is_written_down_comes_back() -> None:
     snapshot = written.snapshot(incarnation=1)
     restored = Journal(snapshot)
     assert (restored.on_disk, restored.base_clocks) == (28, (0, 0))
-    assert restored.choose([held("31 28"), held("31 28")]).cut == 31
+    assert restored.choose([held("31 28"), held("31 28")]).savepoint == 31
     assert restored.choose([held("28"), held("28")]).whole
     assert not restored.choose([held("30"), held("30")]).whole  # forgotten
     assert restored.snapshot(incarnation=2).label > snapshot.label
@@ -103,14 +110,14 @@ def test_what_is_written_down_comes_back() -> None:
 def test_a_run_with_damaged_newest_snapshots_resumes_with_its_history() -> None:
     """Three snapshots are kept of each shard; of the older two no state was left."""
     written = journal(0)
-    for cut in range(10, 60, 10):
-        written.write(entry(cut))
-        written.checkpointed(cut)
+    for savepoint in range(10, 60, 10):
+        written.write(entry(savepoint))
+        written.checkpointed(savepoint)
     written = Journal(written.snapshot(incarnation=1))
-    for cut in (30, 40, 50):
-        resume_point = written.choose([held(f"{cut} ({cut})")] * 2)
+    for savepoint in (30, 40, 50):
+        resume_point = written.choose([held(f"{savepoint} ({savepoint})")] * 2)
         assert resume_point.whole
-        assert resume_point.entry == entry(cut)
+        assert resume_point.entry == entry(savepoint)
     assert not written.choose([held("20 (20)")] * 2).whole
 
 
@@ -129,16 +136,16 @@ def test_a_damaged_journal_is_refused(label: str, facts: dict[str, str]) -> None
 
 def test_a_finished_run_resumes_from_its_published_point() -> None:
     written = journal(31)
-    written.end((7, 8), CheckpointEntry(cut=0, iteration=33, offset=2, samples=330, state=""))
+    written.end((7, 8), CheckpointEntry(savepoint=0, iteration=33, offset=2, samples=330, state=""))
     written = Journal(written.snapshot(incarnation=1))
 
     def at(*clocks: int) -> list[list[CheckpointRecord]]:
-        return [[CheckpointRecord(cut=0, whole=False, clock=clock)] for clock in clocks]
+        return [[CheckpointRecord(savepoint=0, whole=False, clock=clock)] for clock in clocks]
 
     ended = written.choose(at(7, 8))
     assert ended.entry is not None
-    assert (ended.cut, ended.whole, ended.entry.iteration) == (0, False, 33)
+    assert (ended.savepoint, ended.whole, ended.entry.iteration) == (0, False, 33)
     assert written.choose(at(0, 0)).entry is None  # where all began
-    assert written.choose([held("31"), held("31")]).cut == 31  # with its history
+    assert written.choose([held("31"), held("31")]).savepoint == 31  # with its history
     with pytest.raises(StorageError, match="share no savepoint"):
         written.choose(at(7, 0))

@@ -12,7 +12,7 @@ from distbelief.graph.graph import GraphError, Layer, Option
 from distbelief.graph.operator import OPERATORS, Call, Operator, Work, operator_of
 from distbelief.graph.ops import norms
 from distbelief.graph.ops.linear import product_layer
-from distbelief.graph.ops.losses import cross_entropy_layers, elementwise_loss_layer
+from distbelief.graph.ops.loss_layers import cross_entropy_layers, elementwise_loss_layer
 from distbelief.graph.ops.reductions import softmax_layers
 from distbelief.graph.region import Region, Shape
 from tests.distbelief.graph.ops.comparison import (

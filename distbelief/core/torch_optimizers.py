@@ -1,0 +1,132 @@
+"""Optimizers and schedulers of torch, made from tables.
+
+A table has the name of a class of `torch.optim`, or of `torch.optim.lr_scheduler`, as "name", and
+its keywords. Its key "schedule" is such a table of a scheduler.
+"""
+
+import inspect
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Final, cast
+
+import torch
+from torch import nn
+from torch.optim import Optimizer, lr_scheduler
+from torch.optim.lr_scheduler import LRScheduler
+
+from distbelief.core.formatting import nearest
+from distbelief.errors import SettingError
+
+
+Table = Mapping[str, object]
+
+# They need the loss, a second pass, sparse gradients, matrices only, or a function.
+_UNFIT: Final = {"LBFGS", "SparseAdam", "Muon", "ReduceLROnPlateau", "LambdaLR", "MultiplicativeLR"}
+_WRAPPED: Final = ("add_param_group", "step", "zero_grad")
+OF_WHOLE_TENSORS: Final = {"Adafactor"}  # the others treat each element by itself
+
+
+def kinds_of(module: object, base: type) -> dict[str, type]:
+    """Return the classes of a module of torch that can be made from a table, by name."""
+    return {
+        name: kind
+        for name, kind in inspect.getmembers(module, inspect.isclass)
+        if issubclass(kind, base) and kind is not base and name[0] != "_" and name not in _UNFIT
+    }
+
+
+def made(
+    table: Table, parameters: Sequence[nn.Parameter], *, where: str
+) -> tuple[Optimizer, LRScheduler | None]:
+    """Return the optimizer of a table, and its scheduler if it has one; or raise SettingError."""
+    keywords = {key: value for key, value in table.items() if key != "schedule"}
+    name = _known(keywords.pop("name", None), kinds_of(torch.optim, Optimizer), where=where)
+    with explaining(name, keywords, where=f"{where} {name}"):
+        one = optimizer(name, parameters, keywords)
+    if keywords.get("lr") == 0:
+        raise SettingError(
+            f"{where}.lr is 0: no local step would move anything; use a number above 0"
+        )
+    schedule = table.get("schedule")
+    if schedule is None:
+        return one, None
+    return one, _scheduler(schedule, one, where=f"{where}.schedule")
+
+
+def check(table: Table, *, where: str) -> None:
+    """Raise SettingError unless the table makes an optimizer, and a scheduler if it has one."""
+    _, scheduler = made(table, [nn.Parameter(torch.zeros(1))], where=where)
+    if scheduler is not None:
+        try:
+            advance(scheduler, 1)
+        except (TypeError, ValueError, ArithmeticError) as error:
+            name = type(scheduler).__name__
+            raise SettingError(f"{where}.schedule {name}: {error}") from None
+
+
+def advance(scheduler: LRScheduler, n_steps: int) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a scheduler that is repeated without steps
+        for _ in range(n_steps):
+            scheduler.step()
+
+
+def optimizer(name: str, parameters: Sequence[nn.Parameter], keywords: Table) -> Optimizer:
+    """Return an optimizer of a class of torch; raises what torch raises about its keywords."""
+    made: Optimizer = _plain(name)(parameters, **keywords)
+    return made
+
+
+@cache
+def _plain(name: str) -> type:
+    # Without the wrappers that keep torch.compile away from its methods: they import the compiler
+    # at the first call, six seconds of every process.
+    kind = getattr(torch.optim, name)
+    methods = {each: inspect.unwrap(getattr(kind, each)) for each in _WRAPPED}
+    methods["step"] = torch.no_grad()(methods["step"])
+    return type(name, (kind,), methods)
+
+
+@contextmanager
+def explaining(name: str, keywords: Table, *, where: str) -> Iterator[None]:
+    """Turn what torch raises about keywords of this class into a SettingError."""
+    try:
+        yield
+    except (TypeError, ValueError, AssertionError, IndexError, RuntimeError) as error:
+        text = str(error).replace(f"{name}.__init__() ", "")
+        if isinstance(error, TypeError) and text == str(error):  # of an operation on a value
+            given = ", ".join(f"{key} = {value!r}" for key, value in keywords.items())
+            text = f"torch does not accept {given}: use values of the types that it documents"
+        raise SettingError(f"{where}: {text or type(error).__name__}") from None
+
+
+def _scheduler(table: object, optimizer: Optimizer, *, where: str) -> LRScheduler:
+    if not isinstance(table, Mapping):
+        raise SettingError(
+            f"{where} is {table!r}; "
+            'use a table, such as { name = "CosineAnnealingLR", T_max = 1000 }'
+        )
+    keywords = dict(cast("Table", table))
+    inner = keywords.get("schedulers")
+    if isinstance(inner, list | tuple):  # of SequentialLR or ChainedScheduler
+        keywords["schedulers"] = [_scheduler(each, optimizer, where=where) for each in inner]
+    kinds = kinds_of(lr_scheduler, LRScheduler)
+    name = _known(keywords.pop("name", None), kinds, where=where)
+    # A chain of schedulers gets its optimizer from them.
+    arguments = () if name == "ChainedScheduler" else (optimizer,)
+    with explaining(name, keywords, where=f"{where} {name}"):
+        scheduler: LRScheduler = kinds[name](*arguments, **keywords)
+    return scheduler
+
+
+def _known(name: object, kinds: Mapping[str, type], *, where: str) -> str:
+    if name in _UNFIT:
+        raise SettingError(
+            f"{where} has name = {name!r}, which does not fit here. {nearest('', kinds)}"
+        )
+    if not isinstance(name, str) or name not in kinds:
+        hint = nearest(str(name), kinds)
+        raise SettingError(f"{where} has name = {name!r}, which torch has not. {hint}")
+    return name

@@ -1,0 +1,138 @@
+"""Table [algorithm] of a Downpour job: how replicas train, and exchange what they learn."""
+
+import math
+from collections.abc import Mapping
+from typing import Literal
+
+import msgspec
+
+from distbelief.core import torch_optimizers
+from distbelief.core.spans import Epochs
+from distbelief.data import DataShard
+from distbelief.parameter_server.policy import DOWNPOUR, ExchangePolicy
+from distbelief.parameter_server.rules import UpdateRule
+from distbelief.worker.batches import TrainingPlan
+from distbelief.worker.exchange import EVERY_MIN, Pace
+
+
+class DownpourSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    loss: str  # torch's name of it, or an import path (see `task.losses`)
+    batch_size: int  # samples of one step of one replica
+    rule: UpdateRule  # how the shards apply a push: { name = "adagrad", learning_rate = 0.02 }
+    n_fetch: int = 1  # steps between fetches (in all experiments of the paper: 1)
+    n_push: int = 1  # steps between pushes (in all experiments of the paper: 1)
+    # Fetch only once every push is applied: with one replica, plain SGD. If n_fetch or n_push is
+    # above 1, fetches wait for pushes anyway.
+    blocking: bool = False
+    # A fetch overwrites the local steps whose gradients are not pushed yet, as in the paper. By
+    # default they are repeated from the fetched parameters.
+    overwrite_local_steps: bool = False
+    # How replicas exchange what they learn; `every` stands for both n_fetch and n_push.
+    exchange: ExchangePolicy = DOWNPOUR
+    # The optimizer of local steps: a class of torch.optim as "name", and its keywords; its key
+    # "schedule" is such a table for a class of torch.optim.lr_scheduler.
+    inner: Mapping[str, object] | None = None
+    warm_start_steps: int = 0  # steps of replica 0 alone, before the others start
+    # Of a replica's own steps between fetches and pushes, before the rule's schedule; by default
+    # the rule's. With an adaptive rule it is required if n_fetch > 1; if only n_push > 1, a replica
+    # without it takes no steps of its own and only sums gradients.
+    local_learning_rate: float | None = None
+    clip_norm: float | None = None  # bound of each mini-batch gradient's 2-norm; None: no bound
+    max_steps: int | None = None  # of each incarnation of a replica; None: until a Stop
+    # Gradients in a row with NaN or Inf, each skipped and logged, before a replica gives up.
+    non_finite_limit: int = 10
+    seed: int = 0  # of the order of samples and of the model's random numbers (dropout)
+    # Who reads which samples. "parts": each replica a part of its own, also after others are lost.
+    # "dealt": the supervisor deals ranges to those present, by speed, and what a lost one has not
+    # pushed to others: each sample of an epoch counts exactly once. None: "dealt" where a job can
+    # (`algorithms.downpour`); without a supervisor there are parts.
+    order: Literal["parts", "dealt"] | None = None
+    # Of an epoch of dealt samples: once so much of it is done, what is left is not waited for, and
+    # dealt to nobody any more (Chilimbi et al. 2014: 0.75).
+    epoch_share: float = 1.0
+
+    def __post_init__(self) -> None:
+        # msgspec turns a ValueError into an error that names the table.
+        for name in ("n_fetch", "n_push", "batch_size", "non_finite_limit", "max_steps"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} is {value}; use 1 or more")
+        for name in ("warm_start_steps", "seed"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; use 0 or more")
+        for name in ("clip_norm", "local_learning_rate"):
+            value = getattr(self, name)
+            if value is not None and not 0.0 < value < math.inf:
+                raise ValueError(f"{name} is {value}; use a number above 0, or leave it out")
+        if not any(rule.learning_rate for rule in self.rule.rules):
+            raise ValueError(f"rule {self.rule.name!r}: learning_rate is 0; use a number above 0")
+        if self.inner is not None:
+            torch_optimizers.check(self.inner, where="inner")
+        if not 0.0 < self.epoch_share <= 1.0:
+            raise ValueError(f"epoch_share is {self.epoch_share}; use a share above 0, at most 1")
+        self.exchange.refuse(self.rule, inner=self.inner is not None, workers=1)
+        self._check_pairs()
+
+    def _check_pairs(self) -> None:
+        is_delta = self.exchange.send == "delta"
+        gradients_only = {
+            "overwrite_local_steps": "a fetch keeps local steps: leave it out",
+            "local_learning_rate": "the inner optimizer has its own rate: give inner that rate",
+        }
+        for name, fix in gradients_only.items():
+            if is_delta and getattr(self, name):
+                raise ValueError(f'{name} is given and exchange.send is "delta", where {fix}')
+        for name in ("n_fetch", "n_push"):
+            if getattr(self, name) > 1 and (is_delta or self.exchange.every != 1):
+                raise ValueError(
+                    f"{name} is {getattr(self, name)} and exchange.every {self.exchange.every}: "
+                    "both say when to exchange: leave one of them out"
+                )
+        if self.order == "parts" and self.epoch_share != 1.0:
+            raise ValueError(
+                f'epoch_share is {self.epoch_share} and order is "{self.order}": only of dealt '
+                'samples it is known which are left: use order = "dealt"'
+            )
+        n_fetch = self.pace.n_fetch
+        rule, has_rate = self.rule, self.local_learning_rate is not None or is_delta
+        if (rule.adaptive or rule.groups) and n_fetch > 1 and not has_rate:
+            key = "n_fetch" if self.n_fetch > 1 else "exchange.every"
+            why = "has groups" if rule.groups else "adapts its rate on the shards"
+            raise ValueError(
+                f"{key} is {n_fetch} and rule {rule.name!r} {why}; a replica's own steps between "
+                f"fetches need a rate: give local_learning_rate, or use {key} = 1"
+            )
+
+    def epochs(self, n_samples: int) -> Epochs:
+        """Return how dealt samples are cut."""
+        # Pushes that are fitted to the link are of any batches of a range.
+        n_push = 1 if self.exchange.every == "auto" else self.pace.n_push
+        return Epochs(n_samples=n_samples, batch_size=self.batch_size, n_push=n_push)
+
+    def warm_start_left(self, n_done: int, n_samples: int, n_replicas: int) -> int:
+        """Return the steps left of the warm start once so many samples are done: by replica 0."""
+        n_parts = 1 if self.order == "dealt" else n_replicas
+        part = DataShard(n_samples, replica_index=0, n_replicas=n_parts, seed=self.seed)
+        plan = TrainingPlan(part, batch_size=self.batch_size)
+        return max(0, self.warm_start_steps - plan.n_steps(0, n_done))
+
+    @property
+    def pace(self) -> Pace:
+        exchange = self.exchange
+        every = EVERY_MIN if exchange.every == "auto" else exchange.every
+        return Pace(
+            n_fetch=self.n_fetch if every == 1 else every,
+            n_push=self.n_push if every == 1 else every,
+            # A worker that waits for others waits for its own push, too, and reads what it wrote.
+            blocking=self.blocking or exchange.staleness is not None,
+            overwrite_local_steps=self.overwrite_local_steps,
+            sends_delta=exchange.send == "delta",
+        )
+
+    def rate(self, clock: int) -> float:
+        """Return the rate of local steps from parameters of this clock."""
+        rate = self.local_learning_rate
+        if rate is None:  # no rate of an adaptive rule, or of several, would fit a local step
+            has_one = not (self.rule.adaptive or self.rule.groups)
+            rate = self.rule.learning_rate if has_one else 0.0
+        return rate * self.rule.schedule.factor(clock)

@@ -1,0 +1,150 @@
+"""Roles on the machines of a cluster file, and the outages of the machines."""
+
+import msgspec
+import pytest
+
+from distbelief.config.cluster_file import load_cluster, names
+from distbelief.graph.graph import GraphError
+from distbelief.program.cluster import Cluster, Lost, Machine, Outages, OutageTrace, Switch
+from distbelief.roles.role import Address, Launch, PeerLost, Started, TimerFired
+from distbelief.simulation.cluster_options import drawn_outages, options_for, several
+from distbelief.simulation.faults import Outage
+from distbelief.simulation.machines import ClusterOptions
+from tests.distbelief.simulation.toys import STEADY, A, B, Scripted, cluster_of, on_start
+
+
+S0, R0, R1 = Address("shard-0"), Address("replica-0"), Address("replica-1")
+MACHINE = Machine(
+    flops=8e9, cores=4, memory_rate=1e9, message_rate=4e9, memory=2**30, bandwidth=1e6
+)
+
+
+def cluster(n: int = 6, **more: object) -> Cluster:
+    made = Cluster(name="lab", machines=(MACHINE,) * n)
+    return msgspec.structs.replace(made, **more)
+
+
+def test_roles_of_one_machine_share_cores_memory_and_card() -> None:
+    options = options_for(cluster(latency=1e-3), {S0: 0, R0: 0, R1: 1}, threads=2)
+    machine = options.machines[R0]
+    assert machine.host == options.machines[S0].host == "machine-0"
+    assert machine.flops_per_second == 4e9
+    assert machine.threads == 2
+    assert machine.handling_bytes_per_second == 1e9
+    assert options.processors["machine-0"].cores == 4
+    assert options.fabric is not None
+    assert set(options.fabric.cards) == {"machine-0", "machine-1"}
+    assert options.fabric.latency_seconds == 1e-3
+
+
+def test_threads_may_differ_by_role_and_are_no_more_than_cores() -> None:
+    options = options_for(cluster(), {S0: 0, R0: 1}, threads={R0: 99})
+    assert options.machines[S0].flops_per_second == 2e9
+    assert options.machines[R0].flops_per_second == 8e9
+
+
+def test_a_role_on_several_machines_has_all_their_cores_and_cards() -> None:
+    machine = several(MACHINE, 3)
+    assert machine.memory == 3 * MACHINE.memory
+    assert machine.overhead == MACHINE.overhead
+    lab = msgspec.structs.replace(cluster(), machines=(MACHINE, machine))
+    options = options_for(lab, {S0: 0, R0: 1}, threads={R0: machine.cores})
+    assert options.machines[R0].flops_per_second == 24e9
+    assert options.machines[R0].threads == 12
+    assert options.machines[R0].handling_bytes_per_second == 1e9
+    assert options.fabric is not None
+    assert options.fabric.cards["machine-1"].bytes_per_second == 3e6
+
+
+def test_switches_and_links_lie_between_hosts() -> None:
+    switches = (Switch(first=0, last=3, bandwidth=5e6), Switch(first=0, last=1, bandwidth=2e6))
+    lab = cluster(switches=switches, links={"0-2": 1e5, "4-5": 1.0})
+    fabric = options_for(lab, {S0: 0, R0: 1, R1: 2}).fabric
+    assert fabric is not None
+    inner, outer = fabric.uplinks
+    assert inner.hosts == {"machine-0", "machine-1"}
+    assert outer.hosts == {"machine-0", "machine-1", "machine-2"}
+    assert fabric.links == {("machine-0", "machine-2"): 1e5, ("machine-2", "machine-0"): 1e5}
+
+
+def test_a_cluster_that_cannot_hold_the_job_says_which_machine_and_why() -> None:
+    with pytest.raises(GraphError, match=r"machine-0 of cluster 'lab' cannot hold shar"):
+        options_for(cluster(), {S0: 0, R0: 0}, memory={S0: 2**29, R0: 2**29 + 1})
+    with pytest.raises(GraphError, match=r"replica-0 is put on machine 6 .* has 6"):
+        options_for(cluster(), {R0: 6})
+    with pytest.raises(GraphError, match=r"replica-0 is put on machine -1 "):
+        options_for(cluster(), {R0: -1})
+
+
+@pytest.mark.parametrize("name", names())
+def test_every_cluster_that_comes_along_can_be_simulated(name: str) -> None:
+    found = load_cluster(name)
+    options = options_for(found, {S0: 0, R0: len(found) - 1})
+    assert isinstance(options, ClusterOptions)
+    assert found.machines[0].cores > 1
+    drawn_outages(found, {S0: 0}, horizon=1.0, seed=1)
+
+
+# ------------------------------------------------------------------------- outages
+
+
+def test_outages_are_drawn_by_seed_and_only_for_machines_in_use() -> None:
+    lab = cluster(failures=Outages(mean_time=100.0, away=5.0))
+    placement = {S0: 0, R0: 1, R1: 2}
+    drawn = drawn_outages(lab, placement, horizon=10_000.0, seed=1)
+    assert drawn == drawn_outages(lab, placement, horizon=10_000.0, seed=1)
+    assert drawn != drawn_outages(lab, placement, horizon=10_000.0, seed=2)
+    assert {fault.roles for fault in drawn} == {(S0,), (R0,), (R1,)}
+    assert [fault.at for fault in drawn] == sorted(fault.at for fault in drawn)
+    assert len(drawn) == pytest.approx(300, rel=0.2)  # three machines, 100 each
+
+
+def test_machines_of_a_group_go_together() -> None:
+    lab = cluster(preemptions=Outages(mean_time=100.0, away=5.0, group=4))
+    drawn = drawn_outages(lab, {S0: 0, R0: 3, R1: 4}, horizon=1000.0, seed=1)
+    times = {name: [fault.at for fault in drawn if name in fault.roles] for name in (S0, R0, R1)}
+    assert times[S0] == times[R0] != times[R1]
+
+
+def test_a_trace_is_followed_and_must_be_long_enough() -> None:
+    trace = OutageTrace(outages=(Lost(at=3.0, machine=1, away=2.0),), covers=10.0)
+    lab = cluster(trace=trace)
+    assert drawn_outages(lab, {R0: 1}, horizon=10.0, seed=0, restarts=True) == (
+        Outage(at=3.0, roles=(R0,), seconds=2.0, restarts=True),
+    )
+    with pytest.raises(GraphError, match=r"ends early: it covers 10 of 11 s"):
+        drawn_outages(lab, {R0: 1}, horizon=11.0, seed=0)
+
+
+def test_outages_without_end_are_refused() -> None:
+    lab = cluster(failures=Outages(mean_time=1e-9, away=1e-9))
+    with pytest.raises(GraphError, match="about 6000000000000 outages"):
+        drawn_outages(lab, {R0: 1}, horizon=1000.0, seed=0)
+
+
+def test_a_machine_that_is_away_takes_its_roles_with_it() -> None:
+    roles = {A: Scripted(), B: Scripted()}
+    faults = (
+        Outage(at=1.0, roles=(A, Address("nobody")), seconds=2.0, restarts=True),
+        Outage(at=2.0, roles=(A,), seconds=5.0, restarts=True),
+    )
+    cluster_of(roles, options=ClusterOptions(machine=STEADY, faults=faults)).run()
+    begins = [now for now, event in roles[A].seen if isinstance(event, Started)]
+    assert begins == [0.0, 7.0]
+
+
+def test_whoever_is_launched_waits_for_its_machine() -> None:
+    def launcher(event: object, now: float) -> list[Launch]:
+        first = isinstance(event, Started)
+        if first or isinstance(event, PeerLost):
+            return [Launch(name=B, incarnation=1 if first else 2)]
+        del now
+        return []
+
+    roles = {A: Scripted(launcher), B: Scripted(on_start())}
+    faults = (Outage(at=1.0, roles=(B,), seconds=9.0),)
+    options = ClusterOptions(machine=STEADY, faults=faults, start=(A,))
+    cluster_of(roles, options=options).run()
+    begins = [now for now, event in roles[B].seen if isinstance(event, Started)]
+    assert begins == [0.5, 10.0]
+    assert not any(isinstance(event, TimerFired) for _, event in roles[A].seen)
