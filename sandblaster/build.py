@@ -16,9 +16,9 @@ from distbelief.task.task import BuildContext, build_model
 from distbelief.worker import build as wb
 from distbelief.worker.batches import SlicePrefetch
 from distbelief.worker.config import DownpourSettings
-from distbelief.worker.group import EVALUATORS, GroupRank, member_names
+from distbelief.worker.group import EVALUATORS, member_names
 from distbelief.worker.local_executor import FlatModel, LocalExecutor
-from distbelief.worker.replica import Replica
+from distbelief.worker.replica import Alone, Replica
 from distbelief.worker.training import Items
 from sandblaster.config import SandblasterSettings
 from sandblaster.coordinator.coordinator import Coordinator
@@ -26,7 +26,7 @@ from sandblaster.coordinator.workers import CoordinatorConfig
 from sandblaster.group_tasks import ChunkBatchPlan, GroupTasks, WorkerConfig
 from sandblaster.optimizers import AnyMethod
 from sandblaster.warm_start_worker import WarmStartWorker
-from sandblaster.worker import ChunkObjective
+from sandblaster.worker import ChunkProgram
 
 
 WINDOW_CHUNKS_MIN: Final = 64
@@ -120,7 +120,7 @@ def whole_worker(
     """Return a worker whose process holds the whole model; its executor takes gradients of sums."""
     model = executor.model
     trained = (item for item, spec in enumerate(model.specs()) if spec.kind == "parameter")
-    objective, plan = _objective(
+    program, plan = _program(
         config,
         Items(values=model.values, trained=frozenset(trained)),
         samples,
@@ -128,19 +128,16 @@ def whole_worker(
         names=member_names("replica", 1),
         await_begin=await_begin,
     )
-    executor.n_bytes = objective.step_bytes
     return Replica(
-        GroupRank("replica", 0),
+        program,
         client=client,
-        # No step follows an install: the version of the parameters is checked first.
         executor=executor,
         slices=SlicePrefetch(executor, plan, reuses=True),
-        objective=objective,
-        leader=wb.leader_on_request(n_ranks=1),
+        course=Alone(limits=wb.on_request()),
     )
 
 
-def _objective(
+def _program(
     config: WorkerConfig,
     items: Items,
     samples: Samples,
@@ -149,12 +146,12 @@ def _objective(
     names: Sequence[Address],
     await_begin: bool | None,  # of the leader; None on other ranks
     shards: Sequence[int] | None = None,
-) -> tuple[ChunkObjective, ChunkBatchPlan]:
+) -> tuple[ChunkProgram, ChunkBatchPlan]:
     plan = ChunkBatchPlan(samples, mini_batch_size=config.chunk_sizes.mini_batch_size)
     tasks = None
     if await_begin is not None:
         tasks = GroupTasks(config, plan=plan, n_ranks=len(names), await_begin=await_begin)
-    objective = ChunkObjective(
+    program = ChunkProgram(
         items,
         shards=shards,
         client=client,
@@ -163,7 +160,7 @@ def _objective(
         names=names,
         retry_seconds=config.retry_seconds,
     )
-    return objective, plan
+    return program, plan
 
 
 # A warm start's first part shares client and model with the second.
@@ -204,7 +201,7 @@ def build_rank(
     flow = parts.flow
     view = PartialView(context.layout, flow.items)
     trained = (item for item, spec in enumerate(view.tensors) if spec.kind == "parameter")
-    objective, plan = _objective(
+    program, plan = _program(
         worker_config(config, context),
         Items(
             values=wb.zeros_of(flow, parts.dtype), trained=frozenset(trained), counts=flow.counts
@@ -220,8 +217,8 @@ def build_rank(
         split,
         parts,
         batch_plan=plan,
-        objective=objective,
-        leader=wb.leader_on_request(n_ranks=n_machines, plan=split.fingerprint),
+        program=program,
+        limits=wb.on_request(),
         seed=(config.seed, 0),  # the same in all replicas: so are their sums
         seed_gradient=_sum_over_samples,
     )

@@ -23,7 +23,7 @@ from distbelief.data import Samples
 from distbelief.errors import RemoteProtocolError
 from distbelief.roles.role import Action, Report, Seconds, Send, SetTimer
 from distbelief.worker.batches import BatchIndices
-from distbelief.worker.group import GroupLeader, Outgoing
+from distbelief.worker.group import Leader, Outgoing
 from sandblaster.chunks import COORDINATOR, ChunkSizes
 
 
@@ -262,10 +262,7 @@ class GroupTasks:
         return None if has_work else "waiting for work"
 
     def command(
-        self,
-        leader: GroupLeader,
-        message: wire.StartTraining | wire.Evaluate | wire.Stop,
-        now: Seconds,
+        self, leader: Leader, message: wire.StartTraining | wire.Evaluate | wire.Stop, now: Seconds
     ) -> Outgoing:
         match message:
             case wire.StartTraining():
@@ -322,7 +319,7 @@ class GroupTasks:
     # --- the group ---
 
     def report(
-        self, leader: GroupLeader, now: Seconds, *, has_opened: bool
+        self, leader: Leader, now: Seconds, *, has_opened: bool
     ) -> tuple[Sequence[Action], Outgoing]:
         """Return what to report; `has_opened`: the generation's first mini-batch has begun."""
         if self._stopping:
@@ -344,7 +341,7 @@ class GroupTasks:
             out = self._begin(leader, now)
         return actions, [*out, *self._pushes()]
 
-    def _check_generation(self, leader: GroupLeader, now: Seconds) -> Outgoing:
+    def _check_generation(self, leader: Leader, now: Seconds) -> Outgoing:
         out: Outgoing = []
         if not self._generation:
             self._generation = leader.generation
@@ -361,14 +358,12 @@ class GroupTasks:
             self._silences = {rank: Silence(heard_at=now) for rank in range(1, self._n_ranks)}
         return out
 
-    def _count(self, one: ChunkAttempt, leader: GroupLeader) -> None:
+    def _count(self, one: ChunkAttempt, leader: Leader) -> None:
         n_done = self._plan.n_examples(leader.steps, one.start, one.stop)
         self._attempts.n_computed += n_done - self._n_counted
         self._n_counted = n_done
 
-    def _finish_chunk(
-        self, one: ChunkAttempt, leader: GroupLeader, now: Seconds
-    ) -> Sequence[Action]:
+    def _finish_chunk(self, one: ChunkAttempt, leader: Leader, now: Seconds) -> Sequence[Action]:
         outcome = self._outcome or _outcome_of_group(one, leader)
         one.loss, one.is_held = outcome.loss, math.isfinite(outcome.loss)
         one.seconds = 0.0 if self._began_at is None else now - self._began_at
@@ -382,7 +377,7 @@ class GroupTasks:
         )
         return [Report(text=text, level="warning")]
 
-    def _begin(self, leader: GroupLeader, now: Seconds) -> Outgoing:
+    def _begin(self, leader: Leader, now: Seconds) -> Outgoing:
         attempts = self._attempts
         if not attempts.to_compute:
             return self._new_generation(leader, now, None)
@@ -408,7 +403,7 @@ class GroupTasks:
             self._plan.ahead = [(one.start, one.stop) for one in left]
 
     def _new_generation(
-        self, leader: GroupLeader, now: Seconds, order: wire.ChunkOrder | None
+        self, leader: Leader, now: Seconds, order: wire.ChunkOrder | None
     ) -> Outgoing:
         plan = self._plan
         n_steps = 0 if order is None else plan.n_steps(order.start, order.stop)
@@ -471,7 +466,7 @@ class GroupTasks:
         return all(silence.silent(now) <= longest for silence in self._silences.values())
 
 
-def _outcome_of_group(one: ChunkAttempt, leader: GroupLeader) -> ChunkOutcome:
+def _outcome_of_group(one: ChunkAttempt, leader: Leader) -> ChunkOutcome:
     done = leader.generation_done()
     is_finite = math.isfinite(leader.square) and not done.no_loss
     blame = "check the model and its loss there, and the logs of the ranks"

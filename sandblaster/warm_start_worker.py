@@ -20,7 +20,7 @@ from distbelief.protocol import Assignment, Finished, StartTraining, Stop, WorkR
 from distbelief.roles import role as rl
 from distbelief.worker.replica import Replica
 from sandblaster.chunks import COORDINATOR
-from sandblaster.worker import ChunkObjective
+from sandblaster.worker import ChunkProgram
 
 
 _REPORT_TIMER = "warm:report"
@@ -41,7 +41,7 @@ class WarmStartWorker:
     model, does not wait.
     """
 
-    accepts: Final = Replica.accepts | ChunkObjective.accepts
+    accepts: Final = Replica.accepts | ChunkProgram.accepts
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""The chunk objective: a worker, or one rank of it, sums gradients for the coordinator.
+"""The chunk program: a worker, or one rank of it, sums gradients for the coordinator.
 
 Algorithm 1.2 of Dean et al. 2012, `ProcessPortion`:
 
@@ -22,14 +22,14 @@ from typing_extensions import override
 
 from distbelief import protocol as wire
 from distbelief.errors import JobError, LocalProtocolError
-from distbelief.execution.executor import Put, StepResult
+from distbelief.execution.executor import StepResult
 from distbelief.parameter_server.client.buffers import PushResult
 from distbelief.parameter_server.client.client import ParameterClient
 from distbelief.roles import role as rl
-from distbelief.worker.batches import BatchIndices, BatchSlice
+from distbelief.worker.batches import BatchSlice
 from distbelief.worker.exchange import GradientSum, is_finite
-from distbelief.worker.group import GroupLeader, Outgoing
-from distbelief.worker.objective import LocalNorm, Objective
+from distbelief.worker.group import Leader, Outgoing
+from distbelief.worker.replica import OTHER_RETRY_SECONDS, LocalNorm, Program, Steps, Waiting
 from distbelief.worker.training import PUSH, Items, bad_sample, blame_of
 from sandblaster.chunks import COORDINATOR
 from sandblaster.group_tasks import TIMER as GROUP_TIMER, ChunkBatchPlan, ChunkOutcome, GroupTasks
@@ -104,19 +104,19 @@ class ChunkPushes:
         self._to_push[commit_token] = key
         self.has_work = True
 
-    def stage(self) -> Sequence[rl.Action]:
-        """Start to stage the next sum that has a token, once every shard has a free slot."""
+    def stage(self) -> rl.Compute | None:
+        """Return the work that stages the next sum with a token, once every shard has room."""
         client = self._client
         if not self._to_push or not (client.ready and client.can_push):
-            return []
+            return None
         self._to_push = {g: key for g, key in self._to_push.items() if key in self._sums}
         if not self._to_push:
-            return []
+            return None
         commit_token = next(iter(self._to_push))
         kept = self._sums.pop(self._to_push.pop(commit_token))
         self._pushing = commit_token, kept
         stage = client.stage(kept.gradients, kept.values)
-        return [rl.Compute(name=PUSH, work=stage, cost=rl.Cost(n_bytes=2.0 * self._n_bytes))]
+        return rl.Compute(name=PUSH, work=stage, cost=rl.Cost(n_bytes=2.0 * self._n_bytes))
 
     def computed(self, event: rl.Computed, now: rl.Seconds) -> Sequence[rl.Action]:
         if event.name != PUSH or self._pushing is None:
@@ -149,8 +149,8 @@ class ChunkPushes:
 
 
 @final
-class ChunkObjective(Objective):
-    """Sums gradients of a rank over a chunk; see `distbelief.worker.objective.Objective`.
+class ChunkProgram(Program):
+    """Sums gradients of a rank over a chunk; see `distbelief.worker.replica.Program`.
 
     The sum depends on the mini-batches and the parameters alone, so every attempt at a chunk
     gives the same bits. Only the leader, the first of `names`, has `group_tasks`.
@@ -186,7 +186,6 @@ class ChunkObjective(Objective):
         self._fetched: list[torch.Tensor] = []  # buffers as they were fetched
         self._opened = False  # whether this generation's first step has begun
         self._n_computed = 0
-        self._seconds = 0.0
         # Of the step in progress; the executor uses them.
         self._total = GradientSum(len(items.values), shares_memory=not self._is_alone)
         self._gradients: dict[int, torch.Tensor] = {}
@@ -199,7 +198,7 @@ class ChunkObjective(Objective):
         self._bad: tuple[int, int] | None = None  # positions of the first that is not finite
         self._blame: str | None = None
 
-    # --- generations ---
+    # --- chunks ---
 
     @property
     @override
@@ -209,8 +208,24 @@ class ChunkObjective(Objective):
         return "waiting for work" if self._plan.order is None else None
 
     @override
-    def begin(self, position: int, now: rl.Seconds) -> None:
-        del position, now
+    def steps(self, steps: Steps) -> Waiting[None]:
+        self.drop()
+        yield from steps.gather()
+        self.begin()
+        while (yield from self._next_mini_batch(steps)):
+            assert steps.slice is not None
+            self.open(steps.number, steps.slice)
+            steps.begin_step(self.put, self.close, n_bytes=self._items.n_bytes)
+            yield from steps.taken()
+            steps.act(self.closed())
+            yield
+
+    def drop(self) -> None:
+        self._collect()
+        self._gradients = {}
+        self._total.drop()
+
+    def begin(self) -> None:
         self._collect()
         self._opened = False
         order = self._plan.order
@@ -221,26 +236,44 @@ class ChunkObjective(Objective):
         if (order.epoch, order.evaluation) != self._installed:
             self._installed = None
 
-    @override
-    def drop(self) -> None:
-        self._collect()
-        self._gradients = {}
-        self._total.drop()
-
     def _collect(self) -> None:
         # The executor leaves a completed sum here; it may already run the next step.
         done, self._done = self._done, None
         if done is not None:
             self.pushes.keep(*done)
 
-    # --- fetches ---
+    # --- what comes before a mini-batch ---
 
-    @override
-    def fetches_at(self, step: int) -> bool:
+    def _next_mini_batch(self, steps: Steps) -> Waiting[bool]:
+        """Push sums, fetch the parameters of a chunk; wait for samples. False: none is left."""
+        while not steps.is_over:
+            if (stage := self.pushes.stage()) is not None:
+                steps.start(stage)
+                event = yield
+                assert event is not None
+                steps.act(self.push_staged(event, steps.now))
+            elif steps.prepare():
+                lacks = self.lacks(steps.number)
+                if lacks and not steps.here.fetching:
+                    steps.begin_fetch()
+                if not lacks and steps.may_step and steps.take():
+                    return True
+                if lacks and steps.may_step and steps.has_fetched:
+                    install = self._client.install(self.values)
+                    steps.begin_install(install, 2.0 * self._items.n_bytes)
+                    seconds = yield from steps.installed()
+                    if seconds is not None and self.is_fetched():
+                        self.seconds += seconds
+                    elif seconds is not None:
+                        steps.wait(OTHER_RETRY_SECONDS)
+            yield
+        return False
+
+    def lacks(self, step: int) -> bool:
+        """Return whether parameters must come before a step."""
         return step == 0 and self._plan.order is not None and self._installed is None
 
-    @override
-    def fetched(self, seconds: rl.Seconds) -> bool:
+    def is_fetched(self) -> bool:
         """Note an installed fetch; return whether it is of this evaluation (DB-16)."""
         order = self._plan.order
         assert order is not None
@@ -252,15 +285,12 @@ class ChunkObjective(Objective):
         if self._client.versions != wanted:
             return False
         self._installed = order.epoch, order.evaluation
-        self._seconds += seconds
         self._fetched = [self.values[item].clone() for item in self._buffers]
         return True
 
-    # --- steps ---
+    # --- mini-batches ---
 
-    @override
-    def open(self, step: int, batch: BatchIndices, batch_slice: BatchSlice) -> Put:
-        """Begin a mini-batch; return the function that takes its gradients."""
+    def open(self, step: int, batch_slice: BatchSlice) -> None:
         order = self._plan.order
         assert order is not None
         if step == 0:
@@ -275,13 +305,11 @@ class ChunkObjective(Objective):
         self._gradients = {}
         self._mini_batch, self._positions = batch_slice, self._plan.bounds(step)
         self._is_last = self._plan.is_last(step)
-        return self._gradients.__setitem__
 
-    def step_bytes(self) -> float:
-        """Moved by a step beside its computation."""
-        return self._items.n_bytes
+    def put(self, item: int, gradient: torch.Tensor) -> None:
+        """Take a gradient of a mini-batch, as work."""
+        self._gradients[item] = gradient
 
-    @override
     def close(self, found: StepResult) -> LocalNorm | bool:
         """Add a mini-batch to the sum, as work; return whether it is finite, or a group's vote."""
         self._total.add(self._gradients)
@@ -330,16 +358,12 @@ class ChunkObjective(Objective):
             values[item] = values[item].clone()
         return values
 
-    @override
-    def closed(
-        self, result: object, found: StepResult, chosen: BatchIndices, now: rl.Seconds
-    ) -> Sequence[rl.Action]:
-        del result, found, chosen, now
+    def closed(self) -> list[rl.Action]:
+        """A mini-batch is done."""
         self._collect()
-        tasks = self._group_tasks
-        if tasks is not None and self._is_alone:
+        if self._group_tasks is not None and self._is_alone:
             if self._is_last:
-                tasks.computed(self._outcome())
+                self._group_tasks.computed(self._outcome())
             return []
         blame, self._blame = self._blame, None
         return [] if blame is None else [rl.Report(text=blame, level="warning")]
@@ -350,22 +374,13 @@ class ChunkObjective(Objective):
             return ChunkOutcome(loss=math.fsum(self._losses))
         return ChunkOutcome(loss=math.nan, bad=self._bad, blame=self._blame)
 
-    @override
-    def computing(self, seconds: rl.Seconds) -> None:
-        self._seconds += seconds
-
     # --- pushes ---
 
     def push(self, message: wire.PushChunk) -> None:
         self._collect()
         self.pushes.request_push(message)
 
-    @override
-    def work(self, *, final: bool) -> Sequence[rl.Action]:
-        return [] if final else self.pushes.stage()
-
-    @override
-    def computed(self, event: rl.Computed, now: rl.Seconds) -> Sequence[rl.Action]:
+    def push_staged(self, event: rl.Computed, now: rl.Seconds) -> Sequence[rl.Action]:
         actions = self.pushes.computed(event, now)
         if self._group_tasks is not None and self._is_alone:
             self._group_tasks.pushed(self.pushes.newest)
@@ -448,7 +463,7 @@ class ChunkObjective(Objective):
     @override
     def command(
         self,
-        leader: GroupLeader,
+        leader: Leader,
         message: wire.StartTraining | wire.Evaluate | wire.Stop,
         now: rl.Seconds,
     ) -> Outgoing:
@@ -457,7 +472,7 @@ class ChunkObjective(Objective):
 
     @override
     def report(
-        self, leader: GroupLeader, now: rl.Seconds, *, final: bool
+        self, leader: Leader, now: rl.Seconds, *, final: bool
     ) -> tuple[Sequence[rl.Action], Outgoing]:
         """Begin the next generation, if there is a chunk to compute; `final` ends the reports."""
         assert self._group_tasks is not None
@@ -470,7 +485,7 @@ class ChunkObjective(Objective):
     def figures(self) -> Mapping[str, float]:
         return {
             "samples": float(self._n_computed),
-            "seconds_computing": self._seconds,
+            "seconds_computing": self.seconds,
             "sets_held": float(len(self.pushes)),
         }
 

@@ -44,13 +44,21 @@ from distbelief.task.losses import LOSS_METRIC, OWN, Metric
 from distbelief.task.task import BuildContext, Kind, RosterEntry
 from distbelief.worker import batches
 from distbelief.worker.config import DownpourSettings
-from distbelief.worker.evaluator import CHUNK, EvaluationObjective, Score, held_out
-from distbelief.worker.group import EVALUATORS, GroupLeader, GroupRank, group_rank_of, member_names
+from distbelief.worker.evaluator import CHUNK, Evaluation, Score, held_out
+from distbelief.worker.group import (
+    EVALUATORS,
+    Deal,
+    GroupLeader,
+    GroupRank,
+    Limits,
+    group_rank_of,
+    member_names,
+)
 from distbelief.worker.local_executor import FlatModel, LocalExecutor, frozen_of, loss_and_metric
-from distbelief.worker.objective import Objective
-from distbelief.worker.replica import Replica
+from distbelief.worker.rank import Rank
+from distbelief.worker.replica import Alone, Program, Replica
 from distbelief.worker.steps import RankLink, StepRunner
-from distbelief.worker.training import Items, TrainingObjective
+from distbelief.worker.training import Items, Training
 
 
 def shard_names(n_shards: int, shard_copies: int) -> list[str]:
@@ -182,20 +190,17 @@ def whole_evaluator(
 ) -> Replica:
     batch_plan, model = batches.EvaluationPlan(kinds, chunk=chunk), executor.model
     return Replica(
-        GroupRank(EVALUATORS, 0),
+        Evaluation(values=model.values, batch_plan=batch_plan),
         client=client,
         executor=executor,
         slices=batches.SlicePrefetch(None, batch_plan),
-        objective=EvaluationObjective(client=client, values=model.values, batch_plan=batch_plan),
-        leader=leader_on_request(n_ranks=1),
+        course=Alone(limits=on_request()),
     )
 
 
-def leader_on_request(*, n_ranks: int, plan: str = "") -> GroupLeader:
-    """Return a leader that grants no step: each request is a generation of its own."""
-    leader = GroupLeader(n_ranks, plan=plan, limit=0)
-    leader.begin(0.0)
-    return leader
+def on_request() -> Limits:
+    """Return limits that allow no step: each request is a generation of its own."""
+    return Limits(first=0)
 
 
 def whole_replica(
@@ -211,7 +216,7 @@ def whole_replica(
     """Return a replica of a whole model; `samples_max` is for all its incarnations together."""
     model, batch_plan = executor.model, training_plan(config, data_shard)
     # The executor clips, by torch's own function.
-    objective = TrainingObjective(
+    program = Training(
         config,
         Items(values=model.values, trained=model.trained),
         client=client,
@@ -222,16 +227,15 @@ def whole_replica(
         dealt=_dealt(batch_plan),
         progress_seconds=progress_seconds,
     )
-    executor.n_bytes = objective.step_bytes
-    executor.follows_install = not config.pace.sends_delta
     return Replica(
-        GroupRank("replica", 0),
+        program,
         client=client,
         executor=executor,
         slices=batches.SlicePrefetch(executor, batch_plan),
-        objective=objective,
-        leader=training_leader(
-            config, batch_plan, await_begin=await_begin, samples_max=samples_max
+        # Without a supervisor nobody else would send `StartTraining`.
+        course=Alone(
+            limits=training_limits(config, batch_plan, samples_max=samples_max),
+            begins=not await_begin,
         ),
     )
 
@@ -249,30 +253,14 @@ def _dealt(plan: TrainingData) -> batches.DealtPlan | None:
     return plan if isinstance(plan, batches.DealtPlan) else None
 
 
-def training_leader(
-    config: DownpourSettings,
-    batch_plan: TrainingData,
-    *,
-    await_begin: bool,
-    n_ranks: int = 1,
-    plan: str = "",
-    samples_max: int | None = None,
-) -> GroupLeader:
+def training_limits(
+    config: DownpourSettings, batch_plan: TrainingData, *, samples_max: int | None = None
+) -> Limits:
     n_steps, dealt = batch_plan.n_steps, _dealt(batch_plan)
     if dealt is not None:
         n_steps = lambda *_: dealt.n_dealt  # noqa: E731 -- whatever the positions are
-    leader = GroupLeader(
-        n_ranks,
-        plan=plan,
-        steps_max=config.max_steps if samples_max is None else None,
-        samples_max=samples_max,
-        n_steps=n_steps,
-        deal=dealt,
-    )
-    # Without a supervisor nobody else would send `StartTraining`.
-    if not await_begin:
-        leader.begin(0.0)
-    return leader
+    steps_max = config.max_steps if samples_max is None else None
+    return Limits(steps_max=steps_max, samples_max=samples_max, n_steps=n_steps)
 
 
 def build_replica(index: int, *, config: DownpourSettings, context: BuildContext) -> Replica:
@@ -422,7 +410,7 @@ def rank_in(name: str, *, context: BuildContext, split: Split) -> GroupRank:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankBuild:
-    """What differs between ranks with different objectives."""
+    """What differs between ranks with different programs."""
 
     flow: Dataflow  # its operations and the items that it keeps
     dtype: torch.dtype  # of these items
@@ -436,45 +424,63 @@ def assemble(  # noqa: PLR0913 -- one call describes a rank
     parts: RankBuild,
     *,
     batch_plan: batches.BatchPlan,
-    objective: Objective,
-    leader: GroupLeader,
+    program: Program,
+    limits: Limits,
     seed: tuple[int, ...],
+    begins: bool = True,  # without being asked to
+    deal: Deal | None = None,
     training: bool = True,
     seed_gradient: ex.Seed = ex.mean_over_samples,
-) -> Replica:
+) -> Replica | Rank:
+    """Return the role of a rank; if the plan has only one, that of a replica."""
     flow, n_ranks = parts.flow, split.plan.cluster.n_machines
     names = member_names(rank.group, n_ranks)
     peers = {peer for _, peer in (*flow.sent, *flow.received)}
-    executor = ex.PartitionExecutor(
-        flow,
-        dtype=parts.dtype,
-        modules=split.modules,
-        device=split.device,
-        seed_gradient=seed_gradient,
+    executor = StepRunner(
+        ex.PartitionExecutor(
+            flow,
+            dtype=parts.dtype,
+            modules=split.modules,
+            device=split.device,
+            seed_gradient=seed_gradient,
+        ),
+        links={peer: RankLink(names[peer]) for peer in sorted(peers)},
+        batch_plan=batch_plan,
+        micro_batches=split.plan.micro_batches if training else 1,
+        training=training,
+        seed=seed,
     )
-    return Replica(
+    reader = None if parts.reader.reads_nothing else parts.reader
+    slices = batches.SlicePrefetch(reader, batch_plan, reuses=n_ranks == 1)
+    shapes = [region.shape for _, region in flow.items]
+    if n_ranks == 1:
+        return Replica(
+            program,
+            client=parts.client,
+            executor=executor,
+            slices=slices,
+            course=Alone(limits=limits, begins=begins),
+            shapes=shapes,
+        )
+    leader = None
+    if rank.machine == 0:
+        leader = GroupLeader(
+            n_ranks, plan=split.fingerprint, limits=limits, deal=deal, begins=begins
+        )
+    return Rank(
         rank,
+        program,
         n_ranks=n_ranks,
         plan=split.fingerprint,
         client=parts.client,
-        executor=StepRunner(
-            executor,
-            links={peer: RankLink(names[peer]) for peer in sorted(peers)},
-            batch_plan=batch_plan,
-            micro_batches=split.plan.micro_batches if training else 1,
-            training=training,
-            seed=seed,
-        ),
-        slices=batches.SlicePrefetch(
-            None if parts.reader.reads_nothing else parts.reader, batch_plan, reuses=n_ranks == 1
-        ),
-        objective=objective,
-        shapes=[region.shape for _, region in flow.items],
-        leader=leader if rank.machine == 0 else None,
+        executor=executor,
+        slices=slices,
+        leader=leader,
+        shapes=shapes,
     )
 
 
-def evaluating_rank(rank: GroupRank, *, context: BuildContext, split: Split) -> Replica:
+def evaluating_rank(rank: GroupRank, *, context: BuildContext, split: Split) -> Replica | Rank:
     task, plan, graph = context.task, split.plan, split.graph
     dataset = context.test_data()
     n_machines = plan.cluster.n_machines
@@ -499,8 +505,7 @@ def evaluating_rank(rank: GroupRank, *, context: BuildContext, split: Split) -> 
         keeps_targets=rank.machine == 0,
         table="data.test",
     )
-    objective = EvaluationObjective(
-        client=client,
+    program = Evaluation(
         values=zeros_of(flow, dtype),
         batch_plan=batch_plan,
         score=score_of(graph, task, tk.build_metric(task, context.sample)),
@@ -510,8 +515,8 @@ def evaluating_rank(rank: GroupRank, *, context: BuildContext, split: Split) -> 
         split,
         RankBuild(flow=flow, dtype=dtype, client=client, reader=reader),
         batch_plan=batch_plan,
-        objective=objective,
-        leader=leader_on_request(n_ranks=n_machines, plan=split.fingerprint),
+        program=program,
+        limits=on_request(),
         seed=(context.seed,),
         training=False,
     )
@@ -595,7 +600,7 @@ def build_rank(name: str, *, config: DownpourSettings, context: BuildContext, sp
     data_shard = data_shard_of(rank.replica, config=config, context=context)
     batch_plan = training_plan(config, data_shard)
     n_ranks = split.plan.cluster.n_machines
-    objective = TrainingObjective(
+    program = Training(
         config,
         Items(values=zeros_of(flow, parts.dtype), trained=flow.trained, counts=flow.counts),
         client=parts.client,
@@ -607,15 +612,14 @@ def build_rank(name: str, *, config: DownpourSettings, context: BuildContext, sp
         part=rank.machine,
         progress_seconds=progress_seconds(context),
     )
-    leader = training_leader(
-        config, batch_plan, await_begin=context.await_begin, n_ranks=n_ranks, plan=split.fingerprint
-    )
     return assemble(
         rank,
         split,
         parts,
         batch_plan=batch_plan,
-        objective=objective,
-        leader=leader,
+        program=program,
+        limits=training_limits(config, batch_plan),
+        begins=not context.await_begin,
+        deal=_dealt(batch_plan),
         seed=(config.seed, rank.replica),
     )

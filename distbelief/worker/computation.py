@@ -8,6 +8,7 @@
 """
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -23,7 +24,7 @@ from typing_extensions import override
 from distbelief.core.memory import PrivateMemory
 from distbelief.data import Batch, Indices, Path as Keys, shown_path
 from distbelief.execution.dataflow import dataflow
-from distbelief.execution.executor import Put, StepResult
+from distbelief.execution.executor import StepResult
 from distbelief.execution.operations import Dataflow
 from distbelief.graph.graph import LayerGraph, as_real
 from distbelief.graph.region import Shape
@@ -31,18 +32,12 @@ from distbelief.parameter_server.client.client import ParameterClient
 from distbelief.parameter_server.config import ClientConfig
 from distbelief.parameter_server.layout import Layout, PartialView
 from distbelief.protocol import Evaluate, StartTraining, Stop
-from distbelief.roles.role import Action, Role, Seconds
+from distbelief.roles.role import Role, Seconds
 from distbelief.task.task import BuildContext
-from distbelief.worker.batches import (
-    BatchIndices,
-    BatchPlan,
-    BatchSlice,
-    EvaluationPlan,
-    SliceReader,
-)
+from distbelief.worker.batches import BatchIndices, BatchPlan, EvaluationPlan, SliceReader
 from distbelief.worker.build import RankBuild, Split, assemble, rank_in
-from distbelief.worker.group import GroupLeader, Outgoing
-from distbelief.worker.objective import Objective
+from distbelief.worker.group import Leader, Limits, Outgoing
+from distbelief.worker.replica import Program, Steps, Waiting
 
 
 SEED: Final = (0, 0)  # of all steps
@@ -120,7 +115,7 @@ class FixedBatchPlan:
 
 
 @final
-class ComputationObjective(Objective):
+class SampleProgram(Program):
     """Writes outputs, and the gradients of the last step, to files."""
 
     def __init__(
@@ -137,38 +132,44 @@ class ComputationObjective(Objective):
         self._n_done = 0
         self._ends: list[Seconds] = []  # of all steps; the first is the begin
         self._loss = 0.0  # sum over the samples of a step, where it is known
-        self._rows = slice(0)
-        self._gradients: dict[int, torch.Tensor] = {}
 
     @override
-    def begin(self, position: int, now: Seconds) -> None:
-        self._ends = [now]
+    def steps(self, steps: Steps) -> Waiting[None]:
+        yield from steps.gather()
+        self._ends = [steps.now]
+        while (yield from steps.next_step()):
+            assert steps.slice is not None
+            indices, gradients = steps.slice.samples.indices, dict[int, torch.Tensor]()
+            # Rows are consecutive; two lists of indices would be paired.
+            rows = slice(int(indices[0]), int(indices[-1]) + 1)
+            steps.begin_step(gradients.__setitem__, partial(self._write, rows, gradients))
+            taken = yield from steps.taken()
+            assert taken is not None  # nothing is fetched
+            self._n_done += 1
+            self._ends.append(steps.now)
+            if taken.result.loss is not None:
+                self._loss = taken.result.loss
+            yield
 
-    @override
-    def open(self, step: int, batch: BatchIndices, batch_slice: BatchSlice) -> Put:
-        # Rows are consecutive; two lists of indices would be paired.
-        self._rows = slice(int(batch.indices[0]), int(batch.indices[-1]) + 1)
-        self._gradients = {}
-        return self._gradients.__setitem__
-
-    @override
-    def close(self, step_result: StepResult) -> object:
+    def _write(
+        self, rows: "slice[int, int]", gradients: Mapping[int, torch.Tensor], found: StepResult
+    ) -> None:
+        # Runs in the compute executor.
         computation = self._computation
         is_last = self._n_done + 1 == computation.n_steps
-        if step_result.outputs and (is_last or not computation.trains):
-            for name, region, value in step_result.outputs:
+        if found.outputs and (is_last or not computation.trains):
+            for name, region, value in found.outputs:
                 path = computation.file("output", self._outputs.index(name))
                 output = np.load(path, mmap_mode="r+")
-                output[(self._rows, *region.slices)] = value.detach().cpu().numpy()
+                output[(rows, *region.slices)] = value.detach().cpu().numpy()
                 output.flush()
         if is_last and computation.trains:
-            self._write_gradients()
-        return None
+            self._write_gradients(gradients)
 
-    def _write_gradients(self) -> None:
+    def _write_gradients(self, gradients: Mapping[int, torch.Tensor]) -> None:
         with safe_open(self._computation.weights, framework="pt") as file:
             order = {name: index for index, name in enumerate(sorted(file.keys()))}
-        for item, gradient in self._gradients.items():
+        for item, gradient in gradients.items():
             name, region = self._flow.items[item]
             path = self._computation.file("gradient", order[name])
             whole = np.load(path, mmap_mode="r+")
@@ -176,18 +177,8 @@ class ComputationObjective(Objective):
             whole.flush()
 
     @override
-    def closed(
-        self, result: object, step_result: StepResult, batch: BatchIndices, now: Seconds
-    ) -> Sequence[Action]:
-        self._n_done += 1
-        self._ends.append(now)
-        if step_result.loss is not None:
-            self._loss = step_result.loss
-        return []
-
-    @override
     def command(
-        self, leader: GroupLeader, message: StartTraining | Evaluate | Stop, now: Seconds
+        self, leader: Leader, message: StartTraining | Evaluate | Stop, now: Seconds
     ) -> Outgoing:
         if isinstance(message, StartTraining):
             return leader.begin(now)
@@ -229,12 +220,9 @@ def build_computing_rank(name: str, computation: Computation, context: BuildCont
         split,
         RankBuild(flow=flow, dtype=dtype, client=client, reader=reader),
         batch_plan=batch_plan,
-        objective=ComputationObjective(
-            computation, flow, _values(computation, flow, dtype), outputs
-        ),
-        leader=GroupLeader(
-            plan.cluster.n_machines, plan=split.fingerprint, steps_max=computation.n_steps
-        ),
+        program=SampleProgram(computation, flow, _values(computation, flow, dtype), outputs),
+        limits=Limits(steps_max=computation.n_steps),
+        begins=False,
         seed=SEED,
         training=trains,
     )

@@ -1,4 +1,4 @@
-"""The evaluation objective: loss and metric on held-out data, outside the training path.
+"""The evaluation program: loss and metric on held-out data, outside the training path.
 
     Evaluate --> fetch --> install --> chunk, chunk, ... chunk --> EvaluationDone
 
@@ -8,6 +8,7 @@ A request that is repeated gets the same answer again, without another fetch.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Final, final
 
 import numpy as np
@@ -16,14 +17,13 @@ from typing_extensions import override
 
 from distbelief.data import Indices
 from distbelief.errors import JobError
-from distbelief.execution.executor import Put, StepResult
-from distbelief.parameter_server.client.client import ParameterClient
+from distbelief.execution.executor import StepResult
 from distbelief.protocol import Evaluate, EvaluationDone, StartTraining, Stop
 from distbelief.roles.role import SUPERVISOR, Action, Seconds, Send
 from distbelief.task.dry_run import shown
-from distbelief.worker.batches import BatchIndices, BatchSlice, EvaluationPlan
-from distbelief.worker.group import GroupLeader, Outgoing
-from distbelief.worker.objective import Objective
+from distbelief.worker.batches import EvaluationPlan
+from distbelief.worker.group import Leader, Outgoing
+from distbelief.worker.replica import Program, Steps, Waiting, no_gradient
 
 
 CHUNK: Final = 1024  # samples of one step of a whole model, so that `Stop` is answered within one
@@ -46,24 +46,21 @@ def held_out(n_samples: int, *, subset: int | None, seed: int = 0) -> tuple[Indi
 
 
 @final
-class EvaluationObjective(Objective):
-    """Evaluates; see `worker.objective.Objective`."""
+class Evaluation(Program):
+    """Evaluates; see `worker.replica.Program`."""
 
     verb = "measuring"
 
     def __init__(
         self,
         *,
-        client: ParameterClient,  # it only fetches
         values: Sequence[torch.Tensor],
         batch_plan: EvaluationPlan,  # the chunks
         score: Score | None = None,  # on rank 0; the executor of a whole model does it itself
     ) -> None:
         self.values = values
-        self._client = client
         self._batch_plan = batch_plan
         self._score = score
-        self._targets: object = None  # of the current chunk
         self._sums = np.zeros(3)  # samples, loss, metric
         self._newest = -1  # number of the newest request
         self._waiting: Evaluate | None = None  # it, until its evaluation begins
@@ -71,65 +68,45 @@ class EvaluationObjective(Objective):
         self._last: EvaluationDone | None = None
         self._answers = False  # whether to send `_last`
         self._n_measured = 0
-        self._seconds_computing: Seconds = 0.0
 
     @override
-    def begin(self, position: int, now: Seconds) -> None:
+    def steps(self, steps: Steps) -> Waiting[None]:
+        yield from steps.gather()
         self._sums[:] = 0.0
+        # All chunks of an evaluation use the same parameters.
+        while (yield from steps.next_step(fetches=steps.number == 0)):
+            assert steps.slice is not None
+            batch = steps.slice.batch
+            close = partial(self._scores, None if batch is None else batch.targets)
+            steps.begin_step(no_gradient, close)
+            taken = yield from steps.taken()
+            if taken is not None and isinstance(taken.closed, tuple):
+                self._sums += taken.n_samples * np.array([1.0, *taken.closed])
+            yield
 
     @property
     @override
     def idle(self) -> str | None:
         return "waiting" if self._measured is None else None
 
-    @override
-    def fetches_at(self, step: int) -> bool:
-        # All chunks of an evaluation use the same parameters.
-        return step == 0
-
-    @override
-    def fetched(self, seconds: Seconds) -> bool:
-        self._seconds_computing += seconds
-        return True
-
-    @override
-    def computing(self, seconds: Seconds) -> None:
-        self._seconds_computing += seconds
-
-    # --- chunks ---
-
-    @override
-    def open(self, step: int, batch: BatchIndices, batch_slice: BatchSlice) -> Put:
-        self._targets = None if batch_slice.batch is None else batch_slice.batch.targets
-        return super().open(step, batch, batch_slice)
-
-    @override
-    def close(self, step_result: StepResult) -> object:
-        if step_result.scores is not None or self._score is None or not step_result.outputs:
-            return step_result.scores
-        outputs = [value for _, _, value in step_result.outputs]
+    def _scores(self, targets: object, found: StepResult) -> tuple[float, float] | None:
+        # Runs in the compute executor.
+        if found.scores is not None or self._score is None or not found.outputs:
+            return found.scores
+        outputs = [value for _, _, value in found.outputs]
         try:
-            return self._score(outputs, self._targets)
+            return self._score(outputs, targets)
         except Exception as error:  # loss and metric are the user's
             raise JobError(
-                f"loss or metric failed on {shown(outputs)} and targets {shown(self._targets)}: "
+                f"loss or metric failed on {shown(outputs)} and targets {shown(targets)}: "
                 f"{type(error).__name__}: {error}"
             ) from error
-
-    @override
-    def closed(
-        self, result: object, step_result: StepResult, batch: BatchIndices, now: Seconds
-    ) -> Sequence[Action]:
-        self._targets = None
-        if isinstance(result, tuple):
-            self._sums += len(batch.indices) * np.array([1.0, *result])
-        return []
 
     # --- on the leader ---
 
     @override
     def command(
-        self, leader: GroupLeader, message: StartTraining | Evaluate | Stop, now: Seconds
+        self, leader: Leader, message: StartTraining | Evaluate | Stop, now: Seconds
     ) -> Outgoing:
         if not isinstance(message, Evaluate):
             return super().command(leader, message, now)
@@ -142,7 +119,7 @@ class EvaluationObjective(Objective):
 
     @override
     def report(
-        self, leader: GroupLeader, now: Seconds, *, final: bool
+        self, leader: Leader, now: Seconds, *, final: bool
     ) -> tuple[Sequence[Action], Outgoing]:
         """Answer the supervisor; start the next evaluation."""
         if self._measured is not None and leader.is_complete:
@@ -172,7 +149,4 @@ class EvaluationObjective(Objective):
 
     @override
     def figures(self) -> Mapping[str, float]:
-        return {
-            "evaluations": float(self._n_measured),
-            "seconds_computing": self._seconds_computing,
-        }
+        return {"evaluations": float(self._n_measured), "seconds_computing": self.seconds}

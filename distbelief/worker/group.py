@@ -104,34 +104,118 @@ class Deal(Protocol):
 
 
 @final
+@dataclass(slots=True, kw_only=True)
+class Limits:
+    """Bounds of the steps of a replica; those that are None bound nothing."""
+
+    steps_max: int | None = None  # of all generations, repeated ones counted once
+    samples_max: int | None = None  # data position at which the last step has begun
+    n_steps: Callable[[int, int], int] | None = None  # from one data position to another
+    first: int | None = None  # of the first generation
+    generation: int | None = None  # of the current one
+    samples_allowed: int | None = None  # pause after so many
+    last_step: int | None = None  # of this generation, after a Stop
+
+    def bounds(self, position: int, *, n_before: int = 0) -> list[int]:
+        """Return what bounds the steps of a generation that began at a position."""
+        found = (
+            self.generation,
+            self.last_step,
+            self.steps_left(n_before),
+            self.steps_to(self.samples_max, position),
+            self.steps_to(self.samples_allowed, position),
+        )
+        return [bound for bound in found if bound is not None]
+
+    def is_last(self, n_granted: int, position: int, *, n_before: int = 0) -> bool:
+        """Return whether none comes after so many steps."""
+        ends = self.steps_left(n_before), self.steps_to(self.samples_max, position)
+        return any(end is not None and n_granted >= end for end in ends)
+
+    def steps_left(self, n_before: int) -> int | None:
+        return None if self.steps_max is None else max(self.steps_max - n_before, 0)
+
+    def steps_to(self, stop: int | None, position: int) -> int | None:
+        return None if stop is None or self.n_steps is None else self.n_steps(position, stop)
+
+
+class Leader(Protocol):
+    """What a program sees of the leader of its group, or of the course of a whole model."""
+
+    generation: int
+    is_running: bool
+
+    @property
+    def steps(self) -> int: ...
+
+    @property
+    def is_complete(self) -> bool: ...
+
+    @property
+    def clock(self) -> float: ...
+
+    @property
+    def square(self) -> float: ...
+
+    @property
+    def is_held(self) -> bool: ...
+
+    def begin(self, now: Seconds, *, samples: int | None = None) -> Outgoing: ...
+
+    def stop(self, now: Seconds) -> Outgoing: ...
+
+    def new_generation(
+        self,
+        now: Seconds,
+        *,
+        position: int | None = None,
+        limit: int | None = None,
+        order: ChunkOrder | None = None,
+    ) -> Outgoing: ...
+
+    def generation_done(self) -> GroupProgress: ...
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Wanted:
+    """What a generation is for."""
+
+    position: int | None = None  # where to begin; None: where the shortest of the pushes end
+    order: ChunkOrder | None = None  # the chunk to compute instead of the next samples
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Reduced:
+    """What all ranks have computed in a generation."""
+
+    steps: int = 0
+    square: float = 0.0  # of the gradient of the last of them
+    sample: int | None = None  # a bad sample, if that is not finite
+
+
+@final
 class GroupLeader:
-    """Coordinates the ranks of one group; limits that are None are no limits."""
+    """Coordinates the ranks of one group."""
 
     def __init__(
         self,
         n_machines: int,  # ranks of the group, rank 0 included
         *,
         plan: str = "",  # its hash
-        steps_max: int | None = None,  # of all generations, repeated ones counted once
-        samples_max: int | None = None,  # data position at which the last step has begun
-        n_steps: Callable[[int, int], int] | None = None,  # from one data position to another
-        limit: int | None = None,  # steps of the first generation
+        limits: Limits | None = None,
         deal: Deal | None = None,  # where samples are dealt
+        begins: bool = False,  # without being asked to
     ) -> None:
         self._n_ranks = n_machines
         self._plan = plan
-        self._ahead = AHEAD if n_machines > 1 else 1
-        self._steps_max = steps_max
-        self._samples_max = samples_max
-        self._n_steps = n_steps
+        self._limits = limits or Limits()
         self._deal = deal
         self._first_position: int | None = None  # of the first generation
         self.generation = 0
-        self._is_begun = False
-        self._samples_allowed: int | None = None  # pause after so many
+        self._is_begun = begins
         self.is_stopping = False
-        self.n_begun: int | None = None  # steps that have begun, if the leader is the only rank
-        self._last_step: int | None = None  # of this generation, after a Stop
         self.is_running = False  # all ranks are ready and have their position
         self._silence = Silence()  # of the group: since it made progress
         self._incarnations: dict[int, int] = {}
@@ -140,18 +224,14 @@ class GroupLeader:
         self._ended: set[int] = set()
         self._released: set[int] = set()  # ended ranks that may exit
         self._missing: set[int] = set()
-        self._n_reduced = 0  # steps of this generation that all ranks have computed
-        self.square = 0.0  # of the gradient of the last of them
-        self._sample: int | None = None  # a bad sample, if that is not finite
+        self._reduced = _Reduced()
         self._n_before = 0  # steps of earlier generations
         self._position = 0  # of this generation's first step
-        self._wanted_position: int | None = None
-        self._limit = limit
-        self._order: ChunkOrder | None = None
+        self._wanted = _Wanted()
 
     def start(self, incarnation: int, now: Seconds) -> Outgoing:
         self.generation = incarnation << GENERATION_BITS
-        return self.new_generation(now, limit=self._limit)
+        return self.new_generation(now, limit=self._limits.first)
 
     def new_generation(
         self,
@@ -168,9 +248,10 @@ class GroupLeader:
         self._n_before += self.steps
         self.generation += 1
         self.is_running = False
-        self._n_reduced, self.square, self._sample = 0, 0.0, None
-        self._last_step = 0 if self.is_stopping else None
-        self._wanted_position, self._limit, self._order = position, limit, order
+        self._reduced = _Reduced()
+        self._limits.last_step = 0 if self.is_stopping else None
+        self._limits.generation = limit
+        self._wanted = _Wanted(position=position, order=order)
         self._silence.start(now)
         self._ready.clear()
         self._done.clear()
@@ -181,7 +262,7 @@ class GroupLeader:
     def begin(self, now: Seconds, *, samples: int | None = None) -> Outgoing:
         """Allow steps once all ranks are ready, up to a number of samples if one is given."""
         granted = self.granted
-        self._is_begun, self._samples_allowed = True, samples
+        self._is_begun, self._limits.samples_allowed = True, samples
         if self.is_running:
             return self._grant_all() if self.granted > granted else []
         return self._grant_if_ready(now)
@@ -189,7 +270,7 @@ class GroupLeader:
     def stop(self, now: Seconds) -> Outgoing:
         if not self.is_stopping:
             # Granted steps may have begun.
-            self._last_step = self.granted if self.n_begun is None else self.n_begun
+            self._limits.last_step = self.granted
         self.is_stopping = True
         self._silence.start(now)
         return self._grant_all() if self.is_running else self._grant_if_ready(now)
@@ -205,7 +286,8 @@ class GroupLeader:
         self._missing.discard(rank)
         self._ended.discard(rank)
         self._released.discard(rank)
-        return self.new_generation(now, position=self._wanted_position, limit=self._limit)
+        position, limit = self._wanted.position, self._limits.generation
+        return self.new_generation(now, position=position, limit=limit)
 
     def lost(self, rank: int, now: Seconds) -> Outgoing:
         """A rank is lost for good: the group can take no further step."""
@@ -250,18 +332,14 @@ class GroupLeader:
         # It reports for an earlier generation, or has just started.
         return [] if rank in self._ready else self._start_epoch({rank})
 
-    def note(self, rank: int, message: StepsDone, now: Seconds) -> None:
-        """Note the progress of a rank without granting it more."""
-        self._done[rank] = message
-        self._silence.start(now)
-
     def _on_steps_done(self, rank: int, message: StepsDone, now: Seconds) -> Outgoing:
         if message.generation != self.generation or not self.is_running:
             return []
         before, granted = self._done.get(rank), self.granted
         if before is not None and message.steps < before.steps:
             return []
-        self.note(rank, message, now)
+        self._done[rank] = message
+        self._silence.start(now)
         if message.ended:
             self._ended.add(rank)
             if self._all_taken and not self._released:
@@ -274,63 +352,48 @@ class GroupLeader:
         return [(rank, self._grant_for(rank))] if repeated else []
 
     def _reduce(self) -> bool:
-        if self.steps <= self._n_reduced:
+        if self.steps <= self._reduced.steps:
             return False
-        self._n_reduced = self.steps
         # In the order of ranks, never of arrival: floating-point sums must not vary.
         messages = [self._done[rank] for rank in sorted(self._done)]
-        self.square = sum((message.square for message in messages), start=0.0)
         seen = (message.sample for message in messages)
-        self._sample = next((sample for sample in seen if sample is not None), None)
+        self._reduced = _Reduced(
+            steps=self.steps,
+            square=sum((message.square for message in messages), start=0.0),
+            sample=next((sample for sample in seen if sample is not None), None),
+        )
         return True
 
     @property
+    def square(self) -> float:
+        """Squared norm of the gradient of the last step that all ranks have computed."""
+        return self._reduced.square
+
+    @property
     def steps(self) -> int:
-        if not self.is_running:
-            return 0
-        if self._n_ranks == 1:
-            return self._done[0].steps if self._done else 0
-        return min(self._taken.values())
+        return min(self._taken.values()) if self.is_running else 0
 
     @property
     def granted(self) -> int:
         if not (self.is_running and self._is_begun):
             return 0
-        limits = [self.steps + self._ahead]
-        bounds = (
-            self._limit,
-            self._last_step,
-            self.steps_bound,
-            self._steps_to(self._samples_max),
-            self._steps_to(self._samples_allowed),
-        )
-        return min(limits + [bound for bound in bounds if bound is not None])
-
-    @property
-    def steps_bound(self) -> int | None:
-        """Steps of this generation that `steps_max` leaves."""
-        return None if self._steps_max is None else max(self._steps_max - self._n_before, 0)
-
-    def _steps_to(self, position: int | None) -> int | None:
-        if position is None or self._n_steps is None:
-            return None
-        return self._n_steps(self._position, position)
+        bounds = self._limits.bounds(self._position, n_before=self._n_before)
+        return min([self.steps + AHEAD, *bounds])
 
     @property
     def is_held(self) -> bool:
-        pauses = self._samples_allowed is not None and self.is_running
+        pauses = self._limits.samples_allowed is not None and self.is_running
         return pauses and self.steps >= self.granted
 
     @property
     def is_last(self) -> bool:
-        if self._steps_max is not None and self._n_before + self.granted >= self._steps_max:
-            return True
-        end = self._steps_to(self._samples_max) if self.is_running else None
-        return self.is_stopping or (end is not None and self.granted >= end)
+        granted, n_before = self.granted, self._n_before
+        is_last = self._limits.is_last(granted, self._position, n_before=n_before)
+        return self.is_stopping or (self.is_running and is_last)
 
     @property
     def is_complete(self) -> bool:
-        return self.is_running and self.steps == self._limit
+        return self.is_running and self.steps == self._limits.generation
 
     @property
     def clock(self) -> float:
@@ -378,7 +441,7 @@ class GroupLeader:
 
     def _start_epoch(self, ranks: set[int] | None = None) -> Outgoing:
         wanted = self.waiting_for if ranks is None else ranks
-        message = StartEpoch(generation=self.generation, plan=self._plan, order=self._order)
+        message = StartEpoch(generation=self.generation, plan=self._plan, order=self._wanted.order)
         return [(rank, message) for rank in sorted(wanted)]
 
     def _grant_if_ready(self, now: Seconds) -> Outgoing:
@@ -390,8 +453,8 @@ class GroupLeader:
         pushed = [message.samples for message in self._ready.values() if message.pushes]
         # Unpushed work is repeated: begin where the rank that has pushed least left off; ranks that
         # have pushed more push nothing until they are past that point.
-        if self._wanted_position is not None:
-            self._position = self._wanted_position
+        if self._wanted.position is not None:
+            self._position = self._wanted.position
         elif pushed and self._deal is not None:
             # Shards know which positions they have. So all ranks push anew what one has not pushed.
             if self._first_position is not None:
@@ -401,10 +464,9 @@ class GroupLeader:
             self._position = min(pushed)
         if self._first_position is None:
             self._first_position = self._position
-        elif (
-            self._n_steps is not None and self._deal is None
-        ):  # steps that were not pushed are repeated
-            self._n_before = self._n_steps(self._first_position, self._position)
+        elif self._limits.n_steps is not None and self._deal is None:
+            # Steps that were not pushed are repeated.
+            self._n_before = self._limits.n_steps(self._first_position, self._position)
         return self._grant_all()
 
     def _grant_all(self) -> Outgoing:
@@ -421,8 +483,8 @@ class GroupLeader:
             steps=self.granted,
             is_last=self.is_last,
             ended=rank in self._released,
-            agreed=self._n_reduced,
-            square=self.square,
-            sample=self._sample,
+            agreed=self._reduced.steps,
+            square=self._reduced.square,
+            sample=self._reduced.sample,
             dealt=msgspec.UNSET if deal is None else deal.from_step(self.steps),
         )

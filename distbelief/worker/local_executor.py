@@ -4,7 +4,7 @@
 metric.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import final
@@ -22,7 +22,7 @@ from distbelief.task import dry_run
 from distbelief.task.losses import Loss, Metric
 from distbelief.worker.batches import BatchIndices, BatchReader, BatchSlice, Draws, step_seed
 from distbelief.worker.exchange import bind_again, bindings_of
-from distbelief.worker.objective import STEP, Close, StepOutcome
+from distbelief.worker.steps import STEP, Close, StepOutcome
 
 
 # The tensors of a module keep their memory, so the flat views made here serve every fetch.
@@ -154,8 +154,7 @@ class LocalExecutor:
     Each step is one piece of work; see `worker.steps.StepRunner` for the methods of its last part.
 
     Attributes:
-        follows_install: Queue a step's work behind the install of its parameters.
-        n_bytes: Returns what a step moves beside its computation.
+        is_open: Whether a step has begun.
     """
 
     awaited: int | None = None
@@ -173,8 +172,7 @@ class LocalExecutor:
         sums: bool = False,  # take the gradient of the loss's sum over the samples, not of its mean
     ) -> None:
         self.model = model
-        self.follows_install = False
-        self.n_bytes: Callable[[], float] = float
+        self.is_open = False
         self.generation = 0
         self.step = 0
         table = "data.train" if metric is None else "data.test"
@@ -187,8 +185,6 @@ class LocalExecutor:
         self._clip_norm = clip_norm
         self._seed = seed
         self._bytes_per_sample = 0.0  # once a batch has been read
-        self._open: Compute | None = None
-        self._is_running = False
 
     def read(self, generation: int, step: int, samples: BatchIndices) -> BatchSlice:
         batch = self._reader.read(samples)
@@ -260,34 +256,34 @@ class LocalExecutor:
 
     # --- the steps of a replica
 
-    @property
-    def is_open(self) -> bool:
-        return self._open is not None
-
     def begin(self, generation: int) -> None:
-        self.generation, self.step = generation, 0
-        self.cancel()
+        self.generation, self.step, self.is_open = generation, 0, False
 
     def place(self, now: Seconds) -> list[Action]:
         del now
         return []
 
     def open(
-        self, batch_slice: BatchSlice, parameters: Sequence[torch.Tensor], *, put: Put, close: Close
-    ) -> None:
+        self,
+        batch_slice: BatchSlice,
+        parameters: Sequence[torch.Tensor],
+        *,
+        put: Put,
+        close: Close,
+        n_bytes: float,  # moved beside the computation
+    ) -> list[Compute]:
+        """Begin a step, of which `close` gets the result, as work; return the work."""
         del parameters  # the module's own tensors
+        self.is_open = True
         work = partial(self._run, self.generation, batch_slice, put, close)
-        cost = Cost(flops=self.flops(len(batch_slice.samples.indices)), n_bytes=self.n_bytes())
-        self._open = Compute(name=STEP, work=work, cost=cost)
+        cost = Cost(flops=self.flops(len(batch_slice.samples.indices)), n_bytes=n_bytes)
+        return [Compute(name=STEP, work=work, cost=cost)]
 
     def cancel(self) -> None:
-        self._open, self._is_running = None, False
+        self.is_open = False
 
     def chain(self) -> list[Compute]:
-        if self._open is None or self._is_running:
-            return []
-        self._is_running = True
-        return [self._open]
+        return []
 
     def _run(self, generation: int, batch_slice: BatchSlice, put: Put, close: Close) -> StepOutcome:
         found = self.run(batch_slice, put)
@@ -296,7 +292,7 @@ class LocalExecutor:
     def ran(self, result: StepOutcome, now: Seconds) -> list[Action]:
         del now
         if result.generation == self.generation:
-            self.cancel()
+            self.is_open = False
             self.step += 1
         return []
 

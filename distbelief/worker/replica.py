@@ -1,694 +1,486 @@
-"""The replica: a role that takes steps on a model, whole or one rank of a partition of it.
+"""The replica: a role that runs a program of steps on a whole model; `worker.rank` runs one rank.
 
-    gathering     a new generation: drop the current step, wait for pushes
-    gathered      the leader knows
-    running       take the granted steps, one after the other
-    ended         the last step is done and every push is applied
+A program (training, evaluation, chunks of a batch) is a generator, one for each generation:
 
-It joins a step executor (the whole model, or one rank's partition) and an objective (train,
-evaluate, or sum over a chunk). A step starts once its samples and parameters are here. With a
-partition, its operations run as their inputs arrive, and the objective uses the result after a
-reduction of the gradient norm over all ranks. A whole model is a group of one rank, which sends
-no group message. Messages carry the generation: those of an earlier one are rejected, those of a
-later step are kept.
+    position = yield from steps.gather()          all pushes are applied; where to begin
+    while (yield from steps.next_step(...)):      granted, its samples read, its parameters here
+        steps.begin_step(...)                     work of the executor
+        taken = yield from steps.taken()          its result
+        yield                                     the rest waits until the event is handled
+
+Each `yield` waits for another event, and for the work under way. A new generation ends the one
+before once no work is under way.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+import sys
+from abc import abstractmethod
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
-from typing import Final, final
+from typing import Final, TypeVar, final
 
 import torch
+from typing_extensions import override
 
 from distbelief import protocol as wire
 from distbelief.errors import DistBeliefError, JobError, LocalProtocolError, RemoteProtocolError
-from distbelief.execution.executor import StepResult
+from distbelief.execution.executor import Put, StepResult
 from distbelief.parameter_server.client.buffers import FetchResult
 from distbelief.parameter_server.client.client import ParameterClient, ShardReply
 from distbelief.roles import role as rl
 from distbelief.worker.batches import READ, BatchIndices, BatchSlice, SlicePrefetch
-from distbelief.worker.group import GroupLeader, GroupRank, Outgoing, member_names
+from distbelief.worker.group import GroupProgress, Leader, Limits, Outgoing
 from distbelief.worker.local_executor import LocalExecutor
-from distbelief.worker.objective import STEP, LocalNorm, Objective, StepOutcome
-from distbelief.worker.steps import StepRunner
+from distbelief.worker.steps import STEP, Close, StepOutcome, StepRunner
 
 
 INSTALL: Final = "replica:install"
 SETTLE: Final = "replica:settle"
 RETRY: Final = "replica:retry"
-REMIND: Final = "replica:remind"
 
 TORN_RETRY_SECONDS: Final = 1e-3  # before a fetch is repeated that met a half-applied update
 OTHER_RETRY_SECONDS: Final = 0.05  # before one that gave another version than the wanted one
-REMIND_SECONDS: Final = 0.25
-IDLE_SECONDS: Final = 5.0  # a rank that waits for its group so long does not stop other replicas
-END_SECONDS: Final = 30.0  # a rank that has ended exits after so long without its leader
+
+T = TypeVar("T")
+Waiting = Generator[None, rl.Computed | None, T]
+Install = Callable[[], FetchResult]  # copies fetched parameters into tensors, as work
 
 
 class Phase(Enum):
     """Where in a generation a rank is; the values are its state in status tables."""
 
     ALONE = "waiting for its leader"
-    GATHERING = "gathering"
+    GATHERING = "gathering"  # drop the current step, wait for pushes
     GATHERED = "waiting for begin"
     RUNNING = "fetching"
-    ENDED = "finishing"
+    ENDED = "finishing"  # every push is applied
 
 
-@dataclass(slots=True)
-class _Epoch:
-    phase: Phase = Phase.ALONE
-    granted: int = 0  # steps that the rank may take
-    is_last: bool = False  # no more will be granted
-    has_ended: bool = False  # the leader knows that all steps are done
-    n_reduced: int = 0  # steps whose gradient norm is reduced over all ranks
-    square: float = 0.0  # squared norm of the last of them
-    sample: int | None = None  # index of a bad sample in that step, if a rank reported one
-    loss: float = 0.0  # sum over `samples`, on the rank that computes it
-    samples: int = 0  # those with a finite loss
-    no_loss: int = 0
-    installed_for: int = -1  # the step whose parameters are installed
-    fetching: bool = False  # a fetch has begun and is not installed yet
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalNorm:
+    """One rank's part of a decision that all ranks of a step take together."""
+
+    square: float  # sum of squares of the local gradient; NaN if it is not finite
+    # Work that finishes the step, given the sum over all ranks and the index of a bad sample if a
+    # rank has found one.
+    settle: Callable[[float, int | None], object]
+    cost: rl.Cost  # of that work
+    sample: int | None = None  # index in the data set of a sample with NaN or infinity found here
 
 
 @final
 @dataclass(frozen=True, slots=True)
-class _Pending:
-    local: LocalNorm  # this rank's part of the decision
+class Taken:
+    """A step that is done."""
+
+    closed: object  # what the program's `close` has made of the result, or its `settle`
     result: StepResult
     batch: BatchIndices
 
+    @property
+    def n_samples(self) -> int:
+        return len(self.batch.indices)
 
-ReplicaMessage = (
-    wire.StartTraining
-    | wire.Evaluate
-    | wire.Stop
-    | wire.RankReady
-    | wire.StepsDone
-    | wire.StartEpoch
-    | wire.GrantSteps
-    | wire.TransferBlock
-    | wire.TransferAck
-    | ShardReply
-)
+
+class Program:
+    """What the steps of a replica are for; this base neither fetches nor pushes.
+
+    Attributes:
+        values: Flat tensors, one per item; fetched parameters are copied into them.
+        verb: What a step does, as a status word.
+        reports_steps: Whether `report` has news only after a step.
+        accepts: Messages of its own, beside those of every replica.
+        seconds: Spent computing steps, and installing their parameters.
+    """
+
+    values: Sequence[torch.Tensor]
+    verb = "computing"
+    reports_steps = False
+    accepts: frozenset[type] = frozenset()
+    seconds: rl.Seconds = 0.0
+
+    @abstractmethod
+    def steps(self, steps: "Steps") -> Waiting[None]:
+        """Take the steps of one generation."""
+
+    @property
+    def pushed(self) -> int | None:
+        """Number of samples in the pushes that its shards have; None if it never pushes."""
+        return None
+
+    @property
+    def all_pushes_applied(self) -> bool:
+        return True
+
+    @property
+    def idle(self) -> str | None:
+        """The status word if there is nothing to do."""
+        return None
+
+    def leave(self, now: rl.Seconds) -> list[rl.Action]:
+        """There is no step to take for now: nobody needs to wait for this worker."""
+        del now
+        return []
+
+    # --- on the leader ---
+
+    def command(
+        self, leader: Leader, message: wire.StartTraining | wire.Evaluate | wire.Stop, now: float
+    ) -> Outgoing:
+        """A command of the supervisor; RemoteProtocolError if it is for another program."""
+        if isinstance(message, wire.Stop):
+            return leader.stop(now)
+        raise RemoteProtocolError(f"{type(message).__name__} is not for a role that is {self.verb}")
+
+    def report(
+        self, leader: Leader, now: rl.Seconds, *, final: bool
+    ) -> tuple[Sequence[rl.Action], Outgoing]:
+        """Return what the leader sends to the supervisor, and to its ranks."""
+        del leader, now, final
+        return [], []
+
+    # --- events of its own ---
+
+    def handle(self, event: rl.Event, rank: int | None, now: rl.Seconds) -> list[rl.Action] | None:
+        """Handle an event that is for the program; None if it is for the replica."""
+        del event, rank, now
+        return None
+
+    def prepare(self, message: wire.StartEpoch) -> None:
+        """The leader begins a generation; RemoteProtocolError if its order is invalid."""
+
+    def granted(self, message: wire.GrantSteps, *, is_first: bool) -> None:
+        """The leader grants steps; `is_first`: of a generation."""
+
+    def has_news(self) -> bool:
+        """Return whether there may be more to do than before the last event."""
+        return False
+
+    def due(self, now: rl.Seconds) -> list[rl.Action]:
+        """Return the messages that an event calls for."""
+        del now
+        return []
+
+    def figures(self) -> Mapping[str, float]:
+        return {}
+
+
+class Course:
+    """How far the steps of a generation go; the leader of a group tells it its ranks.
+
+    Attributes:
+        allowed: Steps that may be taken.
+        is_final: Whether no more will be.
+        n_readable: Steps whose samples may be read.
+        is_cut: Whether the replica ends before it has begun.
+        looks_ahead: Whether a step is prepared before it is allowed.
+    """
+
+    allowed = 0
+    is_final = False
+    n_readable = sys.maxsize
+    is_cut = False
+    looks_ahead = False
+
+    @property
+    def is_held(self) -> bool:
+        """Whether all allowed steps are taken, and more may be allowed later."""
+        return False
+
+    @abstractmethod
+    def ready(self, pushed: int | None, now: rl.Seconds) -> list[rl.Action]:
+        """All pushes are applied, up to this sample."""
+
+    def begins_at(self) -> int | None:
+        """Return where the steps begin; None if that is not known, or told by `Steps.run_from`."""
+        return None
+
+    @abstractmethod
+    def taken(self, now: rl.Seconds) -> list[rl.Action]:
+        """A step is done."""
+
+    def reduced(self, n_steps: int) -> tuple[float, int | None] | None:
+        """Return squared norm and bad sample of the last of these steps, once they are known."""
+        del n_steps
+        return None
+
+
+@dataclass(slots=True)
+class Generation:
+    """What was done since the steps began anew."""
+
+    number: int = 0
+    phase: Phase = Phase.ALONE
+    position: int = 0  # in the data, of its first step
+    loss: float = 0.0  # sum over `samples`, on the rank that computes it
+    samples: int = 0  # those with a finite loss
+    no_loss: int = 0
+    fetching: bool = False  # a fetch has begun and is not installed yet
+    installed_for: int = -1  # the step whose parameters are installed
+
+    def count(self, loss: float | None, n_samples: int) -> None:
+        # Only the rank that holds the loss layer knows the loss.
+        if loss is not None and math.isfinite(loss):
+            self.loss += loss
+            self.samples += n_samples
+        elif loss is not None:
+            self.no_loss += n_samples
 
 
 @final
-class Replica:
-    """The role "replica-R" or "evaluator", or one rank of it: "replica-R.M", "evaluator.M"."""
+class Steps:
+    """Takes the steps of one process, in the order that its program asks for."""
 
-    accepts = rl.message_types(ReplicaMessage)
-
-    def __init__(  # noqa: PLR0913 -- one call describes a rank
+    def __init__(
         self,
-        rank: GroupRank,
+        program: Program,
         *,
-        n_ranks: int = 1,  # of the group
-        plan: str = "",  # hash of the plan, equal on all ranks
         client: ParameterClient,  # of the shards that hold what the rank keeps
         executor: LocalExecutor | StepRunner,
         slices: SlicePrefetch,
-        objective: Objective,
-        leader: GroupLeader | None,  # on rank 0
+        course: Course,
         shapes: Sequence[tuple[int, ...]] | None = None,  # per item that the rank keeps; None: flat
     ) -> None:
-        self.accepts = self.accepts | objective.accepts
-        self.objective = objective
-        self._names = member_names(rank.group, n_ranks)
-        self._rank_of = {name: index for index, name in enumerate(self._names)}
-        self._rank = rank.machine
-        self._name = self._names[rank.machine]
-        self._plan = plan
-        self._is_single = n_ranks == 1
+        self.program = program
+        self.executor = executor
+        self.course = course
+        self.here = Generation()
+        self.lane: list[str] = []  # work in the compute executor, the oldest first
+        self.now: rl.Seconds = 0.0
+        self.vote: tuple[float, int | None] = 0.0, None  # the last local square, and bad sample
+        self.has_stepped = False  # since the last report
+        self.awaits_norm = False
+        self.slice: BatchSlice | None = None  # of the current step
         self._client = client
-        self._executor = executor
-        self._links = executor.links if isinstance(executor, StepRunner) else {}
         self._slices = slices
-        self._leader = leader
-        self._n_bytes = sum(value.nbytes for value in objective.values)
-        self._parameters: Sequence[torch.Tensor] = objective.values
+        self._parameters: Sequence[torch.Tensor] = program.values
         if shapes is not None:
-            pairs = zip(objective.values, shapes, strict=True)
+            pairs = zip(program.values, shapes, strict=True)
             self._parameters = [value.view(shape) for value, shape in pairs]
-        self._incarnation = 0
-        self._n_generations = 0
-        self._epoch = _Epoch()
-        self._lane: list[str] = []  # work in the compute executor, the oldest first
         self._waits = False  # a timer will repeat the last fetch
-        self._installing = (0, 0)  # generation and step
-        self._slice: BatchSlice | None = None  # of the current step
         self._is_torn = False  # the last install met a half-applied update
-        self._pending: _Pending | None = None
-        self._local_square = 0.0  # the last local sum of squares, which the rank reports
-        self._local_sample: int | None = None  # the last bad sample found here, if any
-        self._has_stepped = False  # since the last report
-        self._ended_at: rl.Seconds = 0.0
-        self._idle_since: rl.Seconds | None = None
-        self._stopped_at: rl.Seconds | None = None
-        self._is_orphan = False  # the leader is lost for good
-        self._is_gone = False
+        self._run: Waiting[None] | None = None
+        self._is_new = False  # another generation begins once nothing of this one is running
+        self._actions: list[rl.Action] = []  # of the current event
 
-    # --- events ---
+    # --- from the role ---
 
-    def handle(self, event: rl.Event, now: rl.Seconds) -> Sequence[rl.Action]:
-        if self._is_gone:
-            return []
-        of_shard, phase = self._client.owns(event), self._epoch.phase
-        if of_shard:
-            actions: Sequence[rl.Action] = self._client.handle(event, now)
-            # Most events of shards are blocks, acknowledgements and timers that remove no obstacle.
-            if self._is_single and not self._client.has_news:
-                return actions
-        else:
-            own = None
-            if self.objective.accepts:
-                rank = self._rank_of.get(event.sender) if isinstance(event, rl.Received) else None
-                own = self.objective.handle(event, rank, now)
-            actions = self._on_event(event, now) if own is None else own
-        # Every event may have removed the last obstacle to the next piece of work.
-        begun = self._advance(now)
-        # Most messages of shards are no news to a leader without other ranks.
-        is_same = self._is_single and not begun and phase is self._epoch.phase
-        if of_shard and is_same and not self._has_news():
-            return actions
-        # Work of a partition does not depend on these messages: it starts before they are sent.
-        is_chain = not self._is_single and self._lane == [STEP]
-        both = (begun, actions) if is_chain else (actions, begun)
-        done = [*both[0], *both[1], *self._lead(now)]
-        while self._has_news():
-            done += [*self._advance(now), *self._lead(now)]
-        return [*done, *self._due(now)]
+    def begin(self, generation: int) -> None:
+        """Begin a generation: drop the current step."""
+        self.here = Generation(number=generation, phase=Phase.GATHERING)
+        self.executor.begin(generation)
+        self._is_new = True
 
-    def _has_news(self) -> bool:
-        return not self._is_gone and self.objective.has_news()
+    def run_from(self, position: int, now: rl.Seconds) -> list[rl.Action]:
+        """It is known at which sample the steps begin."""
+        self.here.phase, self.here.position = Phase.RUNNING, position
+        self._slices.begin(self.here.number, position)
+        return self.executor.place(now)
 
-    def _due(self, now: rl.Seconds) -> list[rl.Action]:
-        return [] if self._is_gone else self.objective.due(now)
+    def retry(self) -> None:
+        self._waits = False
 
-    def _on_event(self, event: rl.Event, now: rl.Seconds) -> Sequence[rl.Action]:
-        match event:
-            case rl.Started():
-                return self._start(event.incarnation, now)
-            case rl.Received():
-                return self._receive(event, now)
-            case rl.TimerFired(name=name) if name == REMIND:
-                return self._remind(now)
-            case rl.TimerFired():
-                self._waits = False
-            case rl.Computed():
-                return self._computed(event, now)
-            case rl.PeerJoined() | rl.PeerLost():
-                return self._peer(event, now)
-            case _:
-                pass
-        return []
-
-    def _start(self, incarnation: int, now: rl.Seconds) -> list[rl.Action]:
-        self._incarnation = incarnation
-        actions = self._client.start(incarnation, now)
-        if self._leader is not None:
-            self._leader.joined(0, incarnation, now)
-            actions += self._deliver(self._leader.start(incarnation, now), now)
-        return [*actions, *([] if self._is_single else self._remind(now))]
-
-    def _peer(self, event: rl.PeerJoined | rl.PeerLost, now: rl.Seconds) -> list[rl.Action]:
-        rank, leader = self._rank_of.get(event.peer), self._leader
-        if rank is None:
-            return []
-        if isinstance(event, rl.PeerJoined):
-            out = [] if leader is None else leader.joined(rank, event.incarnation, now)
-            return self._deliver(out, now)
-        if event.for_good and leader is not None:
-            return self._deliver(leader.lost(rank, now), now)
-        self._is_orphan |= event.for_good and rank == 0
-        return []
-
-    def _receive(self, event: rl.Received, now: rl.Seconds) -> list[rl.Action]:
-        message = event.message
-        rank = self._rank_of.get(event.sender)
-        match message:
-            case wire.StartTraining() | wire.Evaluate() | wire.Stop():
-                return self._command(message, now)
-            case wire.RankReady() | wire.StepsDone() if self._leader and rank is not None:
-                heard = self._leader.hear(rank, event.incarnation, message, now)
-                return self._deliver(heard, now)
-            case wire.StartEpoch() | wire.GrantSteps() if rank == 0:
-                return self._follow(message, now)
-            case wire.TransferBlock() | wire.TransferAck() if (
-                rank is not None and rank in self._links
-            ):
-                assert isinstance(self._executor, StepRunner)
-                return self._executor.receive(rank, message, now)
-            case _:
-                raise RemoteProtocolError(
-                    f"{event.sender} sent {self._name} {type(message).__name__}, "
-                    "which is not for it"
-                )
-
-    def _command(
-        self, message: wire.StartTraining | wire.Evaluate | wire.Stop, now: rl.Seconds
-    ) -> list[rl.Action]:
-        if self._leader is None:  # the leader gets the same command, and decides
-            if isinstance(message, wire.Stop) and self._stopped_at is None:
-                self._stopped_at = now
-            return []
-        if self._is_single:  # no other rank has begun a step that this one has not
-            self._leader.n_begun = self._executor.step + self._executor.is_open
-        return self._deliver(self.objective.command(self._leader, message, now), now)
-
-    # --- status ---
-
-    def status(self) -> tuple[str, Mapping[str, float]]:
-        return self._state(), self._metrics()
-
-    def _metrics(self) -> dict[str, float]:
-        metrics = {**self._client.counters(), **self.objective.figures()}
-        if self._is_single:
-            return metrics
-        links = self._links
-        metrics |= {
-            # JSON numbers: the low 32 bits are enough to tell generations apart.
-            "generation": float(self._executor.generation & 0xFFFFFFFF),
-            "generations": float(self._n_generations),
-            "messages_out": float(sum(link.n_out for link in links.values())),
-            "messages_resent": float(sum(link.n_again for link in links.values())),
-        }
-        n_bytes = {f"bytes_to_{rank}": float(link.n_bytes) for rank, link in links.items()}
-        return metrics | {name: n for name, n in n_bytes.items() if n}
-
-    def _state(self) -> str:
-        phase, leader = self._epoch.phase, self._leader
-        if self._lane and STEP not in self._lane:
-            return {INSTALL: "fetching", SETTLE: self.objective.verb}.get(self._lane[0], "pushing")
-        if leader is not None and leader.is_held:
-            return "waiting for more samples"
-        rank, waited = self._awaited(), self._client.waiting_for
-        if rank is not None and rank != self._rank:
-            return f"waiting for {self._names[rank]}"
-        if self._lane or self._executor.is_open:
-            return self.objective.verb
-        is_running = phase is Phase.RUNNING
-        if is_running and self.objective.idle is not None:
-            state = self.objective.idle
-        elif waited is not None and (is_running or not self._client.ready):
-            state = f"waiting for {waited}"
-        elif is_running and self._is_over(self._executor.step):
-            state = Phase.ENDED.value
-        else:
-            state = phase.value
-        return state
-
-    def _awaited(self) -> int | None:
-        leader = self._leader
-        match self._epoch.phase:
-            case Phase.RUNNING if self._executor.is_open:
-                return None if self._lane else self._executor.awaited
-            case Phase.RUNNING if self._pending is not None or not self._may_step:
-                return 0 if leader is None else leader.slowest
-            case Phase.ALONE | Phase.GATHERED if leader is None:
-                return 0
-            case Phase.GATHERED if leader is not None and leader.waiting_for:
-                return min(leader.waiting_for)
-            case _:
-                return None
-
-    # --- the group ---
-    #
-    # StartEpoch   new generation: drop the current step    -> RankReady, once idle
-    # GrantSteps   take this many steps in total            -> StepsDone, after each
-
-    def _deliver(self, out: Outgoing, now: rl.Seconds) -> list[rl.Action]:
-        actions: list[rl.Action] = []
-        for rank, message in out:
-            # Messages of rank 0 to itself take effect at once.
-            if rank != self._rank:
-                actions.append(rl.Send(receiver=self._names[rank], message=message))
-            else:
-                assert isinstance(message, wire.StartEpoch | wire.GrantSteps), message
-                actions += self._follow(message, now)
-        return actions
-
-    def _to_leader(
-        self, message: wire.RankReady | wire.StepsDone, now: rl.Seconds
-    ) -> list[rl.Action]:
-        if self._leader is None:
-            return [rl.Send(receiver=self._names[0], message=message)]
-        return self._deliver(self._leader.hear(0, self._incarnation, message, now), now)
-
-    def _report_ready(self, now: rl.Seconds) -> list[rl.Action]:
-        pushed = self.objective.pushed
-        ready = wire.RankReady(
-            generation=self._executor.generation, pushes=pushed is not None, samples=pushed or 0
-        )
-        return self._to_leader(ready, now)
-
-    def _report_steps(self, now: rl.Seconds) -> list[rl.Action]:
-        clocks, here = self._client.clocks, self._epoch
-        done = wire.StepsDone(
-            generation=self._executor.generation,
-            steps=self._executor.step,
-            loss=here.loss,
-            samples=here.samples,
-            no_loss=here.no_loss,
-            clock=sum(clocks) / len(clocks) if clocks else -1.0,
-            ended=here.phase is Phase.ENDED,
-            square=self._local_square,
-            sample=self._local_sample,
-        )
-        # A grant would tell a single rank nothing, unless a step waits for the norm.
-        if self._is_single and self._leader is not None and self._pending is None:
-            self._leader.note(0, done, now)
-            return []
-        return self._to_leader(done, now)
-
-    def _follow(
-        self, message: wire.StartEpoch | wire.GrantSteps, now: rl.Seconds
-    ) -> list[rl.Action]:
-        generation = self._executor.generation
-        if message.generation < generation:
-            raise RemoteProtocolError(
-                f"{self._name} was sent {type(message).__name__} of generation "
-                f"{message.generation}, after generation {generation} had begun"
-            )
-        if isinstance(message, wire.GrantSteps):
-            return self._take_grant(message, now)
-        self.objective.prepare(message)
-        if message.plan != self._plan:
-            raise JobError(
-                f"the leader of {self._name} has plan {message.plan}, {self._name} has "
-                f"{self._plan}: start all ranks of a replica with one plan"
-            )
-        # The leader repeats this message until it is answered.
-        if message.generation == generation:
-            return self._report_ready(now) if self._epoch.phase is Phase.GATHERED else []
-        self._epoch = _Epoch(phase=Phase.GATHERING)
-        self._n_generations += 1
-        self._executor.begin(message.generation)
-        return []
-
-    def _take_grant(self, message: wire.GrantSteps, now: rl.Seconds) -> list[rl.Action]:
-        here = self._epoch
-        ready = here.phase not in {Phase.ALONE, Phase.GATHERING}
-        if message.generation > self._executor.generation or not ready:
-            raise RemoteProtocolError(
-                f"{self._name} was granted steps of generation {message.generation} before it "
-                "was ready"
-            )
-        # Messages may be repeated or arrive late, so values only grow.
-        here.granted = max(here.granted, message.steps)
-        here.is_last |= message.is_last
-        here.has_ended |= message.ended
-        if message.agreed > here.n_reduced:
-            here.n_reduced, here.square = message.agreed, message.square
-            here.sample = message.sample
-        is_first = here.phase is Phase.GATHERED
-        self.objective.granted(message, is_first=is_first)
-        if not is_first:
-            return self._executor.place(now)
-        here.phase = Phase.RUNNING
-        self._slices.begin(message.generation, message.position)
-        self.objective.begin(message.position, now)
-        return self._executor.place(now)
-
-    def _lead(self, now: rl.Seconds) -> Sequence[rl.Action]:
-        leader = self._leader
-        if leader is None or self._is_gone:
-            return []
-        waits = self._is_single and self.objective.reports_steps and not leader.is_held
-        if waits and not self._has_stepped:
-            return []
-        self._has_stepped = False
-        actions, out = self.objective.report(leader, now, final=False)
-        if not out:
-            return actions
-        return [*actions, *self._deliver(out, now), *self._advance(now)]
-
-    def _remind(self, now: rl.Seconds) -> list[rl.Action]:
-        # Repeats whatever may have been lost; the receivers ignore duplicates.
-        actions: list[rl.Action] = [rl.SetTimer(name=REMIND, at=now + REMIND_SECONDS)]
-        for link in self._links.values():
-            actions += link.remind(now)
-        if self._leader is not None:
-            actions += self._deliver(self._leader.remind(now), now)
-        if self._is_left(now):
-            return [*actions, *self._exit()]
-        here = self._epoch
-        is_idle = not (self._lane or self._executor.is_open or self._may_step)
-        self._idle_since = (self._idle_since or now) if is_idle else None
-        if self._idle_since is not None and now - self._idle_since >= IDLE_SECONDS:
-            actions += self.objective.leave(now)
-        match here.phase:
-            # A rank that starts late introduces itself to the leader.
-            case Phase.ALONE if self._leader is None:
-                ready = wire.RankReady(generation=0, pushes=False, samples=0)
-                return [*actions, *self._to_leader(ready, now)]
-            case Phase.GATHERED:
-                return [*actions, *self._report_ready(now)]
-            case Phase.RUNNING | Phase.ENDED if self._pending is not None or not self._may_step:
-                return [*actions, *self._report_steps(now)]
-            case _:
-                return actions
-
-    # --- what the compute executor runs next ---
-
-    @property
-    def _may_step(self) -> bool:
-        leader = self._leader
-        granted = leader.granted if self._is_single and leader else self._epoch.granted
-        return self._executor.step < granted
-
-    def _is_over(self, step: int) -> bool:
-        # A single rank may be told to end before it takes a step that it has been granted.
-        leader, here = self._leader, self._epoch
-        if self._is_single and leader is not None:
-            return leader.is_last and step >= leader.granted
-        return here.is_last and step >= here.granted
-
-    def _advance(self, now: rl.Seconds) -> list[rl.Action]:
-        if self._lane or self._waits:
-            return []
-        actions: list[rl.Action] = []
-        leader = self._leader
-        stops = self._is_single and leader is not None and leader.is_stopping
-        if stops and self._epoch.phase is not Phase.RUNNING:
-            return self._end(now)
-        if self._epoch.phase is Phase.GATHERING:
-            actions += self._settle(now)
-        if self._epoch.phase is Phase.RUNNING:
-            actions += self._continue_step(now)
-        elif self._epoch.phase is Phase.ENDED and not self._is_gone:
-            actions += self._leave(now)
-        return actions
-
-    def _settle(self, now: rl.Seconds) -> list[rl.Action]:
-        # Nothing of the previous generation is running any more.
-        self._slice = self._pending = None
-        self.objective.drop()
-        # Pushes in flight count for the position where the next generation begins.
-        if not (self._client.ready and self.objective.all_pushes_applied):
-            return []
-        self._epoch.phase = Phase.GATHERED
-        return self._report_ready(now)
-
-    def _continue_step(self, now: rl.Seconds) -> list[rl.Action]:
-        if self._pending is not None:
-            return self._run(self._when_reduced(self._pending))
-        if self._executor.is_open:
-            return self._run(self._executor.chain())
-        return self._between_steps(now)
-
-    def _run(self, actions: Sequence[rl.Action]) -> list[rl.Action]:
-        self._lane += [action.name for action in actions if isinstance(action, rl.Compute)]
-        return list(actions)
-
-    def _when_reduced(self, pending: _Pending) -> list[rl.Compute]:
-        here, local = self._epoch, pending.local
-        if here.n_reduced < self._executor.step:
-            return []
-        work = partial(local.settle, here.square, here.sample)
-        return [rl.Compute(name=SETTLE, work=work, cost=local.cost)]
-
-    def _between_steps(self, now: rl.Seconds) -> list[rl.Action]:
-        step = self._executor.step
-        over = self._is_over(step)
-        if over and self.objective.owes:
-            # What a held replica still has to push belongs to a round with the others' last steps.
-            entered = self.objective.enter(now, gated=False)
-            if not self._client.may_begin:
-                return entered
-        work = self._run(self.objective.work(final=over))
-        if work or self.objective.is_due:
-            return work
-        if over:
-            return [*self.objective.leave(now), *self._end(now)]
-        is_held = self._leader is not None and self._leader.is_held
-        left = self.objective.leave(now) if is_held else []
-        if self._is_single and not (self._may_step and self._client.ready):
-            return left
-        actions = [*left, *self._slices.read_ahead(step, stop=self._read_stop(step))]
-        if self._may_step:
-            actions += self.objective.enter(now)
-        actions += self._fetch(step, now, ahead=False)
-        if self._may_step and self._client.ready:
-            actions += self._begin_step(step, now)
-        return actions
-
-    def _begin_step(self, step: int, now: rl.Seconds) -> list[rl.Action]:
-        has_fetched = self._epoch.fetching and self._client.fetch_complete
-        if not self._lacks(step) or (self.objective.may_go_on and not has_fetched):
-            return self._start_step(step, now)
-        # Values are copied just before their step, so that they are as new as possible.
-        if self._executor.follows_install:
-            return self._install_and_start(step, now)
-        return self._run(self._install(step))
-
-    def _read_stop(self, step: int) -> int:
-        # The leader grants two steps ahead, so two batches may be read.
-        if not self._is_single or self._leader is None:
-            return self._epoch.granted if self._epoch.is_last else step + 2
-        bound = self._leader.steps_bound
-        return step + 2 if bound is None else min(step + 2, bound)
-
-    def _install_and_start(self, step: int, now: rl.Seconds) -> list[rl.Action]:
-        if not (self._epoch.fetching and self._client.fetch_complete and self._slices.has(step)):
-            return []
-        install = self._run(self._install(step))
-        return [*install, *self._start_step(step, now, is_queued=True)]
-
-    def _start_step(
-        self, step: int, now: rl.Seconds, *, is_queued: bool = False
-    ) -> list[rl.Action]:
-        batch_slice = self._slices.take(step)
-        # Its samples are still being read.
-        if batch_slice is None:
-            return []
-        self._slice = batch_slice
-        self._executor.open(
-            batch_slice,
-            self._parameters,
-            put=self.objective.open(step, batch_slice.samples, batch_slice),
-            close=self.objective.close,
-        )
-        chain = self._executor.chain()
-        if is_queued:  # behind the install of its parameters
-            chain = [self._unless_torn(each) for each in chain]
-        actions = self._run(chain)
-        if not self._is_single:
-            actions += self._slices.read_ahead(step + 1, stop=step + 2)
-        return [*actions, *self._fetch_ahead(now)]
-
-    def _computed(self, event: rl.Computed, now: rl.Seconds) -> Sequence[rl.Action]:
+    def computed(self, event: rl.Computed, now: rl.Seconds) -> list[rl.Action]:
+        """Use the result of work."""
         if event.error is not None:
-            raise failure(event.error, step=self._executor.step)
+            raise failure(event.error, step=self.executor.step)
         # Reading runs in the data executor and never occupies this one.
         if event.name == READ:
             self._slices.have_read(event.result)
             return []
-        if event.name not in self._lane:
+        if event.name not in self.lane:
             raise LocalProtocolError(f"unexpected result of work {event.name!r}")
-        self._lane.remove(event.name)
-        if event.name == INSTALL:
-            return self._installed(event, now)
-        if event.name == STEP:
-            return self._ran(event, now)
-        if event.name == SETTLE:
-            pending, self._pending = self._pending, None
-            assert pending is not None
-            return self.objective.closed(event.result, pending.result, pending.batch, now)
-        return self.objective.computed(event, now)
+        self.lane.remove(event.name)
+        return self._resume(event, now)
 
-    def _ran(self, event: rl.Computed, now: rl.Seconds) -> Sequence[rl.Action]:
-        result = event.result
-        if result is None:  # the fetch for this step was torn: compute the same batch again
-            assert self._slice is not None
-            self._executor.cancel()
-            self._slices.put_back(self._slice)
-            self.objective.torn()
-            return self._wait(TORN_RETRY_SECONDS, now)
-        assert isinstance(result, StepOutcome), result
-        self.objective.computing(event.seconds)
-        actions = self._executor.ran(result, now)
-        if result.found is None:
-            return actions
-        assert self._slice is not None
-        batch, self._slice = self._slice.samples, None
-        is_over = result.generation != self._executor.generation
-        if isinstance(result.closed, LocalNorm):
-            if is_over:
-                return actions  # no norm will be reduced; the objective drops the step
-            self._local_square, self._local_sample = result.closed.square, result.closed.sample
-            self._pending = _Pending(result.closed, result.found, batch)
+    def advance(self, now: rl.Seconds) -> list[rl.Action]:
+        """Begin what can begin now."""
+        if self.lane or self._waits:
+            return []
+        if self.course.is_cut and self.here.phase is not Phase.RUNNING:
+            if self.program.all_pushes_applied:
+                self.here.phase = Phase.ENDED
+            return []
+        if self._is_new:
+            self._is_new, self.awaits_norm, self.slice = False, False, None
+            self._run = self.program.steps(self)
+        return self._resume(None, now)
+
+    def _resume(self, event: rl.Computed | None, now: rl.Seconds) -> list[rl.Action]:
+        if self._run is None:
+            return []
+        self.now, self._actions = now, []
+        try:
+            self._run.send(event)
+        except StopIteration:
+            self._run, self.here.phase = None, Phase.ENDED
+        return self._actions
+
+    def state(self, awaited: str | None = None) -> str:
+        """Return a status word; `awaited`: a rank that this one waits for."""
+        here, program, waited = self.here, self.program, self._client.waiting_for
+        is_running = here.phase is Phase.RUNNING
+        if self.lane and STEP not in self.lane:
+            return {INSTALL: "fetching", SETTLE: program.verb}.get(self.lane[0], "pushing")
+        if self.course.is_held:
+            return "waiting for more samples"
+        if awaited is not None:
+            return f"waiting for {awaited}"
+        if self.lane or self.executor.is_open:
+            return program.verb
+        if is_running and program.idle is not None:
+            state = program.idle
+        elif waited is not None and (is_running or not self._client.ready):
+            state = f"waiting for {waited}"
+        elif is_running and self.is_over:
+            state = Phase.ENDED.value
         else:
-            # Complete, so it is valid even if its generation has ended meanwhile.
-            actions += self.objective.closed(result.closed, result.found, batch, now)
-            if is_over:
-                return actions
-        self._has_stepped = True
-        loss, here = result.found.loss, self._epoch
-        # Only the rank that holds the loss layer knows the loss.
-        if loss is not None and math.isfinite(loss):
-            here.loss += loss
-            here.samples += len(batch.indices)
-        elif loss is not None:
-            here.no_loss += len(batch.indices)
-        return [*actions, *self._report_steps(now)]
+            state = here.phase.value
+        return state
 
-    # --- parameters ---
+    @property
+    def clock(self) -> float:
+        """The mean clock of the shards, as far as it is known."""
+        clocks = self._client.clocks
+        return sum(clocks) / len(clocks) if clocks else 0.0
 
-    def _lacks(self, step: int) -> bool:
-        return self._epoch.installed_for != step and self.objective.fetches_at(step)
+    # --- for the program ---
 
-    def _fetch(self, step: int, now: rl.Seconds, *, ahead: bool) -> list[rl.Action]:
-        if self._epoch.fetching or not self._lacks(step):
-            return []
-        if not self.objective.may_fetch(ahead=ahead):
-            return []
-        self._epoch.fetching = True
-        return self._client.begin_fetch(now)
+    @property
+    def number(self) -> int:
+        """The number of the current step, or of the next one."""
+        return self.executor.step
 
-    def _fetch_ahead(self, now: rl.Seconds) -> list[rl.Action]:
-        # Block messages travel while this step computes (DB-10); shared memory is read only at the
-        # install, just before the step, so the newest values are used.
-        after = self._executor.step + 1
-        return [] if self._is_over(after) else self._fetch(after, now, ahead=True)
+    @property
+    def is_over(self) -> bool:
+        return self.course.is_final and self.executor.step >= self.course.allowed
 
-    def _install(self, step: int) -> list[rl.Compute]:
-        if not (self._epoch.fetching and self._client.fetch_complete):
-            return []
-        objective = self.objective
+    @property
+    def may_step(self) -> bool:
+        return self.executor.step < self.course.allowed and self._client.ready
+
+    def act(self, actions: Sequence[rl.Action]) -> None:
+        self._actions += actions
+
+    def start(self, work: rl.Compute) -> None:
+        """Run this work behind what is already under way."""
+        self.lane.append(work.name)
+        self._actions.append(work)
+
+    def gather(self) -> Waiting[int]:
+        """Wait until all pushes are applied, and until it is known where to begin."""
+        # Pushes in flight count for the position where the next generation begins.
+        while not (self._client.ready and self.program.all_pushes_applied):
+            yield
+        self.here.phase = Phase.GATHERED
+        self._actions += self.course.ready(self.program.pushed, self.now)
+        while self.here.phase is Phase.GATHERED:
+            position = self.course.begins_at()
+            if position is None:
+                yield
+            else:
+                self._actions += self.run_from(position, self.now)
+        return self.here.position
+
+    def prepare(self) -> bool:
+        """Read ahead; return whether the next step may be prepared."""
+        if not (self.course.looks_ahead or self.may_step):
+            return False
+        number = self.executor.step
+        self._actions += self._slices.read_ahead(number, stop=self.course.n_readable)
+        return True
+
+    def next_step(self, *, fetches: bool = False) -> Waiting[bool]:
+        """Wait until a step may begin, if it `fetches` with new parameters; False: none is left."""
+        while not self.is_over:
+            if self.prepare():
+                if fetches and not self.here.fetching:
+                    self.begin_fetch()
+                if not self.may_step:
+                    pass
+                elif not fetches:
+                    if self.take():
+                        return True
+                elif self.has_fetched:
+                    n_bytes = 2.0 * sum(value.nbytes for value in self.program.values)
+                    self.begin_install(self._client.install(self.program.values), n_bytes)
+                    seconds = yield from self.installed()
+                    if seconds is not None:
+                        self.program.seconds += seconds
+                        fetches = False
+            yield
+        return False
+
+    def take(self) -> bool:
+        """Take the samples of the next step, if they are read."""
+        self.slice = self._slices.take(self.executor.step)
+        return self.slice is not None
+
+    # --- parameters
+
+    def begin_fetch(self) -> None:
+        self.here.fetching = True
+        self._actions += self._client.begin_fetch(self.now)
+
+    @property
+    def has_fetched(self) -> bool:
+        """Whether a fetch is complete and not installed."""
+        return self.here.fetching and self._client.fetch_complete
+
+    def begin_install(self, install: Install, n_bytes: float) -> None:
         self._is_torn = False
-        self._installing = self._executor.generation, step
-        install = objective.installing(self._client.install(objective.values))
 
         def work() -> FetchResult:
             result = install()
             self._is_torn = bool(result.torn)
             return result
 
-        cost = rl.Cost(n_bytes=float(objective.install_copies * self._n_bytes))
-        client = self._client
-        return [
+        client, cost = self._client, rl.Cost(n_bytes=n_bytes)
+        self.start(
             rl.Compute(name=INSTALL, work=work, cost=cost, remaining=lambda: client.readable_share)
-        ]
+        )
 
-    def _installed(self, event: rl.Computed, now: rl.Seconds) -> Sequence[rl.Action]:
+    def installed(self) -> Waiting[rl.Seconds | None]:
+        """Wait for an install, return its seconds; None if its fetch was torn, and is repeated."""
+        generation = self.here
+        event = yield
+        assert event is not None
         result = event.result
         assert isinstance(result, FetchResult), result
-        actions = self._client.installed(result, now)
-        generation, step = self._installing
+        self._actions += self._client.installed(result, self.now)
         # Older parameters than those that this rank has pushed meanwhile are not used.
-        if generation != self._executor.generation:
-            return actions
+        if generation is not self.here:
+            return None
         if result.torn:
-            # A queued step finds out by itself.
-            return actions if self._lane else [*actions, *self._wait(TORN_RETRY_SECONDS, now)]
-        self._epoch.fetching = False
-        if not self.objective.fetched(event.seconds):
-            return [*actions, *self._wait(OTHER_RETRY_SECONDS, now)]
-        self._epoch.installed_for = step
-        return [*actions, *(self._fetch_ahead(now) if self._executor.is_open else [])]
+            if not self.lane:  # a queued step finds out by itself
+                self.wait(TORN_RETRY_SECONDS)
+            return None
+        self.here.fetching = False
+        return event.seconds
+
+    def wait(self, seconds: rl.Seconds) -> None:
+        self._waits = True
+        self._actions.append(rl.SetTimer(name=RETRY, at=self.now + seconds))
+
+    # --- steps
+
+    def begin_step(
+        self, put: Put, close: Close, *, n_bytes: float = 0.0, is_queued: bool = False
+    ) -> None:
+        """Begin a step on the samples taken; it `is_queued` behind the install of its parameters.
+
+        `put` takes its gradients, and `close` its result, as work.
+        """
+        assert self.slice is not None
+        number, parameters = self.executor.step, self._parameters
+        work = self.executor.open(self.slice, parameters, put=put, close=close, n_bytes=n_bytes)
+        for each in work:
+            self.start(self._unless_torn(each) if is_queued else each)
+        if self.course.looks_ahead:
+            self._actions += self._slices.read_ahead(number + 1, stop=number + 2)
 
     def _unless_torn(self, step: rl.Compute) -> rl.Compute:
         return rl.Compute(
@@ -698,53 +490,288 @@ class Replica:
             remaining=lambda: float(not self._is_torn),
         )
 
-    def _wait(self, seconds: rl.Seconds, now: rl.Seconds) -> list[rl.Action]:
-        self._waits = True
-        return [rl.SetTimer(name=RETRY, at=now + seconds)]
+    def taken(self) -> Waiting[Taken | None]:
+        """Wait for the end of a step; None: its parameters were torn, so it is to begin anew."""
+        executor = self.executor
+        while True:
+            event = yield
+            if event is None:
+                for each in executor.chain():
+                    self.start(each)
+                continue
+            outcome = event.result
+            if outcome is None:
+                assert self.slice is not None
+                executor.cancel()
+                self._slices.put_back(self.slice)
+                self.wait(TORN_RETRY_SECONDS)
+                return None
+            assert isinstance(outcome, StepOutcome), outcome
+            self.program.seconds += event.seconds
+            self._actions += executor.ran(outcome, self.now)
+            if outcome.found is not None:
+                break
+        assert self.slice is not None
+        taken = Taken(outcome.closed, outcome.found, self.slice.samples)
+        is_dropped, self.slice = outcome.generation != self.here.number, None
+        if not isinstance(taken.closed, LocalNorm):
+            # Complete, so it is valid even if its generation has ended meanwhile.
+            if not is_dropped:
+                self._count(taken)
+            return taken
+        while is_dropped:
+            yield  # no norm will be reduced
+        return (yield from self._reduced(taken, taken.closed))
 
-    # --- the end ---
+    def _reduced(self, taken: Taken, local: LocalNorm) -> Waiting[Taken]:
+        self.vote, self.awaits_norm = (local.square, local.sample), True
+        self._count(taken)
+        norm = None
+        while norm is None:
+            yield
+            norm = self.course.reduced(self.executor.step)
+        work = partial(local.settle, *norm)
+        self.start(rl.Compute(name=SETTLE, work=work, cost=local.cost))
+        event = yield
+        assert event is not None
+        self.awaits_norm = False
+        return Taken(event.result, taken.result, taken.batch)
 
-    def _end(self, now: rl.Seconds) -> list[rl.Action]:
-        # The leader may let everyone exit after this report, so all pushes must be applied: one
-        # that is lost now would be lost for good.
-        if not self.objective.all_pushes_applied:
+    def _count(self, taken: Taken) -> None:
+        self.has_stepped = True
+        self.here.count(taken.result.loss, taken.n_samples)
+        self._actions += self.course.taken(self.now)
+
+
+@final
+class Alone(Course):
+    """The course of a whole model, which asks nobody."""
+
+    def __init__(
+        self,
+        *,
+        limits: Limits | None = None,
+        begins: bool = True,  # without being asked to
+    ) -> None:
+        self.generation = 0
+        self.is_running = False
+        self.steps = 0  # of this generation
+        self.square = 0.0
+        self._limits = limits or Limits()
+        self._begins = begins
+        self._pushed = 0  # samples, when all pushes were applied
+        self._wanted_position: int | None = None
+        self._own: Steps | None = None
+
+    def of(self, steps: Steps) -> None:
+        self._own = steps
+
+    # --- for the program, as the leader of a group
+
+    @property
+    def is_complete(self) -> bool:
+        return self.is_running and self.steps == self._limits.generation
+
+    @property
+    def clock(self) -> float:
+        return self._of.clock
+
+    @property
+    def _of(self) -> Steps:
+        assert self._own is not None
+        return self._own
+
+    def generation_done(self) -> GroupProgress:
+        here = self._of.here
+        return GroupProgress(
+            steps=self.steps,
+            position=here.position,
+            loss=here.loss,
+            samples=here.samples,
+            no_loss=here.no_loss,
+        )
+
+    def start(self, now: rl.Seconds) -> None:
+        self.new_generation(now, limit=self._limits.first)
+
+    def begin(self, now: rl.Seconds, *, samples: int | None = None) -> Outgoing:
+        """Allow steps, up to a number of samples if one is given."""
+        del now
+        self._begins, self._limits.samples_allowed = True, samples
+        self._update()
+        return []
+
+    def stop(self, now: rl.Seconds) -> Outgoing:
+        del now
+        if not self.is_cut:
+            self._limits.last_step = self._of.number + self._of.executor.is_open
+        self.is_cut = True
+        self._update()
+        return []
+
+    def new_generation(
+        self,
+        now: rl.Seconds,
+        *,
+        position: int | None = None,  # where to begin; None: where the pushes end
+        limit: int | None = None,  # steps of this generation
+        order: wire.ChunkOrder | None = None,
+    ) -> Outgoing:
+        """Start a new generation: drop the current step."""
+        del now, order
+        self.generation += 1
+        self.is_running, self.steps = False, 0
+        self._limits.last_step = 0 if self.is_cut else None
+        self._wanted_position, self._limits.generation = position, limit
+        self._update()
+        return []
+
+    # --- for its steps
+
+    @override
+    def ready(self, pushed: int | None, now: rl.Seconds) -> list[rl.Action]:
+        del now
+        self._pushed = pushed or 0
+        return []
+
+    @override
+    def begins_at(self) -> int | None:
+        if not (self._begins or self.is_cut):
+            return None
+        wanted = self._wanted_position
+        position = self._pushed if wanted is None else wanted
+        self.is_running, self._of.here.position = True, position
+        self._update()
+        return position
+
+    @override
+    def taken(self, now: rl.Seconds) -> list[rl.Action]:
+        del now
+        self.steps += 1
+        return []
+
+    @property
+    @override
+    def is_held(self) -> bool:
+        pauses = self._limits.samples_allowed is not None and self.is_running
+        return pauses and self.steps >= self.allowed
+
+    def _update(self) -> None:
+        limits = self._limits
+        self.allowed = 0
+        if self.is_running and self._begins:
+            bounds = limits.bounds(self._of.here.position)
+            self.allowed = min(bounds, default=sys.maxsize)
+        is_last = self.is_running and limits.is_last(self.allowed, self._of.here.position)
+        self.is_final = self.is_cut or is_last
+        self.n_readable = sys.maxsize if limits.steps_max is None else limits.steps_max
+
+
+ReplicaMessage = wire.StartTraining | wire.Evaluate | wire.Stop | ShardReply
+
+
+@final
+class Replica:
+    """The role "replica-R" or "evaluator": runs a program on a whole model."""
+
+    accepts = rl.message_types(ReplicaMessage)
+
+    def __init__(
+        self,
+        program: Program,
+        *,
+        client: ParameterClient,
+        executor: LocalExecutor | StepRunner,
+        slices: SlicePrefetch,
+        course: Alone,
+        shapes: Sequence[tuple[int, ...]] | None = None,
+    ) -> None:
+        self.accepts = self.accepts | program.accepts
+        self.program = program
+        self._client = client
+        self._course = course
+        self._steps = Steps(
+            program, client=client, executor=executor, slices=slices, course=course, shapes=shapes
+        )
+        course.of(self._steps)
+        self._is_gone = False
+
+    def handle(self, event: rl.Event, now: rl.Seconds) -> Sequence[rl.Action]:
+        if self._is_gone:
             return []
-        self._epoch.phase = Phase.ENDED
-        self._ended_at = now
-        reported = [] if self._is_single else self._report_steps(now)
-        return [*reported, *self._leave(now)]
+        of_shard, phase = False, self._steps.here.phase
+        if isinstance(event, rl.Computed):
+            actions: Sequence[rl.Action] = self._steps.computed(event, now)
+        elif self._client.owns(event):
+            of_shard = True
+            actions = self._client.handle(event, now)
+            # Most events of shards are blocks, acknowledgements and timers that remove no obstacle.
+            if not self._client.has_news:
+                return actions
+        else:
+            actions = self._on_event(event, now)
+        # Every event may have removed the last obstacle to the next piece of work.
+        begun = self._advance(now)
+        is_same = not begun and phase is self._steps.here.phase
+        if of_shard and is_same and not self._has_news():
+            return actions
+        done = [*actions, *begun, *self._lead(now)]
+        while self._has_news():
+            done += [*self._advance(now), *self._lead(now)]
+        return done if self._is_gone else [*done, *self.program.due(now)]
 
-    def _leave(self, now: rl.Seconds) -> list[rl.Action]:
-        leader = self._leader
-        # Another rank may still have to repeat a step, and needs this one for it.
-        others = self._epoch.has_ended and (leader is None or leader.all_ended)
-        is_late = leader is None and now - self._ended_at > END_SECONDS
-        if not (self._is_single or others or is_late):
-            return []
-        actions: list[rl.Action] = []
-        if leader is not None:
-            last, _ = self.objective.report(leader, now, final=True)
-            actions += last
-            if leader.missing:
-                names = ", ".join(self._names[rank] for rank in sorted(leader.missing))
-                text = f"ended without {names}: no message from there"
-                actions.append(rl.Report(text=text, level="warning"))
-        return [*actions, *self._exit()]
+    def _has_news(self) -> bool:
+        return not self._is_gone and self.program.has_news()
 
-    def _is_left(self, now: rl.Seconds) -> bool:
-        # Either the leader has exited for good, or the whole group had ended before this
-        # incarnation of the rank started.
-        if self._is_orphan:
-            return not self._lane and self.objective.all_pushes_applied
-        is_late = self._stopped_at is not None and now - self._stopped_at > END_SECONDS
-        return is_late and self._epoch.phase is Phase.ALONE
+    def _on_event(self, event: rl.Event, now: rl.Seconds) -> Sequence[rl.Action]:
+        own = self.program.handle(event, None, now) if self.program.accepts else None
+        if own is not None:
+            return own
+        match event:
+            case rl.Started():
+                actions = self._client.start(event.incarnation, now)
+                self._course.start(now)
+                self._steps.begin(self._course.generation)
+                return actions
+            case rl.Received(message=wire.StartTraining() | wire.Evaluate() | wire.Stop()):
+                message = event.message
+                assert isinstance(message, wire.StartTraining | wire.Evaluate | wire.Stop)
+                self.program.command(self._course, message, now)
+            case rl.Received():
+                raise RemoteProtocolError(
+                    f"{event.sender} sent a replica {type(event.message).__name__}, "
+                    "which is not for it"
+                )
+            case rl.TimerFired():
+                self._steps.retry()
+            case _:
+                pass
+        return []
 
-    def _exit(self) -> list[rl.Action]:
+    def _advance(self, now: rl.Seconds) -> list[rl.Action]:
+        actions = self._steps.advance(now)
+        if self._steps.here.phase is not Phase.ENDED or self._is_gone:
+            return actions
+        last, _ = self.program.report(self._course, now, final=True)
         self._is_gone = True
-        return [
-            rl.Send(receiver=rl.SUPERVISOR, message=wire.Finished(counters=self._metrics())),
-            rl.Exit(),
-        ]
+        finished = wire.Finished(counters=dict(self.status()[1]))
+        return [*actions, *last, rl.Send(receiver=rl.SUPERVISOR, message=finished), rl.Exit()]
+
+    def _lead(self, now: rl.Seconds) -> Sequence[rl.Action]:
+        steps, course, program = self._steps, self._course, self.program
+        waits = program.reports_steps and not course.is_held
+        if self._is_gone or (waits and not steps.has_stepped):
+            return []
+        steps.has_stepped = False
+        actions, _ = program.report(course, now, final=False)
+        if course.generation == steps.here.number:
+            return actions
+        steps.begin(course.generation)
+        return [*actions, *self._advance(now)]
+
+    def status(self) -> tuple[str, Mapping[str, float]]:
+        metrics = {**self._client.counters(), **self.program.figures()}
+        return self._steps.state(), metrics
 
 
 def failure(error: BaseException, *, step: int | None = None) -> DistBeliefError:
@@ -753,3 +780,8 @@ def failure(error: BaseException, *, step: int | None = None) -> DistBeliefError
         return error
     which = "a step" if step is None else f"step {step}"
     return JobError(f"{which} failed: {type(error).__name__}: {error}")
+
+
+def no_gradient(item: int, gradient: torch.Tensor) -> None:
+    del gradient
+    raise LocalProtocolError(f"a gradient of item {item} where nothing is trained")

@@ -9,7 +9,7 @@ chain     all operations that can run now, as one piece of work for the compute 
 ran       the work is done: send its messages
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Final, NamedTuple, final
@@ -20,7 +20,7 @@ import torch
 from distbelief.core.reliable import Arrivals, Backoff, ReliableStream
 from distbelief.core.vectors import ELEMENT_TYPES, Element, Vector
 from distbelief.errors import LocalProtocolError, RemoteProtocolError
-from distbelief.execution.executor import PartitionExecutor, Put, StepInputs
+from distbelief.execution.executor import PartitionExecutor, Put, StepInputs, StepResult
 from distbelief.execution.operations import Dataflow, InputOp
 from distbelief.execution.schedule import MicroBatchSchedule, ReadyQueue
 from distbelief.protocol import TransferAck, TransferBlock
@@ -28,7 +28,20 @@ from distbelief.protocol.codec import FRAME_BYTES_MAX
 from distbelief.roles.role import Action, Address, Compute, Cost, Seconds, Send
 from distbelief.worker.batches import BatchPlan, BatchSlice, micro_sizes, step_seed
 from distbelief.worker.group import AHEAD
-from distbelief.worker.objective import STEP, Close, StepOutcome
+
+
+STEP: Final = "replica:step"  # the work of a step
+
+Close = Callable[[StepResult], object]  # uses the result of a step, as work
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOutcome:
+    generation: int  # in which the work was started
+    sends: Sequence[tuple[int, Vector]]  # operation instances, and the values that they send
+    found: StepResult | None = None  # after the last piece of a step
+    closed: object = None  # what `close` returned for it
 
 
 # Transfers after which to send a `TransferAck`, if no transfer carries it earlier.
@@ -212,7 +225,7 @@ class StepRunner:
         training: bool,  # with the backward pass
         seed: Sequence[int],  # of the steps' random numbers, equal on all ranks
     ) -> None:
-        self.follows_install = False  # its operations start as messages arrive
+        self.is_open = False  # a step has begun
         self.generation = 0
         self.step = 0  # the current step, or the next one
         self._execution = execution
@@ -227,10 +240,6 @@ class StepRunner:
         self._open: _Open | None = None
         self._schedules: dict[int, MicroBatchSchedule] = {}
         self._sent = {place: link for link, place in execution.flow.sent.items()}
-
-    @property
-    def is_open(self) -> bool:
-        return self._open is not None
 
     @property
     def awaited(self) -> int | None:
@@ -252,7 +261,7 @@ class StepRunner:
     def begin(self, generation: int) -> None:
         """Drop the current step; begin a generation."""
         self.generation, self.step = generation, 0
-        self._open = None
+        self._open, self.is_open = None, False
         self._has_position = False
         self._inbox.clear()
         self._early.clear()
@@ -348,9 +357,16 @@ class StepRunner:
     # --------------------------------------------------------------------------- steps
 
     def open(
-        self, batch_slice: BatchSlice, parameters: Sequence[torch.Tensor], *, put: Put, close: Close
-    ) -> None:
-        """Begin the step `self.step`, of which `close` gets the result, as work."""
+        self,
+        batch_slice: BatchSlice,
+        parameters: Sequence[torch.Tensor],
+        *,
+        put: Put,
+        close: Close,
+        n_bytes: float = 0.0,
+    ) -> list[Compute]:
+        """Begin the step `self.step`, of which `close` gets the result; return its first work."""
+        del n_bytes  # beside what is computed
         sizes = self._sizes(self.step)
         if len(sizes) not in self._schedules:
             self._schedules[len(sizes)] = MicroBatchSchedule.of(self._flow, len(sizes))
@@ -367,7 +383,9 @@ class StepRunner:
         self._open = _Open(
             number=self.step, ready=ReadyQueue(schedule, sizes), put=put, close=close, arrived={}
         )
+        self.is_open = True
         self._arrive(self.step)
+        return self.chain()
 
     def cancel(self) -> None:
         raise LocalProtocolError("a step of a partition cannot be taken back")
@@ -421,7 +439,7 @@ class StepRunner:
             ]
             actions += self.links[receiver].post(blocks, now)
         if result.found is not None:
-            self._open = None
+            self._open, self.is_open = None, False
             self.step += 1
         return actions
 

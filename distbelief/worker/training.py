@@ -1,4 +1,4 @@
-"""The training objective: Algorithm 1.1 of Dean et al. 2012 on a whole model or one rank's part.
+"""The training program: Algorithm 1.1 of Dean et al. 2012 on a whole model or one rank's part.
 
 Paper to code: alpha is `local_learning_rate`, accrued gradients are in `ExchangeState`; instead of
 gradients, replicas may push local steps of an optimizer of their own (`worker.exchange`). Three
@@ -23,18 +23,18 @@ from typing_extensions import override
 from distbelief.core.formatting import duration
 from distbelief.core.spans import NOTHING, Span, Spans, of_part
 from distbelief.data import shown_samples
-from distbelief.errors import JobError, LocalProtocolError
+from distbelief.errors import JobError
 from distbelief.execution.executor import Put, StepResult
 from distbelief.parameter_server.client.buffers import FetchResult, PushDraft, PushResult
 from distbelief.parameter_server.client.client import ParameterClient
 from distbelief.protocol import Evaluate, GrantSteps, Progress, StartTraining, Stop
-from distbelief.roles.role import SUPERVISOR, Action, Compute, Computed, Cost, Report, Seconds, Send
+from distbelief.roles.role import SUPERVISOR, Action, Compute, Cost, Report, Seconds, Send
 from distbelief.worker.batches import BatchIndices, BatchSlice, Dealt, DealtPlan
 from distbelief.worker.config import DownpourSettings
 from distbelief.worker.exchange import ExchangeState, is_finite
-from distbelief.worker.group import GroupLeader, GroupProgress, Outgoing
+from distbelief.worker.group import GroupProgress, Leader, Outgoing
 from distbelief.worker.inner import InnerOptimizer
-from distbelief.worker.objective import Install, LocalNorm, Objective
+from distbelief.worker.replica import LocalNorm, Program, Steps, Taken, Waiting
 
 
 PUSH: Final = "replica:push"
@@ -139,8 +139,113 @@ class Counters:
 
 
 @final
-class TrainingObjective(Objective):
-    """Trains; see `Objective`. The last methods are work of the compute executor on the tensors."""
+class DealtPushes:
+    """Which positions of the data each push is of, where samples are dealt."""
+
+    def __init__(self, plan: DealtPlan, *, part: int) -> None:
+        self.plan = plan
+        self.skipped = NOTHING  # positions of pushes without any gradient
+        self.is_whole = False  # whether no later sample may join the push that is due
+        self._part = part  # of the replica that this rank pushes
+        self._due: Span | None = None  # positions of the push that is due
+        self._start: int | None = None  # the first position since the last push
+        self._last_skipped: Span | None = None
+        # Pushes up to the end of each range that is taken and not known to be applied.
+        self._range_ends: deque[int] = deque()
+        self._n_ranges_done = 0
+
+    @property
+    def span(self) -> Span | msgspec.UnsetType:
+        """The positions of the push that is due, for the shards."""
+        return msgspec.UNSET if self._due is None else of_part(self._due, self._part)
+
+    def begin(self) -> None:
+        self._range_ends.clear()
+        self._n_ranges_done = self.plan.n_gone
+
+    def drop(self) -> None:
+        self._start = None
+
+    def add(self, dealt: Dealt, *, is_auto: bool, is_full: bool) -> bool:
+        """Add a batch; return whether a push ends with it.
+
+        It ends where that of any other replica would, or if it `is_auto` when it is full.
+        """
+        start, stop = dealt.push
+        if self._start is None:
+            self._start = start
+        self.is_whole = dealt.ends_range or not is_auto
+        if not ((is_auto and is_full) or dealt.ends_range or (dealt.ends_push and not is_auto)):
+            return False
+        self.end((self._start, stop))
+        return True
+
+    def end(self, push: Span) -> None:
+        """These are the positions of the push that is due."""
+        start, stop = push
+        last = self._last_skipped
+        if last is not None and last[1] == start:
+            start = last[0]  # this push is also for the samples just skipped
+        self._due = start, stop
+
+    def skip(self) -> None:
+        """The push that is due has no gradient."""
+        self._last_skipped = self._due
+        self.skipped |= NOTHING if self._due is None else Spans([self._due])
+
+    def end_range(self, n_pushes: int) -> None:
+        """A range ends with the last of so many pushes."""
+        self._range_ends.append(n_pushes)
+
+    def figures(self, n_applied: int) -> dict[str, float]:
+        while self._range_ends and self._range_ends[0] <= n_applied:
+            self._range_ends.popleft()
+            self._n_ranges_done += 1
+        return {"ranges": float(self.plan.n_ranges), "ranges_done": float(self._n_ranges_done)}
+
+
+@final
+class ProgressReports:
+    """What the supervisor knows of the progress of a replica."""
+
+    def __init__(self, seconds: Seconds) -> None:
+        self.samples_allowed: int | None = None
+        self.begun_at: Seconds | None = None
+        self._seconds = seconds  # least time between reports
+        self._reported_at: Seconds = -math.inf
+        self._reported_steps = 0  # of all generations
+        self._reported = 0, GroupProgress()  # the newest generation, and what it had done
+
+    def due(
+        self, leader: Leader, now: Seconds, *, final: bool, computing: Seconds, skipped: Spans
+    ) -> list[Action]:
+        if now - self._reported_at < self._seconds and not (final or leader.is_held):
+            return []
+        done = leader.generation_done()
+        generation, before = self._reported
+        # A new generation counts from zero; steps of earlier ones stay counted.
+        if generation != leader.generation:
+            before = GroupProgress()
+            self._reported = leader.generation, before
+        n_of_loss = done.samples - before.samples
+        if n_of_loss + done.no_loss - before.no_loss <= 0:
+            return []
+        self._reported_at, self._reported = now, (leader.generation, done)
+        self._reported_steps += max(done.steps - before.steps, 0)
+        progress = Progress(
+            step=self._reported_steps,
+            samples=done.position + done.samples + done.no_loss,
+            loss=(done.loss - before.loss) / n_of_loss if n_of_loss else math.nan,
+            seconds_computing=computing,
+            seconds_waiting=max(now - (self.begun_at or 0.0) - computing, 0.0),
+            skipped=skipped.to_wire()[-N_SKIPPED_MAX:] if skipped is not NOTHING else (),
+        )
+        return [Send(receiver=SUPERVISOR, message=progress)]
+
+
+@final
+class Training(Program):
+    """Trains; see `Program`. The last methods are work of the compute executor on the tensors."""
 
     reports_steps = True
 
@@ -162,23 +267,11 @@ class TrainingObjective(Objective):
         self.counters = Counters()
         self._config = config
         self._items = items
-        pace = config.pace
-        self._clip_norm = None if is_whole else config.clip_norm
+        self._is_whole = is_whole
         self._reduces_norm = n_ranks > 1
-        # Whether gradients may go into the push buffers during the backward pass.
-        self._drafts = not (is_whole or pace.sums_gradients or self._clip_norm is not None)
         self._n_steps = n_steps
-        self._dealt = dealt
-        self._part = part
-        self._dealt_push: Span | None = None  # positions of the push that is due
-        self._push_start: int | None = None  # the first position since the last push
-        self._is_whole_push = False  # whether no later sample may join the push that is due
-        self._last_skipped: Span | None = None  # positions of a push without any gradient
-        self._skipped = NOTHING  # of all such pushes
-        # Pushes up to the end of each range that is taken and not known to be applied.
-        self._range_ends: deque[int] = deque()
-        self._n_ranges_done = 0
-        self._progress_seconds = progress_seconds
+        self._dealt = None if dealt is None else DealtPushes(dealt, part=part)
+        self._progress = ProgressReports(progress_seconds)
         self._client = client
         inner = None  # if deltas are sent
         if config.inner is not None:
@@ -187,27 +280,21 @@ class TrainingObjective(Objective):
         self._exchange = ExchangeState(
             items.values,
             client.view,
-            pace,
+            config.pace,
             trained=sorted(items.trained),
             inner=inner,
             shares_memory=not is_whole,
             fits_link=config.exchange.every == "auto",
         )
         self._stop = 0  # samples up to the end of the newest gradient
-        self._samples_allowed: int | None = None
         self._position = 0  # samples consumed since the replica's first incarnation
         self._pushed = 0  # samples up to the end of the last push
         self._clock = 0  # of the parameters in use
-        self._seconds: Seconds = 0.0  # installing parameters and computing steps
-        self._begun_at: Seconds = 0.0
         self._step: Step | None = None
         self._push_due = False
         self._staging = False
         self._loss = 0.0  # of the last step
         self._n_bad_in_row = 0
-        self._reported_at: Seconds = -math.inf
-        self._reported_steps = 0  # of all generations
-        self._reported = 0, GroupProgress()  # the newest generation, and what it had done
 
     @property
     @override
@@ -219,118 +306,200 @@ class TrainingObjective(Objective):
     def all_pushes_applied(self) -> bool:
         return not (self._staging or self._client.unacknowledged)
 
-    @override
-    def begin(self, position: int, now: Seconds) -> None:
-        # A rank whose shards are ahead of the group pushes nothing until the others catch up: each
-        # gradient is applied once.
-        self._pushed = self.pushed or 0
-        if not self._position:
-            self._begun_at = now
-        self._position = position
-        if self._dealt is not None:
-            self._range_ends.clear()
-            self._n_ranges_done = self._dealt.n_gone
-        if self._exchange.pace.sends_delta and position:
-            self.counters.inner_lost += 1
+    # --- one generation ---
 
     @override
-    def drop(self) -> None:
+    def steps(self, steps: Steps) -> Waiting[None]:
+        self._drop()
+        position = yield from steps.gather()
+        self._begin(position, steps.now)
+        while (yield from self._next_step(steps)):
+            # Values are copied just before their step, so that they are as new as possible.
+            is_queued = self._lacks(steps, steps.number) and steps.has_fetched
+            if is_queued:
+                self._begin_install(steps)
+            step = self._open(steps)
+            close, n_bytes = partial(self._close, step), self._step_bytes(step)
+            steps.begin_step(step.put, close, n_bytes=n_bytes, is_queued=is_queued)
+            self._fetch_ahead(steps, step)
+            if is_queued and (yield from self._installed(steps)):
+                self._fetch_ahead(steps, step)
+            taken = yield from steps.taken()
+            self._step = None
+            if taken is None:
+                self.counters.torn += 1
+            else:
+                steps.act(self._closed(step, taken, steps.now))
+            yield
+
+    def _drop(self) -> None:
         # A new generation begins where the shards' state ends, so this is computed again.
         step, self._step = self._step, None
         if step is not None and step.draft is not None:
             self._client.abandon()
         self._exchange.drop()
-        self._push_start = None
         self._push_due = False
+        if self._dealt is not None:
+            self._dealt.drop()
 
-    @override
-    def fetches_at(self, step: int) -> bool:
-        return self._exchange.fetches_before(step)
+    def _begin(self, position: int, now: Seconds) -> None:
+        # A rank whose shards are ahead of the group pushes nothing until the others catch up: each
+        # gradient is applied once.
+        self._pushed = self.pushed or 0
+        if not self._position:
+            self._progress.begun_at = now
+        self._position = position
+        if self._dealt is not None:
+            self._dealt.begin()
+        if self._exchange.pace.sends_delta and position:
+            self.counters.inner_lost += 1
+
+    def _next_step(self, steps: Steps) -> Waiting[bool]:
+        """Push and fetch what is due; wait until a step may begin. False: none is left."""
+        while True:
+            is_over = steps.is_over
+            is_late = is_over and self._owes
+            if is_late:
+                # What a held replica still has to push belongs to a round with the others' last
+                # steps.
+                steps.act(self._enter(steps.now, gated=False))
+            if is_late and not self._client.may_begin:
+                pass
+            elif self._may_push(final=is_over):
+                yield from self._push(steps)
+            elif self._is_due:
+                pass
+            elif is_over:
+                steps.act(self.leave(steps.now))
+                if self.all_pushes_applied:
+                    return False
+            else:
+                if steps.course.is_held:
+                    steps.act(self.leave(steps.now))
+                if steps.prepare() and (yield from self._has_parameters(steps)) and steps.take():
+                    return True
+            yield
+
+    # --- fetches ---
+
+    def _has_parameters(self, steps: Steps) -> Waiting[bool]:
+        """Return whether those of the next step are here, or come just before it."""
+        may_step, lacks = steps.may_step, self._lacks(steps, steps.number)
+        if may_step:
+            steps.act(self._enter(steps.now))
+        if lacks and not steps.here.fetching and self._may_fetch(ahead_of=None):
+            steps.begin_fetch()
+        if not may_step:
+            return False
+        if not (lacks and steps.has_fetched):
+            return not lacks or self._may_go_on
+        if self._is_whole and not self._exchange.pace.sends_delta:
+            return True
+        self._begin_install(steps)
+        yield from self._installed(steps)
+        return False
+
+    def _lacks(self, steps: Steps, number: int) -> bool:
+        return steps.here.installed_for != number and self._exchange.fetches_before(number)
 
     @property
-    @override
-    def may_go_on(self) -> bool:
-        is_late = self._is_whole_push and self._push_due
+    def _may_go_on(self) -> bool:
+        """Whether a step may begin before a fetch that is due has come."""
+        is_late = self._dealt is not None and self._dealt.is_whole and self._push_due
         return self._exchange.may_go_on and not is_late
 
-    @override
-    def enter(self, now: Seconds, *, gated: bool = True) -> list[Action]:
-        return self._client.enter(now, staleness=self._config.exchange.staleness if gated else None)
+    def _may_fetch(self, *, ahead_of: Step | None) -> bool:
+        """Return whether a fetch may begin, now or while this step is running."""
+        waits = self._config.exchange.staleness is not None
+        if waits and (ahead_of is not None or not self._client.may_begin):
+            return False  # a tick begins with a fetch
+        dealt = None if ahead_of is None else ahead_of.batch_slice.samples.dealt
+        return self._exchange.pace.may_fetch(
+            unacknowledged=self._client.unacknowledged,
+            during=None if ahead_of is None else ahead_of.number,
+            pushes=None if dealt is None else dealt.ends_push,
+        )
 
-    @property
-    @override
-    def owes(self) -> bool:
-        return self._exchange.n_unsent > 0 and (self._dealt is None or self._push_due)
+    def _fetch_ahead(self, steps: Steps, step: Step) -> None:
+        # Block messages travel while this step computes (DB-10); shared memory is read only at the
+        # install, just before the step, so the newest values are used.
+        course, after = steps.course, step.number + 1
+        is_last = course.is_final and after >= course.allowed
+        if is_last or steps.here.fetching or not self._lacks(steps, after):
+            return
+        if self._may_fetch(ahead_of=step):
+            steps.begin_fetch()
+
+    def _begin_install(self, steps: Steps) -> None:
+        exchange, pace, rate = self._exchange, self._exchange.pace, self._config.rate(self._clock)
+        contains_pushes = self._client.fetches_own_pushes
+        fetched = self._client.install(self.values)
+
+        def install() -> FetchResult:
+            exchange.hold()
+            installed = fetched()
+            if not installed.torn:
+                exchange.merge(contains_pushes=contains_pushes, rates=rate)
+            return installed
+
+        has_steps = exchange.n_unsent > 0
+        if pace.sends_delta:  # also the anchor, before and after
+            n_copies = 8 if has_steps else 4
+        else:  # to repeat local steps also read gradients and values, and write values
+            n_copies = 5 if pace.keeps_local_steps and rate and has_steps else 2
+        steps.begin_install(install, n_copies * self._items.n_bytes)
+
+    def _installed(self, steps: Steps) -> Waiting[bool]:
+        number = steps.number
+        seconds = yield from steps.installed()
+        if seconds is None:
+            return False
+        self.seconds += seconds
+        self.counters.fetches += 1
+        self._exchange.fetched()
+        self._clock = max(self._client.clocks, default=0)
+        steps.here.installed_for = number
+        return True
+
+    # --- ticks ---
+
+    def _enter(self, now: Seconds, *, gated: bool = True) -> list[Action]:
+        """A step is wanted: others may wait for this worker, and if `gated`, it for them."""
+        return self._client.enter(now, staleness=self._config.exchange.staleness if gated else None)
 
     @override
     def leave(self, now: Seconds) -> list[Action]:
         # Nobody must fold a round, or count the workers present, without a push under way.
         return self._client.leave(now) if self.all_pushes_applied else []
 
-    @override
-    def may_fetch(self, *, ahead: bool) -> bool:
-        waits = self._config.exchange.staleness is not None
-        if waits and (ahead or not self._client.may_begin):
-            return False  # a tick begins with a fetch
-        step = self._step if ahead else None
-        dealt = None if step is None else step.batch_slice.samples.dealt
-        return self._exchange.pace.may_fetch(
-            unacknowledged=self._client.unacknowledged,
-            during=None if step is None else step.number,
-            pushes=None if dealt is None else dealt.ends_push,
-        )
-
-    @override
-    def installing(self, work: Install) -> Install:
-        exchange, rate = self._exchange, self._config.rate(self._clock)
-        contains_pushes = self._client.fetches_own_pushes
-
-        def install() -> FetchResult:
-            exchange.hold()
-            installed = work()
-            if not installed.torn:
-                exchange.merge(contains_pushes=contains_pushes, rates=rate)
-            return installed
-
-        return install
-
     @property
-    @override
-    def install_copies(self) -> int:
-        pace, has_steps = self._exchange.pace, self._exchange.n_unsent > 0
-        if pace.sends_delta:  # also the anchor, before and after
-            return 8 if has_steps else 4
-        # To repeat local steps also read gradients and values, and write values.
-        repeats = pace.keeps_local_steps and self._config.rate(self._clock)
-        return 5 if repeats and has_steps else 2
+    def _owes(self) -> bool:
+        """Whether something is accrued that is not pushed yet."""
+        return self._exchange.n_unsent > 0 and (self._dealt is None or self._push_due)
 
-    @override
-    def fetched(self, seconds: Seconds) -> bool:
-        self._seconds += seconds
-        self.counters.fetches += 1
-        self._exchange.fetched()
-        self._clock = max(self._client.clocks, default=0)
-        return True
+    # --- steps ---
 
-    @override
-    def open(self, step: int, batch: BatchIndices, batch_slice: BatchSlice) -> Put:
+    def _open(self, steps: Steps) -> Step:
         # A rank may die when some shards have applied its push and others have not. It then goes on
         # from the least advanced shard, and the others apply that one push twice. This is accepted:
         # shards know only sample counts, and it is one gradient of one replica. Of dealt samples
         # they know the positions.
+        assert steps.slice is not None
+        batch, pace = steps.slice.samples, self._exchange.pace
         counts = bool(self.values) and batch.stop > self._pushed
         # Stage during the backward pass only if nothing can still reject or change the gradient.
-        at_once = counts and self._drafts and not self._exchange.n_unsent
+        drafts = not (self._is_whole or pace.sums_gradients or self._config.clip_norm is not None)
+        at_once = counts and drafts and not self._exchange.n_unsent
         draft = self._client.draft() if at_once and self._client.can_push else None
-        self._step = Step(
-            number=step,
+        self._step = step = Step(
+            number=steps.number,
             scheduled=self._n_steps(0, batch.position),
             counts=counts,
             draft=draft,
-            local_rate=self._local_rate(step),
-            batch_slice=batch_slice,
+            local_rate=self._local_rate(steps.number),
+            batch_slice=steps.slice,
         )
-        return self._step.put
+        return step
 
     def _local_rate(self, step: int) -> float | None:
         pace = self._exchange.pace
@@ -339,32 +508,16 @@ class TrainingObjective(Objective):
         # A fetch that follows overwrites the local step, or repeats it with the others.
         return None if pace.fetches_before(step + 1) else self._config.rate(self._clock)
 
-    def step_bytes(self) -> float:
-        """Moved by the current step beside its computation."""
-        assert self._step is not None
+    def _step_bytes(self, step: Step) -> float:
+        """Return what a step moves beside its computation."""
         # Read w; a local step reads g and w, and writes w; an optimizer has two moments, at most.
-        n_copies = (
-            8 if self._exchange.pace.sends_delta else 1 if self._step.local_rate is None else 4
-        )
-        return self._items.n_bytes * n_copies
+        sends_delta = self._exchange.pace.sends_delta
+        return self._items.n_bytes * (8 if sends_delta else 1 if step.local_rate is None else 4)
 
-    @override
-    def computing(self, seconds: Seconds) -> None:
-        self._seconds += seconds
-
-    @override
-    def torn(self) -> None:
-        self.counters.torn += 1
-        self._step = None
-
-    @override
-    def closed(
-        self, result: object, step_result: StepResult, batch: BatchIndices, now: Seconds
-    ) -> Sequence[Action]:
+    def _closed(self, step: Step, taken: Taken, now: Seconds) -> Sequence[Action]:
         """Account for a finished step; send the push that it staged."""
+        result, step_result, batch = taken.closed, taken.result, taken.batch
         assert isinstance(result, Closed), result
-        step, self._step = self._step, None
-        assert step is not None
         n, counters = len(batch.indices), self.counters
         counters.steps += 1
         self._position += n
@@ -390,56 +543,40 @@ class TrainingObjective(Objective):
         actions = [*actions, *self._fit_to_link(now)]
         # If every gradient was skipped there is nothing to push. Skipped samples are behind us.
         self._stop = batch.stop
-        if batch.dealt is None:
+        if self._dealt is None or batch.dealt is None:
             self._push_due = self._exchange.pushes_after(step.number)
         else:
-            self._end_batch(batch.dealt)
+            self._end_batch(self._dealt, batch.dealt)
         return actions
 
-    def _end_batch(self, dealt: Dealt) -> None:
+    def _end_batch(self, pushes: DealtPushes, dealt: Dealt) -> None:
         """Let a push end where that of any other replica would, or as the link allows."""
-        start, stop = dealt.push
-        if self._push_start is None:
-            self._push_start = start
-        is_auto, exchange = self._config.exchange.every == "auto", self._exchange
-        is_full = is_auto and exchange.n_unsent >= exchange.pace.n_push
-        self._is_whole_push = dealt.ends_range or not is_auto
-        if not (is_full or dealt.ends_range or (dealt.ends_push and not is_auto)):
+        exchange, is_auto = self._exchange, self._config.exchange.every == "auto"
+        is_full = exchange.n_unsent >= exchange.pace.n_push
+        if not pushes.add(dealt, is_auto=is_auto, is_full=is_full):
             return
-        self._begin_push(self._push_start, stop)
         self._push_due = exchange.n_unsent > 0 and bool(self.values)
         if not exchange.n_unsent:
-            self._skip_push()
+            pushes.skip()
         if not self._push_due:
-            self._push_start = None
+            pushes.drop()
             exchange.discard()
         if dealt.ends_range:
-            self._range_ends.append(self.counters.pushes + self._push_due)
+            pushes.end_range(self.counters.pushes + self._push_due)
 
     def _staged_at_once(
         self, staged: PushResult, batch: BatchIndices, now: Seconds
     ) -> Sequence[Action]:
-        dealt = batch.dealt
-        if dealt is not None:
-            self._begin_push(*dealt.push)
+        if self._dealt is not None and batch.dealt is not None:
+            self._dealt.end(batch.dealt.push)
         self._exchange.staged()
         actions = self._staged(staged, n_gradients=1, stop=batch.stop, now=now)
-        if dealt is not None and dealt.ends_range:
-            self._range_ends.append(self.counters.pushes)
+        if self._dealt is not None and batch.dealt is not None and batch.dealt.ends_range:
+            self._dealt.end_range(self.counters.pushes)
         return actions
 
-    def _begin_push(self, start: int, stop: int) -> None:
-        last = self._last_skipped
-        if last is not None and last[1] == start:
-            start = last[0]  # this push is also for the samples just skipped
-        self._dealt_push = start, stop
-
-    def _skip_push(self) -> None:
-        self._last_skipped = self._dealt_push
-        self._skipped |= NOTHING if self._dealt_push is None else Spans([self._dealt_push])
-
     def _fit_to_link(self, now: Seconds) -> Sequence[Action]:
-        step_seconds = self._seconds / self.counters.steps
+        step_seconds = self.seconds / self.counters.steps
         seconds = self._exchange.fit_to_link(now, step_seconds=step_seconds)
         if seconds is None:
             return []
@@ -483,16 +620,17 @@ class TrainingObjective(Objective):
             f"or a clip_norm{clip}"
         )
 
+    # --- pushes ---
+
     @property
-    @override
-    def is_due(self) -> bool:
+    def _is_due(self) -> bool:
+        """Whether a push must come before another step."""
         return self._push_due and not (
-            (self._exchange.fetch_due and self._exchange.pace.sends_delta) or self.may_go_on
+            (self._exchange.fetch_due and self._exchange.pace.sends_delta) or self._may_go_on
         )
 
-    @override
-    def work(self, *, final: bool) -> Sequence[Action]:
-        """Stage the accrued gradients once every shard has a free slot (two are in flight)."""
+    def _may_push(self, *, final: bool) -> bool:
+        """Return whether to stage what has accrued: every shard has a free slot for it."""
         # After the last step, one more push carries what has accrued.
         if final and self._dealt is None:
             self._push_due |= self._exchange.n_unsent > 0
@@ -500,39 +638,36 @@ class TrainingObjective(Objective):
             self._exchange.discard()
         # The values fetched after a push of local steps contain it, and so none after it.
         # A replica without any further step to take begins no fetch, and its push is waited for.
-        is_last = final or (self._dealt is not None and self._dealt.is_read)
-        sends_delta = self._exchange.pace.sends_delta
-        is_early = sends_delta and self._exchange.fetch_due and not is_last
-        if is_early or not (self._push_due and self._client.ready and self._client.can_push):
-            return []
-        self._push_due, self._staging = False, True
-        n_copies = 6.0 if sends_delta else 2.0
-        cost = Cost(n_bytes=n_copies * self._items.n_bytes)
-        return [Compute(name=PUSH, work=self._staging_work(), cost=cost)]
+        is_last = final or (self._dealt is not None and self._dealt.plan.is_read)
+        is_early = self._exchange.pace.sends_delta and self._exchange.fetch_due and not is_last
+        return self._push_due and not is_early and self._client.ready and self._client.can_push
 
-    @override
-    def computed(self, event: Computed, now: Seconds) -> Sequence[Action]:
-        """Send the staged push, or drop it if it is not finite."""
-        if event.name != PUSH:
-            raise LocalProtocolError(f"unexpected result of work {event.name!r}")
+    def _push(self, steps: Steps) -> Waiting[None]:
+        self._push_due, self._staging = False, True
+        n_copies = 6.0 if self._exchange.pace.sends_delta else 2.0
+        cost = Cost(n_bytes=n_copies * self._items.n_bytes)
+        steps.start(Compute(name=PUSH, work=self._staging_work(), cost=cost))
+        event = yield
+        assert event is not None
         result = event.result
         assert isinstance(result, PushResult), result
         self._staging = False
-        self._push_start = None
+        if self._dealt is not None:
+            self._dealt.drop()
         n_gradients = self._exchange.n_unsent
-        return self._staged(result, n_gradients=n_gradients, stop=self._stop, now=now)
+        steps.act(self._staged(result, n_gradients=n_gradients, stop=self._stop, now=steps.now))
 
     def _staged(
         self, staged: PushResult, *, n_gradients: int, stop: int, now: Seconds
     ) -> Sequence[Action]:
-        push = self._dealt_push
-        dealt = msgspec.UNSET if push is None else of_part(push, self._part)
+        dealt = msgspec.UNSET if self._dealt is None else self._dealt.span
         actions = self._client.staged(
             staged, n_gradients=n_gradients, samples=stop, now=now, dealt=dealt
         )
         self._exchange.sent(now, finite=staged.finite)
         if not staged.finite:  # the client's report names the tensors
-            self._skip_push()
+            if self._dealt is not None:
+                self._dealt.skip()
             return self._bad(n_gradients, actions)
         self._pushed = max(self._pushed, stop)
         self.counters.pushes += 1
@@ -542,71 +677,48 @@ class TrainingObjective(Objective):
 
     @override
     def command(
-        self, leader: GroupLeader, message: StartTraining | Evaluate | Stop, now: Seconds
+        self, leader: Leader, message: StartTraining | Evaluate | Stop, now: Seconds
     ) -> Outgoing:
         if not isinstance(message, StartTraining):
             return super().command(leader, message, now)
-        self._samples_allowed = message.samples
+        samples = message.samples
         if self._dealt is not None:
-            self._dealt.take(message.ranges or (), n_before=message.n_before)
-            self._samples_allowed = self._dealt.n_dealt  # the leader asks for its steps
-        return leader.begin(now, samples=self._samples_allowed)
+            plan = self._dealt.plan
+            plan.take(message.ranges or (), n_before=message.n_before)
+            samples = plan.n_dealt  # the leader asks for its steps
+        self._progress.samples_allowed = samples
+        return leader.begin(now, samples=samples)
 
     @override
     def granted(self, message: GrantSteps, *, is_first: bool) -> None:
         if self._dealt is None or message.dealt is msgspec.UNSET:
             return
         if is_first:
-            self._dealt.follow(message.dealt)
+            self._dealt.plan.follow(message.dealt)
         else:
-            self._dealt.take(message.dealt.ranges, n_before=message.dealt.n_before)
+            self._dealt.plan.take(message.dealt.ranges, n_before=message.dealt.n_before)
 
     @override
     def report(
-        self, leader: GroupLeader, now: Seconds, *, final: bool
+        self, leader: Leader, now: Seconds, *, final: bool
     ) -> tuple[Sequence[Action], Outgoing]:
         """Report progress to the supervisor, at most every `progress_seconds`."""
-        pauses = now - self._reported_at < self._progress_seconds
-        if pauses and not (final or leader.is_held):
-            return [], []
-        done = leader.generation_done()
-        generation, before = self._reported
-        # A new generation counts from zero; steps of earlier ones stay counted.
-        if generation != leader.generation:
-            before = GroupProgress()
-            self._reported = leader.generation, before
-        n_of_loss = done.samples - before.samples
-        if n_of_loss + done.no_loss - before.no_loss <= 0:
-            return [], []
-        self._reported_at, self._reported = now, (leader.generation, done)
-        self._reported_steps += max(done.steps - before.steps, 0)
-        progress = Progress(
-            step=self._reported_steps,
-            samples=done.position + done.samples + done.no_loss,
-            loss=(done.loss - before.loss) / n_of_loss if n_of_loss else math.nan,
-            seconds_computing=self._seconds,
-            seconds_waiting=max(now - self._begun_at - self._seconds, 0.0),
-            skipped=self._skipped.to_wire()[-N_SKIPPED_MAX:]
-            if self._skipped is not NOTHING
-            else (),
-        )
-        return [Send(receiver=SUPERVISOR, message=progress)], []
+        skipped = NOTHING if self._dealt is None else self._dealt.skipped
+        computing = self.seconds
+        due = self._progress.due(leader, now, final=final, computing=computing, skipped=skipped)
+        return due, []
 
     @override
     def figures(self) -> Mapping[str, float]:
         counters = self.counters
         figures = {name: float(getattr(counters, name)) for name in counters.__dataclass_fields__}
-        figures |= {"samples": float(self._position), "seconds_computing": self._seconds}
-        if self._samples_allowed is None:
+        figures |= {"samples": float(self._position), "seconds_computing": self.seconds}
+        n_allowed = self._progress.samples_allowed
+        if n_allowed is None:
             return figures
         if self._dealt is None:
-            return figures | {"samples_allowed": float(self._samples_allowed)}
-        n_applied = counters.pushes - self._client.unacknowledged
-        while self._range_ends and self._range_ends[0] <= n_applied:
-            self._range_ends.popleft()
-            self._n_ranges_done += 1
-        ranges = {"ranges": self._dealt.n_ranges, "ranges_done": self._n_ranges_done}
-        return figures | {name: float(n) for name, n in ranges.items()}
+            return figures | {"samples_allowed": float(n_allowed)}
+        return figures | self._dealt.figures(counters.pushes - self._client.unacknowledged)
 
     # --- work of the compute executor
 
@@ -623,11 +735,8 @@ class TrainingObjective(Objective):
 
         return stage
 
-    @override
-    def close(self, step_result: StepResult) -> LocalNorm | Closed:
+    def _close(self, step: Step, step_result: StepResult) -> LocalNorm | Closed:
         """Return the local part of the norm reduction; with one rank, finish the step at once."""
-        step = self._step
-        assert step is not None
         step.after = self._after(step_result)
         if step.draft is not None:
             for item, value in self._exchange.buffers.to_push(step.after).items():
@@ -647,9 +756,14 @@ class TrainingObjective(Objective):
         settle, cost = partial(self._settle, step), Cost(n_bytes=n_bytes)
         return LocalNorm(square=square, settle=settle, cost=cost, sample=sample)
 
+    @property
+    def _bound(self) -> float | None:
+        """The bound of the norm, if it is not the executor that clips."""
+        return None if self._is_whole else self._config.clip_norm
+
     def _square(self, step: Step) -> float:
         # Without clipping only finiteness matters, and that only if someone uses it.
-        if self._clip_norm is not None:
+        if self._bound is not None:
             return sum_of_squares(step.gradients)
         looks = self._reduces_norm or self._exchange.pace.sums_gradients
         return 0.0 if not looks or is_finite(step.gradients) else math.nan
@@ -662,8 +776,8 @@ class TrainingObjective(Objective):
             for item, value in step.after.items():
                 self.values[item].copy_(value)
         if step.staged is None and step.counts:
-            if self._clip_norm is not None:
-                clip(step.gradients, square, norm_max=self._clip_norm)
+            if self._bound is not None:
+                clip(step.gradients, square, norm_max=self._bound)
             rate, number = step.local_rate or 0.0, step.scheduled
             self._exchange.add(step.gradients, rates=rate, number=number)
             step.gradients.clear()

@@ -9,7 +9,7 @@ import pytest
 from distbelief import protocol as wire
 from distbelief.data import Samples
 from distbelief.roles.role import Action, Report, Send
-from distbelief.worker.group import GroupLeader, Outgoing
+from distbelief.worker.group import GroupLeader, Limits, Outgoing
 from sandblaster.chunks import COORDINATOR, ChunkSizes
 from sandblaster.group_tasks import ChunkBatchPlan, GroupTasks, WorkerConfig
 
@@ -42,8 +42,7 @@ class Bench:
             n_ranks=2,
             await_begin=await_begin,
         )
-        self.leader = GroupLeader(2, plan="p", limit=0)
-        self.leader.begin(0.0)
+        self.leader = GroupLeader(2, plan="p", limits=Limits(first=0), begins=True)
         self.group_tasks.start(1)
         self.leader.joined(0, 1, 0.0)
         self.leader.start(1, 0.0)

@@ -10,11 +10,11 @@ from distbelief.core.memory import PrivateMemory
 from distbelief.errors import JobError, LocalProtocolError, RemoteProtocolError
 from distbelief.roles import role as rl
 from distbelief.task.task import BuildContext, build_model
-from distbelief.worker.replica import Replica
+from distbelief.worker.rank import Rank
 from sandblaster.build import build_rank
 from sandblaster.chunks import COORDINATOR
 from sandblaster.group_tasks import TIMER
-from sandblaster.worker import STAGED_TIMER, ChunkObjective
+from sandblaster.worker import STAGED_TIMER, ChunkProgram
 from tests.distbelief.examples import initials_of
 from tests.simulation.split_sandblasts import SETTINGS, TASK, layout_of, split_of
 
@@ -35,9 +35,9 @@ def context() -> BuildContext:
     )
 
 
-def machine(name: rl.Address) -> Replica:
+def machine(name: rl.Address) -> Rank:
     built = build_rank(name, config=SETTINGS, context=context(), split=split_of(0, 2))
-    assert isinstance(built, Replica)
+    assert isinstance(built, Rank)
     built.handle(rl.Started(incarnation=1, restored=None), 0.0)
     return built
 
@@ -65,8 +65,8 @@ def test_staged_tokens_are_reported_again() -> None:
     worker = machine(WORKER)
     push = wire.PushChunk(epoch=1, attempt=1, commit_token=9)
     assert sent(worker.handle(says(LEADER, push), 1.0), wire.ChunkStaged) == []
-    assert isinstance(worker.objective, ChunkObjective)
-    worker.objective.pushes.staged.append(9)
+    assert isinstance(worker.program, ChunkProgram)
+    worker.program.pushes.staged.append(9)
     assert sent(worker.handle(says(LEADER, push), 1.0), wire.ChunkStaged) == [LEADER]
 
 

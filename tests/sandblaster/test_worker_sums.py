@@ -4,7 +4,6 @@ import math
 from collections.abc import Sequence
 from typing import cast
 
-import numpy as np
 import pytest
 import torch
 
@@ -14,12 +13,12 @@ from distbelief.execution.executor import StepResult
 from distbelief.parameter_server.client.buffers import PushResult
 from distbelief.parameter_server.client.client import ParameterClient
 from distbelief.protocol import ChunkOrder, PushChunk, ShardVersion
-from distbelief.roles.role import Action, Address, Compute, Computed, Report
-from distbelief.worker.batches import BatchIndices, BatchSlice
-from distbelief.worker.objective import LocalNorm
+from distbelief.roles.role import Action, Address, Computed, Report
+from distbelief.worker.batches import BatchSlice
+from distbelief.worker.replica import LocalNorm
 from distbelief.worker.training import PUSH, Items
 from sandblaster.group_tasks import ChunkBatchPlan
-from sandblaster.worker import ChunkObjective
+from sandblaster.worker import ChunkProgram
 
 
 VERSION = ShardVersion(incarnation=1, clock=7)
@@ -64,7 +63,7 @@ class Bench:
         )
         if not keeps:
             self.client.versions = ()
-        self.sums = ChunkObjective(
+        self.sums = ChunkProgram(
             items,
             shards=[1] if keeps else [],
             client=cast("ParameterClient", self.client),
@@ -89,21 +88,21 @@ class Bench:
         )
         self.plan.set_order(self._life, order)
         self.plan.start(0)
-        self.sums.begin(0, 0.0)
+        self.sums.begin()
 
     def fetch(self) -> bool:
         for value in self.sums.values:
             value.fill_(1.0)
-        return self.sums.fetched(0.1)
+        return self.sums.is_fetched()
 
     def step(self, step: int, gradient: float, *, loss: float = 1.0) -> LocalNorm | bool:
         """Compute a mini-batch."""
         chosen = self.plan.batch(step)
         inputs = torch.full((len(chosen.indices), 1), gradient)
         portion = BatchSlice(generation=1, step=step, samples=chosen, inputs={"x": [inputs]})
-        put = self.sums.open(step, chosen, portion)
+        self.sums.open(step, portion)
         if self.sums.values:
-            put(0, torch.full((2,), gradient, dtype=torch.float64))
+            self.sums.put(0, torch.full((2,), gradient, dtype=torch.float64))
         averages = {1: torch.tensor([5.0 + step])} if self.sums.values else {}
         self.found = StepResult(loss=loss, averages=averages, outputs=[])
         vote = self.sums.close(self.found)
@@ -111,18 +110,16 @@ class Bench:
         return vote
 
     def closed(self) -> Sequence[Action]:
-        chosen = BatchIndices(position=0, indices=np.arange(2))
-        return self.sums.closed(None, self.found, chosen, 0.0)
+        return self.sums.closed()
 
     def work(self) -> list[str]:
         """Do the work between steps; return its names."""
-        works = self.sums.work(final=False)
-        for work in works:
-            assert isinstance(work, Compute)
-            result = work.work()
-            done = Computed(name=work.name, result=result, seconds=0.0)
-            self.sums.computed(done, 0.0)
-        return [work.name for work in works if isinstance(work, Compute)]
+        work = self.sums.pushes.stage()
+        if work is None:
+            return []
+        done = Computed(name=work.name, result=work.work(), seconds=0.0)
+        self.sums.push_staged(done, 0.0)
+        return [work.name]
 
     def push(self, attempt: int, commit_token: int) -> None:
         self.sums.push(PushChunk(epoch=1, attempt=attempt, commit_token=commit_token))
@@ -132,7 +129,7 @@ def computed() -> Bench:
     """Return a rank that has computed attempt 4."""
     bench = Bench()
     bench.begin(4)
-    assert bench.sums.fetches_at(0)
+    assert bench.sums.lacks(0)
     assert bench.fetch()
     assert bench.step(0, 2.0) is True
     bench.closed()
@@ -180,31 +177,30 @@ def test_a_part_is_staged_once_all_its_shards_have_acknowledged() -> None:
 def test_while_it_is_laid_into_the_slots_it_is_not_pushed_again() -> None:
     bench = computed()
     bench.push(4, 50)
-    (work,) = bench.sums.work(final=False)
-    assert isinstance(work, Compute)
+    work = bench.sums.pushes.stage()
+    assert work is not None
     bench.push(4, 50)
-    assert bench.sums.work(final=False) == []
+    assert bench.sums.pushes.stage() is None
 
 
 def test_a_generation_may_begin_while_a_sum_of_the_last_one_is_staged() -> None:
     """It was looked up again after staging: by then it was no longer named."""
     bench = computed()
     bench.push(4, 50)
-    (work,) = bench.sums.work(final=False)
-    assert isinstance(work, Compute)
+    work = bench.sums.pushes.stage()
+    assert work is not None
     bench.begin(5)
     done = Computed(name=work.name, result=work.work(), seconds=0.0)
-    bench.sums.computed(done, 0.0)
+    bench.sums.push_staged(done, 0.0)
     assert bench.client.pushed == [(2, 3, 50)]  # rejected there, if its token is void
 
 
-def test_no_slot_no_push_and_none_at_the_end() -> None:
+def test_no_slot_no_push() -> None:
     bench = computed()
     bench.push(4, 50)
     bench.client.can_push = False
     assert bench.work() == []
     bench.client.can_push = True
-    assert bench.sums.work(final=True) == []
     assert bench.work() == [PUSH]
 
 
@@ -223,8 +219,8 @@ def test_a_named_sum_is_kept_and_idle_generations_drop_none() -> None:
     bench.begin(5, keeps=[4])
     bench.plan.set_order(9, None)
     bench.plan.start(0)
-    bench.sums.begin(0, 0.0)
-    assert not bench.sums.fetches_at(0)
+    bench.sums.begin()
+    assert not bench.sums.lacks(0)
     bench.push(4, 50)
     assert bench.work() == [PUSH]
 
@@ -236,7 +232,7 @@ def test_a_dropped_step_leaves_nothing() -> None:
     bench.step(0, 2.0)
     bench.sums.drop()
     bench.begin(5)
-    assert not bench.sums.fetches_at(0)  # parameters are those of the evaluation
+    assert not bench.sums.lacks(0)  # parameters are those of the evaluation
     bench.step(0, 10.0)
     bench.step(1, 10.0)
     bench.sums.drop()  # the generation is over, but the sum is complete
@@ -281,9 +277,9 @@ def test_a_rank_without_items_has_nothing_to_push() -> None:
 def test_unexpected_or_failed_work_is_rejected() -> None:
     bench = computed()
     with pytest.raises(LocalProtocolError, match="unexpected result of 'replica:push'"):
-        bench.sums.computed(Computed(name=PUSH, result=None, seconds=0.0), 0.0)
+        bench.sums.push_staged(Computed(name=PUSH, result=None, seconds=0.0), 0.0)
     bench.push(4, 50)
-    bench.sums.work(final=False)
+    bench.sums.pushes.stage()
     bad = PushResult(finite=False, culprits=("w",))
     with pytest.raises(JobError, match="not finite when it is pushed"):
-        bench.sums.computed(Computed(name=PUSH, result=bad, seconds=0.0), 0.0)
+        bench.sums.push_staged(Computed(name=PUSH, result=bad, seconds=0.0), 0.0)

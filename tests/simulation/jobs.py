@@ -44,6 +44,7 @@ from distbelief.worker.config import DownpourSettings
 from distbelief.worker.group import group_rank_of
 from distbelief.worker.local_executor import FlatModel
 from distbelief.worker.member import JobMember, JobMemberConfig, heartbeat_seconds
+from distbelief.worker.rank import Rank
 from distbelief.worker.replica import Replica
 from tests.distbelief.examples import initials_of
 from tests.distbelief.parameter_server.pair import scatter
@@ -86,9 +87,9 @@ class Direct:
             scatter(self.layout, k, vector, tensors)
         return {spec.name: tensor for spec, tensor in zip(specs, tensors, strict=True)}
 
-    def replica(self, name: Address) -> Replica:
+    def replica(self, name: Address) -> Replica | Rank:
         role = self.simulation.role(name)
-        assert isinstance(role, Replica)
+        assert isinstance(role, Replica | Rank)
         return role
 
     def status(self, name: str) -> dict[str, float]:

@@ -10,20 +10,19 @@ from typing import Final
 
 import msgspec
 
-from distbelief.execution.executor import Put
 from distbelief.parameter_server.command_log import CommandExecutor
 from distbelief.parameter_server.gradient_sums import GradientSums
 from distbelief.parameter_server.savepoints import Savepoints
 from distbelief.protocol import CommandDone, Savepoint, ShardCommand
 from distbelief.roles.role import Action, Received, Seconds
-from distbelief.worker.batches import BatchIndices, BatchSlice
+from distbelief.worker.batches import BatchSlice
 from distbelief.worker.exchange import GradientSum
 from sandblaster.coordinator.coordinator import Coordinator
 from sandblaster.coordinator.shard_commands import CommandBroadcast
 from sandblaster.coordinator.work_queue import WorkQueue
 from sandblaster.coordinator.workers import Attempt, Chunk
 from sandblaster.optimizers.base import IterationDone
-from sandblaster.worker import ChunkObjective, ChunkPushes
+from sandblaster.worker import ChunkProgram, ChunkPushes
 from tests.simulation.split_variants import parameters_are_kept
 from tests.simulation.variants import Patch, Variant
 
@@ -143,19 +142,18 @@ def counted_twice(patch: Patch) -> None:
 
 def sums_go_on(patch: Patch) -> None:
     """A chunk that is dropped half-way leaves its sum to the next."""
-    whole = ChunkObjective.open
+    whole = ChunkProgram.open
 
-    def drop(self: ChunkObjective) -> None:
+    def drop(self: ChunkProgram) -> None:
         self._collect()
 
-    def opened(self: ChunkObjective, step: int, batch: BatchIndices, of: BatchSlice) -> Put:
+    def opened(self: ChunkProgram, step: int, batch_slice: BatchSlice) -> None:
         total, self._total = self._total, GradientSum(0)
-        put = whole(self, step, batch, of)
+        whole(self, step, batch_slice)
         self._total = total
-        return put
 
-    patch.setattr(ChunkObjective, "drop", drop)
-    patch.setattr(ChunkObjective, "open", opened)
+    patch.setattr(ChunkProgram, "drop", drop)
+    patch.setattr(ChunkProgram, "open", opened)
 
 
 # --- savepoints ---

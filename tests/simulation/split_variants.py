@@ -9,15 +9,14 @@ from typing import Final
 
 import msgspec
 
-from distbelief.execution.executor import Put
 from distbelief.parameter_server.gradient_sums import GradientSums
 from distbelief.protocol import Assignment, WorkReport
 from distbelief.roles.role import Received, Seconds
-from distbelief.worker.batches import BatchIndices, BatchSlice
+from distbelief.worker.batches import BatchSlice
 from distbelief.worker.group import Outgoing
 from sandblaster.coordinator.workers import WorkerPool
 from sandblaster.group_tasks import GroupTasks
-from sandblaster.worker import ChunkObjective, ChunkPushes
+from sandblaster.worker import ChunkProgram, ChunkPushes
 from tests.simulation.variants import Patch, Variant
 
 
@@ -88,28 +87,26 @@ def said_once(patch: Patch) -> None:
 
 def parameters_are_kept(patch: Patch) -> None:
     """Another evaluation uses the parameters that are installed already."""
-    whole = ChunkObjective.begin
+    whole = ChunkProgram.begin
 
-    def begin(self: ChunkObjective, position: int, now: Seconds) -> None:
+    def begin(self: ChunkProgram) -> None:
         installed, order = self._installed, self._plan.order
-        whole(self, position, now)
+        whole(self)
         if installed is not None and order is not None:
             self._installed = order.epoch, order.evaluation
 
-    patch.setattr(ChunkObjective, "begin", begin)
+    patch.setattr(ChunkProgram, "begin", begin)
 
 
 def averages_go_on(patch: Patch) -> None:
     """A chunk begins with the running averages of the one before."""
-    whole = ChunkObjective.open
+    whole = ChunkProgram.open
 
-    def opened(
-        self: ChunkObjective, step: int, batch: BatchIndices, batch_slice: BatchSlice
-    ) -> Put:
+    def opened(self: ChunkProgram, step: int, batch_slice: BatchSlice) -> None:
         self._fetched = [self.values[item].clone() for item in self._buffers]
-        return whole(self, step, batch, batch_slice)
+        whole(self, step, batch_slice)
 
-    patch.setattr(ChunkObjective, "open", opened)
+    patch.setattr(ChunkProgram, "open", opened)
 
 
 def staged_when_sent(patch: Patch) -> None:

@@ -40,7 +40,7 @@ from distbelief.task.task import (
 from distbelief.worker import build as wb
 from distbelief.worker.config import DownpourSettings
 from distbelief.worker.local_executor import FlatModel
-from distbelief.worker.training import Counters, TrainingObjective
+from distbelief.worker.training import Counters, Training
 from tests.distbelief.examples import initials_of
 from tests.distbelief.parameter_server.pair import scatter
 from tests.elsewhere import answers
@@ -164,9 +164,9 @@ class Cluster(Direct):
         self.simulation.run(until=self.ended_at + 0.1)  # their last messages arrive
 
     def counters(self, index: int) -> Counters:
-        objective = self.replica(self.replicas[index]).objective
-        assert isinstance(objective, TrainingObjective)
-        return objective.counters
+        program = self.replica(self.replicas[index]).program
+        assert isinstance(program, Training)
+        return program.counters
 
 
 def downpour(  # the options of one job

@@ -255,7 +255,7 @@ def test_a_replica_killed_in_mid_round_redoes_at_most_its_local_steps(preset: st
 
     def see(happening: HandledEvent) -> None:
         if happening.name in cluster.replicas:
-            counters = happening.role.objective.counters  # type: ignore[attr-defined]
+            counters = happening.role.program.counters  # type: ignore[attr-defined]
             lives[happening.name, happening.incarnation] = lambda: counters.steps
 
     cluster.simulation.observe(see)
@@ -339,7 +339,7 @@ def test_a_push_follows_so_many_batches_or_epochs(frequency: int) -> None:
         if isinstance(event, Received) and isinstance(event.message, pf.Push):
             pushed[event.message.sequence] = event.message.samples
         if happening.name in cluster.replicas:
-            counters = happening.role.objective.counters  # type: ignore[attr-defined]
+            counters = happening.role.program.counters  # type: ignore[attr-defined]
             if counters.fetches > len(fetched):
                 fetched.append(counters.steps)
 

@@ -289,8 +289,8 @@ def test_ranks_of_a_split_replica_push_each_local_step_once(seed: int) -> None:
     )
     start = group.first_values()["weight"]
     group.run()
-    objectives = [group.replica(name).objective for name in group.machines]
-    (position,) = {one.pushed for one in objectives if one.pushed is not None}
+    programs = [group.replica(name).program for name in group.machines]
+    (position,) = {one.pushed for one in programs if one.pushed is not None}
     assert position is not None
     assert 120 <= position <= 240
     expected = torch.zeros(500)

@@ -106,8 +106,8 @@ def test_every_sample_counts_once_despite_crashes_and_delays(seed: int) -> None:
         faults=faults,
     )
     group.run()
-    objectives = [group.replica(name).objective for name in group.machines]
-    pushed = {objective.pushed for objective in objectives if objective.pushed is not None}
+    programs = [group.replica(name).program for name in group.machines]
+    pushed = {program.pushed for program in programs if program.pushed is not None}
     assert len(pushed) == 1, pushed
     (position,) = pushed
     if not any(isinstance(fault, Kill) and fault.role == names[0] for fault in faults):

@@ -50,8 +50,7 @@ from distbelief.roles.role import (
     TimerFired,
 )
 from distbelief.worker.batches import BatchIndices, BatchSlice, micro_sizes
-from distbelief.worker.objective import StepOutcome
-from distbelief.worker.steps import RankLink, StepRunner
+from distbelief.worker.steps import RankLink, StepOutcome, StepRunner
 from experiments.benchmarks.bare.exchange import attached, take_step
 from experiments.benchmarks.measuring.workers import serve, timed
 from experiments.benchmarks.measuring.workload import Workload
@@ -126,6 +125,7 @@ class BareMachine:
 
     def handle(self, event: Event, now: Seconds) -> Sequence[Action]:
         actions: list[Action] = []
+        begun: Sequence[Action] = ()
         match event:
             case Started():
                 self._steps.begin(self._generation)
@@ -133,7 +133,7 @@ class BareMachine:
             case TimerFired(name=name) if name == _RESEND:
                 actions = self._resend(now)
             case TimerFired():
-                self._open()
+                begun = self._open()
             case Received(sender=sender, message=TransferBlock() as message):
                 peer = self.names.index(sender)
                 actions = self._steps.take(peer, message, now)
@@ -146,16 +146,16 @@ class BareMachine:
                 pass
         if self._computing:
             return actions
-        begun = self._steps.chain()
+        begun = begun or self._steps.chain()
         self._computing = bool(begun)
         return [*begun, *actions]  # it computes on while the driver sends
 
     def status(self) -> tuple[str, Mapping[str, float]]:
         return "computing" if self._computing else "waiting", {}
 
-    def _open(self) -> None:
+    def _open(self) -> Sequence[Action]:
         self.gradients.clear()
-        self._steps.open(
+        return self._steps.open(
             BatchSlice(generation=self._generation, step=self._steps.step, inputs=self._inputs),
             self._parameters,
             put=self.gradients.__setitem__,

@@ -34,7 +34,7 @@ from distbelief.simulation.driver import Builder
 from distbelief.simulation.faults import Fault
 from distbelief.simulation.machines import ClusterOptions, CostScale
 from distbelief.simulation.placement import options_for
-from distbelief.worker.objective import STEP
+from distbelief.worker.steps import STEP
 from experiments.figures import task as speech_task
 from experiments.figures.entries import Noted
 from experiments.figures.task import Held

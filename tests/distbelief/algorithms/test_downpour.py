@@ -19,10 +19,10 @@ from distbelief.roles.role import Compute, Role, Started
 from distbelief.task.task import BuildContext, DataSpec, ModelSpec, TaskSpec, build_model
 from distbelief.worker import build as wb
 from distbelief.worker.config import DownpourSettings
-from distbelief.worker.evaluator import EvaluationObjective
+from distbelief.worker.evaluator import Evaluation
 from distbelief.worker.local_executor import FlatModel
 from distbelief.worker.replica import Replica
-from distbelief.worker.training import TrainingObjective
+from distbelief.worker.training import Training
 from tests.distbelief.examples import HERE, initials_of
 from tests.distbelief.parameter_server.pair import scatter
 
@@ -138,14 +138,14 @@ def test_a_replica_with_other_data_than_the_job_is_rejected() -> None:
 
 
 def test_every_role_of_the_roster_can_be_built() -> None:
-    objectives = {"replica": TrainingObjective, "evaluator": EvaluationObjective}
+    programs = {"replica": Training, "evaluator": Evaluation}
     for entry in wb.roster(n_replicas=2, n_shards=2):
         role = build(entry.name, context())
         if entry.kind == "shard":
             assert isinstance(role, Shard)
         else:
             assert isinstance(role, Replica)
-            assert isinstance(role.objective, objectives[entry.kind])
+            assert isinstance(role.program, programs[entry.kind])
 
 
 def test_what_does_not_fit_the_job_is_rejected() -> None:

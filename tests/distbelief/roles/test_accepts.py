@@ -14,14 +14,15 @@ from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.machines import ClusterOptions
 from distbelief.supervisor.supervisor import Supervisor
 from distbelief.worker.loop_worker import LoopWorker
+from distbelief.worker.rank import Rank
 from distbelief.worker.replica import Replica
 from sandblaster.coordinator.coordinator import Coordinator
 from sandblaster.warm_start_worker import WarmStartWorker
-from sandblaster.worker import ChunkObjective
+from sandblaster.worker import ChunkProgram
 from tests.distbelief.simulation.toys import STEADY, TESTER, A
 
 
-ROLES = (Coordinator, HostAgent, LoopWorker, Replica, Shard, Supervisor, WarmStartWorker)
+ROLES = (Coordinator, HostAgent, LoopWorker, Rank, Replica, Shard, Supervisor, WarmStartWorker)
 
 
 class OnlyStop:
@@ -43,14 +44,14 @@ class OnlyStop:
 
 def test_each_message_is_accepted_by_some_role_and_no_role_accepts_all() -> None:
     accepted = frozenset().union(*(role.accepts for role in ROLES))
-    assert accepted | ChunkObjective.accepts == rl.ALL_MESSAGES
+    assert accepted | ChunkProgram.accepts == rl.ALL_MESSAGES
     assert frozenset(get_args(Message)) == rl.ALL_MESSAGES
     assert all(role.accepts < rl.ALL_MESSAGES for role in ROLES)
     assert all(Stop in role.accepts for role in ROLES)  # any role can be asked to end
 
 
 def test_a_wrapped_role_accepts_what_the_role_within_accepts() -> None:
-    assert WarmStartWorker.accepts == Replica.accepts | ChunkObjective.accepts
+    assert WarmStartWorker.accepts == Replica.accepts | ChunkProgram.accepts
 
 
 def test_a_message_that_a_role_does_not_accept_is_refused_by_name() -> None:

@@ -21,7 +21,7 @@ from distbelief.transport.node import _compute
 from distbelief.worker.build import whole_replica
 from distbelief.worker.config import DownpourSettings
 from distbelief.worker.local_executor import FlatModel, LocalExecutor
-from distbelief.worker.training import TrainingObjective
+from distbelief.worker.training import Training
 from tests.distbelief.examples import Frames, net
 from tests.distbelief.parameter_server.pair import gather, scatter
 
@@ -212,8 +212,8 @@ class Bench(RoleBench):
             await_begin=await_begin,
             samples_max=samples_max,
         )
-        assert isinstance(self.replica.objective, TrainingObjective)
-        self.counters = self.replica.objective.counters
+        assert isinstance(self.replica.program, Training)
+        self.counters = self.replica.program.counters
 
     def run_until_step(self, step: int) -> None:
         for _ in range(1000):

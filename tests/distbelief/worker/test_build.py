@@ -25,8 +25,8 @@ from distbelief.worker.build import build_rank
 from distbelief.worker.config import DownpourSettings
 from distbelief.worker.evaluator import held_out
 from distbelief.worker.group import rank_name
-from distbelief.worker.replica import Replica
-from distbelief.worker.training import TrainingObjective
+from distbelief.worker.rank import Rank
+from distbelief.worker.training import Training
 from tests.simulation.groups import FRAMES, Group
 from tests.simulation.test_downpour import LEARNING, downpour, plain
 
@@ -539,7 +539,7 @@ def test_a_rank_is_not_ready_before_its_pushes_are_applied(monkeypatch: pytest.M
     """Or the generation would begin before them, and their samples count twice."""
     applied = False
     monkeypatch.setattr(ParameterClient, "ready", True)
-    monkeypatch.setattr(TrainingObjective, "all_pushes_applied", property(lambda _: applied))
+    monkeypatch.setattr(Training, "all_pushes_applied", property(lambda _: applied))
     group = learning()
     machine = build(group, "replica-0.1")
     machine.handle(Started(incarnation=1), 0.0)
@@ -569,5 +569,5 @@ def test_a_late_grant_takes_back_no_step(monkeypatch: pytest.MonkeyPatch) -> Non
     lead(wire.StartEpoch(generation=5, plan=group.split.fingerprint))
     for steps in (3, 1):
         lead(wire.GrantSteps(generation=5, position=0, steps=steps, is_last=False, ended=False))
-        assert isinstance(machine, Replica)
-        assert machine._epoch.granted == 3
+        assert isinstance(machine, Rank)
+        assert machine._granted.allowed == 3

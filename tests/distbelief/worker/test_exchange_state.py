@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from distbelief.errors import JobError
-from distbelief.worker.exchange import GradientSum, LocalSteps
+from distbelief.parameter_server.layout import Layout, PartialView, TensorSpec
+from distbelief.worker.exchange import ExchangeState, GradientSum, LocalSteps, Pace
 from distbelief.worker.inner import InnerOptimizer
 from tests.distbelief.worker.bench import Bench
 
@@ -192,3 +193,31 @@ def test_a_difference_that_is_not_finite_is_refused_as_a_gradient_is() -> None:
         bench.run_while_it_can()
     assert all(torch.isfinite(value).all() for value in bench.sums_pushed()[0])
     assert bench.counters.non_finite >= 3
+
+
+def test_a_repeated_torn_fetch_repeats_local_steps_once() -> None:
+    values = [torch.ones(3), torch.zeros(2)]
+    specs = [TensorSpec(name="a", shape=(3,)), TensorSpec(name="b", shape=(2,), kind="buffer")]
+    view = PartialView(Layout.of(specs, n_shards=1))
+    exchange = ExchangeState(values, view, Pace(n_push=2), trained=[0])
+    exchange.add({0: torch.full((3,), 4.0)}, rates=0.5)
+    exchange.count((2,))
+
+    def fetch(*fetched: float) -> None:
+        """All but the last of them are torn."""
+        for value in fetched:
+            exchange.hold()
+            for each in values:
+                each.fill_(value)
+        exchange.merge(contains_pushes=True, rates=0.5)
+
+    fetch(1.0)
+    assert values[0].tolist() == [-1.0] * 3
+    values[1].add_(5.0)  # a running average, by a local step
+    fetch(2.0, 2.0, 2.0)
+    assert values[0].tolist() == [0.0] * 3
+    assert values[1].tolist() == [7.0] * 2
+    exchange.put_into(lambda _item, _value: None)
+    exchange.staged()
+    fetch(3.0)
+    assert [value.tolist() for value in values] == [[3.0] * 3, [3.0] * 2]

@@ -9,6 +9,7 @@ from distbelief.worker.group import (
     STOP_SECONDS,
     GroupLeader,
     GroupRank,
+    Limits,
     Outgoing,
     group_rank_of,
     member_names,
@@ -82,6 +83,16 @@ class Ranks:
         )
         return self.hear(rank, report)
 
+    def both_ready(
+        self, samples: int = 0, *, generation: int = 0, pushes: bool = True
+    ) -> list[str]:
+        self.ready(0, samples, generation=generation, pushes=pushes)
+        return self.ready(1, samples, generation=generation, pushes=pushes)
+
+    def both_done(self, steps: int, *, generation: int = 0) -> None:
+        for rank in (0, 1):
+            self.done(rank, steps, generation=generation)
+
     def remind(self, *, after: float = 0.0) -> list[str]:
         self.now += after
         return shown(self.leader.remind(self.now))
@@ -92,7 +103,7 @@ class Ranks:
 
 def pair(*, steps_max: int | None = None) -> Ranks:
     """Return a leader that has granted steps to two ranks."""
-    leader = GroupLeader(2, plan="p", steps_max=steps_max)
+    leader = GroupLeader(2, plan="p", limits=Limits(steps_max=steps_max))
     ranks = Ranks(leader)
     leader.joined(0, 1, 0.0)
     assert shown(leader.start(1, 0.0)) == both("epoch 0")
@@ -106,14 +117,13 @@ def pair(*, steps_max: int | None = None) -> Ranks:
     return ranks
 
 
-def single(*, begins: bool = True, **options: object) -> Ranks:
-    """Return a leader without other ranks."""
-    leader = GroupLeader(1, plan="p", **options)  # type: ignore[arg-type]
-    leader.joined(0, 1, 0.0)
-    leader.start(1, 0.0)
-    if begins:
-        leader.begin(0.0)
-    return Ranks(leader)
+def limited(limits: Limits, *, begins: bool = True) -> Ranks:
+    """Return a leader of two ranks that are not ready yet."""
+    ranks = Ranks(GroupLeader(2, plan="p", limits=limits, begins=begins))
+    ranks.leader.joined(0, 1, 0.0)
+    ranks.leader.start(1, 0.0)
+    ranks.leader.joined(1, 5, 0.0)
+    return ranks
 
 
 def test_a_generation_begins_where_the_least_was_pushed() -> None:
@@ -145,7 +155,7 @@ def test_squared_norms_are_added_once_all_ranks_have_reported() -> None:
 def test_losses_and_squared_norms_are_added_in_the_order_of_ranks() -> None:
     sums = []
     for order in ((0, 1, 2), (0, 2, 1)):
-        ranks = Ranks(GroupLeader(3, plan="p", limit=1))
+        ranks = Ranks(GroupLeader(3, plan="p", limits=Limits(first=1)))
         ranks.incarnations[1] = 1
         ranks.leader.begin(0.0)
         ranks.leader.start(1, 0.0)
@@ -186,12 +196,12 @@ def test_a_new_incarnation_begins_a_new_generation() -> None:
 
 
 def test_repeated_steps_count_once() -> None:
-    ranks = single(steps_max=5, n_steps=lambda a, b: (b - a) // 4)
-    assert ranks.ready(0, 8) == ["0: 0: 1 steps at 8"]
-    ranks.done(0, 3)
+    ranks = limited(Limits(steps_max=5, n_steps=lambda a, b: (b - a) // 4))
+    assert ranks.both_ready(8) == both("0: 2 steps at 8")
+    ranks.both_done(3)
     ranks.leader.new_generation(0.0)
-    ranks.ready(0, 12, generation=1)  # of three, one was pushed
-    ranks.done(0, 3, generation=1)
+    ranks.both_ready(12, generation=1)  # of three, one was pushed
+    ranks.both_done(3, generation=1)
     assert ranks.leader.granted == 4
     assert ranks.leader.is_last
 
@@ -264,7 +274,7 @@ def test_a_rank_lost_after_the_last_step_costs_no_step() -> None:
 
 def test_a_leader_that_restarts_after_the_others_have_ended_ends_too() -> None:
     """Regression: it waited for ever for ranks that had exited and are not restarted."""
-    ranks = Ranks(GroupLeader(2, plan="p", steps_max=1))
+    ranks = Ranks(GroupLeader(2, plan="p", limits=Limits(steps_max=1)))
     ranks.leader.joined(0, 1, 0.0)
     ranks.leader.start(1, 0.0)
     ranks.leader.begin(0.0)
@@ -275,21 +285,21 @@ def test_a_leader_that_restarts_after_the_others_have_ended_ends_too() -> None:
 
 
 def test_nothing_is_granted_before_the_start() -> None:
-    ranks = single(begins=False)
-    assert ranks.ready(0, pushes=False) == []
-    assert shown(ranks.leader.begin(0.0)) == ["0: 0: 1 steps at 0"]
+    ranks = limited(Limits(), begins=False)
+    assert ranks.both_ready(pushes=False) == []
+    assert shown(ranks.leader.begin(0.0)) == both("0: 2 steps at 0")
     assert ranks.leader.begin(0.0) == []
 
 
 def test_a_generation_may_have_its_own_position_and_length() -> None:
-    ranks = single(limit=0)
-    assert ranks.ready(0, pushes=False) == ["0: 0: 0 steps at 0"]
+    ranks = limited(Limits(first=0))
+    assert ranks.both_ready(pushes=False) == both("0: 0 steps at 0")
     complete = [ranks.leader.is_complete]
     assert ranks.leader.clock == 0.0
     ranks.leader.new_generation(0.0, position=1, limit=1)
-    assert ranks.ready(0, generation=1, pushes=False) == ["0: 1: 1 steps at 1"]
+    assert ranks.both_ready(generation=1, pushes=False) == both("1: 1 steps at 1")
     complete.append(ranks.leader.is_complete)
-    ranks.done(0, 1, generation=1)
+    ranks.both_done(1, generation=1)
     assert [*complete, ranks.leader.is_complete] == [True, False, True]
 
 
@@ -309,19 +319,18 @@ def test_a_generation_for_a_chunk_carries_its_order_until_a_rank_is_lost() -> No
 
 
 def test_grants_stop_at_the_allowed_samples() -> None:
-    ranks = single(begins=False, n_steps=lambda a, b: -((a - b) // 4))
+    ranks = limited(Limits(n_steps=lambda a, b: -((a - b) // 4)), begins=False)
     leader = ranks.leader
-    ranks.ready(0, 8)
-    assert shown(leader.begin(0.0, samples=14)) == ["0: 0: 1 steps at 8"]
+    ranks.both_ready(8)
+    assert shown(leader.begin(0.0, samples=14)) == both("0: 2 steps at 8")
     held = []
     for steps in (1, 2):
-        ranks.done(0, steps)
+        ranks.both_done(steps)
         held.append((leader.granted, leader.is_held))
     assert held == [(2, False), (2, True)]
-    out = leader.begin(0.0, samples=30)
-    assert shown(out) == ["0: 0: 3 steps at 8, 2 agreed, square 0"]
+    assert shown(leader.begin(0.0, samples=18)) == both("0: 3 steps at 8, 2 agreed, square 0")
     assert not leader.is_held
-    assert leader.begin(0.0, samples=31) == []  # a single rank has nobody to be ahead of
+    assert leader.begin(0.0, samples=19) == []
 
 
 def test_a_name_gives_group_and_rank() -> None:

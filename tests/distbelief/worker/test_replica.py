@@ -3,24 +3,25 @@
 from collections.abc import Callable, Sequence
 from typing import cast
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 from typing_extensions import override
 
 from distbelief import protocol as wire
-from distbelief.data import BatchCursor
+from distbelief.data import BatchCursor, DataShard
 from distbelief.errors import JobError, RemoteProtocolError
-from distbelief.execution.executor import StepResult
-from distbelief.parameter_server.client.buffers import FetchResult, PushDraft
+from distbelief.execution.executor import Put, StepResult
+from distbelief.parameter_server.client.buffers import FetchResult
 from distbelief.parameter_server.client.client import ParameterClient
 from distbelief.parameter_server.layout import Layout, PartialView, TensorSpec
 from distbelief.parameter_server.optimizers import SGD
-from distbelief.roles.role import Action, Compute, Computed, Executor, Started
-from distbelief.worker.batches import BatchIndices, BatchSlice
+from distbelief.roles.role import Action, Compute, Computed, Executor, Seconds, Started
+from distbelief.worker.batches import BatchSlice, SlicePrefetch, TrainingPlan
 from distbelief.worker.config import DownpourSettings
-from distbelief.worker.training import PUSH, Items, TrainingObjective
+from distbelief.worker.replica import Course, Steps
+from distbelief.worker.steps import STEP, Close, StepOutcome, StepRunner
+from distbelief.worker.training import Items, Training
 from tests.distbelief.examples import Frames, dropout_net, net
 from tests.distbelief.worker.bench import Bench
 
@@ -150,74 +151,78 @@ def test_with_local_steps_to_keep_a_fetch_waits_for_every_push() -> None:
     assert clocks == [0, 1, 2, 3]
 
 
+_PART = DataShard(64, replica_index=0, n_replicas=1, seed=0)
+
+
 class Client:
     """A client whose shards have the pushes of 8 samples."""
 
     samples = 8
     clocks = (2,)
     unacknowledged = 0
-    can_push, ready = False, True
-    fetches_own_pushes = True
-    view = PartialView(
-        Layout.of(
-            [TensorSpec(name="a", shape=(3,)), TensorSpec(name="b", shape=(2,), kind="buffer")],
-            n_shards=1,
-        )
-    )
+    ready = fetch_complete = fetches_own_pushes = True
+    can_push = may_begin = False
+    view = PartialView(Layout.of([TensorSpec(name="a", shape=(2,))], n_shards=1))
 
-    def draft(self, **_: object) -> PushDraft:
-        return PushDraft([], self.view.tensors)
+    def enter(self, *_: object, **__: object) -> list[Action]:
+        return []
 
-    def staged(self, *_: object, **__: object) -> list[Action]:
+    begin_fetch = installed = enter
+
+    def install(self, values: object) -> Callable[[], FetchResult]:
+        del values
+        return lambda: FetchResult(torn=(), clocks=(3,))
+
+
+class FromTheStart(Course):
+    """Six steps from the first sample, though more is pushed."""
+
+    allowed = 6
+
+    @override
+    def ready(self, pushed: int | None, now: Seconds) -> list[Action]:
+        return []
+
+    @override
+    def begins_at(self) -> int:
+        return 0
+
+    @override
+    def taken(self, now: Seconds) -> list[Action]:
         return []
 
 
-def objective_of(config: DownpourSettings, items: Items, *, is_whole: bool) -> TrainingObjective:
-    return TrainingObjective(
-        config,
-        items,
-        client=cast("ParameterClient", Client()),
-        n_ranks=1,
-        is_whole=is_whole,
-        shapes=[value.shape for value in items.values],
-        n_steps=lambda start, stop: (stop - start) // 4,
-    )
+class Ones:
+    """An executor whose gradients are ones."""
 
+    step = generation = 0
+    is_open = False
 
-def test_a_repeated_torn_fetch_repeats_local_steps_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    values = [torch.ones(3), torch.zeros(2)]
-    items = Items(values=values, trained=frozenset({0}))
-    config = DownpourSettings(
-        loss="", batch_size=4, rule=SGD(learning_rate=0.1), n_push=2, local_learning_rate=0.5
-    )
-    objective = objective_of(config, items, is_whole=True)
-    batch = BatchIndices(position=8, indices=np.arange(4))
-    put = objective.open(0, batch, BatchSlice(generation=1, step=0, samples=batch))
-    put(0, torch.full((3,), 4.0))
-    found = StepResult(loss=4.0, averages={}, outputs=())
-    objective.closed(objective.close(found), found, batch, 0.0)
+    def begin(self, generation: int) -> None:
+        self.generation, self.step = generation, 0
 
-    def fetch(value: float, *, torn: bool) -> None:
-        def install() -> FetchResult:
-            for each in values:
-                each.fill_(value)
-            return FetchResult(torn=(0,) if torn else (), clocks=(-1 if torn else 3,))
+    def place(self, now: Seconds) -> list[Action]:
+        del now
+        return []
 
-        objective.installing(install)()
+    def open(
+        self, batch_slice: BatchSlice, parameters: object, *, put: Put, close: Close, n_bytes: float
+    ) -> list[Compute]:
+        del batch_slice, parameters, n_bytes
 
-    fetch(1.0, torn=False)
-    assert values[0].tolist() == [-1.0] * 3
-    values[1].add_(5.0)  # a running average, by a local step
-    for torn in (True, True, False):
-        fetch(2.0, torn=torn)
-    assert values[0].tolist() == [0.0] * 3
-    assert values[1].tolist() == [7.0] * 2
-    monkeypatch.setattr(Client, "can_push", True)
-    (push,) = objective.work(final=True)
-    assert isinstance(push, Compute)
-    objective.computed(Computed(name=PUSH, result=push.work()), 0.0)
-    fetch(3.0, torn=False)
-    assert [value.tolist() for value in values] == [[3.0] * 3, [3.0] * 2]
+        def work() -> StepOutcome:
+            put(0, torch.ones(2))
+            found = StepResult(loss=4.0, averages={}, outputs=())
+            return StepOutcome(
+                generation=self.generation, sends=(), found=found, closed=close(found)
+            )
+
+        return [Compute(name=STEP, work=work)]
+
+    def ran(self, outcome: StepOutcome, now: Seconds) -> list[Action]:
+        del outcome, now
+        self.step += 1
+        return []
 
 
 @pytest.mark.parametrize(("done", "pushed"), [(0, [4, 8, 12, 16]), (9, [13, 17]), (16, [])])
@@ -454,19 +459,34 @@ def test_no_batch_beyond_the_last_step_is_read() -> None:
 def test_a_rank_ahead_of_its_group_counts_no_gradient_twice() -> None:
     """The group begins where the rank that has pushed least left off."""
     config = DownpourSettings(loss="", batch_size=4, rule=SGD(learning_rate=0.1))
-    items = Items(values=[torch.zeros(2)], trained=frozenset({0}))
-    objective = objective_of(config, items, is_whole=False)
-    objective.begin(0, 0.0)
-    counted = []
-    for step in range(4):
-        batch = BatchIndices(position=4 * step, indices=np.arange(4))
-        batch_slice = BatchSlice(generation=1, step=step, samples=batch)
-        objective.open(step, batch, batch_slice)(0, torch.ones(2))
-        found = StepResult(loss=4.0, averages={}, outputs=())
-        objective.closed(objective.close(found), found, batch, 0.0)
-        counted.append(objective.counters.gradients)
-    assert counted == [0, 0, 1, 2]
-    due = [objective.is_due]
-    objective.drop()
-    assert [*due, objective.is_due] == [True, False]
-    assert objective.pushed == 8
+    client, plan = cast("ParameterClient", Client()), TrainingPlan(_PART, batch_size=4)
+    program = Training(
+        config,
+        Items(values=[torch.zeros(2)], trained=frozenset({0})),
+        client=client,
+        n_ranks=1,
+        is_whole=False,
+        shapes=[(2,)],
+        n_steps=plan.n_steps,
+    )
+    steps = Steps(
+        program,
+        client=client,
+        executor=cast("StepRunner", Ones()),
+        slices=SlicePrefetch(None, plan),
+        course=FromTheStart(),
+    )
+
+    def run(generation: int) -> list[int]:
+        """Return how many gradients were counted after each step, until it waits."""
+        counted: list[int] = []
+        steps.begin(generation)
+        while work := [one for one in steps.advance(0.0) if isinstance(one, Compute)]:
+            steps.computed(Computed(name=work[0].name, result=work[0].work()), 0.0)
+            if work[0].name == STEP:
+                counted.append(program.counters.gradients)
+        return counted
+
+    assert run(1) == [0, 0, 1]  # no shard has room for a push
+    assert run(2) == [1, 1, 2]  # what was not pushed is computed again
+    assert program.pushed == 8
