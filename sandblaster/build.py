@@ -132,7 +132,7 @@ def whole_worker(
         program,
         client=client,
         executor=executor,
-        slices=SlicePrefetch(executor, plan, reuses=True),
+        slices=SlicePrefetch(executor.batches, plan, reuses=True),
         course=Alone(limits=wb.on_request()),
     )
 

@@ -217,7 +217,7 @@ class ChunkProgram(Program):
             self.open(steps.number, steps.slice)
             steps.begin_step(self.put, self.close, n_bytes=self._items.n_bytes)
             yield from steps.taken()
-            steps.act(self.closed())
+            steps.actions += self.closed()
             yield
 
     def drop(self) -> None:
@@ -251,14 +251,14 @@ class ChunkProgram(Program):
                 steps.start(stage)
                 event = yield
                 assert event is not None
-                steps.act(self.push_staged(event, steps.now))
-            elif steps.prepare():
+                steps.actions += self.push_staged(event, steps.now)
+            elif (may_step := steps.prepare()) is not None:
                 lacks = self.lacks(steps.number)
                 if lacks and not steps.here.fetching:
                     steps.begin_fetch()
-                if not lacks and steps.may_step and steps.take():
+                if not lacks and may_step and steps.take():
                     return True
-                if lacks and steps.may_step and steps.has_fetched:
+                if lacks and may_step and steps.has_fetched:
                     install = self._client.install(self.values)
                     steps.begin_install(install, 2.0 * self._items.n_bytes)
                     seconds = yield from steps.installed()

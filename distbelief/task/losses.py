@@ -46,6 +46,8 @@ def scores_path(outputs: object) -> Path:
 
 
 def scores_of(outputs: object) -> torch.Tensor:
+    if isinstance(outputs, torch.Tensor):
+        return outputs
     return tensors_of(outputs)[scores_path(outputs)]
 
 

@@ -57,10 +57,10 @@ class BatchIndices:
     indices: Indices  # (n_samples,) in the data set
     epoch: int = 0  # in which they are read
     dealt: Dealt | None = None
+    stop: int = field(init=False)  # position after them
 
-    @property
-    def stop(self) -> int:
-        return self.position + len(self.indices)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stop", self.position + len(self.indices))
 
 
 class BatchPlan(Protocol):
@@ -317,6 +317,24 @@ class BatchReader:
             batch = read_batch(self._dataset, indices, table=self._table, before=before)
         # What was drawn when that was seen for the first time was of one stream.
         return batch if self._draws.are_seen == were_seen else self.read(samples)
+
+
+@final
+class WholeBatches:
+    """Reads the batches of a whole model for its replica."""
+
+    def __init__(self, reader: BatchReader) -> None:
+        self._reader = reader
+        self._bytes_per_sample = 0.0  # once a batch has been read
+
+    def read(self, generation: int, step: int, samples: BatchIndices) -> "BatchSlice":
+        batch = self._reader.read(samples)
+        n_bytes = sum(tensor.nbytes for tensor in batch.tensors().values())
+        self._bytes_per_sample = n_bytes / len(samples.indices)
+        return BatchSlice(generation=generation, step=step, samples=samples, batch=batch)
+
+    def read_bytes(self, n_samples: int) -> float:
+        return 2.0 * self._bytes_per_sample * n_samples
 
 
 def micro_sizes(n_samples: int, micro_batches: int) -> list[int]:

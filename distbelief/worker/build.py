@@ -231,7 +231,7 @@ def whole_replica(
         program,
         client=client,
         executor=executor,
-        slices=batches.SlicePrefetch(executor, batch_plan),
+        slices=batches.SlicePrefetch(executor.batches, batch_plan),
         # Without a supervisor nobody else would send `StartTraining`.
         course=Alone(
             limits=training_limits(config, batch_plan, samples_max=samples_max),

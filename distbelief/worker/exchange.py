@@ -13,7 +13,7 @@ tensors may run in the compute executor, one after the other; the owner counts.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Final, final
 
 import torch
@@ -60,24 +60,20 @@ class Pace:
     overwrite_local_steps: bool = False  # a fetch overwrites local steps that are not pushed yet
     sends_delta: bool = False
 
-    @property
-    def sums_gradients(self) -> bool:
-        """Whether a bad gradient could spoil a sum, or the local copy of the parameters."""
-        return self.n_fetch > 1 or self.n_push > 1 or self.sends_delta
+    # Whether a bad gradient could spoil a sum, or the local copy of the parameters.
+    sums_gradients: bool = field(init=False)
+    keeps_local_steps: bool = field(init=False)  # over a fetch
+    # Whether a fetch waits for every push: with one in flight it is unknown whether the fetched
+    # parameters contain it, and so whether its local steps must be repeated (DB-11).
+    awaits_pushes: bool = field(init=False)
 
-    @property
-    def keeps_local_steps(self) -> bool:
+    def __post_init__(self) -> None:
+        sums = self.n_fetch > 1 or self.n_push > 1 or self.sends_delta
         # With n_fetch = n_push = 1 there is no local step to keep.
-        return self.sums_gradients and not self.overwrite_local_steps
-
-    @property
-    def awaits_pushes(self) -> bool:
-        """Whether a fetch waits for every push.
-
-        With one in flight it is unknown whether the fetched parameters contain it, and so whether
-        its local steps must be repeated (DB-11).
-        """
-        return self.blocking or self.keeps_local_steps
+        keeps = sums and not self.overwrite_local_steps
+        object.__setattr__(self, "sums_gradients", sums)
+        object.__setattr__(self, "keeps_local_steps", keeps)
+        object.__setattr__(self, "awaits_pushes", self.blocking or keeps)
 
     def fetches_before(self, step: int) -> bool:
         """Return whether a worker that sends gradients fetches."""

@@ -20,7 +20,14 @@ from distbelief.parameter_server.layout import TensorSpec, kind_of
 from distbelief.roles.role import Action, Compute, Cost, Seconds
 from distbelief.task import dry_run
 from distbelief.task.losses import Loss, Metric
-from distbelief.worker.batches import BatchIndices, BatchReader, BatchSlice, Draws, step_seed
+from distbelief.worker.batches import (
+    BatchIndices,
+    BatchReader,
+    BatchSlice,
+    Draws,
+    WholeBatches,
+    step_seed,
+)
 from distbelief.worker.exchange import bind_again, bindings_of
 from distbelief.worker.steps import STEP, Close, StepOutcome
 
@@ -154,6 +161,7 @@ class LocalExecutor:
     Each step is one piece of work; see `worker.steps.StepRunner` for the methods of its last part.
 
     Attributes:
+        batches: Reads what its steps need.
         is_open: Whether a step has begun.
     """
 
@@ -177,6 +185,7 @@ class LocalExecutor:
         self.step = 0
         table = "data.train" if metric is None else "data.test"
         self._reader = BatchReader(dataset, seed=seed[0], table=table)
+        self.batches = WholeBatches(self._reader)
         self._draws = Draws()  # of the model
         self._loss = summed(loss) if sums else loss
         self._metric = metric
@@ -184,16 +193,6 @@ class LocalExecutor:
         self._names = names
         self._clip_norm = clip_norm
         self._seed = seed
-        self._bytes_per_sample = 0.0  # once a batch has been read
-
-    def read(self, generation: int, step: int, samples: BatchIndices) -> BatchSlice:
-        batch = self._reader.read(samples)
-        n_bytes = sum(tensor.nbytes for tensor in batch.tensors().values())
-        self._bytes_per_sample = n_bytes / len(samples.indices)
-        return BatchSlice(generation=generation, step=step, samples=samples, batch=batch)
-
-    def read_bytes(self, n_samples: int) -> float:
-        return 2.0 * self._bytes_per_sample * n_samples
 
     def flops(self, n_samples: int) -> float:
         flops = self.model.flops(n_samples)

@@ -282,7 +282,8 @@ class JobMember:
             self._early.append(event)
             return []
         try:
-            rl.check_accepted(self.role, event, name=self._config.name)
+            if isinstance(event, rl.Received):
+                rl.check_accepted(self.role, event, name=self._config.name)
             return self.role.handle(event, now)
         except (RemoteProtocolError, LocalProtocolError):
             raise  # the driver logs the first; the second is a bug

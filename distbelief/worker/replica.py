@@ -250,6 +250,9 @@ class Steps:
         self.here = Generation()
         self.lane: list[str] = []  # work in the compute executor, the oldest first
         self.now: rl.Seconds = 0.0
+        self.actions: list[rl.Action] = []  # of the current event
+        self.number = 0  # of the current step, or of the next one
+        self.is_over = False  # no step is left in this generation
         self.vote: tuple[float, int | None] = 0.0, None  # the last local square, and bad sample
         self.has_stepped = False  # since the last report
         self.awaits_norm = False
@@ -264,7 +267,6 @@ class Steps:
         self._is_torn = False  # the last install met a half-applied update
         self._run: Waiting[None] | None = None
         self._is_new = False  # another generation begins once nothing of this one is running
-        self._actions: list[rl.Action] = []  # of the current event
 
     # --- from the role ---
 
@@ -312,12 +314,13 @@ class Steps:
     def _resume(self, event: rl.Computed | None, now: rl.Seconds) -> list[rl.Action]:
         if self._run is None:
             return []
-        self.now, self._actions = now, []
+        self.now, self.actions = now, []
+        self._look()
         try:
             self._run.send(event)
         except StopIteration:
             self._run, self.here.phase = None, Phase.ENDED
-        return self._actions
+        return self.actions
 
     def state(self, awaited: str | None = None) -> str:
         """Return a status word; `awaited`: a rank that this one waits for."""
@@ -335,7 +338,7 @@ class Steps:
             state = program.idle
         elif waited is not None and (is_running or not self._client.ready):
             state = f"waiting for {waited}"
-        elif is_running and self.is_over:
+        elif is_running and self._is_over:
             state = Phase.ENDED.value
         else:
             state = here.phase.value
@@ -347,28 +350,19 @@ class Steps:
         clocks = self._client.clocks
         return sum(clocks) / len(clocks) if clocks else 0.0
 
-    # --- for the program ---
-
     @property
-    def number(self) -> int:
-        """The number of the current step, or of the next one."""
-        return self.executor.step
-
-    @property
-    def is_over(self) -> bool:
+    def _is_over(self) -> bool:
         return self.course.is_final and self.executor.step >= self.course.allowed
 
-    @property
-    def may_step(self) -> bool:
-        return self.executor.step < self.course.allowed and self._client.ready
+    def _look(self) -> None:
+        self.number, self.is_over = self.executor.step, self._is_over
 
-    def act(self, actions: Sequence[rl.Action]) -> None:
-        self._actions += actions
+    # --- for the program ---
 
     def start(self, work: rl.Compute) -> None:
         """Run this work behind what is already under way."""
         self.lane.append(work.name)
-        self._actions.append(work)
+        self.actions.append(work)
 
     def gather(self) -> Waiting[int]:
         """Wait until all pushes are applied, and until it is known where to begin."""
@@ -376,30 +370,35 @@ class Steps:
         while not (self._client.ready and self.program.all_pushes_applied):
             yield
         self.here.phase = Phase.GATHERED
-        self._actions += self.course.ready(self.program.pushed, self.now)
+        self.actions += self.course.ready(self.program.pushed, self.now)
         while self.here.phase is Phase.GATHERED:
             position = self.course.begins_at()
             if position is None:
                 yield
             else:
-                self._actions += self.run_from(position, self.now)
+                self.actions += self.run_from(position, self.now)
+        self._look()
         return self.here.position
 
-    def prepare(self) -> bool:
-        """Read ahead; return whether the next step may be prepared."""
-        if not (self.course.looks_ahead or self.may_step):
-            return False
-        number = self.executor.step
-        self._actions += self._slices.read_ahead(number, stop=self.course.n_readable)
-        return True
+    def prepare(self) -> bool | None:
+        """Read ahead; return whether a step may begin, or None if it is too early to prepare it."""
+        course = self.course
+        if course.is_held:
+            self.actions += self.program.leave(self.now)
+        may_step = self.number < course.allowed and self._client.ready
+        if not (may_step or course.looks_ahead):
+            return None
+        self.actions += self._slices.read_ahead(self.number, stop=course.n_readable)
+        return may_step
 
     def next_step(self, *, fetches: bool = False) -> Waiting[bool]:
         """Wait until a step may begin, if it `fetches` with new parameters; False: none is left."""
         while not self.is_over:
-            if self.prepare():
+            may_step = self.prepare()
+            if may_step is not None:
                 if fetches and not self.here.fetching:
                     self.begin_fetch()
-                if not self.may_step:
+                if not may_step:
                     pass
                 elif not fetches:
                     if self.take():
@@ -416,14 +415,14 @@ class Steps:
 
     def take(self) -> bool:
         """Take the samples of the next step, if they are read."""
-        self.slice = self._slices.take(self.executor.step)
+        self.slice = self._slices.take(self.number)
         return self.slice is not None
 
     # --- parameters
 
     def begin_fetch(self) -> None:
         self.here.fetching = True
-        self._actions += self._client.begin_fetch(self.now)
+        self.actions += self._client.begin_fetch(self.now)
 
     @property
     def has_fetched(self) -> bool:
@@ -450,7 +449,7 @@ class Steps:
         assert event is not None
         result = event.result
         assert isinstance(result, FetchResult), result
-        self._actions += self._client.installed(result, self.now)
+        self.actions += self._client.installed(result, self.now)
         # Older parameters than those that this rank has pushed meanwhile are not used.
         if generation is not self.here:
             return None
@@ -463,7 +462,7 @@ class Steps:
 
     def wait(self, seconds: rl.Seconds) -> None:
         self._waits = True
-        self._actions.append(rl.SetTimer(name=RETRY, at=self.now + seconds))
+        self.actions.append(rl.SetTimer(name=RETRY, at=self.now + seconds))
 
     # --- steps
 
@@ -475,12 +474,12 @@ class Steps:
         `put` takes its gradients, and `close` its result, as work.
         """
         assert self.slice is not None
-        number, parameters = self.executor.step, self._parameters
+        number, parameters = self.number, self._parameters
         work = self.executor.open(self.slice, parameters, put=put, close=close, n_bytes=n_bytes)
         for each in work:
             self.start(self._unless_torn(each) if is_queued else each)
         if self.course.looks_ahead:
-            self._actions += self._slices.read_ahead(number + 1, stop=number + 2)
+            self.actions += self._slices.read_ahead(number + 1, stop=number + 2)
 
     def _unless_torn(self, step: rl.Compute) -> rl.Compute:
         return rl.Compute(
@@ -508,7 +507,7 @@ class Steps:
                 return None
             assert isinstance(outcome, StepOutcome), outcome
             self.program.seconds += event.seconds
-            self._actions += executor.ran(outcome, self.now)
+            self.actions += executor.ran(outcome, self.now)
             if outcome.found is not None:
                 break
         assert self.slice is not None
@@ -540,7 +539,7 @@ class Steps:
     def _count(self, taken: Taken) -> None:
         self.has_stepped = True
         self.here.count(taken.result.loss, taken.n_samples)
-        self._actions += self.course.taken(self.now)
+        self.actions += self.course.taken(self.now)
 
 
 @final
@@ -604,7 +603,7 @@ class Alone(Course):
     def stop(self, now: rl.Seconds) -> Outgoing:
         del now
         if not self.is_cut:
-            self._limits.last_step = self._of.number + self._of.executor.is_open
+            self._limits.last_step = self._of.executor.step + self._of.executor.is_open
         self.is_cut = True
         self._update()
         return []

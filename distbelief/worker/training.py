@@ -13,6 +13,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from functools import partial
 from typing import Final, final
 
@@ -243,6 +244,14 @@ class ProgressReports:
         return [Send(receiver=SUPERVISOR, message=progress)]
 
 
+class Next(Enum):
+    """What comes next in a generation."""
+
+    STEP = "a step"
+    INSTALL_AND_STEP = "an install, and a step queued behind it"
+    END = "nothing"
+
+
 @final
 class Training(Program):
     """Trains; see `Program`. The last methods are work of the compute executor on the tensors."""
@@ -313,23 +322,23 @@ class Training(Program):
         self._drop()
         position = yield from steps.gather()
         self._begin(position, steps.now)
-        while (yield from self._next_step(steps)):
-            # Values are copied just before their step, so that they are as new as possible.
-            is_queued = self._lacks(steps, steps.number) and steps.has_fetched
+        while (found := (yield from self._next_step(steps))) is not Next.END:
+            is_queued = found is Next.INSTALL_AND_STEP
             if is_queued:
                 self._begin_install(steps)
             step = self._open(steps)
             close, n_bytes = partial(self._close, step), self._step_bytes(step)
             steps.begin_step(step.put, close, n_bytes=n_bytes, is_queued=is_queued)
-            self._fetch_ahead(steps, step)
-            if is_queued and (yield from self._installed(steps)):
+            if is_queued:
+                yield from self._installed(steps, step)
+            else:
                 self._fetch_ahead(steps, step)
             taken = yield from steps.taken()
             self._step = None
             if taken is None:
                 self.counters.torn += 1
             else:
-                steps.act(self._closed(step, taken, steps.now))
+                steps.actions += self._closed(step, taken, steps.now)
             yield
 
     def _drop(self) -> None:
@@ -354,15 +363,15 @@ class Training(Program):
         if self._exchange.pace.sends_delta and position:
             self.counters.inner_lost += 1
 
-    def _next_step(self, steps: Steps) -> Waiting[bool]:
-        """Push and fetch what is due; wait until a step may begin. False: none is left."""
+    def _next_step(self, steps: Steps) -> Waiting[Next]:
+        """Push and fetch what is due; wait until a step may begin."""
         while True:
             is_over = steps.is_over
             is_late = is_over and self._owes
             if is_late:
                 # What a held replica still has to push belongs to a round with the others' last
                 # steps.
-                steps.act(self._enter(steps.now, gated=False))
+                steps.actions += self._client.enter(steps.now)
             if is_late and not self._client.may_begin:
                 pass
             elif self._may_push(final=is_over):
@@ -370,37 +379,36 @@ class Training(Program):
             elif self._is_due:
                 pass
             elif is_over:
-                steps.act(self.leave(steps.now))
+                steps.actions += self.leave(steps.now)
                 if self.all_pushes_applied:
-                    return False
-            else:
-                if steps.course.is_held:
-                    steps.act(self.leave(steps.now))
-                if steps.prepare() and (yield from self._has_parameters(steps)) and steps.take():
-                    return True
+                    return Next.END
+            elif (may_step := steps.prepare()) is not None:
+                found = yield from self._with_parameters(steps, may_step=may_step)
+                if found is not None and steps.take():
+                    return found
             yield
 
     # --- fetches ---
 
-    def _has_parameters(self, steps: Steps) -> Waiting[bool]:
-        """Return whether those of the next step are here, or come just before it."""
-        may_step, lacks = steps.may_step, self._lacks(steps, steps.number)
+    def _with_parameters(self, steps: Steps, *, may_step: bool) -> Waiting[Next | None]:
+        """Fetch what the next step lacks; return what may begin with what is here."""
+        client, here = self._client, steps.here
+        lacks = here.installed_for != steps.number and self._exchange.fetches_before(steps.number)
         if may_step:
-            steps.act(self._enter(steps.now))
-        if lacks and not steps.here.fetching and self._may_fetch(ahead_of=None):
+            # Others may wait for this worker, and it for them.
+            steps.actions += client.enter(steps.now, staleness=self._config.exchange.staleness)
+        if lacks and not here.fetching and self._may_fetch():
             steps.begin_fetch()
         if not may_step:
-            return False
-        if not (lacks and steps.has_fetched):
-            return not lacks or self._may_go_on
+            return None
+        if not (lacks and here.fetching and client.fetch_complete):
+            return Next.STEP if not lacks or self._may_go_on else None
         if self._is_whole and not self._exchange.pace.sends_delta:
-            return True
+            # Values are copied just before their step, so that they are as new as possible.
+            return Next.INSTALL_AND_STEP
         self._begin_install(steps)
         yield from self._installed(steps)
-        return False
-
-    def _lacks(self, steps: Steps, number: int) -> bool:
-        return steps.here.installed_for != number and self._exchange.fetches_before(number)
+        return None
 
     @property
     def _may_go_on(self) -> bool:
@@ -408,30 +416,33 @@ class Training(Program):
         is_late = self._dealt is not None and self._dealt.is_whole and self._push_due
         return self._exchange.may_go_on and not is_late
 
-    def _may_fetch(self, *, ahead_of: Step | None) -> bool:
-        """Return whether a fetch may begin, now or while this step is running."""
-        waits = self._config.exchange.staleness is not None
-        if waits and (ahead_of is not None or not self._client.may_begin):
+    def _may_fetch(self) -> bool:
+        """Return whether a fetch may begin between two steps."""
+        client, waits = self._client, self._config.exchange.staleness is not None
+        if waits and not client.may_begin:
             return False  # a tick begins with a fetch
-        dealt = None if ahead_of is None else ahead_of.batch_slice.samples.dealt
-        return self._exchange.pace.may_fetch(
-            unacknowledged=self._client.unacknowledged,
-            during=None if ahead_of is None else ahead_of.number,
-            pushes=None if dealt is None else dealt.ends_push,
-        )
+        return self._exchange.pace.may_fetch(unacknowledged=client.unacknowledged)
 
     def _fetch_ahead(self, steps: Steps, step: Step) -> None:
         # Block messages travel while this step computes (DB-10); shared memory is read only at the
         # install, just before the step, so the newest values are used.
-        course, after = steps.course, step.number + 1
+        course, here, after = steps.course, steps.here, step.number + 1
         is_last = course.is_final and after >= course.allowed
-        if is_last or steps.here.fetching or not self._lacks(steps, after):
-            return
-        if self._may_fetch(ahead_of=step):
+        if is_last or here.fetching or self._config.exchange.staleness is not None:
+            return  # a tick begins with a fetch
+        unacknowledged = self._client.unacknowledged
+        dealt, exchange = step.batch_slice.samples.dealt, self._exchange
+        if exchange.fetches_before(after) and exchange.pace.may_fetch(
+            unacknowledged=unacknowledged,
+            during=step.number,
+            pushes=None if dealt is None else dealt.ends_push,
+        ):
             steps.begin_fetch()
 
     def _begin_install(self, steps: Steps) -> None:
-        exchange, pace, rate = self._exchange, self._exchange.pace, self._config.rate(self._clock)
+        exchange, pace = self._exchange, self._exchange.pace
+        repeats = pace.keeps_local_steps and not pace.sends_delta
+        rate = self._config.rate(self._clock) if repeats else 0.0
         contains_pushes = self._client.fetches_own_pushes
         fetched = self._client.install(self.values)
 
@@ -443,29 +454,25 @@ class Training(Program):
             return installed
 
         has_steps = exchange.n_unsent > 0
-        if pace.sends_delta:  # also the anchor, before and after
-            n_copies = 8 if has_steps else 4
-        else:  # to repeat local steps also read gradients and values, and write values
-            n_copies = 5 if pace.keeps_local_steps and rate and has_steps else 2
+        # Of deltas also the anchor, before and after; to repeat local steps also read gradients and
+        # values, and write values.
+        n_copies = (8 if has_steps else 4) if pace.sends_delta else 5 if rate and has_steps else 2
         steps.begin_install(install, n_copies * self._items.n_bytes)
 
-    def _installed(self, steps: Steps) -> Waiting[bool]:
-        number = steps.number
+    def _installed(self, steps: Steps, step: Step | None = None) -> Waiting[None]:
+        """Wait for an install; if this step is queued behind it, fetch ahead for the next one."""
         seconds = yield from steps.installed()
         if seconds is None:
-            return False
+            return
         self.seconds += seconds
         self.counters.fetches += 1
-        self._exchange.fetched()
         self._clock = max(self._client.clocks, default=0)
-        steps.here.installed_for = number
-        return True
+        self._exchange.fetched()
+        steps.here.installed_for = steps.number
+        if step is not None:
+            self._fetch_ahead(steps, step)
 
     # --- ticks ---
-
-    def _enter(self, now: Seconds, *, gated: bool = True) -> list[Action]:
-        """A step is wanted: others may wait for this worker, and if `gated`, it for them."""
-        return self._client.enter(now, staleness=self._config.exchange.staleness if gated else None)
 
     @override
     def leave(self, now: Seconds) -> list[Action]:
@@ -493,7 +500,7 @@ class Training(Program):
         draft = self._client.draft() if at_once and self._client.can_push else None
         self._step = step = Step(
             number=steps.number,
-            scheduled=self._n_steps(0, batch.position),
+            scheduled=self._n_steps(0, batch.position) if pace.sends_delta else 0,
             counts=counts,
             draft=draft,
             local_rate=self._local_rate(steps.number),
@@ -540,7 +547,8 @@ class Training(Program):
             counters.local_steps += step.local_rate is not None
             if self._exchange.pace.sums_gradients:
                 self._n_bad_in_row = 0
-        actions = [*actions, *self._fit_to_link(now)]
+        if self._config.exchange.every == "auto":
+            actions = [*actions, *self._fit_to_link(now)]
         # If every gradient was skipped there is nothing to push. Skipped samples are behind us.
         self._stop = batch.stop
         if self._dealt is None or batch.dealt is None:
@@ -640,7 +648,7 @@ class Training(Program):
         # A replica without any further step to take begins no fetch, and its push is waited for.
         is_last = final or (self._dealt is not None and self._dealt.plan.is_read)
         is_early = self._exchange.pace.sends_delta and self._exchange.fetch_due and not is_last
-        return self._push_due and not is_early and self._client.ready and self._client.can_push
+        return self._push_due and not is_early and self._client.can_push
 
     def _push(self, steps: Steps) -> Waiting[None]:
         self._push_due, self._staging = False, True
@@ -655,7 +663,9 @@ class Training(Program):
         if self._dealt is not None:
             self._dealt.drop()
         n_gradients = self._exchange.n_unsent
-        steps.act(self._staged(result, n_gradients=n_gradients, stop=self._stop, now=steps.now))
+        steps.actions += self._staged(
+            result, n_gradients=n_gradients, stop=self._stop, now=steps.now
+        )
 
     def _staged(
         self, staged: PushResult, *, n_gradients: int, stop: int, now: Seconds

@@ -136,12 +136,15 @@ def test_no_read_draws_in_the_middle_of_a_step(source: str) -> None:
         module = Interrupted(source)
         executor = executor_of(module, SOURCES[source])
         found: dict[int, torch.Tensor] = {}
-        executor.run(executor.read(1, 0, batch_of(0, 1)), found.__setitem__)
-        here, after = executor.read(1, 1, batch_of(2, 3, position=2)), batch_of(4, 5, position=4)
+        executor.run(executor.batches.read(1, 0, batch_of(0, 1)), found.__setitem__)
+        here, after = (
+            executor.batches.read(1, 1, batch_of(2, 3, position=2)),
+            batch_of(4, 5, position=4),
+        )
         read: list[torch.Tensor] = []
 
         def read_on() -> None:
-            batch = executor.read(1, 2, after).batch
+            batch = executor.batches.read(1, 2, after).batch
             assert batch is not None
             read.extend(batch.tensors().values())
 
