@@ -10,21 +10,13 @@ A push is applied when its buffer is complete and its sequence is watermark + 1.
 a client are applied in order, each at most once; a duplicate is only acknowledged again. Complete
 pushes wait in one queue, first come, first served, with at most one entry per client. With a
 backup, a push is acknowledged when both copies have applied it.
-
-    tick      of a client that is in: exchanges that it has ended, as acknowledged here
-    floor     the least tick of all that are in and connected; it never falls
-    gate      a client begins tick t once the floor is t - staleness (Ho et al. 2013)
-
-A client that enters, or was gone, begins at the floor. After a restart the floor stays until all
-clients had time to come back, each with its tick. Only the beginning of a tick is gated, never a
-push, and the client with the least tick is not gated: so the floor rises as long as one works.
 """
 
 import math
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
-from typing import Final, final
+from dataclasses import dataclass, field, replace
+from typing import final
 
 import msgspec
 import numpy as np
@@ -34,64 +26,12 @@ from distbelief.core.spans import dealt_of
 from distbelief.core.vectors import Vector
 from distbelief.errors import FalseClaimError, RemoteProtocolError, StorageError
 from distbelief.parameter_server import slices as sl
-from distbelief.parameter_server.client.buffers import Staleness
 from distbelief.parameter_server.config import ShardConfig
+from distbelief.parameter_server.staleness import PartialStaleness, Staleness
 from distbelief.parameter_server.store import ShardStore
+from distbelief.parameter_server.ticks import Attendance, Floor
 from distbelief.protocol import SessionRecord, push_fetch as pf, replication as rp
 from distbelief.roles.role import Action, Address, Received, Seconds, Send
-
-
-# --- staleness ---
-
-_N_KEPT: Final = 4096
-"""Recent pushes; an older one counts as overlapping."""
-
-_N_KNOWN_MAX: Final = 1 << 14
-
-TICKS_AHEAD_MAX: Final = 1 << 32
-"""More than a shard that restarts can lack. Far below the largest tick of a message, at which a
-worker alone could set the floor for all that come later."""
-
-
-@final
-class PartialStaleness:
-    """Staleness of pushes that cover a part of the shard.
-
-    A push is as stale as the number of pushes that its own elements received since the fetch. The
-    ranks of a partitioned replica push disjoint parts, so the clock rises once per rank while each
-    element receives one push. Counting overlaps gives the same staleness on one rank or several.
-    """
-
-    def __init__(self) -> None:
-        self._recent: deque[tuple[int, sl.ShardSlice]] = deque(maxlen=_N_KEPT)
-        self._in_parts = False  # whether any push was not of everything
-        self._known: dict[tuple[bytes, bytes], bool] = {}
-
-    def add(self, shard_slice: sl.ShardSlice, *, clock: int) -> None:
-        self._in_parts |= shard_slice.ranges is not None
-        self._recent.append((clock, shard_slice))
-
-    def since(self, shard_slice: sl.ShardSlice, *, fetched_clock: int, clock: int) -> int:
-        """Return how many pushes these elements received between two clocks."""
-        n_pushes = clock - fetched_clock
-        # As long as every push covers everything, the clock is exact.
-        if not self._in_parts or n_pushes <= 0:
-            return n_pushes
-        for applied_at, other in reversed(self._recent):
-            if applied_at < fetched_clock:
-                break
-            n_pushes -= not self._overlap(shard_slice, other)
-        return n_pushes
-
-    def _overlap(self, one: sl.ShardSlice, other: sl.ShardSlice) -> bool:
-        if one.key == other.key or one.ranges is None or other.ranges is None:
-            return True
-        keys = (one.key, other.key)
-        if keys not in self._known:
-            if len(self._known) >= _N_KNOWN_MAX:
-                self._known.clear()
-            self._known[keys] = one.ranges.overlaps(other.ranges)
-        return self._known[keys]
 
 
 # --- one client ---
@@ -155,8 +95,8 @@ class Session:
     request: int = 0  # its latest fetch
     expired: int = 0  # the latest fetch whose pin expired
     n_samples: int | None = None  # of its last push
+    attendance: Attendance = field(default_factory=Attendance)  # of this incarnation
     told: int = 0  # the floor that it was told last
-    entries: int = 0  # how often this incarnation has entered or left
     tick: pf.Ticks = msgspec.UNSET  # ticks that it has ended; Unset: it is not in
     n_beside: int = 0  # clients that were in with it, itself included, when one of them left
 
@@ -308,11 +248,9 @@ class Sessions:
         self._n_applied = self._n_duplicates = self._bytes_in = 0
         self._n_refused = 0
         self._refused: dict[Address, int] = {}  # the newest of each client
-        self._floor = 0
-        self._behind = ""  # who keeps it down
+        self.floor = Floor(config.policy.staleness)
         self._missing = ""  # whose push the next round waits for
         self._late = ""  # and the last round waited for at its end
-        self.awaits_clients = False  # after a restart: the floor stays
 
     def restore(self, clients: Iterable[SessionRecord]) -> None:
         self._clients = {client.name: client for client in map(Session.of, clients)}
@@ -334,7 +272,7 @@ class Sessions:
             "bytes_in": float(self._bytes_in),
             "queue": float(len(self.queue) + len(self._round) + (self.applying is not None)),
             **self._staleness.counters(),
-            **(self._tick_counters() if self.counts_ticks else {}),
+            **(self.floor.counters(self._members) if self.counts_ticks else {}),
         }
 
     def is_older(self, name: Address, incarnation: int) -> bool:
@@ -343,7 +281,7 @@ class Sessions:
 
     def why_not(self, event: Received, request: pf.OpenSession) -> str | None:
         """Return why this session can never be opened, or None."""
-        self._check_tick(event.sender, self._clients.get(event.sender), request.tick)
+        self.floor.check(event.sender, self._clients.get(event.sender), request.tick)
         fingerprint = self._config.layout.fingerprint
         if request.layout != fingerprint:
             return (
@@ -541,7 +479,7 @@ class Sessions:
 
     def _check_claims(self, client: Session, message: pf.Push) -> None:
         """Raise FalseClaimError for a push of what nobody dealt, or of a tick far ahead."""
-        self._check_tick(client.name, client, message.tick)
+        self.floor.check(client.name, client, message.tick)
         if message.dealt is msgspec.UNSET:
             return
         (start, stop), n = dealt_of(message.dealt), self._config.n_samples
@@ -550,11 +488,6 @@ class Sessions:
             raise FalseClaimError(
                 f"{client.name} sent a push of positions {start} to {stop}, which nobody dealt"
             )
-
-    def _check_tick(self, name: Address, client: Session | None, tick: pf.Ticks) -> None:
-        known = self._floor if client is None else max(client.tick or 0, self._floor)
-        if (tick or 0) > known + TICKS_AHEAD_MAX:
-            raise FalseClaimError(f"{name} has ended {tick} ticks: {known} are known here")
 
     def begin_push(self, now: Seconds, *, is_last: bool = False) -> PushInProgress | None:
         """Return the next push to apply, or to add to a round; `is_last`: no more come."""
@@ -664,12 +597,12 @@ class Sessions:
         policy = self._config.policy.round
         if policy is None or is_last:
             return True
-        if self.awaits_clients or not self.queue:
+        if self.floor.awaits_clients or not self.queue:
             return False
         # Those whose last push waits here have left.
         members = [client for client in self._clients.values() if client.is_in or client.queued]
         # A client that is too far ahead begins no tick: it may wait for a push of this very round.
-        missing = [one for one in members if not (one.queued or self._is_gated(one))]
+        missing = [one for one in members if not (one.queued or self.floor.is_gated(one))]
         if not missing:
             return True
         self._missing = missing[0].name
@@ -690,11 +623,8 @@ class Sessions:
     def _first_tick(self) -> int:
         buffers = [self._clients[name].next_complete() for name in self.queue]
         pushes = [one.push for one in buffers if one is not None and one.push is not None]
-        return min((push.tick or self._floor + 1 for push in pushes), default=self._floor + 1)
-
-    def _is_gated(self, client: Session) -> bool:
-        staleness = self._config.policy.staleness
-        return staleness is not None and (client.tick or 0) - staleness > self._floor
+        first = self.floor.value + 1
+        return min((push.tick or first for push in pushes), default=first)
 
     def _share_of(self, client: Session, push: pf.Push, staleness: int) -> rp.Share:
         policy = self._config.policy
@@ -730,60 +660,33 @@ class Sessions:
     # ---------------------------------------------------------------------- ticks
 
     def _enter(self, client: Session, request: pf.OpenSession) -> None:
-        entries = request.entries or 0
-        if entries < client.entries:
+        attendance = Attendance(request.entries or 0)
+        if attendance.changes < client.attendance.changes:
             return  # a late message
-        client.entries = entries
-        is_known = not (client.tick is msgspec.UNSET and request.tick is msgspec.UNSET)
-        if entries % 2 == 0:
-            # What they have done together, and not pushed yet, counts as before: or the last pushes
-            # of workers that end together would count 1/4 + 1/3 + 1/2 + 1.
-            for one in [client, *self._others_in(client)] if client.is_in else []:
-                one.n_beside = max(one.n_beside, self._n_with(one, self._others_in(one)))
-            client.tick = msgspec.UNSET
-        elif is_known or not self.awaits_clients:  # a new one waits until there is a floor
-            client.tick = max(client.tick or 0, request.tick or 0, self._floor)
+        client.attendance = attendance
+        if attendance.is_in:
+            self.floor.place(client, request.tick)
+            return
+        # What they have done together, and not pushed yet, counts as before: or the last pushes of
+        # workers that end together would count 1/4 + 1/3 + 1/2 + 1.
+        for one in [client, *self._others_in(client)] if client.is_in else []:
+            one.n_beside = max(one.n_beside, self._n_with(one, self._others_in(one)))
+        client.tick = msgspec.UNSET
 
     def tell_floor(self) -> list[Action]:
         """Tell a new floor to the clients that could not begin a tick at the old one."""
-        self._raise_floor()
-        staleness = self._config.policy.staleness
-        actions: list[Action] = []
-        for client in self._clients.values():
-            if not client.is_in or staleness is None or client.told >= self._floor:
-                continue
-            assert client.tick is not msgspec.UNSET
-            if client.tick - staleness > client.told:
-                client.told = self._floor
-                floor = pf.Floor(
-                    shard_incarnation=self.incarnation, floor=self._floor, behind=self._behind
-                )
-                actions.append(Send(receiver=client.name, message=floor))
-        return actions
+        self.floor.rise(self._members)
+        return self.floor.news(self._members, incarnation=self.incarnation)
 
-    def _raise_floor(self) -> None:
-        if self.awaits_clients or not self.counts_ticks:
-            return
-        inside = [client for client in self._clients.values() if client.is_in]
-        for client in inside:  # others went on without a client that was gone
-            client.tick = max(client.tick or 0, self._floor)
-        # Of equal ticks, a client whose next push is not here yet.
-        slowest = min(inside, key=lambda one: (one.tick, one.queued, one.name), default=None)
-        self._behind = "" if slowest is None else slowest.name
-        if slowest is not None:
-            self._floor = slowest.tick or 0
-
-    def _tick_counters(self) -> dict[str, float]:
-        ticks = [client.tick or 0 for client in self._clients.values() if client.is_in]
-        gap = float(max(ticks, default=0) - min(ticks, default=0))
-        return {"workers_in": float(len(ticks)), "floor": float(self._floor), "clock_gap": gap}
+    @property
+    def _members(self) -> list[Session]:
+        return list(self._clients.values())
 
     def _told_floor(self, client: Session) -> tuple[pf.Ticks, str | msgspec.UnsetType]:
         if not self.counts_ticks:
             return msgspec.UNSET, msgspec.UNSET
-        self._raise_floor()
-        client.told = self._floor
-        return self._floor, "" if self._behind == client.name else self._behind
+        self.floor.rise(self._members)
+        return self.floor.tell(client)
 
     # ------------------------------------------------------------------- messages
 
@@ -797,7 +700,7 @@ class Sessions:
             applied=client.applied - client.n_unconfirmed,
             parameters_region=client.parameters_region,
             push_buffers_region=client.region,
-            entries=client.entries or msgspec.UNSET,
+            entries=client.attendance.changes or msgspec.UNSET,
             tick=client.tick,
             floor=floor,
             behind=behind,

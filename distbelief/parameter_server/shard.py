@@ -283,7 +283,7 @@ class Shard:
         if name == _TELL:
             return self._tell(now)
         if name in {_RETURNED, _GRACE}:
-            self._sessions.awaits_clients &= name != _RETURNED
+            self._sessions.floor.awaits_clients &= name != _RETURNED
             return []  # `_next` looks
         return self._absent(rl.Address(name.removeprefix(_ABSENT)), now)
 
@@ -295,7 +295,7 @@ class Shard:
         self._serves = True
         actions: list[rl.Action] = []
         if self._sessions.counts_ticks and self._sessions.incarnation > 1:
-            self._sessions.awaits_clients = True
+            self._sessions.floor.awaits_clients = True
             actions.append(rl.SetTimer(name=_RETURNED, at=now + self._config.return_seconds))
         if self._config.deals:
             actions += self._tell(now)

@@ -23,6 +23,7 @@ from distbelief.parameter_server.replication import Backup, Primary
 from distbelief.parameter_server.sessions import Session, Sessions
 from distbelief.parameter_server.shard import Shard
 from distbelief.parameter_server.store import ShardStore
+from distbelief.parameter_server.ticks import Floor, ShardTicks
 from distbelief.protocol import push_fetch as pf
 from distbelief.roles.role import Action, Address, PeerLost, Seconds
 from distbelief.simulation.driver import HandledEvent
@@ -89,9 +90,10 @@ class Gated(Invariant):
             if not session.is_in or cluster.incarnation(session.name) != session.incarnation:
                 continue
             assert isinstance(worker, Worker)
-            pushing = worker.client._links[index].pushing
-            is_known = pushing.tick is not None and session.confirmed <= pushing.settled
-            if is_known and (session.tick or 0) > (pushing.tick or 0):
+            link = worker.client._links[index]
+            ended = link.ticks.ended
+            is_known = ended is not None and session.confirmed <= link.pushing.settled
+            if is_known and (session.tick or 0) > (ended or 0):
                 self._left_out.add((session.name, session.incarnation))
 
     @override
@@ -134,7 +136,7 @@ class Gated(Invariant):
                 role = scene.cluster.role(other)
                 assert isinstance(role, Worker)
                 life = other, scene.cluster.incarnation(other)
-                is_placed = role.client._tick is not None and life not in self._left_out
+                is_placed = role.client._ticks.ended is not None and life not in self._left_out
                 if is_placed and self._has_heard(role):
                     yield role
 
@@ -187,7 +189,7 @@ class FloorRises(Invariant):
     def shard(self, shard: Shard, happening: HandledEvent) -> None:
         sessions = shard._sessions
         life = happening.name, happening.incarnation
-        floor, before = sessions._floor, self._floors.get(life, 0)
+        floor, before = sessions.floor.value, self._floors.get(life, 0)
         assert floor >= before, f"the floor of {life} fell from {before} to {floor}"
         self._floors[life] = floor
 
@@ -355,14 +357,17 @@ def idle_workers_hold_the_floor(patch: Patch) -> None:
 def own_pushes_are_not_awaited(patch: Patch) -> None:
     """A tick begins before the worker's own last push is applied."""
     links = property(
-        lambda self: all(link.agrees and not link.waits_for_floor for link in self._counting)
+        lambda self: all(
+            link.is_open and link.ticks.agrees and not link.ticks.waits_for_floor
+            for link in self._counting
+        )
     )
     patch.setattr(ParameterClient, "may_begin", links)
 
 
 def no_gate(patch: Patch) -> None:
     """A worker begins whatever the floor is."""
-    patch.setattr(ShardLink, "waits_for_floor", False)
+    patch.setattr(ShardTicks, "waits_for_floor", False)
 
 
 def reopened_sessions_tell_no_tick(patch: Patch) -> None:
@@ -378,7 +383,7 @@ def reopened_sessions_tell_no_tick(patch: Patch) -> None:
 def floor_rises_before_clients_are_back(patch: Patch) -> None:
     """After a takeover the floor is that of the clients that came first."""
     never = property(lambda _: False, lambda *_: None)
-    patch.setattr(Sessions, "awaits_clients", never, raising=False)
+    patch.setattr(Floor, "awaits_clients", never, raising=False)
 
 
 def late_open_session_enters_again(patch: Patch) -> None:
@@ -386,7 +391,7 @@ def late_open_session_enters_again(patch: Patch) -> None:
     whole = Sessions._enter
 
     def enter(self: Sessions, client: Session, request: pf.OpenSession) -> None:
-        client.entries = 0
+        client.attendance.changes = 0
         whole(self, client, request)
 
     patch.setattr(Sessions, "_enter", enter)
@@ -402,7 +407,7 @@ def floor_is_told_once(patch: Patch) -> None:
 
 def round_waits_for_gated_clients(patch: Patch) -> None:
     """A round waits for clients that wait for a push in it."""
-    patch.setattr(Sessions, "_is_gated", lambda *_: False)
+    patch.setattr(Floor, "is_gated", lambda *_: False)
 
 
 def push_counts_twice_in_a_round(patch: Patch) -> None:

@@ -121,13 +121,13 @@ def test_a_worker_reads_once_its_floor_is_high_enough_and_is_told_at_once() -> N
         nonlocal n_floors
         role, now = happening.role, quartet.cluster.now
         shard = shard_in(role)
-        if shard is not None and shard._sessions._floor > len(rises) - 1:
+        if shard is not None and shard._sessions.floor.value > len(rises) - 1:
             rises.append(now)
         sent = [one.message for one in happening.actions if isinstance(one, Send)]
         n_floors += sum(isinstance(message, pf.Floor) for message in sent)
         if isinstance(role, Worker) and any(isinstance(one, pf.Fetch) for one in sent):
             links = role.client._links.values()
-            assert all((x.floor or 0) >= role.client.tick - staleness for x in links)
+            assert all((x.ticks.floor or 0) >= role.client.tick - staleness for x in links)
 
     quartet.cluster.observe(see)
     quartet.finish()

@@ -36,6 +36,7 @@ from distbelief.errors import LocalProtocolError, MemoryGoneError, RemoteProtoco
 from distbelief.parameter_server import slices as sl
 from distbelief.parameter_server.config import ClientConfig
 from distbelief.parameter_server.layout import PartialView, TensorSpec
+from distbelief.parameter_server.ticks import ShardTicks
 from distbelief.protocol import push_fetch as pf, replication as rp
 from distbelief.roles.role import Seconds
 
@@ -139,34 +140,6 @@ class ShardMemory:
 # --- pushes ---
 
 
-@final
-class Staleness:
-    """Staleness of pushes: mean and maximum of all, 95th percentile of the last 1024.
-
-    The staleness of a push is the shard's clock when the push is applied, minus its clock when the
-    parameters were fetched.
-    """
-
-    def __init__(self) -> None:
-        self._n = self._sum = self._max = 0
-        self._recent: deque[int] = deque(maxlen=1024)
-
-    def add(self, staleness: int) -> None:
-        self._n += 1
-        self._sum += staleness
-        self._max = max(self._max, staleness)
-        self._recent.append(staleness)
-
-    def counters(self) -> dict[str, float]:
-        recent = sorted(self._recent)
-        p95 = recent[(95 * len(recent) - 1) // 100] if recent else 0
-        return {
-            "staleness_mean": self._sum / self._n if self._n else 0.0,
-            "staleness_p95": float(p95),
-            "staleness_max": float(self._max),
-        }
-
-
 PushMessage = TypeVar("PushMessage", pf.Push, rp.ReplicatePush)
 
 
@@ -226,9 +199,14 @@ class StageTarget:
 @final
 class ShardPush:
     def __init__(
-        self, config: ClientConfig, view: PartialView, index: int, memory: ShardMemory
+        self,
+        config: ClientConfig,
+        view: PartialView,
+        index: int,
+        memory: ShardMemory,
+        ticks: ShardTicks,
     ) -> None:
-        self._config, self._memory = config, memory
+        self._config, self._memory, self._ticks = config, memory, ticks
         self._view, self._index, self._slice = view, index, view.slices[index]
         self._shard_incarnation = 0
         self._first_clock = 0  # of that primary, when it opened the session
@@ -244,7 +222,6 @@ class ShardPush:
         # each incarnation of the client.
         self.lost: Lost = ()
         self.clock = 0  # the newest known clock of the current primary
-        self.tick: int | None = None  # ticks ended by settled pushes; None: none known
         self.bytes_out = 0  # of sent blocks and filled buffers
 
     def start(self, first_sequence: int) -> None:
@@ -360,8 +337,8 @@ class ShardPush:
         self.settled = max(self.settled, sequence)
         while self._in_flight and self._in_flight[0].message.sequence <= self.settled:
             tick = self._in_flight.popleft().message.tick
-            if self.tick is not None and tick is not msgspec.UNSET:
-                self.tick = max(self.tick, tick)
+            if tick is not msgspec.UNSET:
+                self._ticks.settled(tick)
 
     def _move(self, in_flight: OutgoingPush[pf.Push]) -> None:
         assert self._push_buffers is not None

@@ -27,6 +27,8 @@ from distbelief.errors import JobError, LocalProtocolError, PeerLostError
 from distbelief.parameter_server.client import buffers as bf
 from distbelief.parameter_server.config import ClientConfig, copy_names
 from distbelief.parameter_server.layout import PartialView
+from distbelief.parameter_server.staleness import Staleness
+from distbelief.parameter_server.ticks import ShardTicks, WorkerTicks
 from distbelief.protocol import Message, PrimaryChanged, push_fetch as pf
 from distbelief.roles import role as rl
 
@@ -73,7 +75,7 @@ class ShardLink:
         copies: tuple[rl.Address, ...],  # one or two
         *,
         memory: Memory,
-        staleness: bf.Staleness,  # of acknowledged pushes
+        staleness: Staleness,  # of acknowledged pushes
     ) -> None:
         self.copies = copies
         self.index = index
@@ -83,9 +85,10 @@ class ShardLink:
         self._staleness = staleness
         self.is_open = False  # whether the current primary has opened the session
         self.samples = 0  # this client's samples in the shard's values when the session opened
+        self.ticks = ShardTicks()
         self.memory = bf.ShardMemory(memory, view, index)
         self.fetching = bf.ShardFetch(config, view, index, self.memory)
-        self.pushing = bf.ShardPush(config, view, index, self.memory)
+        self.pushing = bf.ShardPush(config, view, index, self.memory, self.ticks)
         # The copy that opened the last session; before that, the first copy.
         self.primary = self.copies[0]
         self.term = 0  # the highest known term; 0 before the first
@@ -98,35 +101,17 @@ class ShardLink:
         # By direction: when its blocks last made progress, and the seconds that one takes.
         self._paces: dict[type, tuple[rl.Seconds, rl.Seconds]] = {}
         self._awaited = False
-        # Ticks, where the shard counts them.
-        self.floor: int | None = None  # that the shard has told; None: it counts none
-        self.behind: rl.Address | None = None  # who keeps it down
-        self.late = ""  # whose push the last round waited for
-        self.needed = 0  # the floor that the client waits for
-        self.tick: int | None = None  # this client's, as the shard knows it; None: it is not in
-        self._entries = 0  # how often the client has entered or left; odd: it is in
-        self._known_entries = 0  # to the shard
 
     @property
     def clock(self) -> int:
         return max(self.fetching.clock, self.pushing.clock)
 
     @property
-    def waits_for_floor(self) -> bool:
-        return not self.is_open or self.floor is None or self.floor < self.needed
-
-    @property
-    def agrees(self) -> bool:
-        """Whether the shard knows that the client is in or not, and its tick."""
-        told = self.pushing.tick
-        is_known = self.tick is not None and (told is None or self.tick >= told)
-        return self._entries == self._known_entries and (self._entries % 2 == 0 or is_known)
-
-    @property
     def state(self) -> tuple[object, ...]:
         """What the client's role may wait for."""
-        blocks, settled = self.fetching.complete, self.pushing.settled
-        return self.is_open, self.term, blocks, settled, self.floor, self.tick, self.agrees
+        blocks, settled, ticks = self.fetching.complete, self.pushing.settled, self.ticks
+        agrees = ticks.floor is None or ticks.agrees
+        return self.is_open, self.term, blocks, settled, ticks.floor, ticks.known, agrees
 
     # ------------------------------------------------------------ from the client
 
@@ -135,25 +120,8 @@ class ShardLink:
         self._sent_at = now
         return self._open_session(self.copies)
 
-    def enter(self, tick: int | None, *, needed: int) -> list[rl.Action]:
-        """Tell the shard that the client has ended this many ticks; None: it begins at the floor.
-
-        Repeated until the shard knows it, and until the floor is `needed`.
-        """
-        before = self._entries, self.pushing.tick
-        self._entries += 1 - self._entries % 2
-        self.needed = needed
-        if tick is not None:
-            self.pushing.tick = max(tick, self.pushing.tick or 0)
-        is_news = before != (self._entries, self.pushing.tick)
-        return self._open_session([self.primary]) if is_news and self.is_open else []
-
-    def leave(self) -> list[rl.Action]:
-        """Tell the shard that nobody needs to wait for this client."""
-        if self._entries % 2 == 0:
-            return []
-        self._entries += 1
-        self.needed, self.tick, self.pushing.tick = 0, None, None
+    def tell(self) -> list[rl.Action]:
+        """Tell the shard whether the client is in, and its tick; repeated until it knows."""
         return self._open_session([self.primary]) if self.is_open else []
 
     # ------------------------------------------------------------- from the shard
@@ -214,12 +182,12 @@ class ShardLink:
             case pf.PushBlockAck():
                 replies = self.pushing.blocks_acked(message)
                 progress = bool(replies)
-                if self.floor is not None:
+                if self.ticks.floor is not None:
                     self._silence.progress_at = now  # it may wait for pushes of other workers
             case pf.PushApplied():
                 progress = self._acknowledged(message)
             case pf.Floor():
-                self._note_floor(message)
+                self.ticks.note_floor(message)
             case PrimaryChanged():
                 pass  # `receive` has sent OpenSession if this is news
             case pf.SessionRefused():
@@ -233,21 +201,19 @@ class ShardLink:
         return self.send(replies, now)
 
     def _acknowledged(self, message: pf.PushApplied) -> bool:
-        self._note_floor(message)
-        if not self.pushing.acknowledged(message):
-            return False
-        self._staleness.add(message.staleness)
-        self.late = message.late or ""
-        if self.tick is not None:
-            self.tick = max(self.tick, self.pushing.tick or 0)
-        return True
+        is_news = self.pushing.acknowledged(message)
+        if message.floor is not msgspec.UNSET:
+            self.ticks.acknowledged(message, is_news=is_news)
+        if is_news:
+            self._staleness.add(message.staleness)
+        return is_news
 
     def _session_opened(
         self, sender: rl.Address, message: pf.SessionOpened, now: rl.Seconds
     ) -> list[rl.Action]:
         if self.is_open:  # a repetition, which only shows that the shard is alive
-            self._note_ticks(message)
-            if self.fetching.complete and not self.pushing.waits and self.floor is not None:
+            self.ticks.note(message)
+            if self.fetching.complete and not self.pushing.waits and self.ticks.floor is not None:
                 self._silence.progress_at = now  # it is other workers that the client waits for
             return []
         # A SessionOpened behind our own watermark answers an older OpenSession.
@@ -258,25 +224,11 @@ class ShardLink:
         self.is_open = True
         self.primary = sender
         self.samples = message.samples
-        self.floor = self.tick = None  # it may be another incarnation of the shard
-        self._known_entries = 0
+        self.ticks.opened()
         self._progressed(now)
         self.pushing.session_opened(message)
-        self._note_ticks(message)
+        self.ticks.note(message)
         return self.send([*self.fetching.session_opened(message), *self.pushing.again()], now)
-
-    def _note_ticks(self, message: pf.SessionOpened) -> None:
-        self._note_floor(message)
-        if self.floor is None or message.entries != self._entries:
-            return  # it answers an older OpenSession
-        self._known_entries = self._entries
-        if message.tick is not msgspec.UNSET:
-            self.tick = message.tick
-            self.pushing.tick = max(message.tick, self.pushing.tick or 0)
-
-    def _note_floor(self, message: pf.SessionOpened | pf.PushApplied | pf.Floor) -> None:
-        if message.floor is not msgspec.UNSET and message.floor >= (self.floor or 0):
-            self.floor, self.behind = message.floor, rl.Address(message.behind or "") or None
 
     def _refused(
         self, sender: rl.Address, message: pf.SessionRefused, now: rl.Seconds
@@ -295,7 +247,8 @@ class ShardLink:
     @property
     def _is_waiting(self) -> bool:
         waits = not self.is_open or not self.fetching.complete or self.pushing.waits
-        return waits or (self.floor is not None and (self.waits_for_floor or not self.agrees))
+        ticks = self.ticks
+        return waits or (ticks.floor is not None and (ticks.waits_for_floor or not ticks.agrees))
 
     def wait(self, now: rl.Seconds) -> list[rl.Action]:
         """Run the timer if something is awaited; call after every change."""
@@ -324,7 +277,7 @@ class ShardLink:
             # The other copy gets OpenSession too: it may be primary, with its PrimaryChanged
             # lost.
             # Where it counts ticks, the primary's answer tells the floor.
-            asks = self.floor is not None and self.fetching.complete
+            asks = self.ticks.floor is not None and self.fetching.complete
             others = [copy for copy in self.copies if asks or copy != self.primary]
             messages = [*self.fetching.again(), *self.pushing.again()]
             asked_at = self._asked_at
@@ -380,14 +333,15 @@ class ShardLink:
     # --------------------------------------------------------------------- sending
 
     def _open_session(self, copies: Sequence[rl.Address]) -> list[rl.Action]:
+        ticks = self.ticks
         request = pf.OpenSession(
             layout=self._layout.fingerprint,
             pushes=self.config.pushes,
             host=self.memory.host,
             next_sequence=self.pushing.settled + 1,
             holds=self._slice.stripes,
-            entries=self._entries or msgspec.UNSET,
-            tick=msgspec.UNSET if self.pushing.tick is None else self.pushing.tick,
+            entries=ticks.attendance.changes or msgspec.UNSET,
+            tick=msgspec.UNSET if ticks.ended is None else ticks.ended,
             known_incarnation=self.term,
         )
         return [rl.Send(receiver=copy, message=request) for copy in copies]
@@ -432,7 +386,7 @@ class ParameterClient:
         # Whether the last fetch, which may be under way, has all pushes of this client for certain.
         self.fetches_own_pushes = True
         self._incarnation: int | None = None  # once started
-        self._staleness = bf.Staleness()
+        self._staleness = Staleness()
         self._links: dict[int, ShardLink] = {}  # by index of the shard, in that order
         self._links_by_copy: dict[rl.Address, ShardLink] = {}
         self._links_by_timer: dict[str, ShardLink] = {}
@@ -447,13 +401,7 @@ class ParameterClient:
         self._n_torn = 0  # torn reads, each of one shard
         self._n_pushed = 0
         self._n_non_finite = 0  # pushes dropped because of NaN or infinity
-        # Ticks, where the shards count them.
-        self._tick: int | None = None  # ended, of those in; None: not in, or not placed yet
-        self._samples_before: int | None = None  # those of the last push, or of the first session
-        self._gap_max = 0  # ticks ahead of the slowest
-        # The worker that is waited for, and since when.
-        self._waits_since: tuple[rl.Address, rl.Seconds] | None = None
-        self._waits: dict[rl.Address, rl.Seconds] = {}  # by who was waited for
+        self._ticks = WorkerTicks([link.ticks for link in self._links.values()])
         # Whether the last event may have removed what the role waits for.
         self.has_news = False
 
@@ -674,7 +622,8 @@ class ParameterClient:
             self._n_pushed += 1
             self.fetches_own_pushes = False
             counts = {"n_gradients": n_gradients, "samples": samples, "commit_token": commit_token}
-            counts |= {} if commit_token else self._end_tick(samples)
+            if self._counting and not commit_token:
+                counts |= self._ticks.pushed(samples, in_session=self.samples)
             for link, target in zip(self._links.values(), targets, strict=True):
                 messages = link.pushing.issue(
                     target, is_open=link.is_open, dealt=dealt, sets=sets, **counts
@@ -707,16 +656,12 @@ class ParameterClient:
 
     @property
     def _counting(self) -> list[ShardLink]:
-        return [link for link in self._links.values() if link.floor is not None]
+        return [link for link in self._links.values() if link.ticks.floor is not None]
 
     @property
     def tick(self) -> int:
         """The ticks that this worker has ended; one that enters has those of the slowest."""
-        return self._tick or 0
-
-    @property
-    def _gap(self) -> int:
-        return self.tick - min((link.floor or 0 for link in self._counting), default=0)
+        return self._ticks.ended or 0
 
     def enter(self, now: rl.Seconds, *, staleness: int | None = None) -> list[rl.Action]:
         """Want to begin a tick at most `staleness` ahead of the slowest worker; None: at once.
@@ -726,77 +671,35 @@ class ParameterClient:
         counting = self._counting
         if not counting or not self.ready:
             return []
-        if self._samples_before is None:
-            # A later session may also count a push that a former incarnation had under way.
-            self._samples_before = self.samples
-        if staleness is not None:
-            self._count_wait(now, staleness)
-        if self.unacknowledged:
-            return []  # these pushes tell the tick
-        if self._tick is None and all(link.tick is not None for link in counting):
-            self._tick = 0
-        if self._tick is not None:
-            # Workers that were taken for gone are ahead by now: nobody waits for the past.
-            known = [max(link.tick or 0, link.floor or 0) for link in counting]
-            self._tick = max(self._tick, *known)
-        needed = 0 if staleness is None or self._tick is None else self._tick - staleness
+        news = self._ticks.enter(
+            now, staleness=staleness, samples=self.samples, unacknowledged=self.unacknowledged
+        )
         actions: list[rl.Action] = []
-        for link in counting:
-            actions += [*link.enter(self._tick, needed=needed), *link.wait(now)]
-        if self.may_begin:
-            self._waits_since = None
+        for link, is_news in zip(counting, news, strict=False):
+            actions += [*(link.tell() if is_news else ()), *link.wait(now)]
         return actions
 
     @property
     def may_begin(self) -> bool:
         """Whether the next tick may begin: all pushes are applied, and the floor is high enough."""
         counting = self._counting
-        is_placed = self._tick is not None and not self.unacknowledged
-        return not counting or (
-            is_placed and all(link.agrees and not link.waits_for_floor for link in counting)
-        )
-
-    def _count_wait(self, now: rl.Seconds, staleness: int) -> None:
-        if self._waits_since is not None:
-            culprit, since = self._waits_since
-            self._waits[culprit] = self._waits.get(culprit, 0.0) + now - since
-        if not self.unacknowledged:  # now it is known whom the own push has waited for
-            late = rl.Address(next((link.late for link in self._counting if link.late), ""))
-            seconds = self._waits.pop(rl.Address(""), 0.0)
-            if late:
-                self._waits[late] = self._waits.get(late, 0.0) + seconds
-        slowest = min(self._counting, key=lambda link: link.floor or 0)
-        # Not for another worker, if it is its own push that is not applied yet.
-        is_own = staleness == 0 and self.unacknowledged
-        is_gated = (slowest.floor or 0) < self.tick - staleness and not is_own
-        self._waits_since = (is_gated and slowest.behind) or rl.Address(""), now
-
-    def _end_tick(self, samples: int) -> dict[str, int]:
-        """Return the ticks ended with this push, and the samples in it, if shards count ticks."""
-        before, self._samples_before = self._samples_before, samples
-        if not self._counting:
-            return {}
-        n_samples = {"n_samples": max(samples - (self.samples if before is None else before), 0)}
-        if self._tick is None:
-            return n_samples
-        self._tick += 1
-        self._gap_max = max(self._gap_max, self._gap)
-        return n_samples | {"tick": self._tick}
+        is_known = all(link.is_open for link in counting) and not self.unacknowledged
+        return not counting or (is_known and self._ticks.may_begin)
 
     def leave(self, now: rl.Seconds) -> list[rl.Action]:
         """End no further tick until `enter`: nobody waits for this worker."""
-        self._tick = self._waits_since = None
+        self._ticks.leave()
         actions: list[rl.Action] = []
         for link in self._links.values():
-            actions += [*link.leave(), *link.wait(now)]
+            actions += [*(link.tell() if link.ticks.leave() else ()), *link.wait(now)]
         return actions
 
     # -------------------------------------------------------------------- status
 
     @property
     def waiting_for(self) -> rl.Address | None:
-        if self._waits_since is not None and self._waits_since[0]:
-            return self._waits_since[0]  # another worker
+        if self._ticks.waits_since is not None and self._ticks.waits_since[0]:
+            return self._ticks.waits_since[0]  # another worker
         for link in self._links.values():
             if not (link.is_open and link.fetching.complete and link.pushing.has_room):
                 return link.copies[0]
@@ -812,10 +715,6 @@ class ParameterClient:
         `waits_NAME` how many seconds it waited for that worker.
         """
         links = self._links.values()
-        waits = {f"waits_{name}": seconds for name, seconds in self._waits.items() if name}
-        gap = {"clock_gap_max": float(self._gap_max)} if self._gap_max or waits else {}
-        if self._tick is not None:
-            gap["clock_gap"] = float(self._gap)
         return {
             "pushes_sent": float(self._n_pushed),
             "pushes_acknowledged": float(self._n_pushed - self.unacknowledged),
@@ -825,8 +724,7 @@ class ParameterClient:
             "torn_reads": float(self._n_torn),
             "non_finite": float(self._n_non_finite),
             **self._staleness.counters(),
-            **gap,
-            **waits,
+            **self._ticks.counters(),
         }
 
     def _release(self) -> None:

@@ -6,7 +6,7 @@ import pytest
 from distbelief.core.spans import Span, Spans, of_part
 from distbelief.errors import FalseClaimError, ProtocolError
 from distbelief.parameter_server.policy import ExchangePolicy
-from distbelief.parameter_server.sessions import TICKS_AHEAD_MAX
+from distbelief.parameter_server.ticks import TICKS_AHEAD_MAX
 from distbelief.protocol import PushApplied, SessionOpened, StartSync, push_fetch as pf
 from distbelief.protocol.codec import Codec
 from distbelief.roles.role import Address

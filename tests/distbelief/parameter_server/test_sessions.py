@@ -6,14 +6,14 @@ from hypothesis import given, strategies as st
 
 from distbelief.core.memory import PrivateMemory
 from distbelief.errors import RemoteProtocolError
-from distbelief.parameter_server import sessions
-from distbelief.parameter_server.client.buffers import Staleness
+from distbelief.parameter_server import staleness as module
 from distbelief.parameter_server.config import ShardConfig
 from distbelief.parameter_server.layout import Layout, TensorSpec
 from distbelief.parameter_server.optimizers import SGD
 from distbelief.parameter_server.policy import ExchangePolicy
-from distbelief.parameter_server.sessions import PartialStaleness, PushBuffer, Session, Sessions
+from distbelief.parameter_server.sessions import PushBuffer, Session, Sessions
 from distbelief.parameter_server.slices import IndexRanges, ShardSlice
+from distbelief.parameter_server.staleness import PartialStaleness, Staleness
 from distbelief.parameter_server.store import ShardStore
 from distbelief.protocol import push_fetch as pf
 from distbelief.roles.role import Address
@@ -51,12 +51,12 @@ def test_the_staleness_of_a_push_counts_the_pushes_of_its_elements(
 
 def test_what_is_too_long_ago_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     recent = PartialStaleness()
-    n = sessions._N_KEPT
+    n = module._N_KEPT
     for clock in range(n + 10):
         recent.add(LEFT, clock=clock)
     assert recent.since(RIGHT, fetched_clock=0, clock=n + 10) == 10
     # Which clients share elements is not kept forever either.
-    monkeypatch.setattr(sessions, "_N_KNOWN_MAX", 1)
+    monkeypatch.setattr(module, "_N_KNOWN_MAX", 1)
     assert recent.since(MIDDLE, fetched_clock=n, clock=n + 10) == 10
     assert recent.since(RIGHT, fetched_clock=n, clock=n + 10) == 0
 

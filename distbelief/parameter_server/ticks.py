@@ -1,0 +1,294 @@
+"""Ticks: how far each worker is, who is in, and who may go on. Clients and shards share this.
+
+    tick      of a worker that is in: exchanges that it has ended, as the shard has acknowledged
+    floor     the least tick of all that are in and connected; it never falls
+    gate      a worker begins tick t once the floor is t - staleness (Ho et al. 2013)
+
+A worker that enters, or was gone, begins at the floor. After a restart the floor stays until all
+clients had time to come back, each with its tick. Only the beginning of a tick is gated, never a
+push, and the worker with the least tick is not gated: so the floor rises as long as one works.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol, final
+
+import msgspec
+
+from distbelief.errors import FalseClaimError
+from distbelief.protocol import push_fetch as pf
+from distbelief.roles.role import Action, Address, Seconds, Send
+
+
+TICKS_AHEAD_MAX: Final = 1 << 32
+"""More than a shard that restarts can lack. Far below the largest tick of a message, at which a
+worker alone could set the floor for all that come later."""
+
+
+@final
+@dataclass(slots=True)
+class Attendance:
+    """Whether a client is in: each change has a number, so that a late message is known."""
+
+    changes: int = 0
+
+    @property
+    def is_in(self) -> bool:
+        return self.changes % 2 == 1
+
+    def enter(self) -> None:
+        self.changes += not self.is_in
+
+    def leave(self) -> None:
+        self.changes += self.is_in
+
+
+# --- of a client ---
+
+
+@final
+class ShardTicks:
+    """A worker's ticks and the floor, as it knows them of one shard."""
+
+    def __init__(self) -> None:
+        self.attendance = Attendance()
+        self.ended: int | None = None  # by settled pushes; None: none known
+        self.floor: int | None = None  # that the shard has told; None: it counts no ticks
+        self.behind: Address | None = None  # who keeps it down
+        self.late = ""  # whose push the last round waited for
+        self.known: int | None = None  # this worker's tick, as the shard knows it; None: not in
+        self._needed = 0  # the floor that the worker waits for
+        self._known_changes = 0  # of the attendance, to the shard
+
+    @property
+    def waits_for_floor(self) -> bool:
+        return self.floor is None or self.floor < self._needed
+
+    @property
+    def agrees(self) -> bool:
+        """Whether the shard knows that the worker is in or not, and its tick."""
+        is_known = self.known is not None and (self.ended is None or self.known >= self.ended)
+        is_told = self.attendance.changes == self._known_changes
+        return is_told and (is_known or not self.attendance.is_in)
+
+    def enter(self, tick: int | None, *, needed: int) -> bool:
+        """The worker has ended this many ticks; None: it begins at the floor.
+
+        Return whether that is news, which the shard must be told until it `agrees`, and until the
+        floor is `needed`.
+        """
+        before = self.attendance.changes, self.ended
+        self.attendance.enter()
+        self._needed = needed
+        if tick is not None:
+            self.ended = max(tick, self.ended or 0)
+        return before != (self.attendance.changes, self.ended)
+
+    def leave(self) -> bool:
+        """Nobody needs to wait for this worker; return whether that is news."""
+        if not self.attendance.is_in:
+            return False
+        self.attendance.leave()
+        self._needed, self.known, self.ended = 0, None, None
+        return True
+
+    def opened(self) -> None:
+        """A session was opened, perhaps with another incarnation of the shard."""
+        self.floor = self.known = None
+        self._known_changes = 0
+
+    def note(self, message: pf.SessionOpened) -> None:
+        self.note_floor(message)
+        if self.floor is None or message.entries != self.attendance.changes:
+            return  # it answers an older OpenSession
+        self._known_changes = self.attendance.changes
+        if message.tick is not msgspec.UNSET:
+            self.known = message.tick
+            self.ended = max(message.tick, self.ended or 0)
+
+    def note_floor(self, message: pf.SessionOpened | pf.PushApplied | pf.Floor) -> None:
+        if message.floor is not msgspec.UNSET and message.floor >= (self.floor or 0):
+            self.floor, self.behind = message.floor, Address(message.behind or "") or None
+
+    def settled(self, tick: pf.Ticks) -> None:
+        """A push that ended this tick is applied, or lost."""
+        if self.ended is not None and tick is not msgspec.UNSET:
+            self.ended = max(self.ended, tick)
+
+    def acknowledged(self, message: pf.PushApplied, *, is_news: bool) -> None:
+        self.note_floor(message)
+        if is_news:
+            self.late = message.late or ""
+            if self.known is not None:
+                self.known = max(self.known, self.ended or 0)
+
+
+@final
+class WorkerTicks:
+    """The ticks of one worker, over all shards."""
+
+    def __init__(self, shards: Sequence[ShardTicks]) -> None:
+        self._shards = shards
+        self.ended: int | None = None  # of those in; None: not in, or not placed yet
+        # The worker that is waited for, and since when.
+        self.waits_since: tuple[Address, Seconds] | None = None
+        self._samples: int | None = None  # up to the last push, or in the first session
+        self._gap_max = 0  # ticks ahead of the slowest
+        self._waits: dict[Address, Seconds] = {}  # by who was waited for
+
+    @property
+    def _counting(self) -> list[ShardTicks]:
+        return [one for one in self._shards if one.floor is not None]
+
+    @property
+    def _gap(self) -> int:
+        return (self.ended or 0) - min((one.floor or 0 for one in self._counting), default=0)
+
+    def enter(
+        self, now: Seconds, *, staleness: int | None, samples: int, unacknowledged: int
+    ) -> list[bool]:
+        """Want to begin a tick; return for each shard that counts ticks whether it is to be told.
+
+        Nothing is to be told as long as pushes are under way, which tell the tick.
+        """
+        counting = self._counting
+        if self._samples is None:
+            # A later session may also count a push that a former incarnation had under way.
+            self._samples = samples
+        if staleness is not None:
+            self._count_wait(now, staleness, unacknowledged=unacknowledged)
+        if unacknowledged:
+            return []
+        if self.ended is None and all(one.known is not None for one in counting):
+            self.ended = 0
+        if self.ended is not None:
+            # Workers that were taken for gone are ahead by now: nobody waits for the past.
+            known = [max(one.known or 0, one.floor or 0) for one in counting]
+            self.ended = max(self.ended, *known)
+        needed = 0 if staleness is None or self.ended is None else self.ended - staleness
+        news = [one.enter(self.ended, needed=needed) for one in counting]
+        if self.may_begin:
+            self.waits_since = None
+        return news
+
+    @property
+    def may_begin(self) -> bool:
+        """Whether the floor is high enough, and all shards know it; no push may be under way."""
+        agree = all(one.agrees and not one.waits_for_floor for one in self._counting)
+        return self.ended is not None and agree
+
+    def _count_wait(self, now: Seconds, staleness: int, *, unacknowledged: int) -> None:
+        if self.waits_since is not None:
+            culprit, since = self.waits_since
+            self._waits[culprit] = self._waits.get(culprit, 0.0) + now - since
+        if not unacknowledged:  # now it is known whom the own push has waited for
+            late = Address(next((one.late for one in self._counting if one.late), ""))
+            seconds = self._waits.pop(Address(""), 0.0)
+            if late:
+                self._waits[late] = self._waits.get(late, 0.0) + seconds
+        slowest = min(self._counting, key=lambda one: one.floor or 0)
+        # Not for another worker, if it is its own push that is not applied yet.
+        is_own = staleness == 0 and unacknowledged
+        is_gated = (slowest.floor or 0) < (self.ended or 0) - staleness and not is_own
+        self.waits_since = (is_gated and slowest.behind) or Address(""), now
+
+    def pushed(self, samples: int, *, in_session: int) -> dict[str, int]:
+        """Return the ticks ended with a push, and the samples in it."""
+        before, self._samples = self._samples, samples
+        n_samples = {"n_samples": max(samples - (in_session if before is None else before), 0)}
+        if self.ended is None:
+            return n_samples
+        self.ended += 1
+        self._gap_max = max(self._gap_max, self._gap)
+        return n_samples | {"tick": self.ended}
+
+    def leave(self) -> None:
+        self.ended = self.waits_since = None
+
+    def counters(self) -> dict[str, float]:
+        waits = {f"waits_{name}": seconds for name, seconds in self._waits.items() if name}
+        gap = {"clock_gap_max": float(self._gap_max)} if self._gap_max or waits else {}
+        if self.ended is not None:
+            gap["clock_gap"] = float(self._gap)
+        return gap | waits
+
+
+# --- of a shard ---
+
+
+class Member(Protocol):
+    """A client, as the floor sees it."""
+
+    tick: pf.Ticks  # that it has ended; Unset: it is not in
+    told: int  # the floor that it was told last
+
+    @property
+    def name(self) -> Address: ...
+    @property
+    def is_in(self) -> bool: ...
+    @property
+    def queued(self) -> bool: ...  # whether its next push is here
+
+
+@final
+class Floor:
+    """The least tick of the clients that are in."""
+
+    def __init__(self, staleness: int | None) -> None:
+        self.value = 0
+        self.awaits_clients = False  # after a restart: the floor stays
+        self._staleness = staleness
+        self._behind = ""  # who keeps it down
+
+    def check(self, name: Address, member: Member | None, tick: pf.Ticks) -> None:
+        """Raise FalseClaimError for a tick far ahead of what is known here."""
+        known = self.value if member is None else max(member.tick or 0, self.value)
+        if (tick or 0) > known + TICKS_AHEAD_MAX:
+            raise FalseClaimError(f"{name} has ended {tick} ticks: {known} are known here")
+
+    def is_gated(self, member: Member) -> bool:
+        return self._staleness is not None and (member.tick or 0) - self._staleness > self.value
+
+    def place(self, member: Member, tick: pf.Ticks) -> None:
+        """Let a member in that has ended this many ticks; Unset: it begins at the floor."""
+        is_known = not (member.tick is msgspec.UNSET and tick is msgspec.UNSET)
+        if is_known or not self.awaits_clients:  # a new one waits until there is a floor
+            member.tick = max(member.tick or 0, tick or 0, self.value)
+
+    def rise(self, members: Sequence[Member]) -> None:
+        if self.awaits_clients:
+            return
+        inside = [member for member in members if member.is_in]
+        for member in inside:  # others went on without a client that was gone
+            member.tick = max(member.tick or 0, self.value)
+        # Of equal ticks, a client whose next push is not here yet.
+        slowest = min(inside, key=lambda one: (one.tick, one.queued, one.name), default=None)
+        self._behind = "" if slowest is None else slowest.name
+        if slowest is not None:
+            self.value = slowest.tick or 0
+
+    def tell(self, member: Member) -> tuple[int, str]:
+        """Return the floor, and who keeps it down, for a message to a member."""
+        member.told = self.value
+        return self.value, "" if self._behind == member.name else self._behind
+
+    def news(self, members: Sequence[Member], *, incarnation: int) -> list[Action]:
+        """Tell a new floor to the clients that could not begin a tick at the old one."""
+        staleness = self._staleness
+        actions: list[Action] = []
+        for member in members:
+            if not member.is_in or staleness is None or member.told >= self.value:
+                continue
+            assert member.tick is not msgspec.UNSET
+            if member.tick - staleness > member.told:
+                member.told = self.value
+                floor = pf.Floor(
+                    shard_incarnation=incarnation, floor=self.value, behind=self._behind
+                )
+                actions.append(Send(receiver=member.name, message=floor))
+        return actions
+
+    def counters(self, members: Sequence[Member]) -> Mapping[str, float]:
+        ticks = [member.tick or 0 for member in members if member.is_in]
+        gap = float(max(ticks, default=0) - min(ticks, default=0))
+        return {"workers_in": float(len(ticks)), "floor": float(self.value), "clock_gap": gap}
