@@ -269,7 +269,7 @@ class ServerLoop:
         self._await_room()
         state, client = self._state, self._session.client
         draft = client.draft(fetched_clocks=clocks, touched=state.touched)
-        state.put_into(draft.put)
+        state.put_into(draft)
         n_gradients, outcome = state.n_unsent, draft.finish()
         return lw.StagedPush(outcome=outcome, n_gradients=n_gradients, samples=self._samples)
 

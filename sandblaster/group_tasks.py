@@ -23,7 +23,8 @@ from distbelief.data import Samples
 from distbelief.errors import RemoteProtocolError
 from distbelief.roles.role import Action, Report, Seconds, Send, SetTimer
 from distbelief.worker.batches import BatchIndices
-from distbelief.worker.group import Leader, Outgoing
+from distbelief.worker.group import Outgoing
+from distbelief.worker.replica import Leader
 from sandblaster.chunks import COORDINATOR, ChunkSizes
 
 

@@ -28,8 +28,15 @@ from distbelief.parameter_server.client.client import ParameterClient
 from distbelief.roles import role as rl
 from distbelief.worker.batches import BatchSlice
 from distbelief.worker.exchange import GradientSum, is_finite
-from distbelief.worker.group import Leader, Outgoing
-from distbelief.worker.replica import OTHER_RETRY_SECONDS, LocalNorm, Program, Steps, Waiting
+from distbelief.worker.group import Outgoing
+from distbelief.worker.replica import (
+    OTHER_RETRY_SECONDS,
+    Leader,
+    LocalNorm,
+    Program,
+    Steps,
+    Waiting,
+)
 from distbelief.worker.training import PUSH, Items, bad_sample, blame_of
 from sandblaster.chunks import COORDINATOR
 from sandblaster.group_tasks import TIMER as GROUP_TIMER, ChunkBatchPlan, ChunkOutcome, GroupTasks
@@ -212,7 +219,7 @@ class ChunkProgram(Program):
         self.drop()
         yield from steps.gather()
         self.begin()
-        while (yield from self._next_mini_batch(steps)):
+        while (yield from self.next_mini_batch(steps)):
             assert steps.slice is not None
             self.open(steps.number, steps.slice)
             steps.begin_step(self.put, self.close, n_bytes=self._items.n_bytes)
@@ -244,7 +251,7 @@ class ChunkProgram(Program):
 
     # --- what comes before a mini-batch ---
 
-    def _next_mini_batch(self, steps: Steps) -> Waiting[bool]:
+    def next_mini_batch(self, steps: Steps) -> Waiting[bool]:
         """Push sums, fetch the parameters of a chunk; wait for samples. False: none is left."""
         while not steps.is_over:
             if (stage := self.pushes.stage()) is not None:

@@ -184,10 +184,6 @@ class Window:
     received: int = 0  # the peer has blocks [0, received)
     sent: int = 0  # blocks [0, sent) were sent
 
-    @property
-    def is_sent(self) -> bool:
-        return self.sent == self.n
-
     def due(self, credit: int) -> range:
         """Return the blocks to send now, at most `credit` beyond what the peer has."""
         blocks = range(self.sent, max(self.sent, min(self.n, self.received + credit)))

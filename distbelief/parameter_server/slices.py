@@ -12,7 +12,7 @@ Nothing here knows a message, a role or how tensors lie on shards.
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Final, final
 
 import numpy as np
@@ -631,6 +631,10 @@ class TensorCopier:
                     np.copyto(target, array[piece])
                 total += summed.sum().item()
         return total
+
+    def put_all(self, tensors: Mapping[int, torch.Tensor], vector: Vector) -> list[float]:
+        """Put these tensors; return the sum of each, as `put` does."""
+        return [self.put(index, tensor, vector) for index, tensor in tensors.items()]
 
     def zero_padding(self, vector: Vector) -> None:
         """Fill the gaps between pieces with zeros; update rules keep them zero."""

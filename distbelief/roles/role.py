@@ -285,7 +285,7 @@ class Role(Protocol):
 _COORDINATOR: Final = "coordinator"
 
 # Orders, and who may give them: names, and a prefix. A worker's key proves a worker's name only.
-_ORDERS: Final[Mapping[type, tuple[str, ...]]] = {
+ORDERS: Final[Mapping[type, tuple[str, ...]]] = {
     **dict.fromkeys((wire.Promote, wire.Peers, wire.HeartbeatAck, wire.Evaluate), (SUPERVISOR,)),
     **dict.fromkeys((wire.Assignments, wire.Release, wire.FileChunk), (SUPERVISOR,)),
     **dict.fromkeys((wire.StartTraining, wire.SaveCheckpoint), (SUPERVISOR, _COORDINATOR)),
@@ -307,7 +307,7 @@ def check_accepted(role: Role, event: Event, *, name: str) -> None:
         raise RemoteProtocolError(
             f"{event.sender} sent {name} {kind.__name__}, which it does not accept"
         )
-    givers, sender = _ORDERS.get(kind), event.sender
+    givers, sender = ORDERS.get(kind), event.sender
     if givers and not any(
         sender == one or (one[-1] == "-" and sender.startswith(one)) for one in givers
     ):

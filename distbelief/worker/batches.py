@@ -6,11 +6,10 @@ batch: a `SliceReader` of the input regions of its partition, or the executor of
 
 import random  # noqa: TID251 -- it is given seeds, and draws nothing
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Final, Protocol, final
+from typing import Final, Protocol, TypeVar, final
 
 import numpy as np
 import torch
@@ -34,6 +33,8 @@ from distbelief.protocol import DealtRanges
 from distbelief.roles.role import Action, Compute, Cost, Executor
 from distbelief.task.dry_run import check_labels, class_counts
 
+
+T = TypeVar("T")
 
 OF_SAMPLES: Final = 1  # what tells streams of samples from those of steps
 N_RANGES_SENT: Final = 64  # to other ranks at once
@@ -219,6 +220,42 @@ class DealtPlan:
 
 
 @final
+@dataclass(slots=True, kw_only=True)
+class Limits:
+    """Bounds of the steps of a replica; those that are None bound nothing."""
+
+    steps_max: int | None = None  # of all generations, repeated ones counted once
+    samples_max: int | None = None  # data position at which the last step has begun
+    n_steps: Callable[[int, int], int] | None = None  # from one data position to another
+    first: int | None = None  # of the first generation
+    generation: int | None = None  # of the current one
+    samples_allowed: int | None = None  # pause after so many
+    last_step: int | None = None  # of this generation, after a Stop
+
+    def bounds(self, position: int, *, n_before: int = 0) -> list[int]:
+        """Return what bounds the steps of a generation that began at a position."""
+        found = (
+            self.generation,
+            self.last_step,
+            self.steps_left(n_before),
+            self.steps_to(self.samples_max, position),
+            self.steps_to(self.samples_allowed, position),
+        )
+        return [bound for bound in found if bound is not None]
+
+    def is_last(self, n_granted: int, position: int, *, n_before: int = 0) -> bool:
+        """Return whether none comes after so many steps."""
+        ends = self.steps_left(n_before), self.steps_to(self.samples_max, position)
+        return any(end is not None and n_granted >= end for end in ends)
+
+    def steps_left(self, n_before: int) -> int | None:
+        return None if self.steps_max is None else max(self.steps_max - n_before, 0)
+
+    def steps_to(self, stop: int | None, position: int) -> int | None:
+        return None if stop is None or self.n_steps is None else self.n_steps(position, stop)
+
+
+@final
 class EvaluationPlan:
     """The held-out samples in chunks: a subset (position 0), or all (position 1)."""
 
@@ -264,18 +301,17 @@ class Draws:
         self.are_seen = False
         self._n_runs = 0
 
-    @contextmanager
-    def alone(self, seed: Callable[[], int]) -> Iterator[None]:
-        """Let a block draw from this seed, alone; one that draws nothing runs as it is."""
+    def run(self, code: Callable[[], T], *, seed: Callable[[], int]) -> T:
+        """Let code draw from this seed, alone; what draws nothing runs as it is."""
         self._n_runs += 1
         if not (self.are_seen or self._n_runs & (self._n_runs - 1) == 0):
-            yield
-            return
+            return code()
         with ALONE:
             reseed(seed())
             before = None if self.are_seen else _states()
-            yield
+            result = code()
             self.are_seen = before is None or _states() != before
+        return result
 
 
 def reseed(seed: int) -> None:
@@ -313,8 +349,10 @@ class BatchReader:
 
         were_seen = self._draws.are_seen
         before = (lambda index: reseed(seed(index))) if were_seen else None
-        with self._draws.alone(lambda: seed(indices[0])):
-            batch = read_batch(self._dataset, indices, table=self._table, before=before)
+        batch = self._draws.run(
+            lambda: read_batch(self._dataset, indices, table=self._table, before=before),
+            seed=lambda: seed(indices[0]),
+        )
         # What was drawn when that was seen for the first time was of one stream.
         return batch if self._draws.are_seen == were_seen else self.read(samples)
 

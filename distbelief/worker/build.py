@@ -45,15 +45,7 @@ from distbelief.task.task import BuildContext, Kind, RosterEntry
 from distbelief.worker import batches
 from distbelief.worker.config import DownpourSettings
 from distbelief.worker.evaluator import CHUNK, Evaluation, Score, held_out
-from distbelief.worker.group import (
-    EVALUATORS,
-    Deal,
-    GroupLeader,
-    GroupRank,
-    Limits,
-    group_rank_of,
-    member_names,
-)
+from distbelief.worker.group import EVALUATORS, GroupLeader, GroupRank, group_rank_of, member_names
 from distbelief.worker.local_executor import FlatModel, LocalExecutor, frozen_of, loss_and_metric
 from distbelief.worker.rank import Rank
 from distbelief.worker.replica import Alone, Program, Replica
@@ -198,9 +190,9 @@ def whole_evaluator(
     )
 
 
-def on_request() -> Limits:
+def on_request() -> batches.Limits:
     """Return limits that allow no step: each request is a generation of its own."""
-    return Limits(first=0)
+    return batches.Limits(first=0)
 
 
 def whole_replica(
@@ -255,12 +247,12 @@ def _dealt(plan: TrainingData) -> batches.DealtPlan | None:
 
 def training_limits(
     config: DownpourSettings, batch_plan: TrainingData, *, samples_max: int | None = None
-) -> Limits:
+) -> batches.Limits:
     n_steps, dealt = batch_plan.n_steps, _dealt(batch_plan)
     if dealt is not None:
         n_steps = lambda *_: dealt.n_dealt  # noqa: E731 -- whatever the positions are
     steps_max = config.max_steps if samples_max is None else None
-    return Limits(steps_max=steps_max, samples_max=samples_max, n_steps=n_steps)
+    return batches.Limits(steps_max=steps_max, samples_max=samples_max, n_steps=n_steps)
 
 
 def build_replica(index: int, *, config: DownpourSettings, context: BuildContext) -> Replica:
@@ -425,10 +417,10 @@ def assemble(  # noqa: PLR0913 -- one call describes a rank
     *,
     batch_plan: batches.BatchPlan,
     program: Program,
-    limits: Limits,
+    limits: batches.Limits,
     seed: tuple[int, ...],
     begins: bool = True,  # without being asked to
-    deal: Deal | None = None,
+    deal: batches.DealtPlan | None = None,
     training: bool = True,
     seed_gradient: ex.Seed = ex.mean_over_samples,
 ) -> Replica | Rank:

@@ -34,10 +34,10 @@ from distbelief.parameter_server.layout import Layout, PartialView
 from distbelief.protocol import Evaluate, StartTraining, Stop
 from distbelief.roles.role import Role, Seconds
 from distbelief.task.task import BuildContext
-from distbelief.worker.batches import BatchIndices, BatchPlan, EvaluationPlan, SliceReader
+from distbelief.worker.batches import BatchIndices, BatchPlan, EvaluationPlan, Limits, SliceReader
 from distbelief.worker.build import RankBuild, Split, assemble, rank_in
-from distbelief.worker.group import Leader, Limits, Outgoing
-from distbelief.worker.replica import Program, Steps, Waiting
+from distbelief.worker.group import Outgoing
+from distbelief.worker.replica import Leader, Program, Steps, Waiting
 
 
 SEED: Final = (0, 0)  # of all steps

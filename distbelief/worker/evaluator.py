@@ -22,8 +22,8 @@ from distbelief.protocol import Evaluate, EvaluationDone, StartTraining, Stop
 from distbelief.roles.role import SUPERVISOR, Action, Seconds, Send
 from distbelief.task.dry_run import shown
 from distbelief.worker.batches import EvaluationPlan
-from distbelief.worker.group import Leader, Outgoing
-from distbelief.worker.replica import Program, Steps, Waiting, no_gradient
+from distbelief.worker.group import Outgoing
+from distbelief.worker.replica import Leader, Program, Steps, Waiting, no_gradient
 
 
 CHUNK: Final = 1024  # samples of one step of a whole model, so that `Stop` is answered within one

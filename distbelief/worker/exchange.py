@@ -12,9 +12,9 @@ So each step is in exactly one push, and no fetch loses or repeats one. Applied 
 tensors may run in the compute executor, one after the other; the owner counts.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final, final
+from typing import Final, Protocol, final
 
 import torch
 
@@ -341,6 +341,15 @@ def bind_again(bindings: Bindings) -> None:
 
 # --- all of it ---
 
+
+class Draft(Protocol):
+    """A push that is filled tensor by tensor."""
+
+    def put(self, index: int, tensor: torch.Tensor) -> None: ...
+
+    def put_all(self, tensors: Mapping[int, torch.Tensor]) -> None: ...
+
+
 Rates = float | Sequence[float]
 """Of a worker's own steps with gradients: one rate, or one per item."""
 
@@ -368,6 +377,8 @@ class ExchangeState:
     ) -> None:
         self.pace = pace
         self.buffers = LocalBuffers(view, values)
+        # Whether a fetch keeps something that is here.
+        self.changes_installs = bool(self.buffers.all) or pace.keeps_local_steps
         self.n_unsent = 0  # gradients or local steps that are not pushed
         self.fetch_due = True  # nothing was fetched since the last push
         self.has_values = False  # something was fetched since the last `drop`
@@ -475,9 +486,14 @@ class ExchangeState:
         items = {*self._unsent.items, *self.buffers.all}
         return [value if item in items else None for item, value in enumerate(self._values)]
 
-    def put_into(self, put: Callable[[int, torch.Tensor], None]) -> None:
+    def put_into(self, draft: Draft) -> None:
         """Give away what is to be pushed; `staged` follows."""
-        unsent, buffers = self._unsent, self.buffers.to_push()
+        buffers = self.buffers.to_push()
+        if self._local_steps is None:
+            sums = enumerate(self._sum.sums)
+            draft.put_all({item: total for item, total in sums if total is not None} | buffers)
+            return
+        unsent, put = self._local_steps, draft.put  # one difference at a time is in memory
         for item in sorted({*unsent.items, *buffers}):
             put(item, buffers[item] if item in buffers else unsent.change(item))
 

@@ -16,24 +16,16 @@ No rank exits before all have ended; a rank lost for good means that the others 
 """
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, Protocol, final
+from typing import Final, final
 
 import msgspec
 
 from distbelief.core.reliable import Silence
 from distbelief.errors import RemoteProtocolError
-from distbelief.protocol import (
-    ChunkOrder,
-    DealtRanges,
-    GrantSteps,
-    Message,
-    RankReady,
-    StartEpoch,
-    StepsDone,
-)
+from distbelief.protocol import ChunkOrder, GrantSteps, Message, RankReady, StartEpoch, StepsDone
 from distbelief.roles.role import Address, Seconds
+from distbelief.worker.batches import DealtPlan, Limits
 
 
 EVALUATORS: Final = "evaluator"
@@ -95,87 +87,6 @@ STOP_SECONDS: Final = 20.0
 Outgoing = list[tuple[int, Message]]
 
 
-class Deal(Protocol):
-    """Dealt ranges, of which the leader tells the other ranks."""
-
-    def from_step(self, step: int) -> DealtRanges: ...
-
-    def restart(self, n_samples: int) -> None: ...
-
-
-@final
-@dataclass(slots=True, kw_only=True)
-class Limits:
-    """Bounds of the steps of a replica; those that are None bound nothing."""
-
-    steps_max: int | None = None  # of all generations, repeated ones counted once
-    samples_max: int | None = None  # data position at which the last step has begun
-    n_steps: Callable[[int, int], int] | None = None  # from one data position to another
-    first: int | None = None  # of the first generation
-    generation: int | None = None  # of the current one
-    samples_allowed: int | None = None  # pause after so many
-    last_step: int | None = None  # of this generation, after a Stop
-
-    def bounds(self, position: int, *, n_before: int = 0) -> list[int]:
-        """Return what bounds the steps of a generation that began at a position."""
-        found = (
-            self.generation,
-            self.last_step,
-            self.steps_left(n_before),
-            self.steps_to(self.samples_max, position),
-            self.steps_to(self.samples_allowed, position),
-        )
-        return [bound for bound in found if bound is not None]
-
-    def is_last(self, n_granted: int, position: int, *, n_before: int = 0) -> bool:
-        """Return whether none comes after so many steps."""
-        ends = self.steps_left(n_before), self.steps_to(self.samples_max, position)
-        return any(end is not None and n_granted >= end for end in ends)
-
-    def steps_left(self, n_before: int) -> int | None:
-        return None if self.steps_max is None else max(self.steps_max - n_before, 0)
-
-    def steps_to(self, stop: int | None, position: int) -> int | None:
-        return None if stop is None or self.n_steps is None else self.n_steps(position, stop)
-
-
-class Leader(Protocol):
-    """What a program sees of the leader of its group, or of the course of a whole model."""
-
-    generation: int
-    is_running: bool
-
-    @property
-    def steps(self) -> int: ...
-
-    @property
-    def is_complete(self) -> bool: ...
-
-    @property
-    def clock(self) -> float: ...
-
-    @property
-    def square(self) -> float: ...
-
-    @property
-    def is_held(self) -> bool: ...
-
-    def begin(self, now: Seconds, *, samples: int | None = None) -> Outgoing: ...
-
-    def stop(self, now: Seconds) -> Outgoing: ...
-
-    def new_generation(
-        self,
-        now: Seconds,
-        *,
-        position: int | None = None,
-        limit: int | None = None,
-        order: ChunkOrder | None = None,
-    ) -> Outgoing: ...
-
-    def generation_done(self) -> GroupProgress: ...
-
-
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Wanted:
@@ -205,7 +116,7 @@ class GroupLeader:
         *,
         plan: str = "",  # its hash
         limits: Limits | None = None,
-        deal: Deal | None = None,  # where samples are dealt
+        deal: DealtPlan | None = None,  # where samples are dealt
         begins: bool = False,  # without being asked to
     ) -> None:
         self._n_ranks = n_machines

@@ -214,8 +214,10 @@ class LocalExecutor:
     def _gradient(self, batch: Batch, samples: BatchIndices) -> float:
         model, indices = self.model, [int(index) for index in samples.indices]
         try:
-            with self._draws.alone(lambda: step_seed(self._seed, samples.position)):
-                loss = model.gradient(batch, self._loss)
+            loss = self._draws.run(
+                lambda: model.gradient(batch, self._loss),
+                seed=lambda: step_seed(self._seed, samples.position),
+            )
             if self._clip_norm is not None:
                 model.clip(self._clip_norm)
         except MemoryError as error:

@@ -282,7 +282,9 @@ class JobMember:
             self._early.append(event)
             return []
         try:
-            if isinstance(event, rl.Received):
+            kind = type(event.message) if isinstance(event, rl.Received) else None
+            # Most messages may come from anybody.
+            if kind is not None and (kind in rl.ORDERS or kind not in self.role.accepts):
                 rl.check_accepted(self.role, event, name=self._config.name)
             return self.role.handle(event, now)
         except (RemoteProtocolError, LocalProtocolError):

@@ -144,9 +144,15 @@ class Rank:
         # The work of a step does not depend on these messages: it starts before they are sent.
         both = (begun, actions) if self._steps.lane == [STEP] else (actions, begun)
         done = [*both[0], *both[1], *self._lead(now)]
-        while not self._is_gone and self.program.has_news():
+        while self._has_news():
             done += [*self._advance(now), *self._lead(now)]
-        return done if self._is_gone else [*done, *self.program.due(now)]
+        return [*done, *self._due(now)]
+
+    def _has_news(self) -> bool:
+        return not self._is_gone and self.program.has_news()
+
+    def _due(self, now: rl.Seconds) -> list[rl.Action]:
+        return [] if self._is_gone else self.program.due(now)
 
     def _on_event(self, event: rl.Event, now: rl.Seconds) -> Sequence[rl.Action]:
         match event:

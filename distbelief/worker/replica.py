@@ -30,8 +30,8 @@ from distbelief.execution.executor import Put, StepResult
 from distbelief.parameter_server.client.buffers import FetchResult
 from distbelief.parameter_server.client.client import ParameterClient, ShardReply
 from distbelief.roles import role as rl
-from distbelief.worker.batches import READ, BatchIndices, BatchSlice, SlicePrefetch
-from distbelief.worker.group import GroupProgress, Leader, Limits, Outgoing
+from distbelief.worker.batches import READ, BatchIndices, BatchSlice, Limits, SlicePrefetch
+from distbelief.worker.group import GroupLeader, GroupProgress, Outgoing
 from distbelief.worker.local_executor import LocalExecutor
 from distbelief.worker.steps import STEP, Close, StepOutcome, StepRunner
 
@@ -128,7 +128,7 @@ class Program:
     # --- on the leader ---
 
     def command(
-        self, leader: Leader, message: wire.StartTraining | wire.Evaluate | wire.Stop, now: float
+        self, leader: "Leader", message: wire.StartTraining | wire.Evaluate | wire.Stop, now: float
     ) -> Outgoing:
         """A command of the supervisor; RemoteProtocolError if it is for another program."""
         if isinstance(message, wire.Stop):
@@ -136,7 +136,7 @@ class Program:
         raise RemoteProtocolError(f"{type(message).__name__} is not for a role that is {self.verb}")
 
     def report(
-        self, leader: Leader, now: rl.Seconds, *, final: bool
+        self, leader: "Leader", now: rl.Seconds, *, final: bool
     ) -> tuple[Sequence[rl.Action], Outgoing]:
         """Return what the leader sends to the supervisor, and to its ranks."""
         del leader, now, final
@@ -302,7 +302,7 @@ class Steps:
         """Begin what can begin now."""
         if self.lane or self._waits:
             return []
-        if self.course.is_cut and self.here.phase is not Phase.RUNNING:
+        if self.course.is_cut and self.here.phase is Phase.GATHERING:
             if self.program.all_pushes_applied:
                 self.here.phase = Phase.ENDED
             return []
@@ -666,6 +666,8 @@ class Alone(Course):
         self.n_readable = sys.maxsize if limits.steps_max is None else limits.steps_max
 
 
+Leader = GroupLeader | Alone  # of a group of ranks; of a whole model
+
 ReplicaMessage = wire.StartTraining | wire.Evaluate | wire.Stop | ShardReply
 
 
@@ -717,10 +719,13 @@ class Replica:
         done = [*actions, *begun, *self._lead(now)]
         while self._has_news():
             done += [*self._advance(now), *self._lead(now)]
-        return done if self._is_gone else [*done, *self.program.due(now)]
+        return [*done, *self._due(now)]
 
     def _has_news(self) -> bool:
         return not self._is_gone and self.program.has_news()
+
+    def _due(self, now: rl.Seconds) -> list[rl.Action]:
+        return [] if self._is_gone else self.program.due(now)
 
     def _on_event(self, event: rl.Event, now: rl.Seconds) -> Sequence[rl.Action]:
         own = self.program.handle(event, None, now) if self.program.accepts else None

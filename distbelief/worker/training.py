@@ -33,9 +33,9 @@ from distbelief.roles.role import SUPERVISOR, Action, Compute, Cost, Report, Sec
 from distbelief.worker.batches import BatchIndices, BatchSlice, Dealt, DealtPlan
 from distbelief.worker.config import DownpourSettings
 from distbelief.worker.exchange import ExchangeState, is_finite
-from distbelief.worker.group import GroupProgress, Leader, Outgoing
+from distbelief.worker.group import GroupProgress, Outgoing
 from distbelief.worker.inner import InnerOptimizer
-from distbelief.worker.replica import LocalNorm, Program, Steps, Taken, Waiting
+from distbelief.worker.replica import Leader, LocalNorm, Program, Steps, Taken, Waiting
 
 
 PUSH: Final = "replica:push"
@@ -137,6 +137,39 @@ class Counters:
     non_finite: int = 0  # gradients skipped
     torn: int = 0  # attempts dropped because a fetch met a half-applied update
     inner_lost: int = 0  # times that the inner optimizer's state was lost
+
+
+@final
+class BadGradients:
+    """Gradients with NaN or infinity: each is skipped, and many in a row end the training."""
+
+    def __init__(self, config: DownpourSettings, counters: Counters) -> None:
+        self.n_in_row = 0
+        self.loss = 0.0  # of the last step
+        self._config = config
+        self._counters = counters
+
+    def count(
+        self, n_gradients: int, warning: Sequence[Action], *, blame: str | None = None
+    ) -> Sequence[Action]:
+        """Count gradients that were not finite; return the warning once per row of them."""
+        is_first = self.n_in_row == 0
+        self._counters.non_finite += n_gradients
+        self.n_in_row += n_gradients
+        config, n = self._config, self.n_in_row
+        if n < config.non_finite_limit:
+            return warning if is_first else []
+        found = f"{n} gradients in a row were NaN or infinite (step {self._counters.steps}"
+        if blame:
+            raise JobError(f"{found}): {blame}")
+        clip = "" if config.clip_norm is None else f" below {config.clip_norm:g}"
+        rate, key = f"learning_rate {config.rule.learning_rate:g}", "learning_rate"
+        if config.inner is not None:
+            rate, key = f"inner.lr {config.inner.get('lr', 'as torch has it')}", "inner.lr"
+        raise JobError(
+            f"{found}, loss {self.loss:g}, {rate}): training has diverged. Use a lower {key}, "
+            f"or a clip_norm{clip}"
+        )
 
 
 @final
@@ -295,15 +328,13 @@ class Training(Program):
             shares_memory=not is_whole,
             fits_link=config.exchange.every == "auto",
         )
-        self._stop = 0  # samples up to the end of the newest gradient
         self._position = 0  # samples consumed since the replica's first incarnation
         self._pushed = 0  # samples up to the end of the last push
         self._clock = 0  # of the parameters in use
         self._step: Step | None = None
         self._push_due = False
         self._staging = False
-        self._loss = 0.0  # of the last step
-        self._n_bad_in_row = 0
+        self._bad = BadGradients(config, self.counters)
 
     @property
     @override
@@ -332,7 +363,7 @@ class Training(Program):
             if is_queued:
                 yield from self._installed(steps, step)
             else:
-                self._fetch_ahead(steps, step)
+                self._fetch_ahead(steps, step, self._client.unacknowledged)
             taken = yield from steps.taken()
             self._step = None
             if taken is None:
@@ -423,14 +454,13 @@ class Training(Program):
             return False  # a tick begins with a fetch
         return self._exchange.pace.may_fetch(unacknowledged=client.unacknowledged)
 
-    def _fetch_ahead(self, steps: Steps, step: Step) -> None:
+    def _fetch_ahead(self, steps: Steps, step: Step, unacknowledged: int) -> None:
         # Block messages travel while this step computes (DB-10); shared memory is read only at the
         # install, just before the step, so the newest values are used.
         course, here, after = steps.course, steps.here, step.number + 1
         is_last = course.is_final and after >= course.allowed
         if is_last or here.fetching or self._config.exchange.staleness is not None:
             return  # a tick begins with a fetch
-        unacknowledged = self._client.unacknowledged
         dealt, exchange = step.batch_slice.samples.dealt, self._exchange
         if exchange.fetches_before(after) and exchange.pace.may_fetch(
             unacknowledged=unacknowledged,
@@ -445,6 +475,7 @@ class Training(Program):
         rate = self._config.rate(self._clock) if repeats else 0.0
         contains_pushes = self._client.fetches_own_pushes
         fetched = self._client.install(self.values)
+        is_changed = exchange.changes_installs
 
         def install() -> FetchResult:
             exchange.hold()
@@ -457,7 +488,7 @@ class Training(Program):
         # Of deltas also the anchor, before and after; to repeat local steps also read gradients and
         # values, and write values.
         n_copies = (8 if has_steps else 4) if pace.sends_delta else 5 if rate and has_steps else 2
-        steps.begin_install(install, n_copies * self._items.n_bytes)
+        steps.begin_install(install if is_changed else fetched, n_copies * self._items.n_bytes)
 
     def _installed(self, steps: Steps, step: Step | None = None) -> Waiting[None]:
         """Wait for an install; if this step is queued behind it, fetch ahead for the next one."""
@@ -467,10 +498,11 @@ class Training(Program):
         self.seconds += seconds
         self.counters.fetches += 1
         self._clock = max(self._client.clocks, default=0)
+        unacknowledged = self._client.unacknowledged
         self._exchange.fetched()
         steps.here.installed_for = steps.number
         if step is not None:
-            self._fetch_ahead(steps, step)
+            self._fetch_ahead(steps, step, unacknowledged)
 
     # --- ticks ---
 
@@ -513,7 +545,8 @@ class Training(Program):
         if pace.sends_delta:
             return 0.0  # the inner optimizer has its own
         # A fetch that follows overwrites the local step, or repeats it with the others.
-        return None if pace.fetches_before(step + 1) else self._config.rate(self._clock)
+        fetches_next = (step + 1) % pace.n_fetch == 0
+        return None if fetches_next else self._config.rate(self._clock)
 
     def _step_bytes(self, step: Step) -> float:
         """Return what a step moves beside its computation."""
@@ -528,14 +561,14 @@ class Training(Program):
         n, counters = len(batch.indices), self.counters
         counters.steps += 1
         self._position += n
-        self._loss = math.nan if step_result.loss is None else step_result.loss / n
+        self._bad.loss = math.nan if step_result.loss is None else step_result.loss / n
         holds_nothing = not self.values  # such a rank may still know the loss
         if not step.counts and not holds_nothing:
             return []
         if not result.is_finite:
             actions = self._skip(result, step, reports_loss=step_result.loss is not None)
         elif holds_nothing:
-            actions, self._n_bad_in_row = [], 0
+            actions, self._bad.n_in_row = [], 0
             self._exchange.n_unsent += batch.dealt is not None  # other ranks push it
         else:
             actions = []
@@ -546,11 +579,10 @@ class Training(Program):
             self._exchange.count(self._client.clocks)
             counters.local_steps += step.local_rate is not None
             if self._exchange.pace.sums_gradients:
-                self._n_bad_in_row = 0
+                self._bad.n_in_row = 0
         if self._config.exchange.every == "auto":
             actions = [*actions, *self._fit_to_link(now)]
         # If every gradient was skipped there is nothing to push. Skipped samples are behind us.
-        self._stop = batch.stop
         if self._dealt is None or batch.dealt is None:
             self._push_due = self._exchange.pushes_after(step.number)
         else:
@@ -600,33 +632,11 @@ class Training(Program):
         samples = shown_samples(step.batch_slice.samples.indices.tolist())
         text = (
             f"step {self.counters.steps}: the gradient of {samples} is NaN or infinite (loss "
-            f"{self._loss:g}); it is skipped" + (f": {result.blame}" if result.blame else "")
+            f"{self._bad.loss:g}); it is skipped" + (f": {result.blame}" if result.blame else "")
         )
-        report = self._bad(1, [Report(text=text, level="warning")], blame=result.blame)
+        report = self._bad.count(1, [Report(text=text, level="warning")], blame=result.blame)
         # All ranks skip the same step; only the rank that knows the loss reports it.
         return report if reports_loss else []
-
-    def _bad(
-        self, n_gradients: int, warning: Sequence[Action], *, blame: str | None = None
-    ) -> Sequence[Action]:
-        """Count gradients that were not finite; return the warning once per row of them."""
-        is_first = self._n_bad_in_row == 0
-        self.counters.non_finite += n_gradients
-        self._n_bad_in_row += n_gradients
-        config, n = self._config, self._n_bad_in_row
-        if n < config.non_finite_limit:
-            return warning if is_first else []
-        found = f"{n} gradients in a row were NaN or infinite (step {self.counters.steps}"
-        if blame:
-            raise JobError(f"{found}): {blame}")
-        clip = "" if config.clip_norm is None else f" below {config.clip_norm:g}"
-        rate, key = f"learning_rate {config.rule.learning_rate:g}", "learning_rate"
-        if config.inner is not None:
-            rate, key = f"inner.lr {config.inner.get('lr', 'as torch has it')}", "inner.lr"
-        raise JobError(
-            f"{found}, loss {self._loss:g}, {rate}): training has diverged. Use a lower {key}, "
-            f"or a clip_norm{clip}"
-        )
 
     # --- pushes ---
 
@@ -664,7 +674,7 @@ class Training(Program):
             self._dealt.drop()
         n_gradients = self._exchange.n_unsent
         steps.actions += self._staged(
-            result, n_gradients=n_gradients, stop=self._stop, now=steps.now
+            result, n_gradients=n_gradients, stop=self._position, now=steps.now
         )
 
     def _staged(
@@ -678,11 +688,11 @@ class Training(Program):
         if not staged.finite:  # the client's report names the tensors
             if self._dealt is not None:
                 self._dealt.skip()
-            return self._bad(n_gradients, actions)
+            return self._bad.count(n_gradients, actions)
         self._pushed = max(self._pushed, stop)
         self.counters.pushes += 1
         self.counters.gradients_pushed += n_gradients
-        self._n_bad_in_row = 0
+        self._bad.n_in_row = 0
         return actions
 
     @override
@@ -737,7 +747,7 @@ class Training(Program):
         draft = self._client.draft(fetched_clocks=exchange.fetched_clocks(clocks))
 
         def stage() -> PushResult:
-            exchange.put_into(draft.put)
+            exchange.put_into(draft)
             result = draft.finish()
             # Only the push buffers hold the sum now: no gradient is pushed twice (DB-8).
             exchange.staged(finite=result.finite)
@@ -782,7 +792,7 @@ class Training(Program):
         if not math.isfinite(square):
             return Closed(is_finite=False, staged=step.staged, blame=blame_of(sample))
         # A running average that is not finite comes from a bad sample and is dropped.
-        if is_finite(step.after):
+        if step.after and is_finite(step.after):
             for item, value in step.after.items():
                 self.values[item].copy_(value)
         if step.staged is None and step.counts:

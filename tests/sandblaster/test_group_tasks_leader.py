@@ -9,7 +9,8 @@ import pytest
 from distbelief import protocol as wire
 from distbelief.data import Samples
 from distbelief.roles.role import Action, Report, Send
-from distbelief.worker.group import GroupLeader, Limits, Outgoing
+from distbelief.worker.batches import Limits
+from distbelief.worker.group import GroupLeader, Outgoing
 from sandblaster.chunks import COORDINATOR, ChunkSizes
 from sandblaster.group_tasks import ChunkBatchPlan, GroupTasks, WorkerConfig
 

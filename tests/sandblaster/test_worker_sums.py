@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
@@ -15,7 +16,7 @@ from distbelief.parameter_server.client.client import ParameterClient
 from distbelief.protocol import ChunkOrder, PushChunk, ShardVersion
 from distbelief.roles.role import Action, Address, Computed, Report
 from distbelief.worker.batches import BatchSlice
-from distbelief.worker.replica import LocalNorm
+from distbelief.worker.replica import LocalNorm, Steps
 from distbelief.worker.training import PUSH, Items
 from sandblaster.group_tasks import ChunkBatchPlan
 from sandblaster.worker import ChunkProgram
@@ -195,12 +196,15 @@ def test_a_generation_may_begin_while_a_sum_of_the_last_one_is_staged() -> None:
     assert bench.client.pushed == [(2, 3, 50)]  # rejected there, if its token is void
 
 
-def test_no_slot_no_push() -> None:
+def test_no_slot_no_push_and_none_at_the_end() -> None:
     bench = computed()
     bench.push(4, 50)
     bench.client.can_push = False
     assert bench.work() == []
     bench.client.can_push = True
+    over = cast("Steps", SimpleNamespace(is_over=True))
+    with pytest.raises(StopIteration):
+        next(bench.sums.next_mini_batch(over))
     assert bench.work() == [PUSH]
 
 

@@ -92,6 +92,7 @@ class ShardMemory:
         self.push_buffers: PushBuffers | None = None  # None: pushes go in blocks
         self._push_region = ""
         self._held: set[str] = set()  # names of regions to release
+        self.has_changed = False  # regions were attached since the last `release`
         self.n_failures = 0
 
     @property
@@ -107,6 +108,7 @@ class ShardMemory:
         published, push_buffers = self.published, self.push_buffers
         values_region, push_region = opened.parameters_region, opened.push_buffers_region
         n_elements, dtype = self._slice.n_elements, self._slice.dtype
+        self.has_changed = True
         try:
             if published is None or published.name != values_region:
                 published = None
@@ -129,8 +131,7 @@ class ShardMemory:
 
     def release(self) -> None:
         """Release memory of former primaries; call when no work touches it."""
-        if not self._held:  # always so for a shard on another host
-            return
+        self.has_changed = False
         used = {self._push_region, self.published.name if self.published else ""}
         for name in self._held - used:
             self._memory.release(name)
@@ -182,7 +183,7 @@ class OutgoingPush(Generic[PushMessage]):
             )
             for index in self.blocks.due(credit)
         ]
-        if self.blocks.is_sent and not self.is_sent:
+        if self.blocks.sent == self.blocks.n and not self.is_sent:
             self.is_sent = True
             messages.append(self.message)
         return messages
@@ -207,6 +208,7 @@ class ShardPush:
         ticks: ShardTicks,
     ) -> None:
         self._config, self._memory, self._ticks = config, memory, ticks
+        self._blocks_per_answer = config.blocks_per_answer
         self._view, self._index, self._slice = view, index, view.slices[index]
         self._shard_incarnation = 0
         self._first_clock = 0  # of that primary, when it opened the session
@@ -218,6 +220,7 @@ class ShardPush:
         self._n_issued = 0
         self.issued = 0  # the last used sequence
         self.settled = 0  # no push up to it awaits anything
+        self.has_room = True  # for another push
         # Issued pushes that are not in the shard's values and never will be, numbered from 1 in
         # each incarnation of the client.
         self.lost: Lost = ()
@@ -226,14 +229,10 @@ class ShardPush:
 
     def start(self, first_sequence: int) -> None:
         self.issued = self.settled = first_sequence - 1
+        self._look_for_room()
 
-    @property
-    def waits(self) -> bool:
-        return bool(self._in_flight)
-
-    @property
-    def has_room(self) -> bool:
-        return self.issued + 1 - self.settled <= sl.N_PUSH_BUFFERS
+    def _look_for_room(self) -> None:
+        self.has_room = self.issued + 1 - self.settled <= sl.N_PUSH_BUFFERS
 
     def agrees(self, opened: pf.SessionOpened) -> bool:
         """Return whether the shard knows every settled push; if not, open the session again."""
@@ -298,6 +297,7 @@ class ShardPush:
         """Send what was staged; if the session is not open, that waits for `session_opened`."""
         self.issued += 1
         self._n_issued += 1
+        self._look_for_room()
         push = msgspec.structs.replace(staged.push, **counts)
         in_flight = OutgoingPush(push, staged.values, Window(len(self._slice.bounds)))
         self._in_flight.append(in_flight)
@@ -335,6 +335,7 @@ class ShardPush:
 
     def _settle(self, sequence: int) -> None:
         self.settled = max(self.settled, sequence)
+        self._look_for_room()
         while self._in_flight and self._in_flight[0].message.sequence <= self.settled:
             tick = self._in_flight.popleft().message.tick
             if tick is not msgspec.UNSET:
@@ -364,7 +365,7 @@ class ShardPush:
             sequence=in_flight.message.sequence,
             shard_incarnation=self._shard_incarnation,
             credit=self._config.credit_blocks,
-            per_answer=self._config.blocks_per_answer,
+            per_answer=self._blocks_per_answer,
         )
         self.bytes_out += sum(
             one.values.nbytes for one in messages if isinstance(one, pf.PushBlock)
@@ -409,6 +410,7 @@ class ShardFetch:
         self, config: ClientConfig, view: PartialView, index: int, memory: ShardMemory
     ) -> None:
         self._config, self._memory = config, memory
+        self._blocks_per_answer = config.blocks_per_answer
         self._later, self._index = view, index  # once frozen tensors are here
         self._view, self._slice = view.first, view.first.slices[index]
         self._payload: pf.Payload = msgspec.UNSET  # of this request
@@ -488,7 +490,7 @@ class ShardFetch:
         self.received += 1
         self.complete = self.received == len(self._slice.bounds)
         self.bytes_in += block.values.nbytes
-        if not self.complete and self.received - self._acked < self._config.blocks_per_answer:
+        if not self.complete and self.received - self._acked < self._blocks_per_answer:
             return []
         return [self._ack(again=False)]
 
@@ -630,22 +632,22 @@ class PushDraft:
 
         The tensor, (n_elements,), may be overwritten as soon as this returns.
         """
-        if index in self._put or not 0 <= index < len(self._specs):
-            raise LocalProtocolError(
-                f"tensor {index} of {len(self._specs)} is put twice: sum gradients first"
-            )
-        total = sum(one.copier.put(index, tensor, one.values) for one in self._targets)
-        self._put.add(index)
-        # A sum of finite numbers may overflow, so look at each element then.
-        if not (math.isfinite(total) or bool(torch.isfinite(tensor).all())):
-            self._culprits.append(self._specs[index].name)
+        self.put_all({index: tensor})
 
-    def put_all(self, tensors: Sequence[torch.Tensor | None]) -> PushResult:
-        """Copy all tensors, in their order, None for zeros; return whether they are finite."""
-        for index, tensor in enumerate(tensors):
-            if tensor is not None:
-                self.put(index, tensor)
-        return self.finish()
+    def put_all(self, tensors: Mapping[int, torch.Tensor]) -> None:
+        """Do so with several."""
+        for index in tensors:
+            if index in self._put or not 0 <= index < len(self._specs):
+                raise LocalProtocolError(
+                    f"tensor {index} of {len(self._specs)} is put twice: sum gradients first"
+                )
+        sums = [one.copier.put_all(tensors, one.values) for one in self._targets]
+        self._put.update(tensors)
+        for place, (index, tensor) in enumerate(tensors.items()):
+            # A sum of finite numbers may overflow, so look at each element then.
+            is_finite = math.isfinite(sum(one[place] for one in sums))
+            if not (is_finite or bool(torch.isfinite(tensor).all())):
+                self._culprits.append(self._specs[index].name)
 
     def finish(self) -> PushResult:
         """Fill the rest with zeros; return whether all that was put is finite.

@@ -171,7 +171,7 @@ class ShardLink:
         replies: Sequence[Message] = ()
         progress = False
         if not isinstance(message, pf.SessionRefused):
-            self._silence.heard(now, progress=False)
+            self._silence.heard_at = now
         match message:  # the most frequent ones first
             case pf.ParameterBlock():
                 before = self.fetching.received
@@ -213,7 +213,11 @@ class ShardLink:
     ) -> list[rl.Action]:
         if self.is_open:  # a repetition, which only shows that the shard is alive
             self.ticks.note(message)
-            if self.fetching.complete and not self.pushing.waits and self.ticks.floor is not None:
+            if (
+                self.fetching.complete
+                and self.pushing.issued == self.pushing.settled
+                and self.ticks.floor is not None
+            ):
                 self._silence.progress_at = now  # it is other workers that the client waits for
             return []
         # A SessionOpened behind our own watermark answers an older OpenSession.
@@ -246,7 +250,11 @@ class ShardLink:
 
     @property
     def _is_waiting(self) -> bool:
-        waits = not self.is_open or not self.fetching.complete or self.pushing.waits
+        waits = (
+            not self.is_open
+            or not self.fetching.complete
+            or self.pushing.issued > self.pushing.settled
+        )
         ticks = self.ticks
         return waits or (ticks.floor is not None and (ticks.waits_for_floor or not ticks.agrees))
 
@@ -257,7 +265,7 @@ class ShardLink:
         if not self._awaited:
             return []
         if begins:
-            self._silence.start(now)
+            self._silence.heard_at = self._silence.progress_at = now
             self._sent_at, self._backoff.pause = now, self._backoff.first
         due, timer_at = now + self._backoff.pause, self._silence.timer_at
         runs = timer_at is not None and (not begins or timer_at <= due)
@@ -438,7 +446,7 @@ class ParameterClient:
         else:
             assert isinstance(event, rl.PeerJoined | rl.PeerLost)
             actions = link.peer(event, now)
-        if self._installing is None and self._staging is None:
+        if link.memory.has_changed and self._installing is None and self._staging is None:
             link.memory.release()
         actions += link.wait(now)
         self.has_news = link.state != before
@@ -578,7 +586,14 @@ class ParameterClient:
             )
         ]
         targets = self._begin_push(fetched_clocks, touched=tensors if skip_missing else None)
-        return partial(bf.PushDraft(targets, self._specs).put_all, tensors)
+        draft = bf.PushDraft(targets, self._specs)
+        given = {index: tensor for index, tensor in enumerate(tensors) if tensor is not None}
+
+        def work() -> bf.PushResult:
+            draft.put_all(given)
+            return draft.finish()
+
+        return work
 
     def draft(
         self,
@@ -730,4 +745,5 @@ class ParameterClient:
     def _release(self) -> None:
         if self._installing is None and self._staging is None:
             for link in self._links.values():
-                link.memory.release()
+                if link.memory.has_changed:
+                    link.memory.release()

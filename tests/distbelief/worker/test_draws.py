@@ -167,20 +167,20 @@ def test_a_read_that_draws_goes_on_beside_a_step_that_does_not() -> None:
     sources: dict[Draws, Callable[[], float]] = {model: lambda: 0.0, data: SOURCES["torch"]}
     for draws, source in sources.items():
         for _ in range(4):
-            with draws.alone(lambda: 1):
-                source()
+            draws.run(source, seed=lambda: 1)
     assert (model.are_seen, data.are_seen) == (False, True)
     read: list[bool] = []
 
     def read_on() -> None:
-        with data.alone(lambda: 2):
-            read.append(True)
+        data.run(lambda: read.append(True), seed=lambda: 2)
 
-    with model.alone(lambda: 3):  # the fifth time: it is not looked at
+    def compute() -> None:
         thread = Thread(target=read_on)
         thread.start()
         thread.join(60.0)
         assert read
+
+    model.run(compute, seed=lambda: 3)  # the fifth time: it is not looked at
 
 
 def test_a_plain_read_is_that_of_the_data_set() -> None:

@@ -217,7 +217,6 @@ def test_a_repeated_torn_fetch_repeats_local_steps_once() -> None:
     fetch(2.0, 2.0, 2.0)
     assert values[0].tolist() == [0.0] * 3
     assert values[1].tolist() == [7.0] * 2
-    exchange.put_into(lambda _item, _value: None)
     exchange.staged()
     fetch(3.0)
     assert [value.tolist() for value in values] == [[3.0] * 3, [3.0] * 2]

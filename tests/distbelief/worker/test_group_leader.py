@@ -4,12 +4,12 @@ import pytest
 
 from distbelief import protocol as wire
 from distbelief.errors import RemoteProtocolError
+from distbelief.worker.batches import Limits
 from distbelief.worker.group import (
     GENERATION_BITS,
     STOP_SECONDS,
     GroupLeader,
     GroupRank,
-    Limits,
     Outgoing,
     group_rank_of,
     member_names,

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import cast
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -17,9 +18,16 @@ from distbelief.parameter_server.client.client import ParameterClient
 from distbelief.parameter_server.layout import Layout, PartialView, TensorSpec
 from distbelief.parameter_server.optimizers import SGD
 from distbelief.roles.role import Action, Compute, Computed, Executor, Seconds, Started
-from distbelief.worker.batches import BatchSlice, SlicePrefetch, TrainingPlan
+from distbelief.worker.batches import (
+    BatchSlice,
+    EvaluationPlan,
+    Limits,
+    SlicePrefetch,
+    TrainingPlan,
+)
 from distbelief.worker.config import DownpourSettings
-from distbelief.worker.replica import Course, Steps
+from distbelief.worker.evaluator import Evaluation
+from distbelief.worker.replica import Alone, Course, Steps
 from distbelief.worker.steps import STEP, Close, StepOutcome, StepRunner
 from distbelief.worker.training import Items, Training
 from tests.distbelief.examples import Frames, dropout_net, net
@@ -490,3 +498,83 @@ def test_a_rank_ahead_of_its_group_counts_no_gradient_twice() -> None:
     assert run(1) == [0, 0, 1]  # no shard has room for a push
     assert run(2) == [1, 1, 2]  # what was not pushed is computed again
     assert program.pushed == 8
+
+
+# --- the course of a whole model
+
+
+def course_of(limits: Limits, *, begins: bool = True, pushed: int = 8) -> tuple[Alone, Steps]:
+    """Return the course of a replica that is ready, and its steps."""
+    course = Alone(limits=limits, begins=begins)
+    client = cast("ParameterClient", Client())
+    program = Evaluation(values=[], batch_plan=EvaluationPlan([np.arange(8)], chunk=4))
+    steps = Steps(
+        program,
+        client=client,
+        executor=cast("StepRunner", Ones()),
+        slices=SlicePrefetch(None, TrainingPlan(_PART, batch_size=4)),
+        course=course,
+    )
+    course.of(steps)
+    course.start(0.0)
+    course.ready(pushed, 0.0)
+    return course, steps
+
+
+def steps_between(start: int, stop: int) -> int:
+    return -((start - stop) // 4)
+
+
+def test_a_whole_model_takes_no_step_before_it_is_begun() -> None:
+    course, _ = course_of(Limits(), begins=False)
+    assert course.begins_at() is None
+    assert course.allowed == 0
+    course.begin(0.0)
+    assert course.begins_at() == 8
+    assert course.allowed > 1000
+    assert not course.is_final
+
+
+def test_a_whole_model_pauses_at_the_allowed_samples() -> None:
+    course, _ = course_of(Limits(n_steps=steps_between), begins=False)
+    course.begin(0.0, samples=14)
+    course.begins_at()
+    assert course.allowed == 2
+    held = [course.is_held]
+    for _ in range(2):
+        course.taken(0.0)
+        held.append(course.is_held)
+    assert held == [False, False, True]
+    assert not course.is_final
+    course.begin(0.0, samples=30)
+    assert (course.allowed, course.is_held) == (6, False)
+
+
+def test_a_whole_model_ends_at_its_bounds() -> None:
+    for limits in (Limits(steps_max=3), Limits(samples_max=18, n_steps=steps_between)):
+        course, _ = course_of(limits)
+        course.begins_at()
+        assert (course.allowed, course.is_final) == (3, True)
+
+
+def test_a_stopped_whole_model_keeps_the_step_that_has_begun() -> None:
+    course, steps = course_of(Limits())
+    course.begins_at()
+    steps.executor.step, steps.executor.is_open = 4, True
+    course.stop(0.0)
+    assert (course.allowed, course.is_final) == (5, True)
+    course.new_generation(0.0)
+    course.begins_at()
+    assert course.allowed == 0
+
+
+def test_a_generation_of_a_whole_model_may_have_its_own_position_and_length() -> None:
+    course, _ = course_of(Limits(first=0))
+    assert course.begins_at() == 8
+    complete = [course.is_complete]
+    course.new_generation(0.0, position=1, limit=1)
+    assert course.begins_at() == 1
+    complete.append(course.is_complete)
+    course.taken(0.0)
+    assert [*complete, course.is_complete] == [True, False, True]
+    assert course.generation_done().steps == 1
