@@ -26,7 +26,7 @@ from distbelief.execution.executor import StepResult
 from distbelief.parameter_server.client.buffers import PushResult
 from distbelief.parameter_server.client.client import ParameterClient
 from distbelief.roles import role as rl
-from distbelief.worker.batches import BatchSlice
+from distbelief.worker.batches import BatchSlice, bad_sample, blame_of
 from distbelief.worker.exchange import GradientSum, is_finite
 from distbelief.worker.group import Outgoing
 from distbelief.worker.replica import (
@@ -37,7 +37,7 @@ from distbelief.worker.replica import (
     Steps,
     Waiting,
 )
-from distbelief.worker.training import PUSH, Items, bad_sample, blame_of
+from distbelief.worker.training import PUSH, Items
 from sandblaster.chunks import COORDINATOR
 from sandblaster.group_tasks import TIMER as GROUP_TIMER, ChunkBatchPlan, ChunkOutcome, GroupTasks
 

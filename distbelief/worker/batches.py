@@ -397,6 +397,24 @@ class BatchSlice:
     batch: Batch | None = None  # of a whole model; of the rank that evaluates, only the targets
 
 
+def bad_sample(batch_slice: BatchSlice) -> int | None:
+    """Return the index in the data set of the first sample with NaN or infinity."""
+    parts = [part for regions in batch_slice.inputs.values() for part in regions]
+    if batch_slice.batch is not None:
+        parts += batch_slice.batch.tensors().values()
+    for part in parts:
+        bad = ~part.isfinite()
+        if bool(bad.any()):
+            return int(batch_slice.samples.indices[int(bad.nonzero()[0][0])])
+    return None
+
+
+def blame_of(sample: int | None) -> str | None:
+    if sample is None:
+        return None
+    return f"[data.train] sample {sample} has NaN or infinite values: fix or remove such samples"
+
+
 class Reader(Protocol):
     """Reads what one rank needs of a batch, in the data executor."""
 

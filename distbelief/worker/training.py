@@ -30,7 +30,14 @@ from distbelief.parameter_server.client.buffers import FetchResult, PushDraft, P
 from distbelief.parameter_server.client.client import ParameterClient
 from distbelief.protocol import Evaluate, GrantSteps, Progress, StartTraining, Stop
 from distbelief.roles.role import SUPERVISOR, Action, Compute, Cost, Report, Seconds, Send
-from distbelief.worker.batches import BatchIndices, BatchSlice, Dealt, DealtPlan
+from distbelief.worker.batches import (
+    BatchIndices,
+    BatchSlice,
+    Dealt,
+    DealtPlan,
+    bad_sample,
+    blame_of,
+)
 from distbelief.worker.config import DownpourSettings
 from distbelief.worker.exchange import ExchangeState, is_finite
 from distbelief.worker.group import GroupProgress, Outgoing
@@ -70,24 +77,6 @@ def clip(gradients: Gradients, square: float, *, norm_max: float) -> None:
             gradients[item] = gradient * factor
 
 
-def bad_sample(batch_slice: BatchSlice) -> int | None:
-    """Return the index in the data set of the first sample with NaN or infinity."""
-    parts = [part for regions in batch_slice.inputs.values() for part in regions]
-    if batch_slice.batch is not None:
-        parts += batch_slice.batch.tensors().values()
-    for part in parts:
-        bad = ~part.isfinite()
-        if bool(bad.any()):
-            return int(batch_slice.samples.indices[int(bad.nonzero()[0][0])])
-    return None
-
-
-def blame_of(sample: int | None) -> str | None:
-    if sample is None:
-        return None
-    return f"[data.train] sample {sample} has NaN or infinite values: fix or remove such samples"
-
-
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Closed:
@@ -105,6 +94,7 @@ class Step:
     draft: PushDraft | None  # the push that takes the gradients at once, if there is one
     local_rate: float | None  # of the local step; None: no local step
     batch_slice: BatchSlice
+    n_bytes: float  # that it moves beside its computation
     gradients: Gradients = field(default_factory=dict)  # unless `draft` takes them
     staged: PushResult | None = None
     after: dict[int, torch.Tensor] = field(default_factory=dict)  # running averages after the step
@@ -358,8 +348,8 @@ class Training(Program):
             if is_queued:
                 self._begin_install(steps)
             step = self._open(steps)
-            close, n_bytes = partial(self._close, step), self._step_bytes(step)
-            steps.begin_step(step.put, close, n_bytes=n_bytes, is_queued=is_queued)
+            close = partial(self._close, step)
+            steps.begin_step(step.put, close, n_bytes=step.n_bytes, is_queued=is_queued)
             if is_queued:
                 yield from self._installed(steps, step)
             else:
@@ -530,29 +520,23 @@ class Training(Program):
         drafts = not (self._is_whole or pace.sums_gradients or self._config.clip_norm is not None)
         at_once = counts and drafts and not self._exchange.n_unsent
         draft = self._client.draft() if at_once and self._client.can_push else None
+        # Read w; a local step reads g and w, and writes w; an optimizer has two moments, at most.
+        local_rate: float | None = 0.0
+        n_copies = 8  # the inner optimizer of deltas has its own rate
+        if not pace.sends_delta:
+            # A fetch that follows overwrites a local step, or repeats it with the others.
+            is_kept = (steps.number + 1) % pace.n_fetch != 0
+            local_rate, n_copies = (self._config.rate(self._clock), 4) if is_kept else (None, 1)
         self._step = step = Step(
             number=steps.number,
             scheduled=self._n_steps(0, batch.position) if pace.sends_delta else 0,
             counts=counts,
             draft=draft,
-            local_rate=self._local_rate(steps.number),
+            local_rate=local_rate,
             batch_slice=steps.slice,
+            n_bytes=n_copies * self._items.n_bytes,
         )
         return step
-
-    def _local_rate(self, step: int) -> float | None:
-        pace = self._exchange.pace
-        if pace.sends_delta:
-            return 0.0  # the inner optimizer has its own
-        # A fetch that follows overwrites the local step, or repeats it with the others.
-        fetches_next = (step + 1) % pace.n_fetch == 0
-        return None if fetches_next else self._config.rate(self._clock)
-
-    def _step_bytes(self, step: Step) -> float:
-        """Return what a step moves beside its computation."""
-        # Read w; a local step reads g and w, and writes w; an optimizer has two moments, at most.
-        sends_delta = self._exchange.pace.sends_delta
-        return self._items.n_bytes * (8 if sends_delta else 1 if step.local_rate is None else 4)
 
     def _closed(self, step: Step, taken: Taken, now: Seconds) -> Sequence[Action]:
         """Account for a finished step; send the push that it staged."""
