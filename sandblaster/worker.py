@@ -23,8 +23,8 @@ from typing_extensions import override
 from distbelief import protocol as wire
 from distbelief.errors import JobError, LocalProtocolError
 from distbelief.execution.executor import StepResult
-from distbelief.parameter_server.client.buffers import PushResult
 from distbelief.parameter_server.client.client import ParameterClient
+from distbelief.parameter_server.client.pushes import PushResult
 from distbelief.roles import role as rl
 from distbelief.worker.batches import BatchSlice, bad_sample, blame_of
 from distbelief.worker.exchange import GradientSum, is_finite

@@ -3,8 +3,10 @@
     ReliableStream   numbers items, keeps a window under way, sends again until acknowledged
     Arrivals         the receiving end: which numbers came, the cumulative acknowledgement
     Window           which blocks of one vector are under way, acknowledged as a count
+    Transfer         such a vector, and the message that follows the last block
     Backoff          when to send again: the pause doubles
     Silence          how long a peer has been silent, or without progress
+    AnswerTimer      ask until answered: both, and pauses that fit a slow link
 
 None of them knows a message or a clock: the owner gives `now`, and gets back what to send.
 """
@@ -14,13 +16,16 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Final, Generic, TypeVar, final
 
+from distbelief.core.vectors import Vector
 from distbelief.errors import RemoteProtocolError
 
 
 Item = TypeVar("Item")
 Sent = TypeVar("Sent")
+Block = TypeVar("Block")
 
 WINDOW: Final = 32  # items under way to one peer
+PATIENCE: Final = 1.5  # pause before a repetition, in times that the blocks under way take
 
 
 @final
@@ -92,6 +97,78 @@ class Silence:
     def stalled(self, now: float) -> float:
         """Return the seconds since the last progress."""
         return now - self.progress_at
+
+
+@final
+class AnswerTimer:
+    """Ask one peer until it answers. A timer runs as long as something is awaited.
+
+    Over a slow link that others share, the blocks under way may take seconds. Those sent again
+    meanwhile would only wait behind the first ones, and hold up everybody: so the pauses grow with
+    the seconds that a block takes.
+    """
+
+    def __init__(self, first: float, longest: float, *, pause_max: float) -> None:
+        self.silence = Silence()
+        self.sent_at = 0.0
+        self.asked_at = 0.0  # the same, repetitions left out
+        self._repeated_at = 0.0
+        self._first, self._longest, self._pause_max = first, longest, pause_max
+        self._backoff = Backoff(first, longest)
+        self.is_awaited = False  # if not, the timer runs out
+        # By direction: when its blocks last made progress, and the seconds that one takes.
+        self._paces: dict[object, tuple[float, float]] = {}
+
+    def awaits(self, now: float) -> float | None:
+        """Something is awaited; return when the timer is to fire, if it must be set."""
+        begins, self.is_awaited = not self.is_awaited, True
+        if begins:
+            self.silence.start(now)
+            self.sent_at = now
+            self.begin_anew()
+        due, timer_at = now + self._backoff.pause, self.silence.timer_at
+        runs = timer_at is not None and (not begins or timer_at <= due)
+        return None if runs else self.silence.expect(due)
+
+    def woke(self, now: float) -> None:
+        """The timer has fired."""
+        self.silence.woke(now)
+
+    def not_yet(self, now: float) -> float | None:
+        """Return when the timer is to fire again, if it is too early to ask again."""
+        due = max(self.sent_at, self.silence.progress_at) + self._backoff.pause
+        return self.silence.expect(due) if now < due else None
+
+    def repeated(self, now: float, *, blocks: bool) -> float:
+        """It was asked again, perhaps for blocks; return when the timer is to fire."""
+        self.sent_at = now
+        if blocks:
+            self._repeated_at = now
+        self._backoff.repeat(now)
+        return self.silence.expect(self._backoff.due)
+
+    def begin_anew(self) -> None:
+        self._backoff.pause = self._backoff.first
+
+    def progressed(self, now: float) -> None:
+        self.silence.progress_at = now
+        self.begin_anew()
+
+    def blocks_came(self, now: float, direction: object, *, n: int, n_under_way: int) -> None:
+        """So many blocks of a direction came, or were acknowledged."""
+        self.silence.progress_at = now
+        before, seconds = self._paces.get(direction, (0.0, 0.0))
+        begun = max(before, self.asked_at)
+        if self._repeated_at >= begun:  # of which is this the answer? The long pause stays
+            self._paces[direction] = now, seconds
+            return
+        one = (now - begun) / n
+        self._paces[direction] = now, max(one, (seconds + one) / 2)  # falls slowly
+        slowest = max(seconds for _, seconds in self._paces.values())
+        pause = min(PATIENCE * n_under_way * slowest, self._pause_max)
+        self._backoff.first = max(self._first, pause)
+        self._backoff.longest = max(self._longest, pause)
+        self.begin_anew()
 
 
 @final
@@ -203,3 +280,26 @@ class Window:
     def again(self) -> None:
         """Begin again at the first block that the peer lacks."""
         self.sent = self.received
+
+
+@final
+@dataclass(slots=True, eq=False)
+class Transfer(Generic[Item]):
+    """A vector on its way in blocks, and the message that follows the last of them."""
+
+    message: Item
+    values: Vector
+    blocks: Window
+    is_sent: bool = False  # the message
+
+    def again(self) -> None:
+        self.blocks.again()
+        self.is_sent = False
+
+    def due(self, block: Callable[[int], Block], *, credit: int) -> list[Block | Item]:
+        """Return what to send now, at most `credit` blocks beyond those that the peer has."""
+        messages: list[Block | Item] = [block(index) for index in self.blocks.due(credit)]
+        if self.blocks.sent == self.blocks.n and not self.is_sent:
+            self.is_sent = True
+            messages.append(self.message)
+        return messages

@@ -39,3 +39,8 @@ def block_bounds(n_elements: int, *, itemsize: int) -> Iterator[tuple[int, int]]
 
 def n_blocks(n_elements: int, *, itemsize: int) -> int:
     return max(1, -(-n_elements // (BLOCK_BYTES // itemsize)))
+
+
+def padded(n_elements: int) -> int:
+    """Return the next multiple of `ALIGNMENT`."""
+    return -(-n_elements // ALIGNMENT) * ALIGNMENT

@@ -24,7 +24,8 @@ from distbelief.errors import RemoteProtocolError, RestoreError
 from distbelief.parameter_server.config import ShardConfig
 from distbelief.parameter_server.layout import Layout, Segment
 from distbelief.parameter_server.optimizers import State, StepCounts, UpdateRule, initial_state
-from distbelief.parameter_server.slices import IndexRanges, ShardSlice
+from distbelief.parameter_server.ranges import IndexRanges
+from distbelief.parameter_server.slices import ShardSlice
 from distbelief.protocol import CheckpointSaved, Count, SessionRecord
 from distbelief.roles import role as rl
 

@@ -23,9 +23,11 @@ import msgspec
 import numpy as np
 import torch
 
-from distbelief.core.vectors import ALIGNMENT, Vector
+from distbelief.core.vectors import ALIGNMENT, Vector, padded
 from distbelief.graph.region import Region
-from distbelief.parameter_server import slices as sl
+from distbelief.parameter_server.ranges import N_RANGES_MAX, N_STRIPES_MAX, IndexRanges
+from distbelief.parameter_server.slices import ShardSlice
+from distbelief.parameter_server.tensor_copies import Piece, TensorCopier
 
 
 __all__ = ["ElementType", "Layout", "LayoutSpec", "PartialView", "Segment", "TensorSpec", "kind_of"]
@@ -101,7 +103,7 @@ def cut(tensors: Sequence[TensorSpec], *, n_shards: int) -> list[list[tuple[int,
             start = _cut_at(tensor.n_elements, k, n_shards=n_shards)
             stop = _cut_at(tensor.n_elements, k + 1, n_shards=n_shards)
             pieces[k].append((index, start, stop))
-            loads[k] += sl.padded(stop - start)
+            loads[k] += padded(stop - start)
     # Largest first, each to the lightest shard: Graham 1969, within 4/3 of the best.
     small.sort(key=lambda index: (-tensors[index].n_elements, index))
     for index in small:
@@ -109,7 +111,7 @@ def cut(tensors: Sequence[TensorSpec], *, n_shards: int) -> list[list[tuple[int,
         if n_elements:
             k = loads.index(min(loads))
             pieces[k].append((index, 0, n_elements))
-            loads[k] += sl.padded(n_elements)
+            loads[k] += padded(n_elements)
     return pieces
 
 
@@ -135,7 +137,7 @@ def place(
         for index, start, stop in sorted(pieces):
             if tensors[index].kind == kind:
                 segments.append(Segment(index, start, stop, offset))
-                offset += sl.padded(stop - start)
+                offset += padded(stop - start)
         ends.append(offset)
     return tuple(segments), tuple(ends)
 
@@ -252,9 +254,9 @@ class PartialView:
             items = [(spec.name, Region.of(*spec.shape)) for spec in layout.tensors]
         self.is_whole = items is None  # else the items are names of tensors with a region each
         self.tensors = layout.tensors  # the client's tensors, one per item: (n_elements,)
-        self.slices: dict[int, sl.ShardSlice] = {}  # by shard: what the client holds of its vector
-        self._pieces: list[list[sl.Piece]] = []  # per shard, in its vector
-        self._block_copiers: dict[tuple[int, int], sl.TensorCopier] = {}  # by shard and block
+        self.slices: dict[int, ShardSlice] = {}  # by shard: what the client holds of its vector
+        self._pieces: list[list[Piece]] = []  # per shard, in its vector
+        self._block_copiers: dict[tuple[int, int], TensorCopier] = {}  # by shard and block
         if items is not None:
             self.tensors = tuple(_spec_of(layout, name, region) for name, region in items)
             self._pieces = _placed(layout, items)
@@ -271,7 +273,7 @@ class PartialView:
                 ranges = _united(self._pieces[k], k=k)
             else:
                 continue
-            self.slices[k] = sl.ShardSlice(
+            self.slices[k] = ShardSlice(
                 layout.shard_size(k),
                 dtype=layout.dtype,
                 ranges=ranges,
@@ -280,21 +282,21 @@ class PartialView:
         self.shards = tuple(self.slices)  # those that hold something of the tensors
         self.sizes = tuple((spec.name, spec.n_elements) for spec in self.tensors)
 
-    def copier(self, k: int, *, compact: bool = False) -> sl.TensorCopier:
+    def copier(self, k: int, *, compact: bool = False) -> TensorCopier:
         """Return the copier between the tensors and shard k's vectors, or the compact ones."""
-        return sl.TensorCopier(
+        return TensorCopier(
             self.sizes,
             self._compact_pieces(k) if compact else self._pieces[k],
             has_padding=self.is_whole,
             n_parameters=self.slices[k].n_parameters if compact else self.layout.n_gradient(k),
         )
 
-    def block_copier(self, k: int, index: int) -> sl.TensorCopier:
+    def block_copier(self, k: int, index: int) -> TensorCopier:
         """Return the copier between the tensors and one block of shard k's compact vector."""
         if (k, index) not in self._block_copiers:
             start, stop = self.slices[k].bounds[index]
             pieces = (_clipped(one, start, stop) for one in self._compact_pieces(k))
-            self._block_copiers[k, index] = sl.TensorCopier(
+            self._block_copiers[k, index] = TensorCopier(
                 self.sizes,
                 (one for one in pieces if one),
                 has_padding=False,
@@ -302,9 +304,9 @@ class PartialView:
             )
         return self._block_copiers[k, index]
 
-    def _compact_pieces(self, k: int) -> Iterator[sl.Piece]:
+    def _compact_pieces(self, k: int) -> Iterator[Piece]:
         for index, start, stop, place in self._pieces[k]:
-            if isinstance(place, sl.IndexRanges):
+            if isinstance(place, IndexRanges):
                 place = self.slices[k].positions_of(place)  # noqa: PLW2901 -- now the compact one
             yield index, start, stop, place
 
@@ -322,13 +324,13 @@ class PartialView:
         if len(given) == len(segments):
             return None
         starts = np.array([one.offset for one in given], np.int64)
-        sizes = np.array([sl.padded(one.n_elements) for one in given], np.int64)
-        return sl.IndexRanges.of(starts, starts + sizes).stripes()
+        sizes = np.array([padded(one.n_elements) for one in given], np.int64)
+        return IndexRanges.of(starts, starts + sizes).stripes()
 
 
-def _clipped(piece: sl.Piece, start: int, stop: int, *, to: int = 0) -> sl.Piece | None:
+def _clipped(piece: Piece, start: int, stop: int, *, to: int = 0) -> Piece | None:
     index, begin, end, place = piece
-    if isinstance(place, sl.IndexRanges):
+    if isinstance(place, IndexRanges):
         begin += place.clipped(0, start).n_elements
         inside = place.clipped(start, stop)
         n = inside.n_elements
@@ -350,7 +352,7 @@ def _spec_of(layout: Layout, name: str, region: Region) -> TensorSpec:
     return TensorSpec(name=name, shape=(region.n_elements,), kind=spec.kind)
 
 
-def _placed(layout: Layout, items: Sequence[tuple[str, Region]]) -> list[list[sl.Piece]]:
+def _placed(layout: Layout, items: Sequence[tuple[str, Region]]) -> list[list[Piece]]:
     indices = {spec.name: index for index, spec in enumerate(layout.tensors)}
     flat = [_flat(layout.tensors[indices[name]].shape, region) for name, region in items]
     of_tensor: dict[int, list[int]] = {}
@@ -374,7 +376,7 @@ def _placed(layout: Layout, items: Sequence[tuple[str, Region]]) -> list[list[sl
     ]
 
 
-def _flat(shape: tuple[int, ...], region: Region) -> sl.IndexRanges:
+def _flat(shape: tuple[int, ...], region: Region) -> IndexRanges:
     starts = np.zeros(1, np.int64)
     stride, run = 1, 1
     is_run = True  # whether the dimensions so far make one run of elements
@@ -388,23 +390,21 @@ def _flat(shape: tuple[int, ...], region: Region) -> sl.IndexRanges:
         is_run = is_run and (start, stop) == (0, extent)
         stride *= extent
     if not region.n_elements:
-        return sl.IndexRanges.whole(0, 0)
-    if len(starts) > sl.N_RANGES_MAX:
+        return IndexRanges.whole(0, 0)
+    if len(starts) > N_RANGES_MAX:
         raise ValueError(
             f"region {region} of a tensor of shape {shape} has {len(starts)} runs of elements, "
-            f"at most {sl.N_RANGES_MAX}: cut it along an earlier dimension"
+            f"at most {N_RANGES_MAX}: cut it along an earlier dimension"
         )
-    return sl.IndexRanges.of(starts, starts + run)
+    return IndexRanges.of(starts, starts + run)
 
 
-def _united(pieces: Sequence[sl.Piece], *, k: int) -> sl.IndexRanges:
-    ranges = sl.IndexRanges.union(
-        place for *_, place in pieces if isinstance(place, sl.IndexRanges)
-    )
+def _united(pieces: Sequence[Piece], *, k: int) -> IndexRanges:
+    ranges = IndexRanges.union(place for *_, place in pieces if isinstance(place, IndexRanges))
     n = len(ranges.stripes()) // 4
-    if n > sl.N_STRIPES_MAX or len(ranges.starts) > sl.N_RANGES_MAX:
+    if n > N_STRIPES_MAX or len(ranges.starts) > N_RANGES_MAX:
         raise ValueError(
             f"the regions cut shard {k} into {len(ranges.starts)} ranges or {n} stripes, of "
-            f"{sl.N_RANGES_MAX} or {sl.N_STRIPES_MAX} at most: use more shards"
+            f"{N_RANGES_MAX} or {N_STRIPES_MAX} at most: use more shards"
         )
     return ranges

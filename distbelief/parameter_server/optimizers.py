@@ -29,11 +29,15 @@ from typing_extensions import override
 
 from distbelief.core.arguments import check_call
 from distbelief.core.formatting import nearest
-from distbelief.core.vectors import ALIGNMENT, Vector
+from distbelief.core.vectors import ALIGNMENT, Vector, padded
 from distbelief.errors import RemoteProtocolError, SettingError
-from distbelief.parameter_server import slices
 from distbelief.parameter_server.layout import Layout
-from distbelief.parameter_server.slices import IndexRanges, Indices, ShardSlice, padded
+from distbelief.parameter_server.ranges import (
+    N_STRIPES_MAX as N_STRIPES_OF_ONE,
+    IndexRanges,
+    Indices,
+)
+from distbelief.parameter_server.slices import ShardSlice
 
 
 # --- schedules ---
@@ -262,13 +266,13 @@ class StepCounts:
             return None
         part = self._part(shard_slice)
         n = sum(len(part.stripes) // _WORDS for part in self._parts.values())
-        if n <= N_STRIPES_MAX and len(part.stripes) // _WORDS <= slices.N_STRIPES_MAX:
+        if n <= N_STRIPES_MAX and len(part.stripes) // _WORDS <= N_STRIPES_OF_ONE:
             return None
         if not part.n_pushes:
             del self._parts[shard_slice.key]
         return (
             f"its clients need {n} stripes, of {N_STRIPES_MAX} at most, and "
-            f"{slices.N_STRIPES_MAX} for one: partition replicas alike, or use more shards"
+            f"{N_STRIPES_OF_ONE} for one: partition replicas alike, or use more shards"
         )
 
     def add(self, shard_slice: ShardSlice, *, n_pushes: int = 1) -> None:

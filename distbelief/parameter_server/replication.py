@@ -14,21 +14,23 @@ silent delays it until the supervisor lets the primary continue alone (a new `Pr
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, assert_never, final
 
 import msgspec
 import numpy as np
 
 from distbelief.core.memory import Memory
-from distbelief.core.reliable import Silence, Window
+from distbelief.core.reliable import Silence, Transfer, Window
 from distbelief.core.spans import Spans
 from distbelief.core.vectors import Vector
 from distbelief.errors import MemoryGoneError, RemoteProtocolError
-from distbelief.parameter_server.client.buffers import OutgoingPush
 from distbelief.parameter_server.optimizers import StepCounts
 from distbelief.parameter_server.sessions import PushBuffer, PushInProgress, Sessions
-from distbelief.parameter_server.slices import N_PUSH_BUFFERS, WORD, ShardSlice, push_buffer_views
+from distbelief.parameter_server.slices import ShardSlice, push_block
 from distbelief.parameter_server.store import ShardStore
+from distbelief.parameter_server.tensor_copies import N_PUSH_BUFFERS, push_buffer_views
+from distbelief.parameter_server.words import WORD
 from distbelief.protocol import Message, SessionRecord, push_fetch as pf, replication as rp
 from distbelief.roles.role import SUPERVISOR, Action, Address, Received, Seconds, Send, SetTimer
 
@@ -329,7 +331,7 @@ REPORT_SECONDS: Final = 0.25  # between two BackupUnresponsive
 @final
 @dataclass(slots=True, eq=False)
 class _OutstandingPush:
-    out: OutgoingPush[rp.ReplicatePush]
+    out: Transfer[rp.ReplicatePush]
     push: PushInProgress
     applied: bool = False  # here
     acknowledged: bool = False  # by the backup; in a round, the last one counts
@@ -409,7 +411,7 @@ class Primary:
         if not self._is_waiting:
             self._silence.start(now)
         blocks = Window(len(shard_slice.bounds))
-        out = OutgoingPush(message, push.values, blocks)
+        out = Transfer(message, push.values, blocks)
         self._outstanding.append(_OutstandingPush(out, push))
         return [*self._send_due(), *self._arm(now)]
 
@@ -565,13 +567,14 @@ class Primary:
                 continue
             if index >= N_PUSH_BUFFERS:
                 break
-            messages = out.due(
+            block = partial(
+                push_block,
                 client.shard_slice,
+                out.values,
                 sequence=out.message.clock + 1,
                 shard_incarnation=self.term,
-                credit=WINDOW_BLOCKS,
-                per_answer=1,
             )
+            messages = out.due(block, credit=WINDOW_BLOCKS)
             actions += map(self._to_backup, messages)
             if not out.is_sent:
                 break

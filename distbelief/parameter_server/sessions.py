@@ -25,11 +25,17 @@ from distbelief.core.memory import Memory
 from distbelief.core.spans import dealt_of
 from distbelief.core.vectors import Vector
 from distbelief.errors import FalseClaimError, RemoteProtocolError, StorageError
-from distbelief.parameter_server import slices as sl
 from distbelief.parameter_server.config import ShardConfig
-from distbelief.parameter_server.staleness import PartialStaleness, Staleness
+from distbelief.parameter_server.slices import NOTHING, ShardSlice, n_holding
+from distbelief.parameter_server.staleness import PartialPushes, Staleness
 from distbelief.parameter_server.store import ShardStore
+from distbelief.parameter_server.tensor_copies import (
+    N_PUSH_BUFFERS,
+    push_buffer_bytes,
+    push_buffer_views,
+)
 from distbelief.parameter_server.ticks import Attendance, Floor
+from distbelief.parameter_server.words import WORD
 from distbelief.protocol import SessionRecord, push_fetch as pf, replication as rp
 from distbelief.roles.role import Action, Address, Received, Seconds, Send
 
@@ -60,15 +66,17 @@ class PushBuffer:
         """Store a block if it is the next one: the sender repeats the others."""
         self.lend(block.sequence, block.payload)
         if block.block_index == self.received:
-            room = self.memory.view(sl.WORD) if self.words else self.memory
+            room = self.memory.view(WORD) if self.words else self.memory
             stop = self.size + block.values.size
             room[self.size : stop] = block.values
             self.size = stop
             self.received += 1
 
-    def values(self, shard_slice: sl.ShardSlice) -> Vector:
+    def values(self, shard_slice: ShardSlice) -> Vector:
         """Return all numbers, or words, of a push of this slice."""
-        return shard_slice.room(self.memory, words=self.words)
+        if not self.words:
+            return self.memory[: shard_slice.n_elements]
+        return shard_slice.room(self.memory, words=True)
 
 
 @final
@@ -87,7 +95,7 @@ class Session:
     # Whether this incarnation has opened a session with this shard incarnation.
     opened: bool = False
     connected: bool = True  # whether the client is there, as far as the shard knows
-    shard_slice: sl.ShardSlice = sl.NOTHING  # what it fetches and pushes of the shard's vector
+    shard_slice: ShardSlice = NOTHING  # what it fetches and pushes of the shard's vector
     push_buffers: tuple[PushBuffer, ...] = ()  # two if it pushes, none if it only fetches
     region: str = ""  # where they lie; "" for memory of the shard that blocks fill
     parameters_region: str = ""  # where it can read the values; "" for blocks only
@@ -130,7 +138,7 @@ class Session:
     def next_complete(self) -> PushBuffer | None:
         if not self.push_buffers:
             return None
-        push_buffer = self.push_buffers[(self.watermark + 1) % sl.N_PUSH_BUFFERS]
+        push_buffer = self.push_buffers[(self.watermark + 1) % N_PUSH_BUFFERS]
         if push_buffer.sequence != self.watermark + 1 or push_buffer.push is None:
             return None
         # In shared memory the client has filled the buffer before it sends Push.
@@ -157,34 +165,15 @@ class Session:
         if not self.push_buffers:
             raise RemoteProtocolError(f"{self.name} pushes, but its OpenSession has pushes = false")
         # An unconfirmed push keeps its buffer, because the backup may still read it there.
-        if not self.watermark < sequence <= self.confirmed + sl.N_PUSH_BUFFERS:
+        if not self.watermark < sequence <= self.confirmed + N_PUSH_BUFFERS:
             raise RemoteProtocolError(
                 f"{self.name} sent push {sequence}; its buffers have room for pushes "
-                f"{self.watermark + 1} to {self.confirmed + sl.N_PUSH_BUFFERS}"
+                f"{self.watermark + 1} to {self.confirmed + N_PUSH_BUFFERS}"
             )
-        return self.push_buffers[sequence % sl.N_PUSH_BUFFERS]
+        return self.push_buffers[sequence % N_PUSH_BUFFERS]
 
 
 # --- all clients ---
-
-
-def _n_holding(
-    shard_slice: sl.ShardSlice, others: list[sl.ShardSlice], part: tuple[int, int]
-) -> int:
-    """Return how many of these slices hold one and the same element of a slice, at most.
-
-    Only elements in this part of the vector count. The ranks of a partitioned replica hold each
-    element once, so they count as one client.
-    """
-    if all(other.key == shard_slice.key for other in others):
-        return max(1, len(others))
-    inner = shard_slice.within(*part)
-    if not inner.n_elements:
-        return max(1, len(others))
-    all_ranges = [inner, *(other.within(*part) for other in others)]
-    bounds = sl.IndexRanges.ends(all_ranges)
-    counts = sum(ranges.mask(bounds).astype(np.int64) for ranges in all_ranges[1:])
-    return max(1, int(np.max(counts, where=inner.mask(bounds), initial=0)))
 
 
 @final
@@ -244,7 +233,7 @@ class Sessions:
         self._round_began: Seconds | None = None
         self._round_seconds: Seconds = 0.0  # that the last round took
         self._staleness = Staleness()
-        self._partial_staleness = PartialStaleness()
+        self._partial_pushes = PartialPushes()
         self._n_applied = self._n_duplicates = self._bytes_in = 0
         self._n_refused = 0
         self._refused: dict[Address, int] = {}  # the newest of each client
@@ -387,7 +376,7 @@ class Sessions:
 
     def _lend_push_buffers(self, client: Session, region: str, *, shared: bool) -> str | None:
         n_elements, dtype = client.shard_slice.n_elements, client.shard_slice.dtype
-        n_bytes = sl.push_buffer_bytes(n_elements, itemsize=dtype.itemsize)
+        n_bytes = push_buffer_bytes(n_elements, itemsize=dtype.itemsize)
         warning = memory = None
         if shared:
             name = f"{region}-{self._n_regions}"
@@ -399,7 +388,7 @@ class Sessions:
                 warning = f"{client.name} pushes by messages, not shared memory: {error}"
         if memory is None:
             memory = np.zeros(n_bytes, np.uint8)
-        one, other = sl.push_buffer_views(memory, n_elements=n_elements, dtype=dtype)
+        one, other = push_buffer_views(memory, n_elements=n_elements, dtype=dtype)
         client.push_buffers = PushBuffer(one), PushBuffer(other)
         return warning
 
@@ -412,14 +401,16 @@ class Sessions:
         busy = [*self._round, *self._folded, *([self.applying] if self.applying else [])]
         return any(one.client.name == name for one in busy)
 
-    def n_averaged(self, shard_slice: sl.ShardSlice) -> int:
+    def n_averaged(self, shard_slice: ShardSlice) -> int:
         """Return over how many clients the buffers of this slice are averaged."""
         pushing = [
             client.shard_slice
             for client in self._clients.values()
             if client.opened and client.connected and client.push_buffers
         ]
-        return _n_holding(shard_slice, pushing, self._buffers)
+        if all(other is shard_slice for other in pushing):
+            return max(1, len(pushing))
+        return n_holding(shard_slice, pushing, self._buffers)
 
     def count_refused(self, name: Address, push: pf.Push) -> None:
         """Count a push of a former incarnation of this client, once."""
@@ -479,7 +470,8 @@ class Sessions:
 
     def _check_claims(self, client: Session, message: pf.Push) -> None:
         """Raise FalseClaimError for a push of what nobody dealt, or of a tick far ahead."""
-        self.floor.check(client.name, client, message.tick)
+        if message.tick is not msgspec.UNSET:
+            self.floor.check(client.name, client, message.tick)
         if message.dealt is msgspec.UNSET:
             return
         (start, stop), n = dealt_of(message.dealt), self._config.n_samples
@@ -524,9 +516,11 @@ class Sessions:
             push_buffer = client.next_complete()
             if push_buffer is not None and push_buffer.push is not None:
                 push = push_buffer.push
-                staleness = self._partial_staleness.since(
-                    client.shard_slice, fetched_clock=push.fetched_clock, clock=self._values.clock
-                )
+                staleness = self._values.clock - push.fetched_clock
+                if self._partial_pushes.are_some:
+                    staleness -= self._partial_pushes.n_elsewhere(
+                        client.shard_slice, since=push.fetched_clock
+                    )
                 share = rp.WHOLE if push.commit_token else self._share_of(client, push, staleness)
                 taken.append(PushInProgress(client, push_buffer, push, staleness, share))
         if in_round:
@@ -557,8 +551,8 @@ class Sessions:
             client = applied.client
             client.count_applied(applied.push, staleness=applied.staleness, held=held)
             self._staleness.add(applied.staleness)
-            if not staged:
-                self._partial_staleness.add(client.shard_slice, clock=first_clock + index)
+            if client.shard_slice.ranges is not None and not staged:
+                self._partial_pushes.add(client.shard_slice, clock=first_clock + index)
             self._n_applied += 1
             if client.region:
                 self._bytes_in += applied.push_buffer.memory.nbytes
@@ -655,7 +649,7 @@ class Sessions:
 
     def _n_with(self, client: Session, others: list[Session]) -> int:
         slices = [client.shard_slice, *(one.shard_slice for one in others)]
-        return _n_holding(client.shard_slice, slices, (0, self._buffers[0]))
+        return n_holding(client.shard_slice, slices, (0, self._buffers[0]))
 
     # ---------------------------------------------------------------------- ticks
 

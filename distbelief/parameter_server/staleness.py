@@ -1,6 +1,6 @@
 """Staleness of a push: the clock when it is applied, minus that when its parameters were fetched.
 
-Clients and shards count it; a shard whose clients push parts counts overlaps.
+Clients and shards count it; where clients push parts, pushes of other elements do not count.
 """
 
 from collections import deque
@@ -10,7 +10,7 @@ from distbelief.parameter_server.slices import ShardSlice
 
 
 _N_KEPT: Final = 4096
-"""Recent pushes; an older one counts as overlapping."""
+"""Recent pushes of a part; an older one counts as overlapping."""
 
 _N_KNOWN_MAX: Final = 1 << 14
 
@@ -22,14 +22,15 @@ class Staleness:
     def __init__(self) -> None:
         self._n = self._sum = self._max = 0
         self._recent: deque[int] = deque(maxlen=1024)
-
-    def add(self, staleness: int) -> None:
-        self._n += 1
-        self._sum += staleness
-        self._max = max(self._max, staleness)
-        self._recent.append(staleness)
+        self._new: list[int] = []  # since the last look, which is once a heartbeat
+        self.add = self._new.append
 
     def counters(self) -> dict[str, float]:
+        self._n += len(self._new)
+        self._sum += sum(self._new)
+        self._max = max([self._max, *self._new])
+        self._recent.extend(self._new)
+        self._new.clear()
         recent = sorted(self._recent)
         p95 = recent[(95 * len(recent) - 1) // 100] if recent else 0
         return {
@@ -40,8 +41,8 @@ class Staleness:
 
 
 @final
-class PartialStaleness:
-    """Staleness of pushes that cover a part of the shard.
+class PartialPushes:
+    """Recent pushes that did not cover everything.
 
     A push is as stale as the number of pushes that its own elements received since the fetch. The
     ranks of a partitioned replica push disjoint parts, so the clock rises once per rank while each
@@ -50,23 +51,20 @@ class PartialStaleness:
 
     def __init__(self) -> None:
         self._recent: deque[tuple[int, ShardSlice]] = deque(maxlen=_N_KEPT)
-        self._in_parts = False  # whether any push was not of everything
+        self.are_some = False
         self._known: dict[tuple[bytes, bytes], bool] = {}
 
     def add(self, shard_slice: ShardSlice, *, clock: int) -> None:
-        self._in_parts |= shard_slice.ranges is not None
+        self.are_some = True
         self._recent.append((clock, shard_slice))
 
-    def since(self, shard_slice: ShardSlice, *, fetched_clock: int, clock: int) -> int:
-        """Return how many pushes these elements received between two clocks."""
-        n_pushes = clock - fetched_clock
-        # As long as every push covers everything, the clock is exact.
-        if not self._in_parts or n_pushes <= 0:
-            return n_pushes
+    def n_elsewhere(self, shard_slice: ShardSlice, *, since: int) -> int:
+        """Return how many pushes since this clock have changed none of these elements."""
+        n_pushes = 0
         for applied_at, other in reversed(self._recent):
-            if applied_at < fetched_clock:
+            if applied_at < since:
                 break
-            n_pushes -= not self._overlap(shard_slice, other)
+            n_pushes += not self._overlap(shard_slice, other)
         return n_pushes
 
     def _overlap(self, one: ShardSlice, other: ShardSlice) -> bool:

@@ -21,7 +21,7 @@ import torch
 from distbelief.core import vectors
 from distbelief.core.memory import Memory
 from distbelief.core.spans import NOTHING, Spans
-from distbelief.core.vectors import ALIGNMENT, Element, Vector
+from distbelief.core.vectors import ALIGNMENT, Element, Vector, padded
 from distbelief.errors import LocalProtocolError, RemoteProtocolError, StorageError
 from distbelief.parameter_server.checkpoint import ShardState, restore
 from distbelief.parameter_server.config import ShardConfig
@@ -33,18 +33,10 @@ from distbelief.parameter_server.optimizers import (
     rules_on,
 )
 from distbelief.parameter_server.policy import ExchangePolicy
-from distbelief.parameter_server.slices import (
-    IndexRanges,
-    RangeCopier,
-    SeqlockVector,
-    ShardSlice,
-    SliceTable,
-    as_tensor,
-    convert,
-    decode,
-    padded,
-    parts,
-)
+from distbelief.parameter_server.ranges import IndexRanges, RangeCopier
+from distbelief.parameter_server.slices import ShardSlice, SliceTable
+from distbelief.parameter_server.tensor_copies import SeqlockVector, convert, parts
+from distbelief.parameter_server.words import as_tensor, decode
 from distbelief.protocol import push_fetch as pf, replication as rp
 from distbelief.roles.role import Cost, Snapshot
 
@@ -87,21 +79,28 @@ class SliceUpdate:
         dtype = vectors[0].dtype
         is_words = pushed.dtype != dtype
         decoded = np.zeros(_PIECE if is_words else 0, dtype)
-        room = np.zeros((len(vectors) + 1, padded(self._n_copied_max)), dtype)
-        wholes = [torch.from_numpy(one) for one in vectors] if self._n_copied_max else []
+        for n, target, source in self._pieces:
+            if not isinstance(target, int):
+                continue
+            assert isinstance(source, int)
+            step = _PIECE if is_words else max(n, 1)
+            for start in range(0, n, step):
+                m = min(step, n - start)
+                gradient = pushed[source + start : source + start + m]
+                if is_words:
+                    decode(gradient, torch.from_numpy(decoded[:m]))
+                    gradient = decoded[:m]
+                here = slice(target + start, target + start + m)
+                update([vector[here] for vector in vectors], gradient)
+        if self._n_copied_max:
+            self._apply_copied(update, vectors, pushed)
+
+    def _apply_copied(self, update: Update, vectors: Sequence[Vector], pushed: Vector) -> None:
+        room = np.zeros((len(vectors) + 1, padded(self._n_copied_max)), vectors[0].dtype)
+        wholes = [torch.from_numpy(one) for one in vectors]
         pushed_tensor = as_tensor(pushed)
         for n, target, source in self._pieces:
             if isinstance(target, int):
-                assert isinstance(source, int)
-                step = _PIECE if is_words else max(n, 1)
-                for start in range(0, n, step):
-                    m = min(step, n - start)
-                    gradient = pushed[source + start : source + start + m]
-                    if is_words:
-                        decode(gradient, torch.from_numpy(decoded[:m]))
-                        gradient = decoded[:m]
-                    here = slice(target + start, target + start + m)
-                    update([vector[here] for vector in vectors], gradient)
                 continue
             copies = room[:, : padded(n)]
             copies[:, n:] = 0.0

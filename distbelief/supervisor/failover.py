@@ -17,8 +17,8 @@ from typing import Final, final
 
 import msgspec
 
-from distbelief.parameter_server.client.buffers import Lost, lost_after, n_lost
 from distbelief.parameter_server.config import other_copy
+from distbelief.parameter_server.lost_pushes import Lost, lost_after, n_lost
 from distbelief.protocol import BackupInSync, BackupUnresponsive, Promote
 from distbelief.roles.log_events import LogEvent
 from distbelief.roles.role import Action, Address, Seconds, Send, Terminate

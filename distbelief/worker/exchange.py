@@ -12,7 +12,7 @@ So each step is in exactly one push, and no fetch loses or repeats one. Applied 
 tensors may run in the compute executor, one after the other; the owner counts.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, Protocol, final
 
@@ -139,18 +139,12 @@ class GradientSum:
                 self.sums[item] = total + gradient
                 self._owned.add(item)
 
-    @property
-    def items(self) -> list[int]:
-        return [item for item, total in enumerate(self.sums) if total is not None]
-
-    def change(self, item: int) -> torch.Tensor:
-        total = self.sums[item]
-        assert total is not None
-        return total
+    def changes(self) -> Iterable[tuple[int, torch.Tensor]]:
+        return [(item, total) for item, total in enumerate(self.sums) if total is not None]
 
     @property
     def is_finite(self) -> bool:
-        return is_finite({item: self.change(item) for item in self.items})
+        return is_finite(dict(self.changes()))
 
     def drop(self) -> None:
         self.sums[:] = [None] * len(self.sums)
@@ -181,12 +175,13 @@ class LocalSteps:
         return self._is_held
 
     @property
-    def items(self) -> list[int]:
-        return list(self._anchors)
+    def items(self) -> set[int]:
+        return set(self._anchors)
 
-    def change(self, item: int) -> torch.Tensor:
-        anchor = self._anchors[item]
-        return -anchor if self._is_held else anchor - self._values[item]
+    def changes(self) -> Iterable[tuple[int, torch.Tensor]]:
+        """Yield a - x of one item after the other: together they take as much memory as x."""
+        for item, anchor in self._anchors.items():
+            yield item, -anchor if self._is_held else anchor - self._values[item]
 
     def restart(self) -> None:
         """Drop all steps that are not pushed, and the optimizer's state; a fetch follows."""
@@ -347,7 +342,7 @@ class Draft(Protocol):
 
     def put(self, index: int, tensor: torch.Tensor) -> None: ...
 
-    def put_all(self, tensors: Mapping[int, torch.Tensor]) -> None: ...
+    def put_each(self, tensors: Mapping[int, torch.Tensor]) -> None: ...
 
 
 Rates = float | Sequence[float]
@@ -483,19 +478,20 @@ class ExchangeState:
     @property
     def touched(self) -> list[torch.Tensor | None]:
         """The values that a push changes; None for those without a gradient."""
-        items = {*self._unsent.items, *self.buffers.all}
+        steps = self._local_steps
+        items = {item for item, _ in self._sum.changes()} if steps is None else steps.items
+        items |= {*self.buffers.all}
         return [value if item in items else None for item, value in enumerate(self._values)]
 
     def put_into(self, draft: Draft) -> None:
         """Give away what is to be pushed; `staged` follows."""
         buffers = self.buffers.to_push()
         if self._local_steps is None:
-            sums = enumerate(self._sum.sums)
-            draft.put_all({item: total for item, total in sums if total is not None} | buffers)
+            draft.put_each(dict(self._sum.changes()) | buffers)
             return
-        unsent, put = self._local_steps, draft.put  # one difference at a time is in memory
-        for item in sorted({*unsent.items, *buffers}):
-            put(item, buffers[item] if item in buffers else unsent.change(item))
+        for changes in (self._local_steps.changes(), buffers.items()):
+            for item, change in changes:  # one difference at a time is in memory
+                draft.put(item, change)
 
     def staged(self, *, finite: bool = True) -> None:
         """All that was put is pushed. If it is refused, local steps are taken back."""
@@ -517,7 +513,7 @@ class ExchangeState:
         if self._local_steps is not None:
             self._local_steps.merge()
         elif self.pace.keeps_local_steps:
-            self.descend({item: self._sum.change(item) for item in self._sum.items}, rates)
+            self.descend(dict(self._sum.changes()), rates)
 
     def merge_from(self, fetched: list[torch.Tensor]) -> None:
         """The same for values of an install that lie beside these, and contain all pushes."""
@@ -531,7 +527,3 @@ class ExchangeState:
     def where_changed(self) -> list[int]:
         """Return the items that differ from what the shards know."""
         return [] if self._local_steps is None else self._local_steps.where_changed()
-
-    @property
-    def _unsent(self) -> GradientSum | LocalSteps:
-        return self._local_steps or self._sum

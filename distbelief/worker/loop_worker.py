@@ -12,8 +12,9 @@ from distbelief import protocol as wire
 from distbelief.core import formatting
 from distbelief.core.reliable import Silence
 from distbelief.errors import LocalProtocolError, PeerLostError
-from distbelief.parameter_server.client.buffers import FetchResult, PushResult
 from distbelief.parameter_server.client.client import ParameterClient, ShardReply
+from distbelief.parameter_server.client.fetches import FetchResult
+from distbelief.parameter_server.client.pushes import PushResult
 from distbelief.roles import role as rl
 from distbelief.worker.member import new_peers
 

@@ -27,8 +27,8 @@ from typing_extensions import override
 from distbelief import protocol as wire
 from distbelief.errors import DistBeliefError, JobError, LocalProtocolError, RemoteProtocolError
 from distbelief.execution.executor import Put, StepResult
-from distbelief.parameter_server.client.buffers import FetchResult
 from distbelief.parameter_server.client.client import ParameterClient, ShardReply
+from distbelief.parameter_server.client.fetches import FetchResult
 from distbelief.roles import role as rl
 from distbelief.worker.batches import READ, BatchIndices, BatchSlice, Limits, SlicePrefetch
 from distbelief.worker.group import GroupLeader, GroupProgress, Outgoing

@@ -26,8 +26,9 @@ from distbelief.core.spans import NOTHING, Span, Spans, of_part
 from distbelief.data import shown_samples
 from distbelief.errors import JobError
 from distbelief.execution.executor import Put, StepResult
-from distbelief.parameter_server.client.buffers import FetchResult, PushDraft, PushResult
 from distbelief.parameter_server.client.client import ParameterClient
+from distbelief.parameter_server.client.fetches import FetchResult
+from distbelief.parameter_server.client.pushes import PushDraft, PushResult
 from distbelief.protocol import Evaluate, GrantSteps, Progress, StartTraining, Stop
 from distbelief.roles.role import SUPERVISOR, Action, Compute, Cost, Report, Seconds, Send
 from distbelief.worker.batches import (
@@ -457,7 +458,8 @@ class Training(Program):
             during=step.number,
             pushes=None if dealt is None else dealt.ends_push,
         ):
-            steps.begin_fetch()
+            here.fetching = True
+            steps.actions += self._client.begin_fetch(steps.now)
 
     def _begin_install(self, steps: Steps) -> None:
         exchange, pace = self._exchange, self._exchange.pace

@@ -13,7 +13,8 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import distbelief
-from distbelief.parameter_server.client import buffers as bf
+from distbelief.parameter_server.client import client
+from distbelief.parameter_server.client.pushes import PushDraft
 from distbelief.parameter_server.config import Numbers
 from distbelief.parameter_server.policy import ExchangePolicy, Round
 from distbelief.serve.address import ServerAddress
@@ -235,7 +236,7 @@ def test_ctrl_c_within_an_exchange_leaves_nothing_half_done(
     server = Server([parameter], rule=SUM, host="")
     exchange = server.exchange(monkeypatch, torch.optim.SGD([parameter], lr=1.0), every=1)
     *_, name = place.split(".")
-    owner = torch if place.startswith("torch") else bf.PushDraft if name == "put" else bf
+    owner = torch if place.startswith("torch") else PushDraft if name == "put" else client
     work = getattr(owner, name)
 
     def interrupted(*args: object, **options: object) -> object:

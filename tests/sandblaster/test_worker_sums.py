@@ -11,8 +11,8 @@ import torch
 from distbelief.data import Samples
 from distbelief.errors import JobError, LocalProtocolError
 from distbelief.execution.executor import StepResult
-from distbelief.parameter_server.client.buffers import PushResult
 from distbelief.parameter_server.client.client import ParameterClient
+from distbelief.parameter_server.client.pushes import PushResult
 from distbelief.protocol import ChunkOrder, PushChunk, ShardVersion
 from distbelief.roles.role import Action, Address, Computed, Report
 from distbelief.worker.batches import BatchSlice

@@ -400,11 +400,7 @@ def late_open_session_enters_again(patch: Patch) -> None:
 def floor_is_told_once(patch: Patch) -> None:
     """A client does not ask again for a floor that it was never told."""
     waits = property(
-        lambda self: (
-            not self.is_open
-            or not self.fetching.complete
-            or self.pushing.issued > self.pushing.settled
-        )
+        lambda self: not self.is_open or not self.fetching.complete or bool(self.pushing.in_flight)
     )
     patch.setattr(ShardLink, "_is_waiting", waits)
 

@@ -26,10 +26,11 @@ import torch
 from typing_extensions import override
 
 from distbelief.core.vectors import Vector
-from distbelief.parameter_server.client.buffers import FetchResult, n_lost
 from distbelief.parameter_server.client.client import ShardLink
+from distbelief.parameter_server.client.fetches import FetchResult
+from distbelief.parameter_server.lost_pushes import n_lost
 from distbelief.parameter_server.shard import Shard
-from distbelief.parameter_server.slices import N_PUSH_BUFFERS
+from distbelief.parameter_server.tensor_copies import N_PUSH_BUFFERS
 from distbelief.protocol import PrimaryChanged, PushApplied, SessionOpened
 from distbelief.roles.role import Address, Computed, Role, Send, Started
 from distbelief.simulation.cluster import SimulatedCluster

@@ -21,7 +21,7 @@ from typing_extensions import override
 from distbelief.core import vectors
 from distbelief.core.memory import Memory
 from distbelief.parameter_server import replication
-from distbelief.parameter_server.client.buffers import FetchResult
+from distbelief.parameter_server.client.fetches import FetchResult
 from distbelief.parameter_server.config import ClientConfig, copy_names, other_copy
 from distbelief.parameter_server.layout import ElementType
 from distbelief.parameter_server.optimizers import UpdateRule

@@ -27,7 +27,7 @@ import torch
 
 from distbelief.config.job import StopTable
 from distbelief.core.vectors import Vector
-from distbelief.parameter_server.client.buffers import FetchResult
+from distbelief.parameter_server.client.fetches import FetchResult
 from distbelief.parameter_server.layout import Layout
 from distbelief.parameter_server.optimizers import SGD
 from distbelief.roles.role import Address, Computed, Role, Send

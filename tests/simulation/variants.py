@@ -23,14 +23,15 @@ from distbelief import protocol as wire
 from distbelief.parameter_server import shard as shard_module
 from distbelief.parameter_server.checkpoint import ShardState, take
 from distbelief.parameter_server.client import client as client_module
-from distbelief.parameter_server.client.buffers import ShardFetch, ShardPush
 from distbelief.parameter_server.client.client import ShardLink, ShardReply
+from distbelief.parameter_server.client.fetches import ShardFetch
+from distbelief.parameter_server.client.pushes import ShardPush
 from distbelief.parameter_server.config import ShardConfig
 from distbelief.parameter_server.pinned_versions import PinnedVersions, Version
 from distbelief.parameter_server.replication import Backup, Primary
 from distbelief.parameter_server.sessions import PushBuffer, PushInProgress, Session, Sessions
 from distbelief.parameter_server.shard import ClientMessage, ReplicationMessage, Shard
-from distbelief.parameter_server.slices import N_PUSH_BUFFERS, SeqlockVector
+from distbelief.parameter_server.tensor_copies import N_PUSH_BUFFERS, SeqlockVector
 from distbelief.roles.role import Action, Address, Persist, Received, Seconds, Send, Snapshot
 from distbelief.simulation.trace import SimulationFailed
 from distbelief.supervisor.failover import PrimaryElection
@@ -128,11 +129,8 @@ def client_incarnations_are_ignored(patch: Patch) -> None:
 
 def push_buffer_is_reused_too_early(patch: Patch) -> None:
     """A client stages a third push while two are in flight."""
-
-    def look_for_room(self: ShardPush) -> None:
-        self.has_room = self.issued - self.settled <= N_PUSH_BUFFERS
-
-    patch.setattr(ShardPush, "_look_for_room", look_for_room)
+    has_room = property(lambda self: self.issued - self.settled <= N_PUSH_BUFFERS)
+    patch.setattr(ShardPush, "has_room", has_room)
 
 
 def blocks_are_taken_in_any_order(patch: Patch) -> None:

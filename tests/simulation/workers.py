@@ -21,8 +21,9 @@ import torch
 from distbelief.core.memory import Memory
 from distbelief.core.vectors import Vector
 from distbelief.graph.region import Region
-from distbelief.parameter_server.client.buffers import FetchResult, PushResult
 from distbelief.parameter_server.client.client import ParameterClient
+from distbelief.parameter_server.client.fetches import FetchResult
+from distbelief.parameter_server.client.pushes import PushResult
 from distbelief.parameter_server.config import ClientConfig, ShardConfig
 from distbelief.parameter_server.layout import ElementType, Layout, PartialView, TensorSpec
 from distbelief.parameter_server.optimizers import SGD, Adagrad, UpdateRule
@@ -335,7 +336,8 @@ class Worker:
         draft = self.client.draft()
 
         def stage() -> PushResult:
-            draft.put(0, local_steps.change(0))
+            for item, change in local_steps.changes():
+                draft.put(item, change)
             staged = draft.finish()
             local_steps.pushed(finite=staged.finite)
             return staged

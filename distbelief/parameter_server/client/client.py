@@ -22,12 +22,16 @@ import torch
 
 from distbelief.core import formatting
 from distbelief.core.memory import Memory
-from distbelief.core.reliable import Backoff, Silence
+from distbelief.core.reliable import AnswerTimer
 from distbelief.errors import JobError, LocalProtocolError, PeerLostError
-from distbelief.parameter_server.client import buffers as bf
+from distbelief.parameter_server.client.fetches import FetchResult, ShardFetch, ShardReader, install
+from distbelief.parameter_server.client.memory import ShardMemory
+from distbelief.parameter_server.client.pushes import PushDraft, PushResult, ShardPush, StageTarget
 from distbelief.parameter_server.config import ClientConfig, copy_names
 from distbelief.parameter_server.layout import PartialView
+from distbelief.parameter_server.lost_pushes import n_lost
 from distbelief.parameter_server.staleness import Staleness
+from distbelief.parameter_server.tensor_copies import N_PUSH_BUFFERS
 from distbelief.parameter_server.ticks import ShardTicks, WorkerTicks
 from distbelief.protocol import Message, PrimaryChanged, push_fetch as pf
 from distbelief.roles import role as rl
@@ -36,7 +40,6 @@ from distbelief.roles import role as rl
 # --- one shard ---
 
 TIMER: Final = "client:"
-PATIENCE: Final = 1.5  # pause before a repetition, in times that the blocks under way take
 
 ShardReply = (
     pf.SessionOpened
@@ -85,26 +88,27 @@ class ShardLink:
         self._staleness = staleness
         self.is_open = False  # whether the current primary has opened the session
         self.samples = 0  # this client's samples in the shard's values when the session opened
+        self._per_answer = config.blocks_per_answer
         self.ticks = ShardTicks()
-        self.memory = bf.ShardMemory(memory, view, index)
-        self.fetching = bf.ShardFetch(config, view, index, self.memory)
-        self.pushing = bf.ShardPush(config, view, index, self.memory, self.ticks)
+        self.memory = ShardMemory(memory, view, index)
+        self.fetching = ShardFetch(config, view, index, self.memory)
+        self.pushing = ShardPush(config, view, index, self.memory, self.ticks)
         # The copy that opened the last session; before that, the first copy.
         self.primary = self.copies[0]
         self.term = 0  # the highest known term; 0 before the first
         self._incarnations = dict.fromkeys(self.copies, 0)
-        self._silence = Silence()
-        self._backoff = Backoff(config.retry_seconds, config.retry_seconds_max)
-        self._sent_at: rl.Seconds = 0.0
-        self._asked_at: rl.Seconds = 0.0  # the same, repetitions left out
-        self._repeated_at: rl.Seconds = 0.0
-        # By direction: when its blocks last made progress, and the seconds that one takes.
-        self._paces: dict[type, tuple[rl.Seconds, rl.Seconds]] = {}
-        self._awaited = False
+        pause_max = config.silence_seconds_max / 4
+        self._answer = AnswerTimer(
+            config.retry_seconds, config.retry_seconds_max, pause_max=pause_max
+        )
 
     @property
     def clock(self) -> int:
         return max(self.fetching.clock, self.pushing.clock)
+
+    @property
+    def has_room(self) -> bool:
+        return self.pushing.issued - self.pushing.settled < N_PUSH_BUFFERS
 
     @property
     def state(self) -> tuple[object, ...]:
@@ -117,7 +121,7 @@ class ShardLink:
 
     def open_session(self, now: rl.Seconds) -> list[rl.Action]:
         self.is_open = False
-        self._sent_at = now
+        self._answer.sent_at = now
         return self._open_session(self.copies)
 
     def tell(self) -> list[rl.Action]:
@@ -164,14 +168,14 @@ class ShardLink:
     def _lost(self) -> None:
         self.is_open = False
         self.fetching.lost()
-        self._backoff.pause = self._backoff.first
+        self._answer.begin_anew()
         self.memory.n_failures = 0
 
     def _take(self, sender: rl.Address, message: ShardReply, now: rl.Seconds) -> list[rl.Action]:
         replies: Sequence[Message] = ()
-        progress = False
+        progress = False  # of blocks
         if not isinstance(message, pf.SessionRefused):
-            self._silence.heard_at = now
+            self._answer.silence.heard_at = now
         match message:  # the most frequent ones first
             case pf.ParameterBlock():
                 before = self.fetching.received
@@ -182,10 +186,10 @@ class ShardLink:
             case pf.PushBlockAck():
                 replies = self.pushing.blocks_acked(message)
                 progress = bool(replies)
-                if self.ticks.floor is not None:
-                    self._silence.progress_at = now  # it may wait for pushes of other workers
+                if self.ticks.floor is not None:  # it may wait for pushes of other workers
+                    self._answer.silence.progress_at = now
             case pf.PushApplied():
-                progress = self._acknowledged(message)
+                self._acknowledged(message, now)
             case pf.Floor():
                 self.ticks.note_floor(message)
             case PrimaryChanged():
@@ -197,28 +201,24 @@ class ShardLink:
             case _:
                 assert_never(message)
         if progress:
-            self._progressed(now, message)
+            self._blocks_came(now, message)
         return self.send(replies, now)
 
-    def _acknowledged(self, message: pf.PushApplied) -> bool:
+    def _acknowledged(self, message: pf.PushApplied, now: rl.Seconds) -> None:
         is_news = self.pushing.acknowledged(message)
         if message.floor is not msgspec.UNSET:
             self.ticks.acknowledged(message, is_news=is_news)
         if is_news:
             self._staleness.add(message.staleness)
-        return is_news
+            self._answer.progressed(now)
 
     def _session_opened(
         self, sender: rl.Address, message: pf.SessionOpened, now: rl.Seconds
     ) -> list[rl.Action]:
         if self.is_open:  # a repetition, which only shows that the shard is alive
             self.ticks.note(message)
-            if (
-                self.fetching.complete
-                and self.pushing.issued == self.pushing.settled
-                and self.ticks.floor is not None
-            ):
-                self._silence.progress_at = now  # it is other workers that the client waits for
+            if not self._awaits and self.ticks.floor is not None:
+                self._answer.silence.progress_at = now  # the client waits for other workers
             return []
         # A SessionOpened behind our own watermark answers an older OpenSession.
         if not self.pushing.agrees(message):
@@ -229,7 +229,7 @@ class ShardLink:
         self.primary = sender
         self.samples = message.samples
         self.ticks.opened()
-        self._progressed(now)
+        self._answer.progressed(now)
         self.pushing.session_opened(message)
         self.ticks.note(message)
         return self.send([*self.fetching.session_opened(message), *self.pushing.again()], now)
@@ -242,65 +242,58 @@ class ShardLink:
         # A backup refuses clients; that means nothing here.
         if self.is_open and sender != self.primary:
             return []
-        self._silence.heard(now, progress=False)
+        self._answer.silence.heard_at = now
         # If the shard is busy, the timer sends OpenSession again.
         return self.open_session(now) if self.is_open else []
 
     # --------------------------------------------------------------------- waiting
 
     @property
+    def _awaits(self) -> bool:
+        """Whether the shard itself owes something, not another worker."""
+        return bool(not self.is_open or not self.fetching.complete or self.pushing.in_flight)
+
+    @property
     def _is_waiting(self) -> bool:
-        waits = (
-            not self.is_open
-            or not self.fetching.complete
-            or self.pushing.issued > self.pushing.settled
-        )
         ticks = self.ticks
-        return waits or (ticks.floor is not None and (ticks.waits_for_floor or not ticks.agrees))
+        is_late = ticks.floor is not None and (ticks.waits_for_floor or not ticks.agrees)
+        return is_late or self._awaits
 
     def wait(self, now: rl.Seconds) -> list[rl.Action]:
         """Run the timer if something is awaited; call after every change."""
-        begins = not self._awaited
-        self._awaited = self._is_waiting
-        if not self._awaited:
-            return []
-        if begins:
-            self._silence.heard_at = self._silence.progress_at = now
-            self._sent_at, self._backoff.pause = now, self._backoff.first
-        due, timer_at = now + self._backoff.pause, self._silence.timer_at
-        runs = timer_at is not None and (not begins or timer_at <= due)
-        return [] if runs else [self._set_timer(due)]
+        answer = self._answer
+        if not self._is_waiting:
+            answer.is_awaited = False
+        elif not answer.is_awaited or answer.silence.timer_at is None:
+            at = answer.awaits(now)
+            return [] if at is None else [self._timer_at(at)]
+        return []
 
     def timer(self, now: rl.Seconds) -> list[rl.Action]:
         """Repeat what is awaited; raise PeerLostError if the shard was silent for too long."""
-        self._silence.woke(now)
+        self._answer.woke(now)
         if not self._is_waiting:
             return []
         self._give_up_if_due(now)
-        due = max(self._sent_at, self._silence.progress_at) + self._backoff.pause
-        if now < due:
-            return [self._set_timer(due)]
-        self._backoff.repeat(now)
+        at = self._answer.not_yet(now)
+        if at is not None:
+            return [self._timer_at(at)]
         if self.is_open:
-            # The other copy gets OpenSession too: it may be primary, with its PrimaryChanged
-            # lost.
+            # The other copy gets OpenSession too: it may be primary, with its PrimaryChanged lost.
             # Where it counts ticks, the primary's answer tells the floor.
             asks = self.ticks.floor is not None and self.fetching.complete
             others = [copy for copy in self.copies if asks or copy != self.primary]
             messages = [*self.fetching.again(), *self.pushing.again()]
-            asked_at = self._asked_at
-            actions = [*self.send(messages, now), *self._open_session(others)]
-            self._asked_at, self._repeated_at = asked_at, now
+            actions = [*self._sends(messages), *self._open_session(others)]
         else:
             actions = self.open_session(now)
-        self._sent_at = now
-        return [*actions, self._set_timer(self._backoff.due)]
+        return [*actions, self._timer_at(self._answer.repeated(now, blocks=self.is_open))]
 
-    def _set_timer(self, at: rl.Seconds) -> rl.SetTimer:
-        return rl.SetTimer(name=f"{TIMER}{self.index}", at=self._silence.expect(at))
+    def _timer_at(self, at: rl.Seconds) -> rl.SetTimer:
+        return rl.SetTimer(name=f"{TIMER}{self.index}", at=at)
 
     def _give_up_if_due(self, now: rl.Seconds) -> None:
-        config, silence = self.config, self._silence
+        config, silence = self.config, self._answer.silence
         silent, stalled = silence.silent(now), silence.stalled(now)
         name = " and ".join(self.copies)
         awaited = "SessionOpened"
@@ -317,26 +310,15 @@ class ShardLink:
                 f"(stall_seconds_max is {config.stall_seconds_max:g}): look at its log"
             )
 
-    def _progressed(self, now: rl.Seconds, news: ShardReply | None = None) -> None:
-        self._silence.progress_at = now
-        if isinstance(news, pf.ParameterBlock | pf.PushBlockAck):
-            # Over a slow link that others share, the blocks under way may take seconds. Those sent
-            # again meanwhile would only wait behind the first ones, and hold up everybody.
-            before, seconds = self._paces.get(type(news), (0.0, 0.0))
-            begun = max(before, self._asked_at)
-            if self._repeated_at >= begun:  # of which is this the answer? The long pause stays
-                self._paces[type(news)] = now, seconds
-                return
-            n_blocks = len(self._slice.bounds)
-            n_answered = 1 if isinstance(news, pf.ParameterBlock) else self.config.blocks_per_answer
-            one = (now - begun) / min(n_answered, n_blocks)
-            self._paces[type(news)] = now, max(one, (seconds + one) / 2)  # falls slowly
-            slowest = max(seconds for _, seconds in self._paces.values())
-            window = PATIENCE * min(self.config.credit_blocks, n_blocks) * slowest
-            pause = min(window, self.config.silence_seconds_max / 4)
-            self._backoff.first = max(self.config.retry_seconds, pause)
-            self._backoff.longest = max(self.config.retry_seconds_max, pause)
-        self._backoff.pause = self._backoff.first
+    def _blocks_came(self, now: rl.Seconds, message: ShardReply) -> None:
+        is_one = isinstance(message, pf.ParameterBlock)
+        n_blocks = len(self._slice.bounds)
+        self._answer.blocks_came(
+            now,
+            type(message),
+            n=min(1 if is_one else self._per_answer, n_blocks),
+            n_under_way=min(self.config.credit_blocks, n_blocks),
+        )
 
     # --------------------------------------------------------------------- sending
 
@@ -355,9 +337,11 @@ class ShardLink:
         return [rl.Send(receiver=copy, message=request) for copy in copies]
 
     def send(self, messages: Sequence[Message], now: rl.Seconds) -> list[rl.Action]:
-        if not messages:
-            return []
-        self._sent_at = self._asked_at = now
+        if messages:
+            self._answer.sent_at = self._answer.asked_at = now
+        return self._sends(messages)
+
+    def _sends(self, messages: Sequence[Message]) -> list[rl.Action]:
         # Push buffers stay unchanged until the push is settled, so blocks need no copy.
         return [
             rl.Send(receiver=self.primary, message=message, lent=isinstance(message, pf.PushBlock))
@@ -404,8 +388,8 @@ class ParameterClient:
             self._links[index] = link
             self._links_by_copy |= dict.fromkeys(copies, link)
             self._links_by_timer[f"{TIMER}{index}"] = link
-        self._installing: dict[int, bf.ShardReader] | None = None
-        self._staging: list[bf.StageTarget] | None = None
+        self._installing: dict[int, ShardReader] | None = None
+        self._staging: list[StageTarget] | None = None
         self._n_torn = 0  # torn reads, each of one shard
         self._n_pushed = 0
         self._n_non_finite = 0  # pushes dropped because of NaN or infinity
@@ -446,8 +430,8 @@ class ParameterClient:
         else:
             assert isinstance(event, rl.PeerJoined | rl.PeerLost)
             actions = link.peer(event, now)
-        if link.memory.has_changed and self._installing is None and self._staging is None:
-            link.memory.release()
+        if link.memory.has_former:
+            self._release()
         actions += link.wait(now)
         self.has_news = link.state != before
         return actions
@@ -504,7 +488,7 @@ class ParameterClient:
             link.fetching.installable for link in self._links.values()
         )
 
-    def install(self, tensors: Sequence[torch.Tensor]) -> Callable[[], bf.FetchResult]:
+    def install(self, tensors: Sequence[torch.Tensor]) -> Callable[[], FetchResult]:
         """Return the work that copies the fetched values into `tensors`.
 
         The tensors are (n_elements,) each, in the order of the layout or the selection. A repeated
@@ -516,14 +500,14 @@ class ParameterClient:
         fetches = {index: link.fetching for index, link in self._links.items()}
         self._installing = {i: one.reader() for i, one in fetches.items() if one.installable}
         known = {index: -1 if one.wanted else one.clock for index, one in fetches.items()}
-        return partial(bf.install, self._installing, tensors, known=known)
+        return partial(install, self._installing, tensors, known=known)
 
     @property
     def readable_share(self) -> float:
         readable = [reader.readable for reader in (self._installing or {}).values()]
         return sum(readable) / max(len(self._links), 1)
 
-    def installed(self, outcome: bf.FetchResult, now: rl.Seconds) -> list[rl.Action]:
+    def installed(self, outcome: FetchResult, now: rl.Seconds) -> list[rl.Action]:
         """Take the result of an install.
 
         If `outcome.torn` names shards, install again after a millisecond and once `fetch_complete`.
@@ -555,7 +539,7 @@ class ParameterClient:
         return (
             self._pushes_allowed
             and self._staging is None
-            and all(link.is_open and link.pushing.has_room for link in self._links.values())
+            and all(link.is_open and link.has_room for link in self._links.values())
         )
 
     @property
@@ -571,7 +555,7 @@ class ParameterClient:
         *,
         fetched_clocks: Sequence[int] | None = None,  # of the parameters of the oldest gradient
         skip_missing: bool = False,
-    ) -> Callable[[], bf.PushResult]:
+    ) -> Callable[[], PushResult]:
         """Return the work that copies a push into every shard's buffer and checks it.
 
         Gradients are sums of raw gradients (DB-7), each (n_elements,), in the order of the layout
@@ -586,26 +570,19 @@ class ParameterClient:
             )
         ]
         targets = self._begin_push(fetched_clocks, touched=tensors if skip_missing else None)
-        draft = bf.PushDraft(targets, self._specs)
-        given = {index: tensor for index, tensor in enumerate(tensors) if tensor is not None}
-
-        def work() -> bf.PushResult:
-            draft.put_all(given)
-            return draft.finish()
-
-        return work
+        return partial(PushDraft(targets, self._specs).put_all, tensors)
 
     def draft(
         self,
         *,
         fetched_clocks: Sequence[int] | None = None,
         touched: Sequence[torch.Tensor | None] | None = None,
-    ) -> bf.PushDraft:
+    ) -> PushDraft:
         """Return a push to fill tensor by tensor in the executor, as `stage`; call `staged`.
 
         With `touched`, tensors that are None there keep their values and rule state.
         """
-        return bf.PushDraft(self._begin_push(fetched_clocks, touched=touched), self._specs)
+        return PushDraft(self._begin_push(fetched_clocks, touched=touched), self._specs)
 
     def abandon(self) -> None:
         """Drop what was staged or drafted; its work must have ended."""
@@ -616,7 +593,7 @@ class ParameterClient:
 
     def staged(
         self,
-        outcome: bf.PushResult,
+        outcome: PushResult,
         *,
         n_gradients: int,  # that were summed
         samples: int,
@@ -656,7 +633,7 @@ class ParameterClient:
         fetched_clocks: Sequence[int] | None,
         *,
         touched: Sequence[torch.Tensor | None] | None = None,
-    ) -> list[bf.StageTarget]:
+    ) -> list[StageTarget]:
         if not self.can_push:
             raise LocalProtocolError("stage while not can_push: wait until it is")
         clocks = self.clocks if fetched_clocks is None else fetched_clocks
@@ -716,7 +693,7 @@ class ParameterClient:
         if self._ticks.waits_since is not None and self._ticks.waits_since[0]:
             return self._ticks.waits_since[0]  # another worker
         for link in self._links.values():
-            if not (link.is_open and link.fetching.complete and link.pushing.has_room):
+            if not (link.is_open and link.fetching.complete and link.has_room):
                 return link.copies[0]
         return None
 
@@ -733,7 +710,7 @@ class ParameterClient:
         return {
             "pushes_sent": float(self._n_pushed),
             "pushes_acknowledged": float(self._n_pushed - self.unacknowledged),
-            "pushes_lost": float(bf.n_lost(link.pushing.lost for link in links)),
+            "pushes_lost": float(n_lost(link.pushing.lost for link in links)),
             "bytes_in": float(sum(link.fetching.bytes_in for link in links)),
             "bytes_out": float(sum(link.pushing.bytes_out for link in links)),
             "torn_reads": float(self._n_torn),
@@ -745,5 +722,5 @@ class ParameterClient:
     def _release(self) -> None:
         if self._installing is None and self._staging is None:
             for link in self._links.values():
-                if link.memory.has_changed:
+                if link.memory.has_former:
                     link.memory.release()

@@ -20,18 +20,11 @@ from distbelief.parameter_server.config import ClientConfig, ShardConfig
 from distbelief.parameter_server.layout import Layout, PartialView, TensorSpec
 from distbelief.parameter_server.optimizers import SGD, Adam, UpdateRule
 from distbelief.parameter_server.policy import ExchangePolicy, Round
+from distbelief.parameter_server.ranges import IndexRanges
 from distbelief.parameter_server.shard import Shard
-from distbelief.parameter_server.slices import (
-    WORD,
-    IndexRanges,
-    ShardSlice,
-    as_tensor,
-    convert,
-    decode,
-    encode,
-    parts,
-    word_count,
-)
+from distbelief.parameter_server.slices import ShardSlice
+from distbelief.parameter_server.tensor_copies import convert, parts
+from distbelief.parameter_server.words import WORD, as_tensor, decode, encode, word_count
 from distbelief.protocol import Message, Promote, push_fetch as pf
 from distbelief.roles.role import Address, PeerLost
 from tests.distbelief.parameter_server.pair import (

@@ -10,7 +10,11 @@ import pytest
 
 from distbelief.core.memory import Memory
 from distbelief.errors import JobError, PeerLostError, RemoteProtocolError
-from distbelief.parameter_server.slices import HEADER_BYTES, push_buffer_bytes, push_buffer_views
+from distbelief.parameter_server.tensor_copies import (
+    HEADER_BYTES,
+    push_buffer_bytes,
+    push_buffer_views,
+)
 from distbelief.protocol import Message, PrimaryChanged, push_fetch as pf
 from distbelief.roles.role import Action, Address, PeerJoined, PeerLost, Received, Send
 from distbelief.simulation.storage import HostMemory

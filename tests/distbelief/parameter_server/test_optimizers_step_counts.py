@@ -9,7 +9,8 @@ from distbelief.parameter_server import optimizers as module, slices as slice_ta
 from distbelief.parameter_server.checkpoint import reshard
 from distbelief.parameter_server.layout import Layout, TensorSpec
 from distbelief.parameter_server.optimizers import SGD, StepCounts
-from distbelief.parameter_server.slices import IndexRanges, Indices, ShardSlice, SliceTable
+from distbelief.parameter_server.ranges import IndexRanges, Indices
+from distbelief.parameter_server.slices import ShardSlice, SliceTable
 
 
 SIZE = 64

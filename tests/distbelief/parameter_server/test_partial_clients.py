@@ -29,8 +29,8 @@ from distbelief.parameter_server.optimizers import (
     UpdateRule,
     rules_on,
 )
+from distbelief.parameter_server.ranges import IndexRanges
 from distbelief.parameter_server.shard import Shard
-from distbelief.parameter_server.slices import IndexRanges
 from distbelief.protocol import Message, OpenSession, SaveCheckpoint
 from distbelief.roles.role import Address, PeerJoined
 from tests.distbelief.parameter_server.pair import (

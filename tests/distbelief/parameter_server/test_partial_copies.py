@@ -10,7 +10,9 @@ from distbelief.graph.region import Region
 from distbelief.parameter_server import optimizers
 from distbelief.parameter_server.layout import PartialView, TensorSpec
 from distbelief.parameter_server.optimizers import SGD, Adam, UpdateRule
-from distbelief.parameter_server.slices import IndexRanges, ShardSlice, push_buffer_views
+from distbelief.parameter_server.ranges import IndexRanges
+from distbelief.parameter_server.slices import ShardSlice
+from distbelief.parameter_server.tensor_copies import push_buffer_views
 from distbelief.protocol import push_fetch as pf
 from distbelief.roles.role import Action, Address, Send
 from tests.distbelief.parameter_server.pair import layout_of

@@ -10,7 +10,7 @@ from distbelief.errors import DistBeliefError, RemoteProtocolError, StorageError
 from distbelief.parameter_server import config
 from distbelief.parameter_server.config import copy_names, other_copy
 from distbelief.parameter_server.optimizers import Adagrad
-from distbelief.parameter_server.slices import push_buffer_bytes
+from distbelief.parameter_server.tensor_copies import push_buffer_bytes
 from distbelief.protocol import (
     CheckpointSaved,
     Finished,

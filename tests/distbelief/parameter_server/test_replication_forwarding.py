@@ -13,7 +13,7 @@ from distbelief.parameter_server.replication import (
     STALL_SECONDS,
     TICK_SECONDS,
 )
-from distbelief.parameter_server.slices import push_buffer_views
+from distbelief.parameter_server.tensor_copies import push_buffer_views
 from distbelief.protocol import Message, Stop, push_fetch as pf, replication as rp
 from distbelief.roles.role import SUPERVISOR, Action, Exit, PeerLost
 from tests.distbelief.parameter_server.pair import CLIENT, LARGE, OTHER, layout_of, sent

@@ -11,9 +11,10 @@ from distbelief.parameter_server.config import ShardConfig
 from distbelief.parameter_server.layout import Layout, TensorSpec
 from distbelief.parameter_server.optimizers import SGD
 from distbelief.parameter_server.policy import ExchangePolicy
+from distbelief.parameter_server.ranges import IndexRanges
 from distbelief.parameter_server.sessions import PushBuffer, Session, Sessions
-from distbelief.parameter_server.slices import IndexRanges, ShardSlice
-from distbelief.parameter_server.staleness import PartialStaleness, Staleness
+from distbelief.parameter_server.slices import ShardSlice
+from distbelief.parameter_server.staleness import PartialPushes, Staleness
 from distbelief.parameter_server.store import ShardStore
 from distbelief.protocol import push_fetch as pf
 from distbelief.roles.role import Address
@@ -41,24 +42,25 @@ def test_the_staleness_of_a_push_counts_the_pushes_of_its_elements(
     pushed: list[ShardSlice], mine: ShardSlice, data: st.DataObject
 ) -> None:
     fetched = data.draw(st.integers(0, len(pushed)))
-    recent = PartialStaleness()
+    recent = PartialPushes()
     for clock, shard_slice in enumerate(pushed):
-        recent.add(shard_slice, clock=clock)
+        if shard_slice.ranges is not None:
+            recent.add(shard_slice, clock=clock)
     since = [each for each in pushed[fetched:] if elements(each) & elements(mine)]
-    found = recent.since(mine, fetched_clock=fetched, clock=len(pushed))
+    found = len(pushed) - fetched - recent.n_elsewhere(mine, since=fetched)
     assert found == len(since)
 
 
 def test_what_is_too_long_ago_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    recent = PartialStaleness()
+    recent = PartialPushes()
     n = module._N_KEPT
     for clock in range(n + 10):
         recent.add(LEFT, clock=clock)
-    assert recent.since(RIGHT, fetched_clock=0, clock=n + 10) == 10
+    assert recent.n_elsewhere(RIGHT, since=0) == n
     # Which clients share elements is not kept forever either.
     monkeypatch.setattr(module, "_N_KNOWN_MAX", 1)
-    assert recent.since(MIDDLE, fetched_clock=n, clock=n + 10) == 10
-    assert recent.since(RIGHT, fetched_clock=n, clock=n + 10) == 0
+    assert recent.n_elsewhere(MIDDLE, since=n) == 0
+    assert recent.n_elsewhere(RIGHT, since=n) == 10
 
 
 def test_mean_and_maximum_are_of_all_pushes_and_p95_of_the_recent() -> None:

@@ -6,7 +6,7 @@ from hypothesis import given, strategies as st
 
 from distbelief.core.memory import PrivateMemory
 from distbelief.errors import MemoryGoneError, RemoteProtocolError
-from distbelief.parameter_server.slices import HEADER_BYTES, SeqlockVector
+from distbelief.parameter_server.tensor_copies import HEADER_BYTES, SeqlockVector
 
 
 FLOAT64 = np.dtype(np.float64)

@@ -9,9 +9,10 @@ from hypothesis import given, strategies as st
 
 from distbelief.core.vectors import Vector
 from distbelief.graph.region import Region
-from distbelief.parameter_server import slices
+from distbelief.parameter_server import layout as module
 from distbelief.parameter_server.layout import Layout, PartialView, TensorSpec
 from distbelief.parameter_server.slices import ShardSlice, SliceTable
+from distbelief.parameter_server.tensor_copies import _PIECE
 from tests.distbelief.parameter_server.pair import gather, numbered, put_all
 
 
@@ -186,7 +187,7 @@ def test_what_cannot_be_selected_is_named(items: Items, what: str) -> None:
 
 def test_regions_of_too_many_runs_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     layout = layout_of(40, 6)
-    monkeypatch.setattr(slices, "N_RANGES_MAX", 39)
+    monkeypatch.setattr(module, "N_RANGES_MAX", 39)
     with pytest.raises(ValueError, match="has 40 runs of elements"):
         PartialView(layout, [("w", Region(((0, 40), (0, 3))))])
     halves = [Region(((0, 20), (0, 3))), Region(((20, 40), (3, 5)))]
@@ -210,11 +211,11 @@ def test_a_whole_part_is_the_layout_itself() -> None:
 
 
 def test_the_sum_of_a_tensor_shows_nan_in_any_of_its_pieces() -> None:
-    layout = layout_of(slices._PIECE + 64)
+    layout = layout_of(_PIECE + 64)
     vector = np.zeros(layout.shard_size(0), np.float32)
-    tensor = torch.ones(slices._PIECE + 64)
+    tensor = torch.ones(_PIECE + 64)
     copier = PartialView(layout).copier(0)
-    assert copier.put(0, tensor, vector) == slices._PIECE + 64
+    assert copier.put(0, tensor, vector) == _PIECE + 64
     tensor[0] = math.nan
     assert math.isnan(copier.put(0, tensor, vector))
 

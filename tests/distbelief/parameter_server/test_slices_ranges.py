@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, strategies as st
 
 from distbelief.errors import RemoteProtocolError
-from distbelief.parameter_server import slices as module
-from distbelief.parameter_server.slices import IndexRanges, RangeCopier
+from distbelief.parameter_server import ranges as module
+from distbelief.parameter_server.ranges import N_STRIPES_MAX, IndexRanges, RangeCopier
 
 
 SIZE = 200
@@ -124,7 +124,7 @@ def test_ranges_that_overlap_are_refused() -> None:
     ("words", "what"),
     [
         ([0, 1, 1], "3 numbers of int64 are not stripes"),
-        ([0, 1, 1, 1] * (module.N_STRIPES_MAX + 1), "the most is"),
+        ([0, 1, 1, 1] * (N_STRIPES_MAX + 1), "the most is"),
         ([-1, 1, 1, 1], r"stripe \[-1, 1, 1, 1\] does not fit"),
         ([0, 0, 1, 1], "does not fit a vector of 200"),
         ([0, 1, 1, 0], "does not fit"),

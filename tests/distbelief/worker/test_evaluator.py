@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from distbelief.errors import JobError, RemoteProtocolError
-from distbelief.parameter_server.client.buffers import FetchResult
+from distbelief.parameter_server.client.fetches import FetchResult
 from distbelief.protocol import Evaluate, EvaluationDone, Finished, Message, StartTraining, Stop
 from distbelief.roles.role import Computed, TimerFired
 from distbelief.task import dry_run

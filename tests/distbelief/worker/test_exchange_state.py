@@ -26,7 +26,7 @@ def sgd(values: dict[int, torch.Tensor], **keywords: object) -> LocalSteps:
 
 
 def pushed(steps: LocalSteps, *, finite: bool = True) -> dict[int, list[float]]:
-    found = {item: steps.change(item).tolist() for item in steps.items}
+    found = {item: change.tolist() for item, change in steps.changes()}
     steps.pushed(finite=finite)
     return found
 
@@ -103,7 +103,8 @@ def test_gradients_that_belong_to_somebody_else_are_copied() -> None:
     total.add({0: gradient})
     gradient.fill_(5.0)
     total.add({0: gradient})
-    assert total.change(0).tolist() == [6.0, 6.0]
+    ((_, change),) = total.changes()
+    assert change.tolist() == [6.0, 6.0]
     assert gradient.tolist() == [5.0, 5.0]
 
 

@@ -13,8 +13,8 @@ from distbelief import protocol as wire
 from distbelief.data import BatchCursor, DataShard
 from distbelief.errors import JobError, RemoteProtocolError
 from distbelief.execution.executor import Put, StepResult
-from distbelief.parameter_server.client.buffers import FetchResult
 from distbelief.parameter_server.client.client import ParameterClient
+from distbelief.parameter_server.client.fetches import FetchResult
 from distbelief.parameter_server.layout import Layout, PartialView, TensorSpec
 from distbelief.parameter_server.optimizers import SGD
 from distbelief.roles.role import Action, Compute, Computed, Executor, Seconds, Started

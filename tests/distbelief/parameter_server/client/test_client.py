@@ -14,12 +14,12 @@ from distbelief.core.memory import Memory, PrivateMemory
 from distbelief.core.vectors import block_bounds
 from distbelief.errors import JobError, LocalProtocolError, PeerLostError, RemoteProtocolError
 from distbelief.graph.region import Region
-from distbelief.parameter_server.client import buffers
-from distbelief.parameter_server.client.buffers import Lost, lost_after, n_lost
+from distbelief.parameter_server.client import fetches
 from distbelief.parameter_server.client.client import ParameterClient
 from distbelief.parameter_server.config import ClientConfig
 from distbelief.parameter_server.layout import Layout, PartialView, TensorSpec
-from distbelief.parameter_server.slices import HEADER_BYTES
+from distbelief.parameter_server.lost_pushes import Lost, lost_after, n_lost
+from distbelief.parameter_server.tensor_copies import HEADER_BYTES
 from distbelief.protocol import HeartbeatAck, Message, push_fetch as pf
 from distbelief.roles.role import (
     Action,
@@ -561,7 +561,7 @@ def test_a_fetch_that_the_shard_has_forgotten_begins_anew() -> None:
 def test_blocks_are_installed_while_others_are_on_their_way(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(buffers, "INSTALL_BLOCKS", 2)
+    monkeypatch.setattr(fetches, "INSTALL_BLOCKS", 2)
     alone = Alone(layout_of(LARGE))
     tensors = full_of(alone.layout, 9.0)
     (fetch,) = sent(alone.client.begin_fetch(0.0), pf.Fetch)
@@ -587,7 +587,7 @@ def test_blocks_are_installed_while_others_are_on_their_way(
 def test_a_fetch_that_begins_anew_installs_everything_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(buffers, "INSTALL_BLOCKS", 1)
+    monkeypatch.setattr(fetches, "INSTALL_BLOCKS", 1)
     alone = Alone(layout_of(LARGE))
     tensors = full_of(alone.layout, 9.0)
     (fetch,) = sent(alone.client.begin_fetch(0.0), pf.Fetch)
@@ -608,7 +608,7 @@ def test_a_fetch_that_begins_anew_installs_everything_again(
 def test_a_client_that_holds_a_part_installs_it_when_it_is_there(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(buffers, "INSTALL_BLOCKS", 1)
+    monkeypatch.setattr(fetches, "INSTALL_BLOCKS", 1)
     layout = layout_of(LARGE)
     selection = PartialView(layout, [("w", Region(((0, 299_968),)))])
     alone = Alone(layout, view=selection)

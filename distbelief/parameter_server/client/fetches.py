@@ -1,0 +1,256 @@
+"""The fetches of one client from one shard.
+
+    begin --> (shared memory: at once)  -----------------------> complete --> installed
+          --> Fetch, blocks in order, FetchAck, ..., FetchAck -->
+
+All blocks of a fetch have one clock, because the shard pins one version for it. Each number is
+copied once: from the published values or received blocks into the model's tensors.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Final, final
+
+import msgspec
+import torch
+
+from distbelief.core.vectors import Vector
+from distbelief.errors import RemoteProtocolError
+from distbelief.parameter_server.client.memory import ShardMemory
+from distbelief.parameter_server.config import ClientConfig
+from distbelief.parameter_server.layout import PartialView
+from distbelief.parameter_server.tensor_copies import SeqlockVector, TensorCopier
+from distbelief.protocol import push_fetch as pf
+from distbelief.roles.role import Seconds
+
+
+INSTALL_BLOCKS: Final = 8
+"""Blocks worth an install while others are still to come."""
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class ShardReader:
+    """What one install reads from one shard: a new session meanwhile changes nothing for it."""
+
+    copy: Callable[[Sequence[torch.Tensor]], None]
+    published: SeqlockVector | None  # where it reads; None: blocks
+    clock: int | None  # of the blocks; None if there are more to come
+    shard_incarnation: int  # that the values come from
+    blocks: Sequence[Vector] = ()
+
+    @property
+    def readable(self) -> bool:
+        return self.published is None or self.published.version % 2 == 0
+
+    def read(self, tensors: Sequence[torch.Tensor]) -> int | None:
+        """Copy into `tensors`; return the clock, or None if it was torn or more is to come."""
+        if self.published is None:
+            self.copy(tensors)
+            return self.clock
+        return self.published.read(partial(self.copy, tensors))
+
+
+@final
+class ShardFetch:
+    """The fetches of one client from one shard. Invalid blocks raise RemoteProtocolError."""
+
+    def __init__(
+        self, config: ClientConfig, view: PartialView, index: int, memory: ShardMemory
+    ) -> None:
+        self._config, self._memory = config, memory
+        self._later, self._index = view, index  # once frozen tensors are here
+        self._view, self._slice = view.first, view.first.slices[index]
+        self._payload: pf.Payload = msgspec.UNSET  # of this request
+        self._shard_incarnation = 0
+        self._first_clock = 0  # of that incarnation, as far as known
+        self._copier: TensorCopier | None = None  # of the published values, once there are some
+        self._per_answer = config.blocks_per_answer
+        self._request = 0
+        self._block_clock = 0
+        self._block_incarnation = 0
+        self._acked = 0  # blocks of this request the shard was told of
+        self._by_blocks = True
+        self._torn_since: Seconds | None = None
+        self.received = 0  # blocks [0, received) of this request have come
+        # Those of them that are not installed. They stay in the transport's memory.
+        self._blocks: list[Vector] = []
+        self.wanted = False  # a fetch has begun and is not installed
+        self.complete = True  # no block is to come
+        self.clock = 0  # of the installed values; lowered when the shard restarts
+        self.version = 0, 0  # shard incarnation and clock of the installed values
+        self.bytes_in = 0  # of received blocks and of installs from shared memory
+
+    def start(self, first_request: int) -> None:
+        self._request = first_request
+
+    @property
+    def installable(self) -> bool:
+        """Whether it is worth while to copy what has come into the tensors."""
+        has_part = self._view.is_whole and len(self._blocks) >= INSTALL_BLOCKS
+        return self.wanted and (self.complete or has_part)
+
+    def session_opened(self, opened: pf.SessionOpened) -> list[pf.Fetch]:
+        """Read from this shard incarnation; restart an incomplete fetch."""
+        if opened.shard_incarnation != self._shard_incarnation:
+            # Staleness is counted within one incarnation of the shard.
+            self.clock = min(self.clock, opened.clock)
+            self._first_clock = opened.clock
+        self._shard_incarnation = opened.shard_incarnation
+        if self._memory.published is not None and self._copier is None:
+            self._copier = self._view.copier(self._index)
+        if self.wanted and not (self._by_blocks and self.complete):
+            return self._begin(by_blocks=self._memory.published is None)
+        return []
+
+    def lost(self) -> None:
+        """Drop an incomplete fetch: the shard is gone until the session opens."""
+        if not (self._by_blocks and self.complete):
+            self._restart(by_blocks=True)
+
+    def begin(self, *, is_open: bool, exact: bool = False) -> list[pf.Fetch]:
+        self.wanted = True
+        exact |= self._view is not self._later  # frozen ones come once
+        rounds = self._config.numbers == "bfloat16" and not exact
+        self._payload = "bfloat16" if rounds else msgspec.UNSET
+        self._torn_since = None
+        if is_open:
+            return self._begin(by_blocks=self._memory.published is None)
+        self._restart(by_blocks=True)
+        return []
+
+    def take(self, block: pf.ParameterBlock) -> list[pf.FetchAck]:
+        """Keep a block if it is the next one; return the acknowledgement, if one is due."""
+        if block.request != self._request or self.complete:
+            return []
+        sender = f"shard {self._index}"
+        words = self._payload == "bfloat16"
+        self._slice.check_block(block.block_index, block.values, words=words, sender=sender)
+        # Blocks are kept in order; the shard resends from the first missing one.
+        if block.block_index != self.received:
+            return []
+        if self.received and block.clock != self._block_clock:
+            raise RemoteProtocolError(
+                f"{sender} mixes blocks of clocks {self._block_clock} and {block.clock}"
+            )
+        self._block_clock = block.clock
+        self._block_incarnation = self._shard_incarnation
+        self._blocks.append(block.values)
+        self.received += 1
+        self.complete = self.received == len(self._slice.bounds)
+        self.bytes_in += block.values.nbytes
+        if not self.complete and self.received - self._acked < self._per_answer:
+            return []
+        return [self._ack(again=False)]
+
+    def again(self) -> list[pf.Fetch | pf.FetchAck]:
+        """Return the message to repeat after a while without progress."""
+        if self.complete:
+            return []
+        return [self._ack(again=True) if self.received else self._fetch()]
+
+    def reader(self) -> ShardReader:
+        """Return what the install reads; call only if `installable`."""
+        view, k, published = self._view, self._index, self._memory.published
+        if self._by_blocks:
+            blocks = tuple(self._blocks)
+            first = self.received - len(blocks)
+
+            def copy(tensors: Sequence[torch.Tensor]) -> None:
+                for index, block in enumerate(blocks, first):
+                    view.block_copier(k, index).scatter(block, tensors)
+
+            clock = self._block_clock if self.complete else None
+            return ShardReader(copy, None, clock, self._block_incarnation, blocks)
+        assert published is not None
+        assert self._copier is not None
+        copy_all = partial(self._copier.scatter, published.values)
+        return ShardReader(copy_all, published, 0, self._shard_incarnation)
+
+    def part_installed(self, reader: ShardReader) -> None:
+        """Let go of installed blocks, unless the fetch has begun anew."""
+        n = len(reader.blocks)
+        if n and len(self._blocks) >= n and self._blocks[0] is reader.blocks[0]:
+            del self._blocks[:n]
+
+    def installed(self, clock: int, reader: ShardReader) -> None:
+        self.wanted, self.complete = False, True
+        self._blocks.clear()
+        self.version = reader.shard_incarnation, clock
+        if reader.shard_incarnation != self._shard_incarnation:
+            clock = min(clock, self._first_clock)
+        self.clock = clock
+        if reader.published is not None:
+            self.bytes_in += self._slice.n_elements * self._slice.dtype.itemsize
+        if self._view is not self._later:
+            self._view, self._slice = self._later, self._later.slices[self._index]
+            self._copier = self._copier and self._view.copier(self._index)
+
+    def torn(self, now: Seconds, *, seconds_max: Seconds) -> list[pf.Fetch]:
+        """Note a torn read; after `seconds_max`, fetch by blocks: writes starve no reader."""
+        if self._by_blocks:
+            return []  # the shard was lost in the meantime
+        if self._torn_since is None:
+            self._torn_since = now
+        if now - self._torn_since < seconds_max:
+            return []
+        return self._begin(by_blocks=True)
+
+    def _begin(self, *, by_blocks: bool) -> list[pf.Fetch]:
+        self._request += 1
+        self._restart(by_blocks=by_blocks)
+        return [self._fetch()] if by_blocks else []
+
+    def _restart(self, *, by_blocks: bool) -> None:
+        self._by_blocks = by_blocks
+        self.complete = not (self.wanted and by_blocks)
+        self.received = self._acked = 0
+        self._blocks.clear()
+
+    def _fetch(self) -> pf.Fetch:
+        return pf.Fetch(
+            request=self._request,
+            shard_incarnation=self._shard_incarnation,
+            credit=self._config.credit_blocks,
+            payload=self._payload,
+            holds=msgspec.UNSET if self._view is self._later else self._slice.all_stripes,
+        )
+
+    def _ack(self, *, again: bool) -> pf.FetchAck:
+        self._acked = self.received
+        return pf.FetchAck(
+            request=self._request,
+            shard_incarnation=self._shard_incarnation,
+            received=self._acked,
+            limit=self._acked + self._config.credit_blocks,
+            again=again,
+        )
+
+
+# --- work for the executor ---
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class FetchResult:
+    # Shards with torn or missing values. Until an install leaves none, the tensors are a mixture
+    # of versions: do not use them.
+    torn: tuple[int, ...]
+    clocks: tuple[int, ...]  # per shard, the clock of what was copied; -1 for those in `torn`
+
+
+def install(
+    readers: Mapping[int, ShardReader], tensors: Sequence[torch.Tensor], *, known: Mapping[int, int]
+) -> FetchResult:
+    """Copy the values of shards into `tensors`, in the order of the layout or the selection.
+
+    `known` has, per index, the clock of what was copied before; -1 for the others.
+    """
+    clocks = dict(known)
+    for index, reader in readers.items():
+        clock = reader.read(tensors)
+        if clock is not None:
+            clocks[index] = clock
+    torn = tuple(index for index, clock in clocks.items() if clock < 0)
+    return FetchResult(torn=torn, clocks=tuple(clocks.values()))

@@ -1,0 +1,299 @@
+"""The pushes of one client at one shard.
+
+    sequence        7   8   9   10  11
+                    [settled]  [sent ]  next         settled = 8, issued = 10
+    buffer s mod 2              1   0
+
+Push s is staged into buffer s mod 2 once push s - 2 is settled: acknowledged or lost. A push in
+flight outlives its shard. The next primary tells in SessionOpened which pushes it has; the others
+are sent again with the same sequence, so each push is applied once or lost. Lost pushes are those
+acknowledged but missing in the values of the next primary.
+
+Each number is copied once: from the gradients into the push buffer, which in shared memory is the
+shard's own.
+"""
+
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import final
+
+import msgspec
+import numpy as np
+import torch
+
+from distbelief.core.reliable import Transfer, Window
+from distbelief.core.vectors import Vector
+from distbelief.errors import LocalProtocolError, RemoteProtocolError
+from distbelief.parameter_server.client.memory import ShardMemory
+from distbelief.parameter_server.config import ClientConfig
+from distbelief.parameter_server.layout import PartialView, TensorSpec
+from distbelief.parameter_server.lost_pushes import Lost, lost_after
+from distbelief.parameter_server.slices import payload_of, push_block
+from distbelief.parameter_server.tensor_copies import (
+    N_PUSH_BUFFERS,
+    PushBuffers,
+    TensorCopier,
+    convert,
+)
+from distbelief.parameter_server.ticks import ShardTicks
+from distbelief.protocol import push_fetch as pf
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class StageTarget:
+    copier: TensorCopier
+    values: Vector  # (n_elements,), or words
+    push: pf.Push  # without its counts
+
+
+@final
+class ShardPush:
+    def __init__(
+        self,
+        config: ClientConfig,
+        view: PartialView,
+        index: int,
+        memory: ShardMemory,
+        ticks: ShardTicks,
+    ) -> None:
+        self._config, self._memory, self._ticks = config, memory, ticks
+        self._view, self._index, self._slice = view, index, view.slices[index]
+        self._shard_incarnation = 0
+        self._first_clock = 0  # of that primary, when it opened the session
+        self._push_buffers: PushBuffers | None = None
+        self._copier = view.copier(index, compact=True)
+        self._per_answer = config.blocks_per_answer
+        self._own_buffers: PushBuffers | None = None  # for pushes in blocks, created when needed
+        self._by_blocks = False
+        self._payload: pf.Payload = msgspec.UNSET  # of what lies in them
+        self.in_flight: deque[Transfer[pf.Push]] = deque()
+        self._n_issued = 0
+        self.issued = 0  # the last used sequence
+        self.settled = 0  # no push up to it awaits anything
+        # Issued pushes that are not in the shard's values and never will be, numbered from 1 in
+        # each incarnation of the client.
+        self.lost: Lost = ()
+        self.clock = 0  # the newest known clock of the current primary
+        self.bytes_out = 0  # of sent blocks and filled buffers
+
+    def start(self, first_sequence: int) -> None:
+        self.issued = self.settled = first_sequence - 1
+
+    def agrees(self, opened: pf.SessionOpened) -> bool:
+        """Return whether the shard knows every settled push; if not, open the session again."""
+        # An incarnation that did not rise would reuse sequences that the shard has applied.
+        if opened.watermark > self.issued:
+            raise LocalProtocolError(
+                f"shard {self._index} knows push {opened.watermark} of this client, whose last "
+                f"is {self.issued}: incarnations must rise, also in a resumed run"
+            )
+        return opened.watermark >= self.settled
+
+    def session_opened(self, opened: pf.SessionOpened) -> None:
+        """Push into the attached buffers from now on, or in blocks if there are none.
+
+        Pushes in flight are moved there; `again` sends them.
+        """
+        if opened.shard_incarnation != self._shard_incarnation:
+            self._shard_incarnation = opened.shard_incarnation
+            self._first_clock = self.clock = opened.clock
+        self.clock = max(self.clock, opened.clock)
+        self._settle(opened.watermark)
+        n_settled = self._n_issued - len(self.in_flight)
+        self.lost = lost_after(self.lost, seen=n_settled, kept=opened.applied)
+        self._push_buffers = self._memory.push_buffers
+        self._by_blocks = self._push_buffers is None
+        if self._push_buffers is None:
+            if self._own_buffers is None:
+                memory = np.zeros((N_PUSH_BUFFERS, self._slice.n_elements), self._slice.dtype)
+                words = self._config.numbers == "bfloat16"
+                one, other = (self._slice.room(part, words=words) for part in memory)
+                self._own_buffers = one, other
+            self._push_buffers = self._own_buffers
+        self._payload = payload_of(self._push_buffers[0])
+        for in_flight in self.in_flight:
+            self._move(in_flight)
+            # The shard may have released the old buffers of a client that it believed gone.
+            in_flight.blocks = Window(len(self._slice.bounds))
+
+    def stage_target(
+        self, *, fetched_clock: int, touched: Sequence[object | None] | None
+    ) -> StageTarget:
+        """Return where to stage the next push; it changes `touched` tensors, or None for all."""
+        assert self.issued - self.settled < N_PUSH_BUFFERS
+        assert self._push_buffers is not None
+        values = self._push_buffers[(self.issued + 1) % N_PUSH_BUFFERS]
+        return StageTarget(
+            copier=self._copier,
+            values=values,
+            push=pf.Push(
+                sequence=self.issued + 1,
+                shard_incarnation=self._shard_incarnation,
+                fetched_clock=fetched_clock,
+                n_gradients=0,
+                samples=0,
+                touches=None if touched is None else self._view.stripes_of(self._index, touched),
+                payload=self._payload,
+            ),
+        )
+
+    def issue(
+        self, staged: StageTarget, *, is_open: bool, **counts: pf.Ticks | pf.Dealt
+    ) -> list[pf.PushBlock | pf.Push]:
+        """Send what was staged; if the session is not open, that waits for `session_opened`."""
+        self.issued += 1
+        self._n_issued += 1
+        push = msgspec.structs.replace(staged.push, **counts)
+        in_flight = Transfer(push, staged.values, Window(len(self._slice.bounds)))
+        self.in_flight.append(in_flight)
+        self._move(in_flight)
+        if not self._by_blocks:
+            self.bytes_out += staged.values.nbytes
+        return self._send(in_flight) if is_open else []
+
+    def blocks_acked(self, message: pf.PushBlockAck) -> list[pf.PushBlock | pf.Push]:
+        for in_flight in self.in_flight:
+            if in_flight.message.sequence == message.sequence:
+                is_news = in_flight.blocks.acked(message.received)
+                return self._send(in_flight) if is_news and self._by_blocks else []
+        return []
+
+    def acknowledged(self, message: pf.PushApplied) -> bool:
+        """Settle every push up to the acknowledged one; return whether there was one."""
+        if message.sequence > self.issued:
+            raise RemoteProtocolError(
+                f"shard {self._index} acknowledges push {message.sequence} of {self.issued}"
+            )
+        if message.sequence <= self.settled:
+            return False
+        self._settle(message.sequence)
+        self.clock = max(self.clock, message.clock)
+        return True
+
+    def again(self) -> list[pf.PushBlock | pf.Push]:
+        """Return the messages to repeat after a while without an answer."""
+        messages: list[pf.PushBlock | pf.Push] = []
+        for in_flight in self.in_flight:
+            in_flight.again()
+            messages += self._send(in_flight)
+        return messages
+
+    def _settle(self, sequence: int) -> None:
+        self.settled = max(self.settled, sequence)
+        while self.in_flight and self.in_flight[0].message.sequence <= self.settled:
+            tick = self.in_flight.popleft().message.tick
+            if tick is not msgspec.UNSET:
+                self._ticks.settled(tick)
+
+    def _move(self, in_flight: Transfer[pf.Push]) -> None:
+        assert self._push_buffers is not None
+        push = in_flight.message
+        buffer = self._push_buffers[push.sequence % N_PUSH_BUFFERS]
+        if in_flight.values is not buffer:
+            convert(in_flight.values, buffer, n_parameters=self._slice.n_parameters)
+            in_flight.values = buffer
+            push = in_flight.message = msgspec.structs.replace(push, payload=self._payload)
+        if push.shard_incarnation != self._shard_incarnation:
+            # Staleness is counted within one incarnation of the shard.
+            in_flight.message = msgspec.structs.replace(
+                push,
+                shard_incarnation=self._shard_incarnation,
+                fetched_clock=min(push.fetched_clock, self._first_clock),
+            )
+
+    def _send(self, in_flight: Transfer[pf.Push]) -> list[pf.PushBlock | pf.Push]:
+        if not self._by_blocks:
+            return [in_flight.message]
+        messages = in_flight.due(partial(self._block, in_flight), credit=self._config.credit_blocks)
+        self.bytes_out += sum(
+            one.values.nbytes for one in messages if isinstance(one, pf.PushBlock)
+        )
+        return messages
+
+    def _block(self, in_flight: Transfer[pf.Push], index: int) -> pf.PushBlock:
+        return push_block(
+            self._slice,
+            in_flight.values,
+            index,
+            sequence=in_flight.message.sequence,
+            shard_incarnation=self._shard_incarnation,
+            answer=(index + 1) % self._per_answer == 0,
+        )
+
+
+# --- work for the executor ---
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class PushResult:
+    finite: bool  # whether all numbers are finite; if not, nothing is pushed
+    culprits: tuple[str, ...] = ()  # names of the tensors with NaN or infinity
+
+
+@final
+@dataclass(slots=True, eq=False)
+class PushDraft:
+    """A push that is filled tensor by tensor, in one executor, while backward continues.
+
+    All tensors are copied and checked before any message goes out, so a push with NaN reaches no
+    shard.
+    """
+
+    _targets: Sequence[StageTarget]  # one per shard
+    _specs: Sequence[TensorSpec]  # all tensors of the push
+    _put: set[int] = field(default_factory=set)
+    _culprits: list[int] = field(default_factory=list)
+
+    def put(self, index: int, tensor: torch.Tensor) -> None:
+        """Copy a gradient, a buffer's value or a counter's change into every shard's push buffer.
+
+        The tensor, (n_elements,), may be overwritten as soon as this returns.
+        """
+        self.put_each({index: tensor})
+
+    def put_each(self, tensors: Mapping[int, torch.Tensor]) -> None:
+        """Put several."""
+        for index in tensors:
+            if index in self._put or not 0 <= index < len(self._specs):
+                raise LocalProtocolError(
+                    f"tensor {index} of {len(self._specs)} is put twice: sum gradients first"
+                )
+        sums = [one.copier.put_all(tensors, one.values) for one in self._targets]
+        self._put.update(tensors)
+        for place, (index, tensor) in enumerate(tensors.items()):
+            # A sum of finite numbers may overflow, so look at each element then.
+            is_finite = math.isfinite(sum(one[place] for one in sums))
+            if not (is_finite or bool(torch.isfinite(tensor).all())):
+                self._culprits.append(index)
+
+    def put_all(self, tensors: Sequence[torch.Tensor | None]) -> PushResult:
+        """Copy all tensors, in their order, None for zeros; return whether they are finite."""
+        for index, tensor in enumerate(tensors):
+            if tensor is not None:
+                self.put(index, tensor)
+        return self.finish()
+
+    def finish(self) -> PushResult:
+        """Fill the rest with zeros; return whether all that was put is finite.
+
+        LocalProtocolError if a buffer is missing: zeros would spoil its average.
+        """
+        for index, spec in enumerate(self._specs):
+            if index in self._put:
+                continue
+            if spec.kind != "parameter" and spec.n_elements:
+                raise LocalProtocolError(
+                    f"buffer {spec.name!r} was not put into the draft of a push: put its value"
+                )
+            for target in self._targets:
+                target.copier.put(index, None, target.values)
+        for target in self._targets:
+            target.copier.zero_padding(target.values)
+        self._put.update(range(len(self._specs)))
+        culprits = tuple(self._specs[index].name for index in sorted(self._culprits))
+        return PushResult(finite=not culprits, culprits=culprits)
