@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Final, Generic, TypeVar, final
 
 from distbelief.core.vectors import Vector
-from distbelief.errors import RemoteProtocolError
+from distbelief.errors import PeerLostError, RemoteProtocolError
 
 
 Item = TypeVar("Item")
@@ -97,6 +97,28 @@ class Silence:
     def stalled(self, now: float) -> float:
         """Return the seconds since the last progress."""
         return now - self.progress_at
+
+    def check(
+        self,
+        now: float,
+        name: str,  # of the peer
+        awaited: str,  # from it
+        *,
+        silence_seconds_max: float,
+        stall_seconds_max: float,
+    ) -> None:
+        """Raise PeerLostError if the peer was silent, or without progress, for too long."""
+        silent, stalled = self.silent(now), self.stalled(now)
+        if silent >= silence_seconds_max:
+            raise PeerLostError(
+                f"{name} has been silent for {silent:.1f} s with {awaited} due "
+                f"(silence_seconds_max is {silence_seconds_max:g}): look at its log"
+            )
+        if stalled >= stall_seconds_max:
+            raise PeerLostError(
+                f"{name} answers, but {awaited} is overdue by {stalled:.1f} s "
+                f"(stall_seconds_max is {stall_seconds_max:g}): look at its log"
+            )
 
 
 @final

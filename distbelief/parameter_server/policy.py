@@ -13,6 +13,7 @@ deltas in rounds.
 """
 
 import math
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -95,6 +96,27 @@ class ExchangePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             or self.weight != "sum"
             or self.damping == "excess"
         )
+
+    def scale(
+        self,
+        staleness: int,
+        n_clients: int,  # that are in
+        n_samples: int,  # of this push
+        others: Sequence[int | None],  # of the last push of each other client; None: not yet
+    ) -> float:
+        """Return what multiplies a push that is applied by itself."""
+        scale = 1.0
+        if self.weight == "mean":
+            scale /= n_clients
+        elif self.weight == "samples":
+            # A client that has pushed nothing yet is taken for one like this.
+            known = [n_samples, *(n_samples if n is None else n for n in others)]
+            scale *= n_samples * len(known) / (max(sum(known), 1) * n_clients)
+        if self.damping == "inverse":
+            scale /= 1 + staleness
+        elif self.damping == "excess":
+            scale /= 1 + max(staleness - (n_clients - 1), 0)
+        return scale
 
     def refuse(self, rule: UpdateRule, *, inner: bool, workers: int) -> None:
         """Raise ValueError if the shards' rule, or an `inner` optimizer, does not fit."""

@@ -26,10 +26,10 @@ from distbelief.core.spans import Spans
 from distbelief.core.vectors import Vector
 from distbelief.errors import MemoryGoneError, RemoteProtocolError
 from distbelief.parameter_server.optimizers import StepCounts
-from distbelief.parameter_server.sessions import PushBuffer, PushInProgress, Sessions
+from distbelief.parameter_server.sessions import PushInProgress, Sessions
 from distbelief.parameter_server.slices import ShardSlice, push_block
 from distbelief.parameter_server.store import ShardStore
-from distbelief.parameter_server.tensor_copies import N_PUSH_BUFFERS, push_buffer_views
+from distbelief.parameter_server.tensor_copies import N_PUSH_BUFFERS, PushBuffer, push_buffer_views
 from distbelief.parameter_server.words import WORD
 from distbelief.protocol import Message, SessionRecord, push_fetch as pf, replication as rp
 from distbelief.roles.role import SUPERVISOR, Action, Address, Received, Seconds, Send, SetTimer
@@ -265,7 +265,7 @@ class Backup:
             return None, 0
         if push_buffer.received < len(shard_slice.bounds):
             return None, push_buffer.received
-        values = push_buffer.values(shard_slice)
+        values = shard_slice.room(push_buffer.memory, words=push_buffer.words)
         if push_buffer.size != values.size:
             raise RemoteProtocolError(
                 f"push {sequence} has {push_buffer.size} elements, its client {values.size}"

@@ -12,7 +12,6 @@ pushes wait in one queue, first come, first served, with at most one entry per c
 backup, a push is acknowledged when both copies have applied it.
 """
 
-import math
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
@@ -31,52 +30,16 @@ from distbelief.parameter_server.staleness import PartialPushes, Staleness
 from distbelief.parameter_server.store import ShardStore
 from distbelief.parameter_server.tensor_copies import (
     N_PUSH_BUFFERS,
+    PushBuffer,
     push_buffer_bytes,
     push_buffer_views,
 )
-from distbelief.parameter_server.ticks import Attendance, Floor
-from distbelief.parameter_server.words import WORD
+from distbelief.parameter_server.ticks import Attendance, Floor, Rounds
 from distbelief.protocol import SessionRecord, push_fetch as pf, replication as rp
 from distbelief.roles.role import Action, Address, Received, Seconds, Send
 
 
 # --- one client ---
-
-
-@final
-@dataclass(slots=True, eq=False)
-class PushBuffer:
-    memory: Vector  # (n_elements,) of what the client holds: gradient, then buffers
-    sequence: int = 0  # of the push in it; 0 for none
-    words: bool = False  # whether that is in words: bfloat16
-    received: int = 0  # blocks [0, received) are in it
-    size: int = 0  # numbers, or words, of those blocks
-    push: pf.Push | None = None  # set when it has come
-
-    def lend(self, sequence: int, payload: pf.Payload) -> None:
-        """Reuse the buffer for push `sequence`, unless it already holds that push."""
-        words = payload == "bfloat16"
-        if self.sequence != sequence:
-            self.sequence, self.received, self.push = sequence, 0, None
-            self.words, self.size = words, 0
-        elif self.words is not words:
-            raise RemoteProtocolError(f"push {sequence} is of two payloads: use one")
-
-    def take(self, block: pf.PushBlock) -> None:
-        """Store a block if it is the next one: the sender repeats the others."""
-        self.lend(block.sequence, block.payload)
-        if block.block_index == self.received:
-            room = self.memory.view(WORD) if self.words else self.memory
-            stop = self.size + block.values.size
-            room[self.size : stop] = block.values
-            self.size = stop
-            self.received += 1
-
-    def values(self, shard_slice: ShardSlice) -> Vector:
-        """Return all numbers, or words, of a push of this slice."""
-        if not self.words:
-            return self.memory[: shard_slice.n_elements]
-        return shard_slice.room(self.memory, words=True)
 
 
 @final
@@ -189,7 +152,10 @@ class PushInProgress:
 
     @property
     def values(self) -> Vector:
-        return self.push_buffer.values(self.client.shard_slice)
+        held, buffer = self.client.shard_slice, self.push_buffer
+        if buffer.words:
+            return held.room(buffer.memory, words=True)
+        return buffer.memory[: held.n_elements]
 
     def record(self) -> SessionRecord:
         """Return the session record as it will be after this push."""
@@ -228,18 +194,13 @@ class Sessions:
         self.applying: PushInProgress | None = None
         self._round: deque[PushInProgress] = deque()  # still to add to the round in progress
         self._folded: list[PushInProgress] = []  # added to it
-        # When the next round ends without those that are late; None: not by time.
-        self.round_due: Seconds | None = None
-        self._round_began: Seconds | None = None
-        self._round_seconds: Seconds = 0.0  # that the last round took
         self._staleness = Staleness()
         self._partial_pushes = PartialPushes()
         self._n_applied = self._n_duplicates = self._bytes_in = 0
         self._n_refused = 0
         self._refused: dict[Address, int] = {}  # the newest of each client
         self.floor = Floor(config.policy.staleness)
-        self._missing = ""  # whose push the next round waits for
-        self._late = ""  # and the last round waited for at its end
+        self.rounds = Rounds.of(config.policy, self.floor)
 
     def restore(self, clients: Iterable[SessionRecord]) -> None:
         self._clients = {client.name: client for client in map(Session.of, clients)}
@@ -261,7 +222,7 @@ class Sessions:
             "bytes_in": float(self._bytes_in),
             "queue": float(len(self.queue) + len(self._round) + (self.applying is not None)),
             **self._staleness.counters(),
-            **(self.floor.counters(self._members) if self.counts_ticks else {}),
+            **(self.floor.counters(clients) if self.counts_ticks else {}),
         }
 
     def is_older(self, name: Address, incarnation: int) -> bool:
@@ -282,12 +243,8 @@ class Sessions:
         except RemoteProtocolError as error:
             return f"the elements that you hold are invalid: {error}"
         client = self._clients.get(event.sender)
-        if (
-            client is not None
-            and client.opened
-            and client.incarnation == event.incarnation
-            and client.shard_slice.key != shard_slice.key
-        ):
+        is_open = client is not None and client.opened and client.incarnation == event.incarnation
+        if client is not None and is_open and client.shard_slice.key != shard_slice.key:
             return (
                 f"you held {client.shard_slice.n_elements} elements and now hold "
                 f"{shard_slice.n_elements} others: restart the client to change what it holds"
@@ -508,30 +465,27 @@ class Sessions:
 
     def _take_queued(self, now: Seconds) -> None:
         """Take the oldest complete push, or those of a round in the order of their names."""
-        in_round = self._config.policy.round is not None
+        rounds = self.rounds
         taken: list[PushInProgress] = []
-        while self.queue and (in_round or not taken):
+        while self.queue and (rounds is not None or not taken):
             client = self._clients[self.queue.popleft()]
             client.queued = False
             push_buffer = client.next_complete()
             if push_buffer is not None and push_buffer.push is not None:
                 push = push_buffer.push
-                staleness = self._values.clock - push.fetched_clock
-                if self._partial_pushes.are_some:
-                    staleness -= self._partial_pushes.n_elsewhere(
-                        client.shard_slice, since=push.fetched_clock
-                    )
+                since, partial = push.fetched_clock, self._partial_pushes
+                staleness = self._values.clock - since
+                if partial.are_some:
+                    staleness -= partial.n_elsewhere(client.shard_slice, since=since)
                 share = rp.WHOLE if push.commit_token else self._share_of(client, push, staleness)
                 taken.append(PushInProgress(client, push_buffer, push, staleness, share))
-        if in_round:
+        if rounds is not None:
+            rounds.end(now)
             taken.sort(key=lambda one: one.client.name)
             taken = [
                 replace(one, share=msgspec.structs.replace(one.share, n_to_follow=len(taken) - n))
                 for n, one in enumerate(taken, 1)
             ]
-            began = now if self._round_began is None else self._round_began
-            self.round_due, self._round_began, self._round_seconds = None, now, now - began
-            self._late, self._missing = self._missing, ""
         self._round += taken
 
     def end_push(self, *, held: bool, staged: bool = False) -> list[Action]:
@@ -588,37 +542,15 @@ class Sessions:
 
     def _may_take(self, now: Seconds, *, is_last: bool) -> bool:
         """Return whether the complete pushes make a round, if there are rounds."""
-        policy = self._config.policy.round
-        if policy is None or is_last:
+        if self.rounds is None or is_last:
             return True
-        if self.floor.awaits_clients or not self.queue:
+        if not self.queue:
             return False
         # Those whose last push waits here have left.
         members = [client for client in self._clients.values() if client.is_in or client.queued]
-        # A client that is too far ahead begins no tick: it may wait for a push of this very round.
-        missing = [one for one in members if not (one.queued or self.floor.is_gated(one))]
-        if not missing:
-            return True
-        self._missing = missing[0].name
-        due = now + policy.grace_seconds
-        n_queued = sum(client.queued for client in members)
-        if n_queued < math.ceil(policy.quorum * len(members) - 1e-9):
-            # A client that has ended the tick of a push waiting here may wait too: for a push at
-            # another shard, whose last round was of others. So nobody could make the quorum. Late
-            # pushes wait for the others' next ones first.
-            if not all((one.tick or 0) >= self._first_tick for one in missing):
-                self.round_due = None
-                return False
-            due += 2 * self._round_seconds
-        self.round_due = due if self.round_due is None else min(self.round_due, due)
-        return now >= self.round_due
-
-    @property
-    def _first_tick(self) -> int:
         buffers = [self._clients[name].next_complete() for name in self.queue]
         pushes = [one.push for one in buffers if one is not None and one.push is not None]
-        first = self.floor.value + 1
-        return min((push.tick or first for push in pushes), default=first)
+        return self.rounds.may_end(now, members, pushes)
 
     def _share_of(self, client: Session, push: pf.Push, staleness: int) -> rp.Share:
         policy = self._config.policy
@@ -630,19 +562,8 @@ class Sessions:
         others = self._others_in(client)
         n_clients = max(self._n_with(client, others), client.n_beside)
         client.n_beside = 0
-        scale = 1.0
-        if policy.weight == "mean":
-            scale /= n_clients
-        elif policy.weight == "samples":
-            # A client that has pushed nothing yet is taken for one like this.
-            pushed = (one.n_samples for one in others)
-            known = [n_samples, *(n_samples if n is None else n for n in pushed)]
-            scale *= n_samples * len(known) / (max(sum(known), 1) * n_clients)
-        if policy.damping == "inverse":
-            scale /= 1 + staleness
-        elif policy.damping == "excess":
-            scale /= 1 + max(staleness - (n_clients - 1), 0)
-        return rp.Share(scale=scale)
+        known = [one.n_samples for one in others]
+        return rp.Share(scale=policy.scale(staleness, n_clients, n_samples, known))
 
     def _others_in(self, client: Session) -> list[Session]:
         return [one for one in self._clients.values() if one.is_in and one is not client]
@@ -669,17 +590,14 @@ class Sessions:
 
     def tell_floor(self) -> list[Action]:
         """Tell a new floor to the clients that could not begin a tick at the old one."""
-        self.floor.rise(self._members)
-        return self.floor.news(self._members, incarnation=self.incarnation)
-
-    @property
-    def _members(self) -> list[Session]:
-        return list(self._clients.values())
+        clients = self._clients.values()
+        self.floor.rise(clients)
+        return self.floor.news(clients, incarnation=self.incarnation)
 
     def _told_floor(self, client: Session) -> tuple[pf.Ticks, str | msgspec.UnsetType]:
         if not self.counts_ticks:
             return msgspec.UNSET, msgspec.UNSET
-        self.floor.rise(self._members)
+        self.floor.rise(self._clients.values())
         return self.floor.tell(client)
 
     # ------------------------------------------------------------------- messages
@@ -716,8 +634,8 @@ class Sessions:
             floor=floor,
             behind=behind,
         )
-        if self._config.policy.round is not None:
-            late = "" if self._late == client.name else self._late
+        if self.rounds is not None:
+            late = "" if self.rounds.late == client.name else self.rounds.late
             applied = msgspec.structs.replace(applied, late=late)
         return Send(receiver=client.name, message=applied)
 

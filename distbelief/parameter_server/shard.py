@@ -577,7 +577,8 @@ class Shard:
             actions += self._begin_push(push, now)
         elif may_copy:
             actions += self._begin_copy()
-        until = self._sessions.round_due
+        rounds = self._sessions.rounds
+        until = None if rounds is None else rounds.due
         if until is not None and until != self._grace_until:
             self._grace_until = until
             actions.append(rl.SetTimer(name=_GRACE, at=until))

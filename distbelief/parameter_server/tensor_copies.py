@@ -7,6 +7,7 @@ push buffers    two for each client: push s lies in buffer s mod 2
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final, final
 
 import numpy as np
@@ -17,6 +18,7 @@ from distbelief.core.vectors import ALIGNMENT, Element, Vector, padded
 from distbelief.errors import RemoteProtocolError
 from distbelief.parameter_server.ranges import IndexRanges, RangeCopier, rounded
 from distbelief.parameter_server.words import WORD, as_tensor, decode, encode
+from distbelief.protocol import push_fetch as pf
 
 
 def parts(vector: Vector, n_parameters: int) -> tuple[Vector, Vector]:
@@ -304,3 +306,33 @@ def push_buffer_views(
 
 PushBuffers = tuple[Vector, Vector]
 """Each of what the client holds: (n_elements,), or words."""
+
+
+@final
+@dataclass(slots=True, eq=False)
+class PushBuffer:
+    memory: Vector  # (n_elements,) of what the client holds: gradient, then buffers
+    sequence: int = 0  # of the push in it; 0 for none
+    words: bool = False  # whether that is in words: bfloat16
+    received: int = 0  # blocks [0, received) are in it
+    size: int = 0  # numbers, or words, of those blocks
+    push: pf.Push | None = None  # set when it has come
+
+    def lend(self, sequence: int, payload: pf.Payload) -> None:
+        """Reuse the buffer for push `sequence`, unless it already holds that push."""
+        words = payload == "bfloat16"
+        if self.sequence != sequence:
+            self.sequence, self.received, self.push = sequence, 0, None
+            self.words, self.size = words, 0
+        elif self.words is not words:
+            raise RemoteProtocolError(f"push {sequence} is of two payloads: use one")
+
+    def take(self, block: pf.PushBlock) -> None:
+        """Store a block if it is the next one: the sender repeats the others."""
+        self.lend(block.sequence, block.payload)
+        if block.block_index == self.received:
+            room = self.memory.view(WORD) if self.words else self.memory
+            stop = self.size + block.values.size
+            room[self.size : stop] = block.values
+            self.size = stop
+            self.received += 1

@@ -1,4 +1,4 @@
-"""Ticks: how far each worker is, who is in, and who may go on. Clients and shards share this.
+"""Ticks: how far each worker is, who is in, who may go on, and when a round ends.
 
     tick      of a worker that is in: exchanges that it has ended, as the shard has acknowledged
     floor     the least tick of all that are in and connected; it never falls
@@ -9,13 +9,15 @@ clients had time to come back, each with its tick. Only the beginning of a tick 
 push, and the worker with the least tick is not gated: so the floor rises as long as one works.
 """
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol, final
 
 import msgspec
 
 from distbelief.errors import FalseClaimError
+from distbelief.parameter_server.policy import ExchangePolicy, Round
 from distbelief.protocol import push_fetch as pf
 from distbelief.roles.role import Action, Address, Seconds, Send
 
@@ -255,7 +257,7 @@ class Floor:
         if is_known or not self.awaits_clients:  # a new one waits until there is a floor
             member.tick = max(member.tick or 0, tick or 0, self.value)
 
-    def rise(self, members: Sequence[Member]) -> None:
+    def rise(self, members: Collection[Member]) -> None:
         if self.awaits_clients:
             return
         inside = [member for member in members if member.is_in]
@@ -272,7 +274,7 @@ class Floor:
         member.told = self.value
         return self.value, "" if self._behind == member.name else self._behind
 
-    def news(self, members: Sequence[Member], *, incarnation: int) -> list[Action]:
+    def news(self, members: Collection[Member], *, incarnation: int) -> list[Action]:
         """Tell a new floor to the clients that could not begin a tick at the old one."""
         staleness = self._staleness
         actions: list[Action] = []
@@ -288,7 +290,57 @@ class Floor:
                 actions.append(Send(receiver=member.name, message=floor))
         return actions
 
-    def counters(self, members: Sequence[Member]) -> Mapping[str, float]:
+    def counters(self, members: Collection[Member]) -> Mapping[str, float]:
         ticks = [member.tick or 0 for member in members if member.is_in]
         gap = float(max(ticks, default=0) - min(ticks, default=0))
         return {"workers_in": float(len(ticks)), "floor": float(self.value), "clock_gap": gap}
+
+
+@final
+class Rounds:
+    """When the complete pushes of a shard make a round."""
+
+    def __init__(self, policy: Round, floor: Floor) -> None:
+        self._policy, self._floor = policy, floor
+        # When the next round ends without those that are late; None: not by time.
+        self.due: Seconds | None = None
+        self.late = ""  # whose push the last round waited for at its end
+        self._missing = ""  # whose push the next one waits for
+        self._began: Seconds | None = None
+        self._seconds: Seconds = 0.0  # that the last round took
+
+    @classmethod
+    def of(cls, policy: ExchangePolicy, floor: Floor) -> "Rounds | None":
+        return None if policy.round is None else cls(policy.round, floor)
+
+    def may_end(self, now: Seconds, members: Sequence[Member], pushes: Sequence[pf.Push]) -> bool:
+        """Return whether the pushes that are here make a round, or wait for others until `due`.
+
+        Members are in, or their last push is here and they have left.
+        """
+        if self._floor.awaits_clients:
+            return False
+        # A client that is too far ahead begins no tick: it may wait for a push of this very round.
+        missing = [one for one in members if not (one.queued or self._floor.is_gated(one))]
+        if not missing:
+            return True
+        self._missing = missing[0].name
+        first = self._floor.value + 1
+        due = now + self._policy.grace_seconds
+        n_queued = sum(one.queued for one in members)
+        if n_queued < math.ceil(self._policy.quorum * len(members) - 1e-9):
+            # A client that has ended the tick of a push waiting here may wait too: for a push at
+            # another shard, whose last round was of others. So nobody could make the quorum. Late
+            # pushes wait for the others' next ones first.
+            first_tick = min([push.tick or first for push in pushes], default=first)
+            if not all((one.tick or 0) >= first_tick for one in missing):
+                self.due = None
+                return False
+            due += 2 * self._seconds
+        self.due = due if self.due is None else min(self.due, due)
+        return now >= self.due
+
+    def end(self, now: Seconds) -> None:
+        began = now if self._began is None else self._began
+        self.due, self._began, self._seconds = None, now, now - began
+        self.late, self._missing = self._missing, ""

@@ -29,9 +29,9 @@ from distbelief.parameter_server.client.pushes import ShardPush
 from distbelief.parameter_server.config import ShardConfig
 from distbelief.parameter_server.pinned_versions import PinnedVersions, Version
 from distbelief.parameter_server.replication import Backup, Primary
-from distbelief.parameter_server.sessions import PushBuffer, PushInProgress, Session, Sessions
+from distbelief.parameter_server.sessions import PushInProgress, Session, Sessions
 from distbelief.parameter_server.shard import ClientMessage, ReplicationMessage, Shard
-from distbelief.parameter_server.tensor_copies import N_PUSH_BUFFERS, SeqlockVector
+from distbelief.parameter_server.tensor_copies import N_PUSH_BUFFERS, PushBuffer, SeqlockVector
 from distbelief.roles.role import Action, Address, Persist, Received, Seconds, Send, Snapshot
 from distbelief.simulation.trace import SimulationFailed
 from distbelief.supervisor.failover import PrimaryElection

@@ -23,7 +23,7 @@ import torch
 from distbelief.core import formatting
 from distbelief.core.memory import Memory
 from distbelief.core.reliable import AnswerTimer
-from distbelief.errors import JobError, LocalProtocolError, PeerLostError
+from distbelief.errors import JobError, LocalProtocolError
 from distbelief.parameter_server.client.fetches import FetchResult, ShardFetch, ShardReader, install
 from distbelief.parameter_server.client.memory import ShardMemory
 from distbelief.parameter_server.client.pushes import PushDraft, PushResult, ShardPush, StageTarget
@@ -293,22 +293,16 @@ class ShardLink:
         return rl.SetTimer(name=f"{TIMER}{self.index}", at=at)
 
     def _give_up_if_due(self, now: rl.Seconds) -> None:
-        config, silence = self.config, self._answer.silence
-        silent, stalled = silence.silent(now), silence.stalled(now)
-        name = " and ".join(self.copies)
         awaited = "SessionOpened"
         if self.is_open:
             awaited = "an acknowledgement" if self.fetching.complete else "a fetch"
-        if silent >= config.silence_seconds_max:
-            raise PeerLostError(
-                f"{name} has been silent for {silent:.1f} s with {awaited} due "
-                f"(silence_seconds_max is {config.silence_seconds_max:g}): look at its log"
-            )
-        if stalled >= config.stall_seconds_max:
-            raise PeerLostError(
-                f"{name} answers, but {awaited} is overdue by {stalled:.1f} s "
-                f"(stall_seconds_max is {config.stall_seconds_max:g}): look at its log"
-            )
+        self._answer.silence.check(
+            now,
+            " and ".join(self.copies),
+            awaited,
+            silence_seconds_max=self.config.silence_seconds_max,
+            stall_seconds_max=self.config.stall_seconds_max,
+        )
 
     def _blocks_came(self, now: rl.Seconds, message: ShardReply) -> None:
         is_one = isinstance(message, pf.ParameterBlock)
@@ -373,7 +367,6 @@ class ParameterClient:
     ) -> None:
         self.view = view
         self._specs = view.tensors
-        self._is_parameter = [spec.kind == "parameter" for spec in view.tensors]
         self._pushes_allowed = config.pushes
         # Whether the last fetch, which may be under way, has all pushes of this client for certain.
         self.fetches_own_pushes = True
@@ -554,23 +547,14 @@ class ParameterClient:
         values: Sequence[torch.Tensor],
         *,
         fetched_clocks: Sequence[int] | None = None,  # of the parameters of the oldest gradient
-        skip_missing: bool = False,
     ) -> Callable[[], PushResult]:
         """Return the work that copies a push into every shard's buffer and checks it.
 
         Gradients are sums of raw gradients (DB-7), each (n_elements,), in the order of the layout
-        or the selection; None for zeros. Of buffers `values` are pushed instead. `fetched_clocks`
-        are by default those of the last install. With `skip_missing`, tensors without a gradient
-        keep their values and rule state.
+        or the selection; None for zeros. Of buffers `values` are pushed instead.
         """
-        tensors = [
-            gradient if is_parameter else value
-            for is_parameter, gradient, value in zip(
-                self._is_parameter, gradients, values, strict=True
-            )
-        ]
-        targets = self._begin_push(fetched_clocks, touched=tensors if skip_missing else None)
-        return partial(PushDraft(targets, self._specs).put_all, tensors)
+        draft = self.draft(fetched_clocks=fetched_clocks)
+        return partial(draft.put_all, gradients, values)
 
     def draft(
         self,
@@ -580,6 +564,7 @@ class ParameterClient:
     ) -> PushDraft:
         """Return a push to fill tensor by tensor in the executor, as `stage`; call `staged`.
 
+        `fetched_clocks` are by default those of the last install.
         With `touched`, tensors that are None there keep their values and rule state.
         """
         return PushDraft(self._begin_push(fetched_clocks, touched=touched), self._specs)

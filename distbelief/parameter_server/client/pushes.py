@@ -271,9 +271,12 @@ class PushDraft:
             if not (is_finite or bool(torch.isfinite(tensor).all())):
                 self._culprits.append(index)
 
-    def put_all(self, tensors: Sequence[torch.Tensor | None]) -> PushResult:
-        """Copy all tensors, in their order, None for zeros; return whether they are finite."""
-        for index, tensor in enumerate(tensors):
+    def put_all(
+        self, gradients: Sequence[torch.Tensor | None], values: Sequence[torch.Tensor]
+    ) -> PushResult:
+        """Copy all gradients, None for zeros, and the values of buffers; see `finish`."""
+        for index, (gradient, value) in enumerate(zip(gradients, values, strict=True)):
+            tensor = gradient if self._specs[index].kind == "parameter" else value
             if tensor is not None:
                 self.put(index, tensor)
         return self.finish()

@@ -355,7 +355,10 @@ class Bench:
     ) -> PushResult:
         """Stage and send gradients, and the values of buffers; do not wait."""
         client = self.client(name)
-        outcome = client.stage(gradients, values, skip_missing=skip_missing)()
+        pairs = zip(client.view.tensors, gradients, values, strict=True)
+        touched = [one if spec.kind == "parameter" else value for spec, one, value in pairs]
+        draft = client.draft(touched=touched if skip_missing else None)
+        outcome = draft.put_all(gradients, values)
         actions = client.staged(outcome, n_gradients=1, samples=samples, now=self.now)
         self.perform(name, actions)
         return outcome

@@ -7,7 +7,8 @@ import pytest
 
 from distbelief.errors import LocalProtocolError
 from distbelief.parameter_server.layout import Layout, TensorSpec
-from distbelief.parameter_server.sessions import PushBuffer, PushInProgress, Session
+from distbelief.parameter_server.sessions import PushInProgress, Session
+from distbelief.parameter_server.tensor_copies import PushBuffer
 from distbelief.protocol import (
     BeginEpoch,
     BeginEvaluation,

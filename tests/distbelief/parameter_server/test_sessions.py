@@ -12,10 +12,11 @@ from distbelief.parameter_server.layout import Layout, TensorSpec
 from distbelief.parameter_server.optimizers import SGD
 from distbelief.parameter_server.policy import ExchangePolicy
 from distbelief.parameter_server.ranges import IndexRanges
-from distbelief.parameter_server.sessions import PushBuffer, Session, Sessions
+from distbelief.parameter_server.sessions import Session, Sessions
 from distbelief.parameter_server.slices import ShardSlice
 from distbelief.parameter_server.staleness import PartialPushes, Staleness
 from distbelief.parameter_server.store import ShardStore
+from distbelief.parameter_server.tensor_copies import PushBuffer
 from distbelief.protocol import push_fetch as pf
 from distbelief.roles.role import Address
 
