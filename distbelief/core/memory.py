@@ -3,7 +3,7 @@
 A role asks its driver for named regions. The ZeroMQ driver maps files, the simulated driver
 uses arrays; every role that attaches to a region sees the same bytes. The role that creates
 a region owns it and releases it. A name is used once per run: it contains the owner's name
-and incarnation. Concurrent readers check a version (`parameter_server.slices`).
+and incarnation. Concurrent readers check a version (`parameter_server.tensor_copies`).
 """
 
 import ctypes

@@ -129,8 +129,8 @@ def client_incarnations_are_ignored(patch: Patch) -> None:
 
 def push_buffer_is_reused_too_early(patch: Patch) -> None:
     """A client stages a third push while two are in flight."""
-    has_room = property(lambda self: self.issued - self.settled <= N_PUSH_BUFFERS)
-    patch.setattr(ShardPush, "has_room", has_room)
+    has_room = property(lambda self: self.pushing.issued - self.pushing.settled <= N_PUSH_BUFFERS)
+    patch.setattr(ShardLink, "has_room", has_room)
 
 
 def blocks_are_taken_in_any_order(patch: Patch) -> None:
