@@ -340,8 +340,7 @@ def bind_again(bindings: Bindings) -> None:
 
 # --- all of it ---
 
-Rates = float | Sequence[float]
-"""Of a worker's own steps with gradients: one rate, or one per item."""
+Rates = float | Sequence[float]  # of local steps with gradients: one, or one per item
 
 
 @final
@@ -477,7 +476,7 @@ class ExchangeState:
         return [value if item in items else None for item, value in enumerate(self._values)]
 
     def put_into(self, put: Callable[[int, torch.Tensor], None]) -> None:
-        """Give away what is to be pushed; `staged` follows."""
+        """Give away what a push has; `staged` follows."""
         unsent = self._sum if self._local_steps is None else self._local_steps
         for changes in (unsent.changes(), self.buffers.to_push().items()):
             for item, change in changes:
