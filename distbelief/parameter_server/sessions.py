@@ -67,7 +67,7 @@ class Session:
     expired: int = 0  # the latest fetch whose pin expired
     n_samples: int | None = None  # of its last push
     attendance: Attendance = field(default_factory=Attendance)  # of this incarnation
-    told: int = 0  # the floor that it was told last
+    told: int = 0  # the newest floor sent to it
     tick: pf.Ticks = msgspec.UNSET  # ticks that it has ended; Unset: it is not in
     n_beside: int = 0  # clients that were in with it, itself included, when one of them left
 

@@ -1,4 +1,4 @@
-"""Ticks: how far each worker is, who is in, who may go on, and when a round ends.
+"""Ticks: how far each worker is, which are in, which may go on, and when a round ends.
 
     tick      of a worker that is in: exchanges that it has ended, as the shard has acknowledged
     floor     the least tick of all that are in and connected; it never falls
@@ -136,7 +136,7 @@ class WorkerTicks:
         self.waits_since: tuple[Address, Seconds] | None = None
         self._samples: int | None = None  # up to the last push, or in the first session
         self._gap_max = 0  # ticks ahead of the slowest
-        self._waits: dict[Address, Seconds] = {}  # by who was waited for
+        self._waits: dict[Address, Seconds] = {}  # by the worker it waited for
 
     @property
     def _counting(self) -> list[ShardTicks]:
@@ -149,9 +149,9 @@ class WorkerTicks:
     def enter(
         self, now: Seconds, *, staleness: int | None, samples: int, unacknowledged: int
     ) -> list[bool]:
-        """Want to begin a tick; return for each shard that counts ticks whether it is to be told.
+        """Want to begin a tick; return for each shard that counts ticks whether this is news to it.
 
-        Nothing is to be told as long as pushes are under way, which tell the tick.
+        Empty while pushes are under way, which carry the tick.
         """
         counting = self._counting
         if self._samples is None:
@@ -222,7 +222,7 @@ class Member(Protocol):
     """A client, as the floor sees it."""
 
     tick: pf.Ticks  # that it has ended; Unset: it is not in
-    told: int  # the floor that it was told last
+    told: int  # the newest floor sent to it
 
     @property
     def name(self) -> Address: ...
