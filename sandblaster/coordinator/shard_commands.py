@@ -14,7 +14,8 @@ from typing import Final, final
 
 from distbelief import protocol as wire
 from distbelief.core.reliable import Backoff, Silence
-from distbelief.errors import DistBeliefError, PeerLostError
+from distbelief.errors import DistBeliefError, PeerLostError, RemoteProtocolError
+from distbelief.protocol.vector_commands import Batch, n_scalars
 from distbelief.roles.role import Action, Address, Received, Seconds, Send, SetTimer
 from sandblaster.coordinator.workers import CoordinatorConfig
 
@@ -33,6 +34,7 @@ class CommandBroadcast:
         self._config = config
         self.shards = tuple(shards)
         self._command: wire.ShardCommand | None = None  # the last one; None before the first
+        self._n_scalars = 0  # in each answer to it
         self._answers: dict[Address, wire.CommandDone] = {}
         self._incarnations: dict[Address, int] = {}  # at the start of the epoch
         self._newest: dict[Address, int] = {}  # the newest known
@@ -85,6 +87,7 @@ class CommandBroadcast:
             settled=settled,
             on_disk=on_disk,
         )
+        self._n_scalars = n_scalars(_measured_by(task))
         self._answers = {}
         for silence in self._silences.values():
             silence.start(now)
@@ -101,10 +104,18 @@ class CommandBroadcast:
                 f"{shard} is in epoch {message.epoch}, this coordinator in {self.epoch}: "
                 "another coordinator has taken over"
             )
+        is_due = command is not None and (message.epoch, message.number) == (
+            command.epoch,
+            command.number,
+        )
+        n = self._n_scalars if is_due and message.error is None else len(message.scalars)
+        if len(message.scalars) != n:  # no sign of life either
+            raise RemoteProtocolError(
+                f"{shard} answers command {message.number} of epoch {message.epoch} with "
+                f"{len(message.scalars)} numbers, not {n}"
+            )
         self._silences[shard].heard(now)
-        if self.lost is not None or command is None or shard in self._answers:
-            return
-        if (message.epoch, message.number) != (command.epoch, command.number):
+        if self.lost is not None or command is None or not is_due or shard in self._answers:
             return
         # A failed checkpoint goes back to the supervisor; any other failure ends the run.
         if message.error is not None and not isinstance(command.task, wire.Checkpoint):
@@ -176,3 +187,13 @@ class CommandBroadcast:
         assert self._command is not None
         sends = [Send(receiver=shard, message=self._command) for shard in self._waiting()]
         return [*sends, SetTimer(name=TIMER, at=self._backoff.due)]
+
+
+def _measured_by(task: wire.Task) -> Batch:
+    match task:
+        case wire.Execute(commands=commands):
+            return commands
+        case wire.BeginEvaluation(before=commands) | wire.FinishEvaluation(after=commands):
+            return commands
+        case _:
+            return ()

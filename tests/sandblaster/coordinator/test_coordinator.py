@@ -6,6 +6,7 @@ import pytest
 
 from distbelief import protocol as wire
 from distbelief.errors import DistBeliefError, PeerLostError, RemoteProtocolError, StorageError
+from distbelief.protocol.vector_commands import Norm
 from distbelief.roles import role as rl
 from sandblaster.chunks import ChunkSizes
 from sandblaster.coordinator.coordinator import Coordinator
@@ -120,6 +121,22 @@ def test_a_restarted_shard_ends_the_epoch() -> None:
 def test_a_coordinator_with_an_older_epoch_ends() -> None:
     with pytest.raises(DistBeliefError, match="another coordinator has taken over"):
         Orders().answer(SHARDS[0], epoch=9000)
+
+
+def test_an_answer_that_does_not_fit_its_command_is_refused() -> None:
+    """Regression: the method's generator ended with it, and the coordinator stepped for ever."""
+    bench = Orders()
+    for shard in SHARDS:
+        bench.answer(shard)
+    bench.commands.send(
+        wire.Execute(commands=(Norm(x="a", order="2"), Norm(x="b", order="2"))), 0.0
+    )
+    with pytest.raises(RemoteProtocolError, match="with 0 numbers, not 2"):
+        bench.answer(SHARDS[0], number=2)
+    assert bench.waiting_for() == SHARDS[0]
+    with pytest.raises(PeerLostError):  # no sign of life either
+        for second in range(1, 20):
+            bench.commands.timer(float(second))
 
 
 # --- the role ---
