@@ -484,7 +484,7 @@ class ExchangeState:
         return [value if item in items else None for item, value in enumerate(self._values)]
 
     def put_into(self, draft: Draft) -> None:
-        """Give away what is to be pushed; `staged` follows."""
+        """Put into a draft what a push has; `staged` follows."""
         buffers = self.buffers.to_push()
         if self._local_steps is None:
             draft.put_each(dict(self._sum.changes()) | buffers)
