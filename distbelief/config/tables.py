@@ -119,7 +119,7 @@ _NAMES = {
     "adafactor": _OF_WHOLE_TENSORS,
     "muon": _OF_WHOLE_TENSORS,
     "lbfgs": 'It is [algorithm] name = "sandblaster", method = "l-bfgs".',
-    "sparseadam": 'Shards skip what has no gradient by themselves: use "Adam".',
+    "sparseadam": 'Pushes are dense: use "Adam".',
 }
 
 

@@ -368,6 +368,8 @@ class TorchRule(_Rule, frozen=True, kw_only=True, dict=True):
         super().__post_init__()
         user = f"rule {self.name!r}"
         require(self, user, "eps", lambda x: 0.0 < x < math.inf, "a finite number above 0")
+        if self._options.get("maximize"):  # a replica's own steps would descend
+            raise SettingError(f"{user}: maximize is true: leave it out, and negate the loss")
         with torch_optimizers.explaining(self.name, self._options, where=user):
             is_elementwise = self._gives_bits_of_whole_tensors()
         if not is_elementwise:

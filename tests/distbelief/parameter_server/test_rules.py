@@ -99,7 +99,7 @@ TABLES: list[tuple[str, dict[str, object]]] = [
     ("RMSprop", {"centered": True, "momentum": 0.5}),
     ("Rprop", {"lr": 0.1}),
     ("SGD", {"lr": 0.1, "momentum": 0.9, "dampening": 0.5}),
-    ("SGD", {"lr": 0.1, "momentum": 0.9, "nesterov": True, "maximize": True}),
+    ("SGD", {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
 ]
 OF_TORCH: list[UpdateRule] = [
     msgspec.convert({"name": name, **keywords}, UpdateRule) for name, keywords in TABLES
@@ -564,6 +564,7 @@ def test_a_rule_survives_the_job_file(rule: UpdateRule) -> None:
             {"name": "sgd", "learning_rate": 1, "schedule": {"name": "cosin"}},
             r"'cosin' - at `\$.schedule.name`",
         ),
+        ({"name": "SGD", "lr": 0.1, "maximize": True}, "maximize is true: leave it out"),
     ],
 )
 def test_a_wrong_rule_is_refused_by_name_and_value(table: dict[str, object], message: str) -> None:
