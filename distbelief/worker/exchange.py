@@ -12,7 +12,7 @@ So each step is in exactly one push, and no fetch loses or repeats one. Applied 
 tensors may run in the compute executor, one after the other; the owner counts.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, Protocol, final
 
@@ -474,6 +474,17 @@ class ExchangeState:
         elif gradients and rates:
             values = [self._values[item] for item in gradients]
             torch._foreach_add_(values, list(gradients.values()), alpha=-rates)
+
+    def push_facts(
+        self, clocks: Sequence[int], *, trained: Collection[int]
+    ) -> tuple[tuple[int, ...], list[torch.Tensor | None] | None]:
+        """Return `fetched_clocks`, and what a push touches: None if that is all.
+
+        What got no gradient must not move, by weight decay or momentum, as in torch.
+        """
+        touched = self.touched
+        is_all = all(touched[item] is not None for item in trained)
+        return self.fetched_clocks(clocks), None if is_all else touched
 
     @property
     def touched(self) -> list[torch.Tensor | None]:

@@ -729,8 +729,9 @@ class Training(Program):
     # --- work of the compute executor
 
     def _staging_work(self) -> Callable[[], PushResult]:
-        exchange, clocks = self._exchange, self._client.clocks
-        draft = self._client.draft(fetched_clocks=exchange.fetched_clocks(clocks))
+        exchange = self._exchange
+        clocks, touched = exchange.push_facts(self._client.clocks, trained=self._items.trained)
+        draft = self._client.draft(fetched_clocks=clocks, touched=touched)
 
         def stage() -> PushResult:
             exchange.put_into(draft)

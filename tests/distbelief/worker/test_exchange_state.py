@@ -221,3 +221,18 @@ def test_a_repeated_torn_fetch_repeats_local_steps_once() -> None:
     exchange.staged()
     fetch(3.0)
     assert [value.tolist() for value in values] == [[3.0] * 3, [3.0] * 2]
+
+
+def test_what_gets_no_gradient_is_not_touched() -> None:
+    """Regression: a job pushed zeros for it, by which weight decay and momentum moved it."""
+    tensors = [TensorSpec(name=name, shape=(2,)) for name in "ab"]
+    view = PartialView(Layout.of(tensors, n_shards=1))
+    exchange = ExchangeState([torch.ones(2), torch.ones(2)], view, Pace(), trained=[0, 1])
+    exchange.add({0: torch.ones(2)})
+    exchange.count((3,))
+    clocks, touched = exchange.push_facts((5,), trained={0, 1})
+    assert clocks == (3,)
+    assert touched is not None
+    assert [one is not None for one in touched] == [True, False]
+    exchange.add({1: torch.ones(2)})
+    assert exchange.push_facts((5,), trained={0, 1}) == ((3,), None)
