@@ -15,7 +15,7 @@ from typing import Final, final
 from distbelief import protocol as wire
 from distbelief.core.reliable import Backoff, Silence
 from distbelief.errors import DistBeliefError, PeerLostError, RemoteProtocolError
-from distbelief.protocol.vector_commands import Batch, n_scalars
+from distbelief.protocol.vector_commands import n_scalars
 from distbelief.roles.role import Action, Address, Received, Seconds, Send, SetTimer
 from sandblaster.coordinator.workers import CoordinatorConfig
 
@@ -87,7 +87,7 @@ class CommandBroadcast:
             settled=settled,
             on_disk=on_disk,
         )
-        self._n_scalars = n_scalars(_measured_by(task))
+        self._n_scalars = _n_measured_by(task)
         self._answers = {}
         for silence in self._silences.values():
             silence.start(now)
@@ -189,11 +189,14 @@ class CommandBroadcast:
         return [*sends, SetTimer(name=TIMER, at=self._backoff.due)]
 
 
-def _measured_by(task: wire.Task) -> Batch:
+def _n_measured_by(task: wire.Task) -> int:
+    """Return how many numbers each shard answers."""
     match task:
-        case wire.Execute(commands=commands):
-            return commands
-        case wire.BeginEvaluation(before=commands) | wire.FinishEvaluation(after=commands):
-            return commands
+        case (
+            wire.Execute(commands=commands)
+            | wire.BeginEvaluation(before=commands)
+            | wire.FinishEvaluation(after=commands)
+        ) if commands:
+            return n_scalars(commands)
         case _:
-            return ()
+            return 0
