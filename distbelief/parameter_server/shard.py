@@ -268,7 +268,10 @@ class Shard:
                 actions = self._commands.take(event, message)
             case ms.SaveCheckpoint():
                 self._is_sealed = self._is_sealed or message.last
-                actions = self._save(event.sender, message.label)
+                # What the last pushes were of: the supervisor counts it before the job ends.
+                tells = message.last and self._serves and self._config.deals
+                actions = self._tell_news(now) if tells else []
+                actions += self._save(event.sender, message.label)
             case ms.Stop():
                 actions = self._stop(event.sender)
             case _:
@@ -305,14 +308,17 @@ class Shard:
         """Tell the supervisor which dealt positions are applied, if that is news."""
         if self._stopped_by is not None:
             return []
-        timer, applied = rl.SetTimer(name=_TELL, at=now + TELL_SECONDS), self._values.applied
+        return [rl.SetTimer(name=_TELL, at=now + TELL_SECONDS), *self._tell_news(now)]
+
+    def _tell_news(self, now: rl.Seconds) -> list[rl.Action]:
+        applied = self._values.applied
         if self._told is not None:
             told, at = self._told
             if told == applied and now - at < TELL_AGAIN_SECONDS:
-                return [timer]
+                return []
         self._told = applied, now
         message = ms.SamplesApplied(spans=applied.to_wire()[: 2 * ms.N_SPANS_MAX])
-        return [timer, rl.Send(receiver=rl.SUPERVISOR, message=message)]
+        return [rl.Send(receiver=rl.SUPERVISOR, message=message)]
 
     def _open_session(self, event: rl.Received, request: pf.OpenSession) -> list[rl.Action]:
         sender, sessions = event.sender, self._sessions

@@ -47,6 +47,7 @@ class DealtBatch:
     """Where a batch of dealt samples belongs."""
 
     push: Span  # positions of its push
+    stop: int  # position after the batch
     ends_push: bool  # with this batch
     ends_range: bool
 
@@ -211,7 +212,9 @@ class DealtPlan:
             position=self._position,
             indices=dealt_samples(start, stop, n_samples=epochs.n_samples, seed=self._seed),
             epoch=start // epochs.n_samples,
-            dealt=DealtBatch(push=push, ends_push=stop == push[1], ends_range=stop == end),
+            dealt=DealtBatch(
+                push=push, stop=stop, ends_push=stop == push[1], ends_range=stop == end
+            ),
         )
 
     def n_steps(self, start: int, stop: int) -> int:

@@ -174,6 +174,7 @@ class DealtPushes:
         self._part = part  # of the replica that this rank pushes
         self._due: Span | None = None  # positions of the push that is due
         self._start: int | None = None  # the first position since the last push
+        self._stop = 0  # the position after the last batch
         self._last_skipped: Span | None = None
         # Pushes up to the end of each range that is taken and not known to be applied.
         self._range_ends: deque[int] = deque()
@@ -197,12 +198,20 @@ class DealtPushes:
         It ends where that of any other replica would, or if it `is_auto` when it is full.
         """
         start, stop = dealt.push
+        self._stop = dealt.stop
         if self._start is None:
             self._start = start
         self.is_whole = dealt.ends_range or not is_auto
         if not ((is_auto and is_full) or dealt.ends_range or (dealt.ends_push and not is_auto)):
             return False
         self.end((self._start, stop))
+        return True
+
+    def end_early(self) -> bool:
+        """Let a push end with the last batch; return whether it has any."""
+        if self._start is None:
+            return False
+        self.end((self._start, self._stop))
         return True
 
     def end(self, push: Span) -> None:
@@ -506,7 +515,16 @@ class Training(Program):
     @property
     def _owes(self) -> bool:
         """Whether something is accrued that is not pushed yet."""
-        return self._exchange.n_unsent > 0 and (self._dealt is None or self._push_due)
+        return self._exchange.n_unsent > 0 and (self._carries_all or self._push_due)
+
+    @property
+    def _carries_all(self) -> bool:
+        """Whether the last push carries what has accrued, also a part of what a push has.
+
+        After a Stop, such a part is dealt anew: a resumed run pushes as one without a pause. After
+        `max_steps`, nobody would get it.
+        """
+        return self._dealt is None or self._config.max_steps is not None
 
     # --- steps ---
 
@@ -581,14 +599,19 @@ class Training(Program):
         is_full = exchange.n_unsent >= exchange.pace.n_push
         if not pushes.add(dealt, is_auto=is_auto, is_full=is_full):
             return
+        self._end_dealt(pushes)
+        if dealt.ends_range:
+            pushes.end_range(self.counters.pushes + self._push_due)
+
+    def _end_dealt(self, pushes: DealtPushes) -> None:
+        """A push ends here; without a gradient there is nothing to push."""
+        exchange = self._exchange
         self._push_due = exchange.n_unsent > 0 and bool(self.values)
         if not exchange.n_unsent:
             pushes.skip()
         if not self._push_due:
             pushes.drop()
             exchange.discard()
-        if dealt.ends_range:
-            pushes.end_range(self.counters.pushes + self._push_due)
 
     def _staged_at_once(
         self, staged: PushResult, batch: BatchIndices, now: Seconds
@@ -635,16 +658,22 @@ class Training(Program):
 
     def _may_push(self, *, final: bool) -> bool:
         """Return whether to stage what has accrued: every shard has a free slot for it."""
-        # After the last step, one more push carries what has accrued.
-        if final and self._dealt is None:
-            self._push_due |= self._exchange.n_unsent > 0
-        elif final and not self._push_due:  # a push that has not all its samples is dealt anew
-            self._exchange.discard()
+        if final and not self._push_due:
+            self._end_last_push()
         # The values fetched after a push of local steps contain it, and so none after it.
         # A replica without any further step to take begins no fetch, and its push is waited for.
         is_last = final or (self._dealt is not None and self._dealt.plan.is_read)
         is_early = self._exchange.pace.sends_delta and self._exchange.fetch_due and not is_last
         return self._push_due and not is_early and self._client.can_push
+
+    def _end_last_push(self) -> None:
+        """After the last step, one more push carries what has accrued."""
+        if self._dealt is None:
+            self._push_due = self._exchange.n_unsent > 0
+        elif not self._carries_all:
+            self._exchange.discard()
+        elif self._dealt.end_early():
+            self._end_dealt(self._dealt)
 
     def _push(self, steps: Steps) -> Waiting[None]:
         self._push_due, self._staging = False, True

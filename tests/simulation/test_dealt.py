@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -9,6 +10,7 @@ from distbelief.core.spans import NOTHING, Spans
 from distbelief.parameter_server import checkpoint, shard as shard_module
 from distbelief.parameter_server.checkpoint import ShardState
 from distbelief.parameter_server.policy import ExchangePolicy
+from distbelief.parameter_server.rules import SGD
 from distbelief.parameter_server.shard_config import ShardConfig
 from distbelief.parameter_server.store import ShardStore
 from distbelief.protocol import membership
@@ -112,6 +114,27 @@ def test_bad_samples_are_left_out_once_per_epoch() -> None:
     assert job.job.view.samples == 80
     total = sum(job.job.samples(name) for name in REPLICAS)
     assert 80 <= total < 86  # and not tried again and again
+
+
+@pytest.mark.parametrize("n_ranks", [1, 2])
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"n_push": 4},
+        {"exchange": ExchangePolicy(every=4)},
+        {"exchange": ExchangePolicy(every=4, send="delta"), "inner": {}},
+    ],
+    ids=["n_push", "every", "delta"],
+)
+def test_steps_after_the_last_whole_push_count(how: dict[str, Any], n_ranks: int) -> None:
+    """With max_steps = 3 and four steps a push, a job ended with an untrained model."""
+    if "inner" in how:  # the loss of a split model is a mean
+        inner = {"name": "SGD", "lr": 1.0 if n_ranks == 1 else 4.0}
+        how = {**how, "inner": inner, "rule": SGD(learning_rate=1.0)}
+    job = DealtJob(n_samples=40, n_replicas=1, max_steps=7, n_ranks=n_ranks, **how)
+    assert job.job.run() is None
+    assert job.job.view.samples == 28
+    job.check_end(Spans([(0, 28)]))
 
 
 def test_part_of_an_epoch_ends_exactly() -> None:

@@ -55,11 +55,11 @@ def test_dealt_ranges_are_read_in_batches_of_whole_pushes() -> None:
     assert [len(batch.indices) for batch in batches] == [3, 3, 3, 3, 2]
     assert [batch.position for batch in batches] == [100, 103, 106, 109, 112]
     assert [batch.dealt for batch in batches] == [
-        DealtBatch(push=(0, 6), ends_push=False, ends_range=False),
-        DealtBatch(push=(0, 6), ends_push=True, ends_range=True),
-        DealtBatch(push=(12, 18), ends_push=False, ends_range=False),
-        DealtBatch(push=(12, 18), ends_push=True, ends_range=False),
-        DealtBatch(push=(18, 20), ends_push=True, ends_range=True),
+        DealtBatch(push=(0, 6), stop=3, ends_push=False, ends_range=False),
+        DealtBatch(push=(0, 6), stop=6, ends_push=True, ends_range=True),
+        DealtBatch(push=(12, 18), stop=15, ends_push=False, ends_range=False),
+        DealtBatch(push=(12, 18), stop=18, ends_push=True, ends_range=False),
+        DealtBatch(push=(18, 20), stop=20, ends_push=True, ends_range=True),
     ]
     assert plan.is_read
     assert len(plan.batch(5).indices) == 0
@@ -97,8 +97,8 @@ def test_a_generation_begins_anew_with_what_one_rank_has_not_pushed() -> None:
     for plan in (leader, rank):
         batches = [plan.batch(step) for step in range(2)]
         assert [batch.dealt for batch in batches] == [
-            DealtBatch(push=(15, 18), ends_push=True, ends_range=False),
-            DealtBatch(push=(18, 20), ends_push=True, ends_range=True),
+            DealtBatch(push=(15, 18), stop=18, ends_push=True, ends_range=False),
+            DealtBatch(push=(18, 20), stop=20, ends_push=True, ends_range=True),
         ]
         assert batches[0].position == 115
     leader.take([(20, 26)], n_before=2)
