@@ -129,10 +129,15 @@ class DownpourSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
             sends_delta=exchange.send == "delta",
         )
 
+    @property
+    def local_rate(self) -> float:
+        """The rate of local steps, before the rule's schedule."""
+        if self.local_learning_rate is not None:
+            return self.local_learning_rate
+        # No rate of an adaptive rule, or of several, would fit a local step.
+        has_one = not (self.rule.adaptive or self.rule.groups)
+        return self.rule.learning_rate if has_one else 0.0
+
     def rate(self, clock: int) -> float:
         """Return the rate of local steps from parameters of this clock."""
-        rate = self.local_learning_rate
-        if rate is None:  # no rate of an adaptive rule, or of several, would fit a local step
-            has_one = not (self.rule.adaptive or self.rule.groups)
-            rate = self.rule.learning_rate if has_one else 0.0
-        return rate * self.rule.schedule.factor(clock)
+        return self.local_rate * self.rule.schedule.factor(clock)

@@ -93,7 +93,7 @@ class Step:
     scheduled: int  # its number among all steps of the replica, those of earlier lives included
     counts: bool  # whether its gradient is needed: the shards do not have it yet
     draft: PushDraft | None  # the push that takes the gradients at once, if there is one
-    local_rate: float | None  # of the local step; None: no local step
+    steps_locally: bool  # unless a fetch overwrites that, or repeats it with the others
     batch_slice: BatchSlice
     n_bytes: float  # that it moves beside its computation
     gradients: Gradients = field(default_factory=dict)  # unless `draft` takes them
@@ -330,7 +330,7 @@ class Training(Program):
         )
         self._position = 0  # samples consumed since the replica's first incarnation
         self._pushed = 0  # samples up to the end of the last push
-        self._clock = 0  # of the parameters in use
+        self._clock = 0  # of the parameters in use; the compute executor's
         self._step: Step | None = None
         self._push_due = False
         self._staging = False
@@ -473,23 +473,25 @@ class Training(Program):
     def _begin_install(self, steps: Steps) -> None:
         exchange, pace = self._exchange, self._exchange.pace
         repeats = pace.keeps_local_steps and not pace.sends_delta
-        rate = self._config.rate(self._clock) if repeats else 0.0
         contains_pushes = self._client.fetches_own_pushes
         fetched = self._client.install(self.values)
-        is_changed = exchange.changes_installs
 
         def install() -> FetchResult:
             exchange.hold()
             installed = fetched()
             if not installed.torn:
+                self._clock = max(installed.clocks, default=0)
+                rate = self._config.rate(self._clock) if repeats else 0.0
                 exchange.merge(contains_pushes=contains_pushes, rates=rate)
             return installed
 
         has_steps = exchange.n_unsent > 0
         # Of deltas also the anchor, before and after; to repeat local steps also read gradients and
         # values, and write values.
-        n_copies = (8 if has_steps else 4) if pace.sends_delta else 5 if rate and has_steps else 2
-        steps.begin_install(install if is_changed else fetched, n_copies * self._items.n_bytes)
+        is_read = has_steps and repeats and self._config.local_rate > 0.0
+        n_copies = (8 if has_steps else 4) if pace.sends_delta else 5 if is_read else 2
+        work = install if exchange.changes_installs or pace.n_fetch > 1 else fetched
+        steps.begin_install(work, n_copies * self._items.n_bytes)
 
     def _installed(self, steps: Steps, step: Step | None = None) -> Waiting[None]:
         """Wait for an install; if this step is queued behind it, fetch ahead for the next one."""
@@ -498,7 +500,6 @@ class Training(Program):
             return
         self.seconds += seconds
         self.counters.fetches += 1
-        self._clock = max(self._client.clocks, default=0)
         unacknowledged = self._client.unacknowledged
         self._exchange.fetched()
         steps.here.installed_for = steps.number
@@ -541,18 +542,14 @@ class Training(Program):
         at_once = counts and drafts and not self._exchange.n_unsent
         draft = self._client.draft() if at_once and self._client.can_push else None
         # Read w; a local step reads g and w, and writes w; an optimizer has two moments, at most.
-        local_rate: float | None = 0.0
-        n_copies = 8  # the inner optimizer of deltas has its own rate
-        if not pace.sends_delta:
-            # A fetch that follows overwrites a local step, or repeats it with the others.
-            is_kept = (steps.number + 1) % pace.n_fetch != 0
-            local_rate, n_copies = (self._config.rate(self._clock), 4) if is_kept else (None, 1)
+        steps_locally = pace.sends_delta or (steps.number + 1) % pace.n_fetch != 0
+        n_copies = 8 if pace.sends_delta else 4 if steps_locally else 1
         self._step = step = Step(
             number=steps.number,
             scheduled=self._n_steps(0, batch.position) if pace.sends_delta else 0,
             counts=counts,
             draft=draft,
-            local_rate=local_rate,
+            steps_locally=steps_locally,
             batch_slice=steps.slice,
             n_bytes=n_copies * self._items.n_bytes,
         )
@@ -581,7 +578,7 @@ class Training(Program):
                 assert result.staged is not None
                 return self._staged_at_once(result.staged, batch, now)
             self._exchange.count(self._client.clocks)
-            counters.local_steps += step.local_rate is not None
+            counters.local_steps += step.steps_locally
             if self._exchange.pace.sums_gradients:
                 self._bad.n_in_row = 0
         if self._config.exchange.every == "auto":
@@ -814,8 +811,9 @@ class Training(Program):
         if step.staged is None and step.counts:
             if self._bound is not None:
                 clip(step.gradients, square, norm_max=self._bound)
-            rate, number = step.local_rate or 0.0, step.scheduled
-            self._exchange.add(step.gradients, rates=rate, number=number)
+            # Of the parameters that this step was computed from; deltas have a rate of their own.
+            rate = self._config.rate(self._clock) if step.steps_locally else 0.0
+            self._exchange.add(step.gradients, rates=rate, number=step.scheduled)
             step.gradients.clear()
         return Closed(is_finite=True, staged=step.staged)
 

@@ -23,6 +23,7 @@ from distbelief.data import BatchCursor, DataShard
 from distbelief.parameter_server.initial_values import shard_values
 from distbelief.parameter_server.layout import Layout
 from distbelief.parameter_server.rules import SGD, Adagrad, TorchRule, UpdateRule
+from distbelief.parameter_server.schedules import Cosine
 from distbelief.protocol import Evaluate, EvaluationDone, Finished, Progress, StartTraining, Stop
 from distbelief.roles.role import Address, Role
 from distbelief.simulation.cluster import SimulatedCluster
@@ -208,22 +209,27 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 def plain(settings: DownpourSettings, *, task: TaskSpec) -> dict[str, torch.Tensor]:
     """Return the parameters after the paper's Algorithm 1.1, taken literally, in plain torch.
 
-    The one addition is a last push of what is left.
+    The additions are a last push of what is left, rates that follow the rule's schedule, and local
+    steps that are repeated from fetched parameters.
     """
     module = build_model(task.model)
     local: dict[str, torch.Tensor] = dict(module.named_parameters())
     server = {name: drawn(task)[name].clone().requires_grad_() for name in local}
     optimizer = _optimizer(settings.rule, server)
-    alpha = settings.local_learning_rate or settings.rule.learning_rate
+    rate, n_pushes = settings.local_learning_rate or settings.rule.learning_rate, 0
+    alpha, factor = rate, settings.rule.schedule.factor
     dataset, loss = build_dataset(task.train), loss_function(task.loss)
     accrued = {name: torch.zeros_like(value) for name, value in server.items()}
     n_steps = settings.max_steps or 0
     for step, indices in enumerate(_batches(settings, n_samples=len(dataset))):
         samples = [dataset[i] for i in indices]
         inputs, targets = torch.utils.data.default_collate(samples)
-        for name, value in local.items():
-            if step % settings.n_fetch == 0:
+        if step % settings.n_fetch == 0:
+            alpha = rate * factor(n_pushes)
+            for name, value in local.items():
                 value.data.copy_(server[name].data.view_as(value))
+                if not settings.overwrite_local_steps:
+                    value.data.add_(accrued[name].view_as(value), alpha=-alpha)
         module.zero_grad()
         loss(module(inputs), targets).backward()
         for name, value in local.items():
@@ -233,7 +239,10 @@ def plain(settings: DownpourSettings, *, task: TaskSpec) -> dict[str, torch.Tens
         if step % settings.n_push == 0 or step == n_steps - 1:
             for name, value in server.items():
                 value.grad, accrued[name] = accrued[name], torch.zeros_like(value)
+            for group in optimizer.param_groups:
+                group["lr"] = settings.rule.learning_rate * factor(n_pushes)
             optimizer.step()
+            n_pushes += 1
     return {name: value.detach() for name, value in server.items()}
 
 
@@ -295,6 +304,27 @@ def test_algorithm_1_1_is_followed_to_the_bit(n_fetch: int, n_push: int, host: s
     """DB-6 to DB-9: when, which sum, reset to zero, and the local steps in between."""
     job = downpour(
         n_fetch=n_fetch, n_push=n_push, blocking=True, overwrite_local_steps=True, max_steps=11
+    )
+    cluster = Cluster(LEARNING, job, host=host)
+    cluster.run()
+    assert same(cluster.values(), plain(job, task=LEARNING))
+
+
+@both_data_paths
+@pytest.mark.parametrize("overwrite", [True, False])
+@pytest.mark.parametrize(("n_fetch", "n_push"), [(2, 2), (3, 1), (2, 3)])
+def test_local_steps_follow_the_schedule(
+    n_fetch: int, n_push: int, *, overwrite: bool, host: str
+) -> None:
+    """Regression: they had the rate of one fetch ago, and after a restart that of clock 0."""
+    rule = SGD(learning_rate=0.5, schedule=Cosine(n_pushes=12))
+    job = downpour(
+        rule=rule,
+        n_fetch=n_fetch,
+        n_push=n_push,
+        blocking=True,
+        overwrite_local_steps=overwrite,
+        max_steps=11,
     )
     cluster = Cluster(LEARNING, job, host=host)
     cluster.run()
