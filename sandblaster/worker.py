@@ -15,6 +15,7 @@ import math
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, final
 
 import torch
@@ -122,8 +123,8 @@ class ChunkPushes:
         commit_token = next(iter(self._to_push))
         kept = self._sums.pop(self._to_push.pop(commit_token))
         self._pushing = commit_token, kept
-        stage = client.stage(kept.gradients, kept.values)
-        return rl.Compute(name=PUSH, work=stage, cost=rl.Cost(n_bytes=2.0 * self._n_bytes))
+        work = partial(client.draft().put_all, kept.gradients, kept.values)
+        return rl.Compute(name=PUSH, work=work, cost=rl.Cost(n_bytes=2.0 * self._n_bytes))
 
     def computed(self, event: rl.Computed, now: rl.Seconds) -> Sequence[rl.Action]:
         if event.name != PUSH or self._pushing is None:

@@ -98,28 +98,6 @@ class Silence:
         """Return the seconds since the last progress."""
         return now - self.progress_at
 
-    def check(
-        self,
-        now: float,
-        name: str,  # of the peer
-        awaited: str,  # from it
-        *,
-        silence_seconds_max: float,
-        stall_seconds_max: float,
-    ) -> None:
-        """Raise PeerLostError if the peer was silent, or without progress, for too long."""
-        silent, stalled = self.silent(now), self.stalled(now)
-        if silent >= silence_seconds_max:
-            raise PeerLostError(
-                f"{name} has been silent for {silent:.1f} s with {awaited} due "
-                f"(silence_seconds_max is {silence_seconds_max:g}): look at its log"
-            )
-        if stalled >= stall_seconds_max:
-            raise PeerLostError(
-                f"{name} answers, but {awaited} is overdue by {stalled:.1f} s "
-                f"(stall_seconds_max is {stall_seconds_max:g}): look at its log"
-            )
-
 
 @final
 class AnswerTimer:
@@ -130,12 +108,15 @@ class AnswerTimer:
     the seconds that a block takes.
     """
 
-    def __init__(self, first: float, longest: float, *, pause_max: float) -> None:
+    def __init__(
+        self, first: float, longest: float, *, silence_seconds_max: float, stall_seconds_max: float
+    ) -> None:
         self.silence = Silence()
         self.sent_at = 0.0
         self.asked_at = 0.0  # the same, repetitions left out
         self._repeated_at = 0.0
-        self._first, self._longest, self._pause_max = first, longest, pause_max
+        self._first, self._longest = first, longest
+        self._silence_max, self._stall_max = silence_seconds_max, stall_seconds_max
         self._backoff = Backoff(first, longest)
         self.is_awaited = False  # if not, the timer runs out
         # By direction: when its blocks last made progress, and the seconds that one takes.
@@ -155,6 +136,20 @@ class AnswerTimer:
     def woke(self, now: float) -> None:
         """The timer has fired."""
         self.silence.woke(now)
+
+    def check(self, now: float, name: str, awaited: str) -> None:
+        """Raise PeerLostError if the peer was silent, or without progress, for too long."""
+        silent, stalled = self.silence.silent(now), self.silence.stalled(now)
+        if silent >= self._silence_max:
+            raise PeerLostError(
+                f"{name} has been silent for {silent:.1f} s with {awaited} due "
+                f"(silence_seconds_max is {self._silence_max:g}): look at its log"
+            )
+        if stalled >= self._stall_max:
+            raise PeerLostError(
+                f"{name} answers, but {awaited} is overdue by {stalled:.1f} s "
+                f"(stall_seconds_max is {self._stall_max:g}): look at its log"
+            )
 
     def not_yet(self, now: float) -> float | None:
         """Return when the timer is to fire again, if it is too early to ask again."""
@@ -187,7 +182,7 @@ class AnswerTimer:
         one = (now - begun) / n
         self._paces[direction] = now, max(one, (seconds + one) / 2)  # falls slowly
         slowest = max(seconds for _, seconds in self._paces.values())
-        pause = min(PATIENCE * n_under_way * slowest, self._pause_max)
+        pause = min(PATIENCE * n_under_way * slowest, self._silence_max / 4)
         self._backoff.first = max(self._first, pause)
         self._backoff.longest = max(self._longest, pause)
         self.begin_anew()

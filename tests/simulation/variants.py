@@ -344,7 +344,7 @@ def former_primaries_are_accepted(patch: Patch) -> None:
         self: ShardLink, event: Received, message: ShardReply, now: Seconds
     ) -> list[Action]:
         if not isinstance(message, wire.SessionRefused):
-            self.term = min(self.term, message.shard_incarnation)
+            self.primary.term = min(self.primary.term, message.shard_incarnation)
         return whole(self, event, message, now)
 
     patch.setattr(ShardLink, "receive", receive)

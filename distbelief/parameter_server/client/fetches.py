@@ -17,7 +17,7 @@ import torch
 
 from distbelief.core.vectors import Vector
 from distbelief.errors import RemoteProtocolError
-from distbelief.parameter_server.client.memory import ShardMemory
+from distbelief.parameter_server.client.primary import ShardMemory
 from distbelief.parameter_server.layout import PartialView
 from distbelief.parameter_server.shard_config import ClientConfig
 from distbelief.parameter_server.tensor_copies import SeqlockVector, TensorCopier
@@ -187,13 +187,13 @@ class ShardFetch:
             self._view, self._slice = self._later, self._later.slices[self._index]
             self._copier = self._copier and self._view.copier(self._index)
 
-    def torn(self, now: Seconds, *, seconds_max: Seconds) -> list[pf.Fetch]:
-        """Note a torn read; after `seconds_max`, fetch by blocks: writes starve no reader."""
+    def torn(self, now: Seconds) -> list[pf.Fetch]:
+        """Note a torn read; after `torn_seconds_max`, fetch by blocks: writes starve no reader."""
         if self._by_blocks:
             return []  # the shard was lost in the meantime
         if self._torn_since is None:
             self._torn_since = now
-        if now - self._torn_since < seconds_max:
+        if now - self._torn_since < self._config.torn_seconds_max:
             return []
         return self._begin(by_blocks=True)
 
