@@ -30,14 +30,8 @@ from distbelief.roles import role as rl
 from distbelief.worker.batches import BatchSlice, bad_sample, blame_of
 from distbelief.worker.exchange import GradientSum, is_finite
 from distbelief.worker.group import Outgoing
-from distbelief.worker.replica import (
-    OTHER_RETRY_SECONDS,
-    Leader,
-    LocalNorm,
-    Program,
-    Steps,
-    Waiting,
-)
+from distbelief.worker.replica import OTHER_RETRY_SECONDS, Leader, Program, Steps, Waiting
+from distbelief.worker.steps import LocalNorm
 from distbelief.worker.training import PUSH, Items
 from sandblaster.chunks import COORDINATOR
 from sandblaster.group_tasks import TIMER as GROUP_TIMER, ChunkBatchPlan, ChunkOutcome, GroupTasks

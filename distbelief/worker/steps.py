@@ -37,6 +37,19 @@ Close = Callable[[StepResult], object]  # uses the result of a step, as work
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LocalNorm:
+    """One rank's part of a decision that all ranks of a step take together."""
+
+    square: float  # sum of squares of the local gradient; NaN if it is not finite
+    # Work that finishes the step, given the sum over all ranks and the index of a bad sample if a
+    # rank has found one.
+    settle: Callable[[float, int | None], object]
+    cost: Cost  # of that work
+    sample: int | None = None  # index in the data set of a sample with NaN or infinity found here
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutcome:
     generation: int  # in which the work was started
     sends: Sequence[tuple[int, Vector]]  # operation instances, and the values that they send
