@@ -51,6 +51,13 @@ class Backoff:
         self.pause = min(2 * self.pause, self.longest)
         self.due = now + self.pause
 
+    def again(self, now: float) -> bool:
+        """Return whether to send it again now."""
+        is_due = now >= self.due
+        if is_due:
+            self.repeat(now)
+        return is_due
+
 
 @final
 @dataclass(slots=True)
@@ -221,9 +228,8 @@ class ReliableStream(Generic[Item, Sent]):
 
     def again(self, now: float) -> list[Sent]:
         """Send again what has been under way for too long."""
-        if not self._under_way or now < self._backoff.due:
+        if not (self._under_way and self._backoff.again(now)):
             return []
-        self._backoff.repeat(now)
         self.n_again += len(self._under_way)
         return [self._send(number, item) for number, item in self._under_way]
 
