@@ -40,7 +40,7 @@ RankMessage = (
 
 @final
 class Rank(Course):
-    """What the leader has granted to "replica-R.M", or "evaluator.M", in one generation."""
+    """The course of "replica-R.M", or of "evaluator.M" of a split model."""
 
     accepts = rl.message_types(RankMessage)
     in_group = True
@@ -71,7 +71,8 @@ class Rank(Course):
         self.allowed, self.is_final, self.n_readable = 0, False, sys.maxsize
         self._has_ended = False  # the leader knows that all steps are done
         self._ended_at: rl.Seconds | None = None
-        # Steps whose gradient norm is reduced over all ranks; squared, of the last; its bad sample.
+        # Steps of which the gradient norm is reduced over all ranks; that of the last, squared; its
+        # bad sample.
         self._reduced: tuple[int, float, int | None] = 0, 0.0, None
 
     # --- for its steps
@@ -84,9 +85,8 @@ class Rank(Course):
     @override
     def ready(self, pushed: int | None, now: rl.Seconds) -> list[rl.Action]:
         generation = self._executor.generation
-        ready = wire.RankReady(
-            generation=generation, pushes=pushed is not None, samples=pushed or 0
-        )
+        pushes = pushed is not None
+        ready = wire.RankReady(generation=generation, pushes=pushes, samples=pushed or 0)
         return self._to_leader(ready, now)
 
     @override
@@ -214,7 +214,8 @@ class Rank(Course):
             )
         # The leader repeats this message until it is answered.
         if message.generation == generation:
-            return self._ready_again(now) if self._phase is Phase.GATHERED else []
+            is_ready = self._phase is Phase.GATHERED
+            return self.ready(self.own.program.pushed, now) if is_ready else []
         self._n_generations += 1
         self._begin()
         self.own.begin(message.generation)
@@ -242,9 +243,6 @@ class Rank(Course):
     @property
     def _phase(self) -> Phase:
         return self.own.here.phase
-
-    def _ready_again(self, now: rl.Seconds) -> list[rl.Action]:
-        return self.ready(self.own.program.pushed, now)
 
     @override
     def lead(self, now: rl.Seconds) -> tuple[Sequence[rl.Action], bool]:
@@ -274,7 +272,7 @@ class Rank(Course):
                 ready = wire.RankReady(generation=0, pushes=False, samples=0)
                 return [*actions, *self._to_leader(ready, now)]
             case Phase.GATHERED:
-                return [*actions, *self._ready_again(now)]
+                return [*actions, *self.ready(steps.program.pushed, now)]
             case Phase.RUNNING | Phase.ENDED if steps.awaits_norm or not may_step:
                 return [*actions, *self.taken(now)]
             case _:
