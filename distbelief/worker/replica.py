@@ -163,7 +163,7 @@ class Course:
         is_final: Whether no more will be.
         n_readable: Steps whose samples may be read.
         is_cut: Whether the replica ends before it has begun.
-        in_group: Whether a step is prepared before it is allowed, and others watch each event.
+        in_group: Whether other ranks take part; then a step is prepared before it is allowed.
         has_left: Whether the replica exits now.
         accepts: Messages of its own, beside those of every replica.
     """
@@ -210,7 +210,7 @@ class Course:
 
     @abstractmethod
     def handle(self, event: rl.Event, now: rl.Seconds) -> list[rl.Action] | None:
-        """Handle what is for no shard or program, as commands; None if it may not come."""
+        """Handle what is for no shard and no program, like commands; None if it may not come."""
 
     @abstractmethod
     def lead(self, now: rl.Seconds) -> tuple[Sequence[rl.Action], bool]:
