@@ -178,7 +178,7 @@ class AnswerTimer:
         self.silence.progress_at = now
         self.begin_anew()
 
-    def blocks_came(self, now: float, direction: object, *, n: int, n_under_way: int) -> None:
+    def blocks_came(self, now: float, direction: object, n: int, n_under_way: int) -> None:
         """So many blocks of a direction came, or were acknowledged."""
         self.silence.progress_at = now
         before, seconds = self._paces.get(direction, (0.0, 0.0))

@@ -168,12 +168,11 @@ class ShardLink:
                 # Every block counts, not only those that get an answer: over a busy network a
                 # quarter of a window may take longer than `retry_seconds`.
                 if self.fetching.received > before:
-                    answer.blocks_came(now, pf.ParameterBlock, n=1, n_under_way=self._credit)
+                    answer.blocks_came(now, pf.ParameterBlock, 1, self._credit)
             case pf.PushBlockAck():
                 replies = self.pushing.blocks_acked(message)
                 if replies:
-                    n = self._per_answer
-                    answer.blocks_came(now, pf.PushBlockAck, n=n, n_under_way=self._credit)
+                    answer.blocks_came(now, pf.PushBlockAck, self._per_answer, self._credit)
                 if self.ticks.floor is not None:  # it may wait for pushes of other workers
                     answer.silence.progress_at = now
             case pf.PushApplied():
