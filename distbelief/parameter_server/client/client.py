@@ -24,7 +24,7 @@ from distbelief.core.memory import Memory
 from distbelief.core.reliable import AnswerTimer
 from distbelief.errors import JobError, LocalProtocolError
 from distbelief.parameter_server.client.fetches import FetchResult, ShardFetch, ShardReader, install
-from distbelief.parameter_server.client.primary import Primary, ShardMemory
+from distbelief.parameter_server.client.primary import ShardMemory, ShardPrimary
 from distbelief.parameter_server.client.pushes import PushDraft, PushResult, ShardPush, StageTarget
 from distbelief.parameter_server.layout import PartialView
 from distbelief.parameter_server.lost_pushes import n_lost
@@ -91,7 +91,7 @@ class ShardLink:
         self.memory = ShardMemory(memory, view, index)
         self.fetching = ShardFetch(config, view, index, self.memory)
         self.pushing = ShardPush(config, view, index, self.memory, self.ticks)
-        self.primary = Primary(copies)
+        self.primary = ShardPrimary(copies)
         self._answer = AnswerTimer(
             config.retry_seconds,
             config.retry_seconds_max,

@@ -16,7 +16,7 @@ N_ATTACH_MAX: Final = 3
 
 
 @final
-class Primary:
+class ShardPrimary:
     """Which copy of a shard is primary: the one of the highest term.
 
     With one copy, its incarnation is the term. A message of a lower term, or of an older
