@@ -18,7 +18,7 @@ from distbelief.worker.batches import SlicePrefetch
 from distbelief.worker.downpour_settings import DownpourSettings
 from distbelief.worker.group import EVALUATORS, member_names
 from distbelief.worker.local_executor import FlatModel, LocalExecutor
-from distbelief.worker.replica import Alone, Replica
+from distbelief.worker.replica import Alone, Replica, Steps
 from distbelief.worker.training import Items
 from sandblaster.coordinator.coordinator import Coordinator
 from sandblaster.coordinator.workers import CoordinatorConfig
@@ -128,13 +128,14 @@ def whole_worker(
         names=member_names("replica", 1),
         await_begin=await_begin,
     )
-    return Replica(
+    steps = Steps(
         program,
         client=client,
         executor=executor,
         slices=SlicePrefetch(executor.batches, plan, reuses=True),
         course=Alone(limits=wb.on_request()),
     )
+    return Replica(steps)
 
 
 def _program(

@@ -15,6 +15,7 @@ import math
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, final
 
 import torch
@@ -29,14 +30,8 @@ from distbelief.roles import role as rl
 from distbelief.worker.batches import BatchSlice, bad_sample, blame_of
 from distbelief.worker.exchange import GradientSum, is_finite
 from distbelief.worker.group import Outgoing
-from distbelief.worker.replica import (
-    OTHER_RETRY_SECONDS,
-    Leader,
-    LocalNorm,
-    Program,
-    Steps,
-    Waiting,
-)
+from distbelief.worker.replica import OTHER_RETRY_SECONDS, Leader, Program, Steps, Waiting
+from distbelief.worker.steps import LocalNorm
 from distbelief.worker.training import PUSH, Items
 from sandblaster.chunks import COORDINATOR
 from sandblaster.group_tasks import TIMER as GROUP_TIMER, ChunkBatchPlan, ChunkOutcome, GroupTasks
@@ -122,8 +117,8 @@ class ChunkPushes:
         commit_token = next(iter(self._to_push))
         kept = self._sums.pop(self._to_push.pop(commit_token))
         self._pushing = commit_token, kept
-        stage = client.stage(kept.gradients, kept.values)
-        return rl.Compute(name=PUSH, work=stage, cost=rl.Cost(n_bytes=2.0 * self._n_bytes))
+        work = partial(client.draft().put_all, kept.gradients, kept.values)
+        return rl.Compute(name=PUSH, work=work, cost=rl.Cost(n_bytes=2.0 * self._n_bytes))
 
     def computed(self, event: rl.Computed, now: rl.Seconds) -> Sequence[rl.Action]:
         if event.name != PUSH or self._pushing is None:

@@ -200,9 +200,8 @@ class FileDownload:
 
     def ask_again(self, now: Seconds) -> FileRequest | None:
         """Return the request again if no chunk has come for long."""
-        if self._n_bytes == len(self._content) or now < self._backoff.due:
+        if self._n_bytes == len(self._content) or not self._backoff.again(now):
             return None
-        self._backoff.repeat(now)
         return FileRequest(document=self.document, offset=len(self._content))
 
     def take(self, chunk: FileChunk, now: Seconds) -> bool:

@@ -51,6 +51,13 @@ class Backoff:
         self.pause = min(2 * self.pause, self.longest)
         self.due = now + self.pause
 
+    def again(self, now: float) -> bool:
+        """Return whether to send it again now."""
+        is_due = now >= self.due
+        if is_due:
+            self.repeat(now)
+        return is_due
+
 
 @final
 @dataclass(slots=True)
@@ -98,28 +105,6 @@ class Silence:
         """Return the seconds since the last progress."""
         return now - self.progress_at
 
-    def check(
-        self,
-        now: float,
-        name: str,  # of the peer
-        awaited: str,  # from it
-        *,
-        silence_seconds_max: float,
-        stall_seconds_max: float,
-    ) -> None:
-        """Raise PeerLostError if the peer was silent, or without progress, for too long."""
-        silent, stalled = self.silent(now), self.stalled(now)
-        if silent >= silence_seconds_max:
-            raise PeerLostError(
-                f"{name} has been silent for {silent:.1f} s with {awaited} due "
-                f"(silence_seconds_max is {silence_seconds_max:g}): look at its log"
-            )
-        if stalled >= stall_seconds_max:
-            raise PeerLostError(
-                f"{name} answers, but {awaited} is overdue by {stalled:.1f} s "
-                f"(stall_seconds_max is {stall_seconds_max:g}): look at its log"
-            )
-
 
 @final
 class AnswerTimer:
@@ -130,12 +115,15 @@ class AnswerTimer:
     the seconds that a block takes.
     """
 
-    def __init__(self, first: float, longest: float, *, pause_max: float) -> None:
+    def __init__(
+        self, first: float, longest: float, *, silence_seconds_max: float, stall_seconds_max: float
+    ) -> None:
         self.silence = Silence()
         self.sent_at = 0.0
         self.asked_at = 0.0  # the same, repetitions left out
         self._repeated_at = 0.0
-        self._first, self._longest, self._pause_max = first, longest, pause_max
+        self._first, self._longest = first, longest
+        self._silence_max, self._stall_max = silence_seconds_max, stall_seconds_max
         self._backoff = Backoff(first, longest)
         self.is_awaited = False  # if not, the timer runs out
         # By direction: when its blocks last made progress, and the seconds that one takes.
@@ -155,6 +143,20 @@ class AnswerTimer:
     def woke(self, now: float) -> None:
         """The timer has fired."""
         self.silence.woke(now)
+
+    def check(self, now: float, name: str, awaited: str) -> None:
+        """Raise PeerLostError if the peer was silent, or without progress, for too long."""
+        silent, stalled = self.silence.silent(now), self.silence.stalled(now)
+        if silent >= self._silence_max:
+            raise PeerLostError(
+                f"{name} has been silent for {silent:.1f} s with {awaited} due "
+                f"(silence_seconds_max is {self._silence_max:g}): look at its log"
+            )
+        if stalled >= self._stall_max:
+            raise PeerLostError(
+                f"{name} answers, but {awaited} is overdue by {stalled:.1f} s "
+                f"(stall_seconds_max is {self._stall_max:g}): look at its log"
+            )
 
     def not_yet(self, now: float) -> float | None:
         """Return when the timer is to fire again, if it is too early to ask again."""
@@ -176,7 +178,7 @@ class AnswerTimer:
         self.silence.progress_at = now
         self.begin_anew()
 
-    def blocks_came(self, now: float, direction: object, *, n: int, n_under_way: int) -> None:
+    def blocks_came(self, now: float, direction: object, n: int, n_under_way: int) -> None:
         """So many blocks of a direction came, or were acknowledged."""
         self.silence.progress_at = now
         before, seconds = self._paces.get(direction, (0.0, 0.0))
@@ -187,7 +189,7 @@ class AnswerTimer:
         one = (now - begun) / n
         self._paces[direction] = now, max(one, (seconds + one) / 2)  # falls slowly
         slowest = max(seconds for _, seconds in self._paces.values())
-        pause = min(PATIENCE * n_under_way * slowest, self._pause_max)
+        pause = min(PATIENCE * n_under_way * slowest, self._silence_max / 4)
         self._backoff.first = max(self._first, pause)
         self._backoff.longest = max(self._longest, pause)
         self.begin_anew()
@@ -226,9 +228,8 @@ class ReliableStream(Generic[Item, Sent]):
 
     def again(self, now: float) -> list[Sent]:
         """Send again what has been under way for too long."""
-        if not self._under_way or now < self._backoff.due:
+        if not (self._under_way and self._backoff.again(now)):
             return []
-        self._backoff.repeat(now)
         self.n_again += len(self._under_way)
         return [self._send(number, item) for number, item in self._under_way]
 

@@ -256,7 +256,6 @@ class PartialView:
         self.tensors = layout.tensors  # the client's tensors, one per item: (n_elements,)
         self.slices: dict[int, ShardSlice] = {}  # by shard: what the client holds of its vector
         self._pieces: list[list[Piece]] = []  # per shard, in its vector
-        self._block_copiers: dict[tuple[int, int], TensorCopier] = {}  # by shard and block
         if items is not None:
             self.tensors = tuple(_spec_of(layout, name, region) for name, region in items)
             self._pieces = _placed(layout, items)
@@ -293,16 +292,14 @@ class PartialView:
 
     def block_copier(self, k: int, index: int) -> TensorCopier:
         """Return the copier between the tensors and one block of shard k's compact vector."""
-        if (k, index) not in self._block_copiers:
-            start, stop = self.slices[k].bounds[index]
-            pieces = (_clipped(one, start, stop) for one in self._compact_pieces(k))
-            self._block_copiers[k, index] = TensorCopier(
-                self.sizes,
-                (one for one in pieces if one),
-                has_padding=False,
-                n_parameters=self.slices[k].n_parameters_within(start, stop),
-            )
-        return self._block_copiers[k, index]
+        start, stop = self.slices[k].bounds[index]
+        pieces = (_clipped(one, start, stop) for one in self._compact_pieces(k))
+        return TensorCopier(
+            self.sizes,
+            (one for one in pieces if one),
+            has_padding=False,
+            n_parameters=self.slices[k].n_parameters_within(start, stop),
+        )
 
     def _compact_pieces(self, k: int) -> Iterator[Piece]:
         for index, start, stop, place in self._pieces[k]:

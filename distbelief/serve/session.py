@@ -229,7 +229,7 @@ def set_values(
         session.join(timeout_seconds)
         client = session.client
         session.wait(lambda: client.can_push, "room for a push", timeout_seconds)
-        outcome = client.stage(session.values, session.values)()
+        outcome = client.draft().put_all(session.values, session.values)
         if not outcome.finite:
             raise JobError(f"{user}: the state has NaN or infinite values: it would spoil all")
         push = lw.StagedPush(outcome=outcome, n_gradients=0, samples=0, sets=True)

@@ -56,10 +56,8 @@ class Evaluations:
 
     def repeat(self, now: Seconds) -> Evaluate | None:
         """Return the unanswered request, if it is time to repeat it."""
-        if self._pending is None or now < self._backoff.due:
-            return None
-        self._backoff.repeat(now)
-        return self._pending
+        is_due = self._pending is not None and self._backoff.again(now)
+        return self._pending if is_due else None
 
     def answered(self, message: EvaluationDone) -> bool:
         if self._pending is None or message.request != self._pending.request:

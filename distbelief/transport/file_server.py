@@ -340,8 +340,7 @@ class RemoteFolder:
                         f"no answer for {self._silence_seconds:g} s: check that the job still runs "
                         "there, and that this port can be reached from here",
                     )
-                elif now >= backoff.due:
-                    backoff.repeat(now)
+                elif backoff.again(now):
                     socket.close(0)  # it may wait for a link that is cut
                     socket = self._dial()
                     for again in under_way.values():

@@ -48,7 +48,7 @@ from distbelief.worker.evaluator import CHUNK, Evaluation, Score, held_out
 from distbelief.worker.group import EVALUATORS, GroupLeader, GroupRank, group_rank_of, member_names
 from distbelief.worker.local_executor import FlatModel, LocalExecutor, frozen_of, loss_and_metric
 from distbelief.worker.rank import Rank
-from distbelief.worker.replica import Alone, Program, Replica
+from distbelief.worker.replica import Alone, Course, Program, Replica, Steps
 from distbelief.worker.steps import RankLink, StepRunner
 from distbelief.worker.training import Items, Training
 
@@ -181,13 +181,14 @@ def whole_evaluator(
     chunk: int = CHUNK,
 ) -> Replica:
     batch_plan, model = batches.EvaluationPlan(kinds, chunk=chunk), executor.model
-    return Replica(
+    steps = Steps(
         Evaluation(values=model.values, batch_plan=batch_plan),
         client=client,
         executor=executor,
         slices=batches.SlicePrefetch(None, batch_plan),
         course=Alone(limits=on_request()),
     )
+    return Replica(steps)
 
 
 def on_request() -> batches.Limits:
@@ -219,7 +220,7 @@ def whole_replica(
         dealt=_dealt(batch_plan),
         progress_seconds=progress_seconds,
     )
-    return Replica(
+    steps = Steps(
         program,
         client=client,
         executor=executor,
@@ -230,6 +231,7 @@ def whole_replica(
             begins=not await_begin,
         ),
     )
+    return Replica(steps)
 
 
 TrainingData = batches.TrainingPlan | batches.DealtPlan
@@ -423,7 +425,7 @@ def assemble(  # noqa: PLR0913 -- one call describes a rank
     deal: batches.DealtPlan | None = None,
     training: bool = True,
     seed_gradient: ex.Seed = ex.mean_over_samples,
-) -> Replica | Rank:
+) -> Replica:
     """Return the role of a rank; if the plan has only one, that of a replica."""
     flow, n_ranks = parts.flow, split.plan.cluster.n_machines
     names = member_names(rank.group, n_ranks)
@@ -445,34 +447,19 @@ def assemble(  # noqa: PLR0913 -- one call describes a rank
     reader = None if parts.reader.reads_nothing else parts.reader
     slices = batches.SlicePrefetch(reader, batch_plan, reuses=n_ranks == 1)
     shapes = [region.shape for _, region in flow.items]
-    if n_ranks == 1:
-        return Replica(
-            program,
-            client=parts.client,
-            executor=executor,
-            slices=slices,
-            course=Alone(limits=limits, begins=begins),
-            shapes=shapes,
-        )
-    leader = None
-    if rank.machine == 0:
-        leader = GroupLeader(
-            n_ranks, plan=split.fingerprint, limits=limits, deal=deal, begins=begins
-        )
-    return Rank(
-        rank,
-        program,
-        n_ranks=n_ranks,
-        plan=split.fingerprint,
-        client=parts.client,
-        executor=executor,
-        slices=slices,
-        leader=leader,
-        shapes=shapes,
+    course: Course = Alone(limits=limits, begins=begins)
+    if n_ranks > 1:
+        plan, leader = split.fingerprint, None
+        if rank.machine == 0:
+            leader = GroupLeader(n_ranks, plan=plan, limits=limits, deal=deal, begins=begins)
+        course = Rank(rank, n_ranks=n_ranks, plan=plan, executor=executor, leader=leader)
+    steps = Steps(
+        program, client=parts.client, executor=executor, slices=slices, course=course, shapes=shapes
     )
+    return Replica(steps)
 
 
-def evaluating_rank(rank: GroupRank, *, context: BuildContext, split: Split) -> Replica | Rank:
+def evaluating_rank(rank: GroupRank, *, context: BuildContext, split: Split) -> Replica:
     task, plan, graph = context.task, split.plan, split.graph
     dataset = context.test_data()
     n_machines = plan.cluster.n_machines

@@ -16,14 +16,14 @@ import torch
 from typing_extensions import override
 
 from distbelief.data import Indices
-from distbelief.errors import JobError
+from distbelief.errors import JobError, LocalProtocolError
 from distbelief.execution.executor import StepResult
 from distbelief.protocol import Evaluate, EvaluationDone, StartTraining, Stop
 from distbelief.roles.role import SUPERVISOR, Action, Seconds, Send
 from distbelief.task.dry_run import shown
 from distbelief.worker.batches import EvaluationPlan
 from distbelief.worker.group import Outgoing
-from distbelief.worker.replica import Leader, Program, Steps, Waiting, no_gradient
+from distbelief.worker.replica import Leader, Program, Steps, Waiting
 
 
 CHUNK: Final = 1024  # samples of one step of a whole model, so that `Stop` is answered within one
@@ -78,7 +78,7 @@ class Evaluation(Program):
             assert steps.slice is not None
             batch = steps.slice.batch
             close = partial(self._scores, None if batch is None else batch.targets)
-            steps.begin_step(no_gradient, close)
+            steps.begin_step(_no_gradient, close)
             taken = yield from steps.taken()
             if taken is not None and isinstance(taken.closed, tuple):
                 self._sums += taken.n_samples * np.array([1.0, *taken.closed])
@@ -150,3 +150,8 @@ class Evaluation(Program):
     @override
     def figures(self) -> Mapping[str, float]:
         return {"evaluations": float(self._n_measured), "seconds_computing": self.seconds}
+
+
+def _no_gradient(item: int, gradient: torch.Tensor) -> None:
+    del gradient
+    raise LocalProtocolError(f"a gradient of item {item} where nothing is trained")

@@ -26,9 +26,8 @@ PUSHED = "worker:pushed"
 ENTER = "worker:enter"  # with the staleness of `ParameterClient.enter`
 STEP_OUT = "worker:step-out"  # of the ticks; see `ParameterClient.leave`
 LEAVE = "worker:leave"
-JOIN = "worker:join"
 BEAT = "worker:beat"
-JOIN_RETRY_SECONDS = 0.5
+JOIN_SECONDS = 0.5  # between two Join messages, until the server answers
 BEAT_SECONDS = 1.0
 # The server answers every heartbeat. After this time without an answer it may be a new
 # incarnation that does not know this worker, so the worker joins again.
@@ -78,9 +77,9 @@ class LoopWorker:
         match event:
             case rl.Started():
                 self._incarnation = event.incarnation
-                return self._send_join(now)
+                return self._beat(now)
             case rl.TimerFired():
-                return self._send_join(now) if event.name == JOIN else self._heartbeat(now)
+                return self._beat(now)
             case rl.Received():
                 return self._receive(event, now)
             case rl.Computed():
@@ -93,23 +92,19 @@ class LoopWorker:
         state = "ready" if waited is None else f"waiting for {waited}"
         return state, self.client.counters()
 
-    def _send_join(self, now: rl.Seconds) -> Sequence[rl.Action]:
-        return [
-            rl.Send(receiver=rl.SUPERVISOR, message=self._join),
-            rl.SetTimer(name=JOIN, at=now + JOIN_RETRY_SECONDS),
-        ]
-
-    def _heartbeat(self, now: rl.Seconds) -> Sequence[rl.Action]:
-        state, counters = self.status()
-        heartbeat = wire.Heartbeat(state=state, counters=dict(counters))
+    def _beat(self, now: rl.Seconds) -> list[rl.Action]:
+        """Join until the server answers, then send heartbeats."""
         # The role runs only while the loop calls it: its own pauses are no silence of the server.
         self._server.woke(now)
-        is_silent = self._server.silent(now) > SILENCE_SECONDS_MAX
-        return [
-            *([rl.Send(receiver=rl.SUPERVISOR, message=self._join)] if is_silent else []),
-            rl.Send(receiver=rl.SUPERVISOR, message=heartbeat),
-            rl.SetTimer(name=BEAT, at=self._server.expect(now + BEAT_SECONDS)),
-        ]
+        messages: list[wire.Message] = []
+        if not self.has_joined or self._server.silent(now) > SILENCE_SECONDS_MAX:
+            messages.append(self._join)
+        if self.has_joined:
+            state, counters = self.status()
+            messages.append(wire.Heartbeat(state=state, counters=dict(counters)))
+        at = self._server.expect(now + (BEAT_SECONDS if self.has_joined else JOIN_SECONDS))
+        sends = [rl.Send(receiver=rl.SUPERVISOR, message=message) for message in messages]
+        return [*sends, rl.SetTimer(name=BEAT, at=at)]
 
     def _receive(self, event: rl.Received, now: rl.Seconds) -> Sequence[rl.Action]:
         if event.sender == rl.SUPERVISOR:
@@ -125,8 +120,7 @@ class LoopWorker:
 
     def _update_peers(self, peers: wire.Peers, now: rl.Seconds) -> Sequence[rl.Action]:
         first = not self._incarnations
-        connects, joined = new_peers(peers, self._incarnations)
-        actions: list[rl.Action] = [rl.CancelTimer(name=JOIN), *connects]
+        actions, joined = new_peers(peers, self._incarnations)
         for entry in peers.entries:
             before = self._incarnations.get(entry.name, 0)
             self._incarnations[entry.name] = max(before, entry.incarnation)
@@ -134,7 +128,7 @@ class LoopWorker:
             if not first and self.client.owns(event):
                 actions += self.client.handle(event, now)
         if first:
-            actions += [*self.client.start(self._incarnation, now), *self._heartbeat(now)]
+            actions += [*self.client.start(self._incarnation, now), *self._beat(now)]
         return actions
 
     def _command(self, event: rl.Computed, now: rl.Seconds) -> Sequence[rl.Action]:

@@ -1,4 +1,4 @@
-"""The replica: a role that runs a program of steps on a whole model; `worker.rank` runs one rank.
+"""The replica: a role that runs a program of steps, on a whole model or on one rank of a split one.
 
 A program (training, evaluation, chunks of a batch) is a generator, one for each generation:
 
@@ -33,7 +33,7 @@ from distbelief.roles import role as rl
 from distbelief.worker.batches import READ, BatchIndices, BatchSlice, Limits, SlicePrefetch
 from distbelief.worker.group import GroupLeader, GroupProgress, Outgoing
 from distbelief.worker.local_executor import LocalExecutor
-from distbelief.worker.steps import STEP, Close, StepOutcome, StepRunner
+from distbelief.worker.steps import STEP, Close, LocalNorm, StepOutcome, StepRunner
 
 
 INSTALL: Final = "replica:install"
@@ -46,6 +46,7 @@ OTHER_RETRY_SECONDS: Final = 0.05  # before one that gave another version than t
 T = TypeVar("T")
 Waiting = Generator[None, rl.Computed | None, T]
 Install = Callable[[], FetchResult]  # copies fetched parameters into tensors, as work
+Command = wire.StartTraining | wire.Evaluate | wire.Stop
 
 
 class Phase(Enum):
@@ -56,19 +57,6 @@ class Phase(Enum):
     GATHERED = "waiting for begin"
     RUNNING = "fetching"
     ENDED = "finishing"  # every push is applied
-
-
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LocalNorm:
-    """One rank's part of a decision that all ranks of a step take together."""
-
-    square: float  # sum of squares of the local gradient; NaN if it is not finite
-    # Work that finishes the step, given the sum over all ranks and the index of a bad sample if a
-    # rank has found one.
-    settle: Callable[[float, int | None], object]
-    cost: rl.Cost  # of that work
-    sample: int | None = None  # index in the data set of a sample with NaN or infinity found here
 
 
 @final
@@ -127,9 +115,7 @@ class Program:
 
     # --- on the leader ---
 
-    def command(
-        self, leader: "Leader", message: wire.StartTraining | wire.Evaluate | wire.Stop, now: float
-    ) -> Outgoing:
+    def command(self, leader: "Leader", message: Command, now: float) -> Outgoing:
         """A command of the supervisor; RemoteProtocolError if it is for another program."""
         if isinstance(message, wire.Stop):
             return leader.stop(now)
@@ -169,26 +155,34 @@ class Program:
 
 
 class Course:
-    """How far the steps of a generation go; the leader of a group tells it its ranks.
+    """How far the steps of a generation go: for a whole model `Alone`, or as a group decides.
 
     Attributes:
+        own: The steps of its replica.
         allowed: Steps that may be taken.
         is_final: Whether no more will be.
         n_readable: Steps whose samples may be read.
         is_cut: Whether the replica ends before it has begun.
-        looks_ahead: Whether a step is prepared before it is allowed.
+        in_group: Whether other ranks take part; then a step is prepared before it is allowed.
+        has_left: Whether the replica exits now.
+        accepts: Messages of its own, beside those of every replica.
     """
 
+    own: "Steps"
     allowed = 0
     is_final = False
     n_readable = sys.maxsize
     is_cut = False
-    looks_ahead = False
+    in_group = False
+    has_left = False
+    accepts: frozenset[type] = frozenset()
 
     @property
     def is_held(self) -> bool:
         """Whether all allowed steps are taken, and more may be allowed later."""
         return False
+
+    # --- for its steps
 
     @abstractmethod
     def ready(self, pushed: int | None, now: rl.Seconds) -> list[rl.Action]:
@@ -206,6 +200,33 @@ class Course:
         """Return squared norm and bad sample of the last of these steps, once they are known."""
         del n_steps
         return None
+
+    # --- for its replica
+
+    def rank_of(self, sender: rl.Address) -> int | None:
+        """Return the rank of a member of its group."""
+        del sender
+        return None
+
+    @abstractmethod
+    def handle(self, event: rl.Event, now: rl.Seconds) -> list[rl.Action] | None:
+        """Handle what is for no shard and no program, like commands; None if it may not come."""
+
+    @abstractmethod
+    def lead(self, now: rl.Seconds) -> tuple[Sequence[rl.Action], bool]:
+        """Return what to report, and whether a generation begins."""
+
+    @abstractmethod
+    def end(self, now: rl.Seconds) -> list[rl.Action]:
+        """All steps are taken."""
+
+    @property
+    def awaited(self) -> str | None:
+        """The rank that this one waits for."""
+        return None
+
+    def figures(self) -> Mapping[str, float]:
+        return {}
 
 
 @dataclass(slots=True)
@@ -247,6 +268,7 @@ class Steps:
         self.program = program
         self.executor = executor
         self.course = course
+        course.own = self
         self.here = Generation()
         self.lane: list[str] = []  # work in the compute executor, the oldest first
         self.now: rl.Seconds = 0.0
@@ -257,13 +279,13 @@ class Steps:
         self.has_stepped = False  # since the last report
         self.awaits_norm = False
         self.slice: BatchSlice | None = None  # of the current step
-        self._client = client
+        self.client = client
         self._slices = slices
         self._parameters: Sequence[torch.Tensor] = program.values
         if shapes is not None:
             pairs = zip(program.values, shapes, strict=True)
             self._parameters = [value.view(shape) for value, shape in pairs]
-        self._waits = False  # a timer will repeat the last fetch
+        self.waits = False  # a timer will repeat the last fetch
         self._is_torn = False  # the last install met a half-applied update
         self._run: Waiting[None] | None = None
         self._is_new = False  # another generation begins once nothing of this one is running
@@ -282,13 +304,13 @@ class Steps:
         self._slices.begin(self.here.number, position)
         return self.executor.place(now)
 
-    def retry(self) -> None:
-        self._waits = False
-
     def computed(self, event: rl.Computed, now: rl.Seconds) -> list[rl.Action]:
         """Use the result of work."""
-        if event.error is not None:
-            raise failure(event.error, step=self.executor.step)
+        error = event.error
+        if isinstance(error, DistBeliefError):
+            raise error
+        if error is not None:
+            raise JobError(f"step {self.executor.step} failed: {type(error).__name__}: {error}")
         # Reading runs in the data executor and never occupies this one.
         if event.name == READ:
             self._slices.have_read(event.result)
@@ -300,7 +322,7 @@ class Steps:
 
     def advance(self, now: rl.Seconds) -> list[rl.Action]:
         """Begin what can begin now."""
-        if self.lane or self._waits:
+        if self.lane or self.waits:
             return []
         if self.course.is_cut and self.here.phase is Phase.GATHERING:
             if self.program.all_pushes_applied:
@@ -324,7 +346,7 @@ class Steps:
 
     def state(self, awaited: str | None = None) -> str:
         """Return a status word; `awaited`: a rank that this one waits for."""
-        here, program, waited = self.here, self.program, self._client.waiting_for
+        here, program, waited = self.here, self.program, self.client.waiting_for
         is_running = here.phase is Phase.RUNNING
         if self.lane and STEP not in self.lane:
             return {INSTALL: "fetching", SETTLE: program.verb}.get(self.lane[0], "pushing")
@@ -336,7 +358,7 @@ class Steps:
             return program.verb
         if is_running and program.idle is not None:
             state = program.idle
-        elif waited is not None and (is_running or not self._client.ready):
+        elif waited is not None and (is_running or not self.client.ready):
             state = f"waiting for {waited}"
         elif is_running and self._is_over:
             state = Phase.ENDED.value
@@ -346,9 +368,9 @@ class Steps:
 
     @property
     def clock(self) -> float:
-        """The mean clock of the shards, as far as it is known."""
-        clocks = self._client.clocks
-        return sum(clocks) / len(clocks) if clocks else 0.0
+        """The mean clock of the shards, as far as it is known; -1 if there are none."""
+        clocks = self.client.clocks
+        return sum(clocks) / len(clocks) if clocks else -1.0
 
     @property
     def _is_over(self) -> bool:
@@ -367,7 +389,7 @@ class Steps:
     def gather(self) -> Waiting[int]:
         """Wait until all pushes are applied, and until it is known where to begin."""
         # Pushes in flight count for the position where the next generation begins.
-        while not (self._client.ready and self.program.all_pushes_applied):
+        while not (self.client.ready and self.program.all_pushes_applied):
             yield
         self.here.phase = Phase.GATHERED
         self.actions += self.course.ready(self.program.pushed, self.now)
@@ -385,8 +407,8 @@ class Steps:
         course = self.course
         if course.is_held:
             self.actions += self.program.leave(self.now)
-        may_step = self.number < course.allowed and self._client.ready
-        if not (may_step or course.looks_ahead):
+        may_step = self.number < course.allowed and self.client.ready
+        if not (may_step or course.in_group):
             return None
         self.actions += self._slices.read_ahead(self.number, stop=course.n_readable)
         return may_step
@@ -405,7 +427,7 @@ class Steps:
                         return True
                 elif self.has_fetched:
                     n_bytes = 2.0 * sum(value.nbytes for value in self.program.values)
-                    self.begin_install(self._client.install(self.program.values), n_bytes)
+                    self.begin_install(self.client.install(self.program.values), n_bytes)
                     seconds = yield from self.installed()
                     if seconds is not None:
                         self.program.seconds += seconds
@@ -422,12 +444,12 @@ class Steps:
 
     def begin_fetch(self) -> None:
         self.here.fetching = True
-        self.actions += self._client.begin_fetch(self.now)
+        self.actions += self.client.begin_fetch(self.now)
 
     @property
     def has_fetched(self) -> bool:
         """Whether a fetch is complete and not installed."""
-        return self.here.fetching and self._client.fetch_complete
+        return self.here.fetching and self.client.fetch_complete
 
     def begin_install(self, install: Install, n_bytes: float) -> None:
         self._is_torn = False
@@ -437,7 +459,7 @@ class Steps:
             self._is_torn = bool(result.torn)
             return result
 
-        client, cost = self._client, rl.Cost(n_bytes=n_bytes)
+        client, cost = self.client, rl.Cost(n_bytes=n_bytes)
         self.start(
             rl.Compute(name=INSTALL, work=work, cost=cost, remaining=lambda: client.readable_share)
         )
@@ -449,7 +471,7 @@ class Steps:
         assert event is not None
         result = event.result
         assert isinstance(result, FetchResult), result
-        self.actions += self._client.installed(result, self.now)
+        self.actions += self.client.installed(result, self.now)
         # Older parameters than those that this rank has pushed meanwhile are not used.
         if generation is not self.here:
             return None
@@ -461,7 +483,7 @@ class Steps:
         return event.seconds
 
     def wait(self, seconds: rl.Seconds) -> None:
-        self._waits = True
+        self.waits = True
         self.actions.append(rl.SetTimer(name=RETRY, at=self.now + seconds))
 
     # --- steps
@@ -478,7 +500,7 @@ class Steps:
         work = self.executor.open(self.slice, parameters, put=put, close=close, n_bytes=n_bytes)
         for each in work:
             self.start(self._unless_torn(each) if is_queued else each)
-        if self.course.looks_ahead:
+        if self.course.in_group:
             self.actions += self._slices.read_ahead(number + 1, stop=number + 2)
 
     def _unless_torn(self, step: rl.Compute) -> rl.Compute:
@@ -546,24 +568,15 @@ class Steps:
 class Alone(Course):
     """The course of a whole model, which asks nobody."""
 
-    def __init__(
-        self,
-        *,
-        limits: Limits | None = None,
-        begins: bool = True,  # without being asked to
-    ) -> None:
+    def __init__(self, *, limits: Limits | None = None, begins: bool = True) -> None:
         self.generation = 0
         self.is_running = False
         self.steps = 0  # of this generation
         self.square = 0.0
         self._limits = limits or Limits()
-        self._begins = begins
+        self._begins = begins  # without being asked to
         self._pushed = 0  # samples, when all pushes were applied
         self._wanted_position: int | None = None
-        self._own: Steps | None = None
-
-    def of(self, steps: Steps) -> None:
-        self._own = steps
 
     # --- for the program, as the leader of a group
 
@@ -573,15 +586,10 @@ class Alone(Course):
 
     @property
     def clock(self) -> float:
-        return self._of.clock
-
-    @property
-    def _of(self) -> Steps:
-        assert self._own is not None
-        return self._own
+        return max(self.own.clock, 0.0)
 
     def generation_done(self) -> GroupProgress:
-        here = self._of.here
+        here = self.own.here
         return GroupProgress(
             steps=self.steps,
             position=here.position,
@@ -589,9 +597,6 @@ class Alone(Course):
             samples=here.samples,
             no_loss=here.no_loss,
         )
-
-    def start(self, now: rl.Seconds) -> None:
-        self.new_generation(now, limit=self._limits.first)
 
     def begin(self, now: rl.Seconds, *, samples: int | None = None) -> Outgoing:
         """Allow steps, up to a number of samples if one is given."""
@@ -603,7 +608,7 @@ class Alone(Course):
     def stop(self, now: rl.Seconds) -> Outgoing:
         del now
         if not self.is_cut:
-            self._limits.last_step = self._of.executor.step + self._of.executor.is_open
+            self._limits.last_step = self.own.executor.step + self.own.executor.is_open
         self.is_cut = True
         self._update()
         return []
@@ -625,6 +630,42 @@ class Alone(Course):
         self._update()
         return []
 
+    # --- for its replica
+
+    @override
+    def handle(self, event: rl.Event, now: rl.Seconds) -> list[rl.Action] | None:
+        match event:
+            case rl.Started():
+                self.new_generation(now, limit=self._limits.first)
+                self.own.begin(self.generation)
+            case rl.Received(
+                message=(wire.StartTraining() | wire.Evaluate() | wire.Stop()) as command
+            ):
+                self.own.program.command(self, command, now)
+            case rl.Received():
+                return None
+            case _:
+                pass
+        return []
+
+    @override
+    def lead(self, now: rl.Seconds) -> tuple[Sequence[rl.Action], bool]:
+        own = self.own
+        if own.program.reports_steps and not (self.is_held or own.has_stepped):
+            return [], False
+        own.has_stepped = False
+        actions, _ = own.program.report(self, now, final=False)
+        begins = self.generation != own.here.number
+        if begins:
+            own.begin(self.generation)
+        return actions, begins
+
+    @override
+    def end(self, now: rl.Seconds) -> list[rl.Action]:
+        self.has_left = True
+        last, _ = self.own.program.report(self, now, final=True)
+        return [*last]
+
     # --- for its steps
 
     @override
@@ -639,7 +680,7 @@ class Alone(Course):
             return None
         wanted = self._wanted_position
         position = self._pushed if wanted is None else wanted
-        self.is_running, self._of.here.position = True, position
+        self.is_running, self.own.here.position = True, position
         self._update()
         return position
 
@@ -659,133 +700,98 @@ class Alone(Course):
         limits = self._limits
         self.allowed = 0
         if self.is_running and self._begins:
-            bounds = limits.bounds(self._of.here.position)
+            bounds = limits.bounds(self.own.here.position)
             self.allowed = min(bounds, default=sys.maxsize)
-        is_last = self.is_running and limits.is_last(self.allowed, self._of.here.position)
+        is_last = self.is_running and limits.is_last(self.allowed, self.own.here.position)
         self.is_final = self.is_cut or is_last
         self.n_readable = sys.maxsize if limits.steps_max is None else limits.steps_max
 
 
 Leader = GroupLeader | Alone  # of a group of ranks; of a whole model
 
-ReplicaMessage = wire.StartTraining | wire.Evaluate | wire.Stop | ShardReply
+ReplicaMessage = Command | ShardReply
 
 
 @final
 class Replica:
-    """The role "replica-R" or "evaluator": runs a program on a whole model."""
+    """The role "replica-R", "replica-R.M" or "evaluator": runs a program, as its course allows."""
 
     accepts = rl.message_types(ReplicaMessage)
 
-    def __init__(
-        self,
-        program: Program,
-        *,
-        client: ParameterClient,
-        executor: LocalExecutor | StepRunner,
-        slices: SlicePrefetch,
-        course: Alone,
-        shapes: Sequence[tuple[int, ...]] | None = None,
-    ) -> None:
-        self.accepts = self.accepts | program.accepts
-        self.program = program
-        self._client = client
-        self._course = course
-        self._steps = Steps(
-            program, client=client, executor=executor, slices=slices, course=course, shapes=shapes
-        )
-        course.of(self._steps)
+    def __init__(self, steps: Steps) -> None:
+        self.program, self.course = steps.program, steps.course
+        self.accepts = self.accepts | self.program.accepts | self.course.accepts
+        self._steps, self._client = steps, steps.client
         self._is_gone = False
 
     def handle(self, event: rl.Event, now: rl.Seconds) -> Sequence[rl.Action]:
         if self._is_gone:
             return []
-        of_shard, phase = False, self._steps.here.phase
+        is_quiet, steps, phase = False, self._steps, self._steps.here.phase
         if isinstance(event, rl.Computed):
-            actions: Sequence[rl.Action] = self._steps.computed(event, now)
+            actions: Sequence[rl.Action] = steps.computed(event, now)
         elif self._client.owns(event):
-            of_shard = True
             actions = self._client.handle(event, now)
             # Most events of shards are blocks, acknowledgements and timers that remove no obstacle.
-            if not self._client.has_news:
+            is_quiet = not self.course.in_group
+            if is_quiet and not self._client.has_news:
                 return actions
         else:
-            actions = self._on_event(event, now)
+            actions = [*self._on_event(event, now), *self._exit()]
         # Every event may have removed the last obstacle to the next piece of work.
         begun = self._advance(now)
-        is_same = not begun and phase is self._steps.here.phase
-        if of_shard and is_same and not self._has_news():
+        if is_quiet and not begun and phase is steps.here.phase and not self._has_news():
             return actions
-        done = [*actions, *begun, *self._lead(now)]
+        # The work of a step does not depend on these messages: it starts before they are sent.
+        starts = self.course.in_group and steps.lane == [STEP]
+        done = [*begun, *actions] if starts else [*actions, *begun]
+        done += self._lead(now)
         while self._has_news():
             done += [*self._advance(now), *self._lead(now)]
-        return [*done, *self._due(now)]
+        return done if self._is_gone else [*done, *self.program.due(now)]
 
     def _has_news(self) -> bool:
         return not self._is_gone and self.program.has_news()
 
-    def _due(self, now: rl.Seconds) -> list[rl.Action]:
-        return [] if self._is_gone else self.program.due(now)
-
     def _on_event(self, event: rl.Event, now: rl.Seconds) -> Sequence[rl.Action]:
-        own = self.program.handle(event, None, now) if self.program.accepts else None
-        if own is not None:
-            return own
-        match event:
-            case rl.Started():
-                actions = self._client.start(event.incarnation, now)
-                self._course.start(now)
-                self._steps.begin(self._course.generation)
-                return actions
-            case rl.Received(message=wire.StartTraining() | wire.Evaluate() | wire.Stop()):
-                message = event.message
-                assert isinstance(message, wire.StartTraining | wire.Evaluate | wire.Stop)
-                self.program.command(self._course, message, now)
-            case rl.Received():
-                raise RemoteProtocolError(
-                    f"{event.sender} sent a replica {type(event.message).__name__}, "
-                    "which is not for it"
-                )
-            case rl.TimerFired():
-                self._steps.retry()
-            case _:
-                pass
-        return []
+        course = self.course
+        if self.program.accepts:
+            rank = course.rank_of(event.sender) if isinstance(event, rl.Received) else None
+            own = self.program.handle(event, rank, now)
+            if own is not None:
+                return own
+        if isinstance(event, rl.TimerFired) and event.name == RETRY:
+            self._steps.waits = False
+            return []
+        begun: list[rl.Action] = []
+        if isinstance(event, rl.Started):
+            begun = self._client.start(event.incarnation, now)
+        actions = course.handle(event, now)
+        if actions is None and isinstance(event, rl.Received):
+            kind = type(event.message).__name__
+            raise RemoteProtocolError(f"{event.sender} sent a replica {kind}, which is not for it")
+        return [*begun, *(actions or ())]
 
     def _advance(self, now: rl.Seconds) -> list[rl.Action]:
         actions = self._steps.advance(now)
         if self._steps.here.phase is not Phase.ENDED or self._is_gone:
             return actions
-        last, _ = self.program.report(self._course, now, final=True)
-        self._is_gone = True
-        finished = wire.Finished(counters=dict(self.status()[1]))
-        return [*actions, *last, rl.Send(receiver=rl.SUPERVISOR, message=finished), rl.Exit()]
+        return [*actions, *self.course.end(now), *self._exit()]
 
     def _lead(self, now: rl.Seconds) -> Sequence[rl.Action]:
-        steps, course, program = self._steps, self._course, self.program
-        waits = program.reports_steps and not course.is_held
-        if self._is_gone or (waits and not steps.has_stepped):
+        if self._is_gone:
             return []
-        steps.has_stepped = False
-        actions, _ = program.report(course, now, final=False)
-        if course.generation == steps.here.number:
-            return actions
-        steps.begin(course.generation)
-        return [*actions, *self._advance(now)]
+        actions, begins = self.course.lead(now)
+        return [*actions, *self._advance(now)] if begins else actions
+
+    def _exit(self) -> list[rl.Action]:
+        if not self.course.has_left:
+            return []
+        self._is_gone = True
+        finished = wire.Finished(counters=dict(self.status()[1]))
+        return [rl.Send(receiver=rl.SUPERVISOR, message=finished), rl.Exit()]
 
     def status(self) -> tuple[str, Mapping[str, float]]:
-        metrics = {**self._client.counters(), **self.program.figures()}
-        return self._steps.state(), metrics
-
-
-def failure(error: BaseException, *, step: int | None = None) -> DistBeliefError:
-    """Return the error of a piece of work as one that the job reports."""
-    if isinstance(error, DistBeliefError):
-        return error
-    which = "a step" if step is None else f"step {step}"
-    return JobError(f"{which} failed: {type(error).__name__}: {error}")
-
-
-def no_gradient(item: int, gradient: torch.Tensor) -> None:
-    del gradient
-    raise LocalProtocolError(f"a gradient of item {item} where nothing is trained")
+        course = self.course
+        metrics = {**self._client.counters(), **self.program.figures(), **course.figures()}
+        return self._steps.state(course.awaited), metrics

@@ -37,6 +37,19 @@ Close = Callable[[StepResult], object]  # uses the result of a step, as work
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LocalNorm:
+    """One rank's part of a decision that all ranks of a step take together."""
+
+    square: float  # sum of squares of the local gradient; NaN if it is not finite
+    # Work that finishes the step, given the sum over all ranks and the index of a bad sample if a
+    # rank has found one.
+    settle: Callable[[float, int | None], object]
+    cost: Cost  # of that work
+    sample: int | None = None  # index in the data set of a sample with NaN or infinity found here
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutcome:
     generation: int  # in which the work was started
     sends: Sequence[tuple[int, Vector]]  # operation instances, and the values that they send
@@ -151,12 +164,11 @@ class Reassembly:
     """Messages that arrived, complete or in part."""
 
     def __init__(self) -> None:
-        self._parts: dict[StreamKey, tuple[Vector, set[int]]] = {}  # and which blocks are missing
-        self._whole: dict[StreamKey, Vector] = {}
+        # And which of their blocks are missing.
+        self._messages: dict[StreamKey, tuple[Vector, set[int]]] = {}
 
     def clear(self) -> None:
-        self._parts.clear()
-        self._whole.clear()
+        self._messages.clear()
 
     def take(
         self, key: StreamKey, message: TransferBlock, *, n_elements: int, dtype: "np.dtype[Element]"
@@ -172,25 +184,23 @@ class Reassembly:
                 f"block {index} of message {key.way} of step {key.step} has {len(values)} numbers "
                 f"of {values.dtype}: the message has {n_elements} of {dtype} in {count} blocks"
             )
-        if key in self._whole:
+        if key not in self._messages:
+            room = values if count == 1 else np.empty(n_elements, dtype=dtype)
+            self._messages[key] = room, set(range(count))
+        whole, missing = self._messages[key]
+        if index not in missing:
             return False
-        if count == 1:
-            self._whole[key] = values
-            return True
-        if key not in self._parts:
-            whole: Vector = np.empty(n_elements, dtype=dtype)
-            self._parts[key] = whole, set(range(count))
-        whole, missing = self._parts[key]
-        whole[start:stop] = values
-        missing.discard(index)
-        if not missing:
-            self._whole[key], _ = self._parts.pop(key)
+        if whole is not values:
+            whole[start:stop] = values
+        missing.remove(index)
         return not missing
 
     def pop_step(self, step: int) -> Iterator[tuple[StreamKey, Vector]]:
         """Yield the complete messages of a step, and drop them here."""
-        for key in [key for key in self._whole if key.step == step]:
-            yield key, self._whole.pop(key)
+        there = [key for key, (_, missing) in self._messages.items() if not missing]
+        for key in there:
+            if key.step == step:
+                yield key, self._messages.pop(key)[0]
 
 
 def blocks_of(values: Vector) -> Iterator[tuple[int, Vector]]:

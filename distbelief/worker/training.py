@@ -43,7 +43,8 @@ from distbelief.worker.downpour_settings import DownpourSettings
 from distbelief.worker.exchange import ExchangeState, is_finite
 from distbelief.worker.group import GroupProgress, Outgoing
 from distbelief.worker.inner import InnerOptimizer
-from distbelief.worker.replica import Leader, LocalNorm, Program, Steps, Taken, Waiting
+from distbelief.worker.replica import Leader, Program, Steps, Taken, Waiting
+from distbelief.worker.steps import LocalNorm
 
 
 PUSH: Final = "replica:push"

@@ -84,7 +84,7 @@ class BareClient:
     def push(self, gradients: Sequence[torch.Tensor]) -> None:
         client = self._client
         self._wait(lambda: client.can_push)
-        outcome = client.stage(gradients, self._session.values)()
+        outcome = client.draft().put_all(gradients, self._session.values)
         push = StagedPush(outcome=outcome, n_gradients=1, samples=1)
         self._command(Computed(name=PUSHED, result=push))
         self._wait(lambda: client.unacknowledged == 0)

@@ -153,9 +153,8 @@ class CommandBroadcast:
         self._check(self.shards, now)
         least = _UNWATCHED_SHARE * self._config.silence_seconds_max
         silent = [shard for shard in self.shards if self._silences[shard].silent(now) >= least]
-        if not silent or now < self._backoff.due:
+        if not (silent and self._backoff.again(now)):
             return []
-        self._backoff.repeat(now)
         return [Send(receiver=shard, message=self._command) for shard in silent]
 
     def add_delay(self, late: Seconds, now: Seconds) -> None:

@@ -260,8 +260,7 @@ class WorkerPool:
         """Send again what workers have not acknowledged for a while."""
         actions: list[Action] = []
         for worker in self:
-            if worker.known < worker.version and now >= worker.backoff.due:
-                worker.backoff.repeat(now)
+            if worker.known < worker.version and worker.backoff.again(now):
                 actions += self._send(worker, now)
         return actions
 

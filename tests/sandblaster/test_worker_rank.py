@@ -10,7 +10,7 @@ from distbelief.core.memory import PrivateMemory
 from distbelief.errors import JobError, LocalProtocolError, RemoteProtocolError
 from distbelief.roles import role as rl
 from distbelief.task.task import BuildContext, build_model
-from distbelief.worker.rank import Rank
+from distbelief.worker.replica import Replica
 from sandblaster.build import build_rank
 from sandblaster.chunks import COORDINATOR
 from sandblaster.group_tasks import TIMER
@@ -35,9 +35,9 @@ def context() -> BuildContext:
     )
 
 
-def machine(name: rl.Address) -> Rank:
+def machine(name: rl.Address) -> Replica:
     built = build_rank(name, config=SETTINGS, context=context(), split=split_of(0, 2))
-    assert isinstance(built, Rank)
+    assert isinstance(built, Replica)
     built.handle(rl.Started(incarnation=1, restored=None), 0.0)
     return built
 

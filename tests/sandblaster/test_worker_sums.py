@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import cast
+from typing import Self, cast
 
 import pytest
 import torch
@@ -16,7 +16,8 @@ from distbelief.parameter_server.client.pushes import PushResult
 from distbelief.protocol import ChunkOrder, PushChunk, ShardVersion
 from distbelief.roles.role import Action, Address, Computed, Report
 from distbelief.worker.batches import BatchSlice
-from distbelief.worker.replica import LocalNorm, Steps
+from distbelief.worker.replica import Steps
+from distbelief.worker.steps import LocalNorm
 from distbelief.worker.training import PUSH, Items
 from sandblaster.group_tasks import ChunkBatchPlan
 from sandblaster.worker import ChunkProgram
@@ -35,11 +36,14 @@ class Client:
         self.pushed: list[tuple[int, int, int]] = []
         self.staged_values: list[Sequence[torch.Tensor | None]] = []
 
-    def stage(
+    def draft(self) -> Self:
+        return self
+
+    def put_all(
         self, gradients: Sequence[torch.Tensor | None], values: Sequence[torch.Tensor]
-    ) -> object:
+    ) -> PushResult:
         self.staged_values.append([gradients[0], values[1]])
-        return lambda: PushResult(finite=True)
+        return PushResult(finite=True)
 
     def staged(
         self, outcome: PushResult, *, n_gradients: int, samples: int, commit_token: int, now: float

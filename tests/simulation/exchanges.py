@@ -143,7 +143,7 @@ class Gated(Invariant):
     def _has_heard(self, worker: Worker) -> bool:
         """Return whether it knows what the shards know; of a takeover it may hear late."""
         return all(
-            link.is_open and link.term == self.scene.leads_as[index][-1]
+            link.is_open and link.primary.term == self.scene.leads_as[index][-1]
             for index, link in worker.client._links.items()
         )
 

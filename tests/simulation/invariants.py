@@ -211,7 +211,7 @@ class MissingIsCounted(Invariant):
         for index, name in scene.leaders.items():
             links = [link for link in scene.links() if link.index == index]
             newest = scene.leads_as[index][-1]
-            if not all(x.is_open and x.term == newest for x in links):
+            if not all(x.is_open and x.primary.term == newest for x in links):
                 continue  # it had ended when this primary began: no one told it
             counted = sum(n_lost([link.pushing.lost]) for link in links)
             if not scene.broken_lives:

@@ -44,7 +44,6 @@ from distbelief.worker.downpour_settings import DownpourSettings
 from distbelief.worker.group import group_rank_of
 from distbelief.worker.local_executor import FlatModel
 from distbelief.worker.member import JobMember, JobMemberConfig, heartbeat_seconds
-from distbelief.worker.rank import Rank
 from distbelief.worker.replica import Replica
 from tests.distbelief.examples import initials_of
 from tests.distbelief.parameter_server.pair import scatter
@@ -87,9 +86,9 @@ class Direct:
             scatter(self.layout, k, vector, tensors)
         return {spec.name: tensor for spec, tensor in zip(specs, tensors, strict=True)}
 
-    def replica(self, name: Address) -> Replica | Rank:
+    def replica(self, name: Address) -> Replica:
         role = self.simulation.role(name)
-        assert isinstance(role, Replica | Rank)
+        assert isinstance(role, Replica)
         return role
 
     def status(self, name: str) -> dict[str, float]:

@@ -25,6 +25,7 @@ from distbelief.parameter_server.checkpoint import ShardState, take
 from distbelief.parameter_server.client import client as client_module
 from distbelief.parameter_server.client.client import ShardLink, ShardReply
 from distbelief.parameter_server.client.fetches import ShardFetch
+from distbelief.parameter_server.client.primary import ShardPrimary
 from distbelief.parameter_server.client.pushes import ShardPush
 from distbelief.parameter_server.pinned_versions import PinnedVersions, Version
 from distbelief.parameter_server.replication import Backup, Primary
@@ -344,11 +345,18 @@ def former_primaries_are_accepted(patch: Patch) -> None:
         self: ShardLink, event: Received, message: ShardReply, now: Seconds
     ) -> list[Action]:
         if not isinstance(message, wire.SessionRefused):
-            self.term = min(self.term, message.shard_incarnation)
+            self.primary.term = min(self.primary.term, message.shard_incarnation)
         return whole(self, event, message, now)
 
+    hear = ShardPrimary.hear
+
+    def hear_anybody(
+        self: ShardPrimary, copy: Address, incarnation: int, term: int | None
+    ) -> tuple[bool, bool]:
+        return hear(self, copy, max(incarnation, self.incarnations[copy]), term)
+
     patch.setattr(ShardLink, "receive", receive)
-    patch.setattr(ShardLink, "_is_stale", lambda *_: False)
+    patch.setattr(ShardPrimary, "hear", hear_anybody)
 
 
 def state_block_of_another_clock_is_accepted(patch: Patch) -> None:

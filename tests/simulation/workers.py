@@ -11,6 +11,7 @@ While a push is applied, the values in memory are NaN.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import ClassVar
 from weakref import WeakKeyDictionary
 
@@ -330,10 +331,9 @@ class Worker:
             self.local_steps.step({0: self._mark_next()}, 0)
 
     def _stage(self) -> Callable[[], object]:
-        local_steps = self.local_steps
+        local_steps, draft = self.local_steps, self.client.draft()
         if local_steps is None:
-            return self.client.stage([self._mark_next()], [self.values])
-        draft = self.client.draft()
+            return partial(draft.put_all, [self._mark_next()], [self.values])
 
         def stage() -> PushResult:
             for item, change in local_steps.changes():

@@ -1,11 +1,10 @@
 """The client of all shards, embedded in a role.
 
     fetch    begin_fetch ... fetch_complete   install ~~> installed     (torn: install again)
-    push     can_push                         stage   ~~> staged ... unacknowledged = 0
-             can_push                         draft   ~~> staged        tensor by tensor
+    push     can_push                         draft   ~~> staged ... unacknowledged = 0
     tick     enter ... may_begin              fetch, local steps, push ...              leave
 
-`~~>` is work that the role runs in its executor, at most one install and one stage at a time;
+`~~>` is work that the role runs in its executor, at most one install and one draft at a time;
 meanwhile the tensors belong to it. The role passes on every event that the client `owns` and
 performs the returned actions. Nothing here blocks.
 
@@ -25,7 +24,7 @@ from distbelief.core.memory import Memory
 from distbelief.core.reliable import AnswerTimer
 from distbelief.errors import JobError, LocalProtocolError
 from distbelief.parameter_server.client.fetches import FetchResult, ShardFetch, ShardReader, install
-from distbelief.parameter_server.client.memory import ShardMemory
+from distbelief.parameter_server.client.primary import ShardMemory, ShardPrimary
 from distbelief.parameter_server.client.pushes import PushDraft, PushResult, ShardPush, StageTarget
 from distbelief.parameter_server.layout import PartialView
 from distbelief.parameter_server.lost_pushes import n_lost
@@ -65,9 +64,6 @@ class ShardLink:
     OpenSession goes to all copies of the shard, everything else to the one that opened the
     session. Pushes in flight survive a change of the primary. While something is awaited, a timer
     repeats all of it, with a delay that doubles from `retry_seconds` to `retry_seconds_max`.
-
-    The primary is the copy of the highest term (`shard_incarnation` in the replies; with one copy,
-    its incarnation). A reply of a lower term, or of an older incarnation of a copy, is ignored.
     """
 
     def __init__(
@@ -82,24 +78,25 @@ class ShardLink:
     ) -> None:
         self.copies = copies
         self.index = index
-        self.config = config
+        self._config = config
         self._layout = view.layout
-        self._slice = view.slices[index]  # what the client holds of the shard
+        self._holds = view.slices[index].stripes
+        n_blocks = len(view.slices[index].bounds)
+        self._per_answer = min(config.blocks_per_answer, n_blocks)
+        self._credit = min(config.credit_blocks, n_blocks)
         self._staleness = staleness
         self.is_open = False  # whether the current primary has opened the session
         self.samples = 0  # this client's samples in the shard's values when the session opened
-        self._per_answer = config.blocks_per_answer
         self.ticks = ShardTicks()
         self.memory = ShardMemory(memory, view, index)
         self.fetching = ShardFetch(config, view, index, self.memory)
         self.pushing = ShardPush(config, view, index, self.memory, self.ticks)
-        # The copy that opened the last session; before that, the first copy.
-        self.primary = self.copies[0]
-        self.term = 0  # the highest known term; 0 before the first
-        self._incarnations = dict.fromkeys(self.copies, 0)
-        pause_max = config.silence_seconds_max / 4
+        self.primary = ShardPrimary(copies)
         self._answer = AnswerTimer(
-            config.retry_seconds, config.retry_seconds_max, pause_max=pause_max
+            config.retry_seconds,
+            config.retry_seconds_max,
+            silence_seconds_max=config.silence_seconds_max,
+            stall_seconds_max=config.stall_seconds_max,
         )
 
     @property
@@ -115,7 +112,7 @@ class ShardLink:
         """What the client's role may wait for."""
         blocks, settled, ticks = self.fetching.complete, self.pushing.settled, self.ticks
         agrees = ticks.floor is None or ticks.agrees
-        return self.is_open, self.term, blocks, settled, ticks.floor, ticks.known, agrees
+        return self.is_open, self.primary.term, blocks, settled, ticks.floor, ticks.known, agrees
 
     # ------------------------------------------------------------ from the client
 
@@ -124,46 +121,34 @@ class ShardLink:
         self._answer.sent_at = now
         return self._open_session(self.copies)
 
-    def tell(self) -> list[rl.Action]:
+    def tell(self, now: rl.Seconds, *, is_news: bool) -> list[rl.Action]:
         """Tell the shard whether the client is in, and its tick; repeated until it knows."""
-        return self._open_session([self.primary]) if self.is_open else []
+        tells = is_news and self.is_open
+        sends = self._open_session([self.primary.address]) if tells else []
+        return [*sends, *self.wait(now)]
 
     # ------------------------------------------------------------- from the shard
 
     def receive(self, event: rl.Received, message: ShardReply, now: rl.Seconds) -> list[rl.Action]:
-        sender, is_lost, demoted = event.sender, False, False
-        if event.incarnation != self._incarnations[sender]:
-            if self._is_stale(sender, event.incarnation):
-                return []
-            is_lost = self._note_incarnation(sender, event.incarnation)
-        if not isinstance(message, pf.SessionRefused) and message.shard_incarnation != self.term:
-            is_lost = is_lost or message.shard_incarnation > self.term
-            demoted = message.shard_incarnation < self.term
-            self.term = max(self.term, message.shard_incarnation)
+        primary, is_late = self.primary, False
+        term = None if isinstance(message, pf.SessionRefused) else message.shard_incarnation
         actions: list[rl.Action] = []
-        if is_lost:
-            self._lost()
-            if demoted or not isinstance(message, pf.SessionOpened):
-                actions += self.open_session(now)
-        return actions if demoted else actions + self._take(sender, message, now)
+        if event.incarnation != primary.incarnations[event.sender] or term != primary.term:
+            is_lost, is_late = primary.hear(event.sender, event.incarnation, term)
+            if is_lost:
+                self._lost()
+                if is_late or not isinstance(message, pf.SessionOpened):
+                    actions += self.open_session(now)
+        return actions if is_late else actions + self._take(event.sender, message, now)
 
     def peer(self, event: rl.PeerJoined | rl.PeerLost, now: rl.Seconds) -> list[rl.Action]:
-        if self._is_stale(event.peer, event.incarnation):
+        is_lost, is_late = self.primary.hear(event.peer, event.incarnation, None)
+        if is_late:
             return []
-        if self._note_incarnation(event.peer, event.incarnation):
+        if is_lost:
             self._lost()
-        if isinstance(event, rl.PeerLost) and event.peer == self.primary:
-            return self.open_session(now)
-        return [] if self.is_open else self.open_session(now)
-
-    def _is_stale(self, copy: rl.Address, incarnation: int) -> bool:
-        return incarnation < self._incarnations[copy]
-
-    def _note_incarnation(self, copy: rl.Address, incarnation: int) -> bool:
-        """Note an incarnation; return whether it shows that the primary has restarted."""
-        before = self._incarnations[copy]
-        self._incarnations[copy] = max(before, incarnation)
-        return copy == self.primary and 0 < before < incarnation
+        is_gone = isinstance(event, rl.PeerLost) and event.peer == self.primary.address
+        return self.open_session(now) if is_gone or not self.is_open else []
 
     def _lost(self) -> None:
         self.is_open = False
@@ -173,21 +158,23 @@ class ShardLink:
 
     def _take(self, sender: rl.Address, message: ShardReply, now: rl.Seconds) -> list[rl.Action]:
         replies: Sequence[Message] = ()
-        progress = False  # of blocks
+        answer = self._answer
         if not isinstance(message, pf.SessionRefused):
-            self._answer.silence.heard_at = now
+            answer.silence.heard_at = now
         match message:  # the most frequent ones first
             case pf.ParameterBlock():
                 before = self.fetching.received
                 replies = self.fetching.take(message)
                 # Every block counts, not only those that get an answer: over a busy network a
                 # quarter of a window may take longer than `retry_seconds`.
-                progress = self.fetching.received > before
+                if self.fetching.received > before:
+                    answer.blocks_came(now, pf.ParameterBlock, 1, self._credit)
             case pf.PushBlockAck():
                 replies = self.pushing.blocks_acked(message)
-                progress = bool(replies)
+                if replies:
+                    answer.blocks_came(now, pf.PushBlockAck, self._per_answer, self._credit)
                 if self.ticks.floor is not None:  # it may wait for pushes of other workers
-                    self._answer.silence.progress_at = now
+                    answer.silence.progress_at = now
             case pf.PushApplied():
                 self._acknowledged(message, now)
             case pf.Floor():
@@ -200,8 +187,6 @@ class ShardLink:
                 return self._session_opened(sender, message, now)
             case _:
                 assert_never(message)
-        if progress:
-            self._blocks_came(now, message)
         return self.send(replies, now)
 
     def _acknowledged(self, message: pf.PushApplied, now: rl.Seconds) -> None:
@@ -226,7 +211,7 @@ class ShardLink:
         if not self.memory.attach(message):
             return []  # the timer sends OpenSession again
         self.is_open = True
-        self.primary = sender
+        self.primary.address = sender
         self.samples = message.samples
         self.ticks.opened()
         self._answer.progressed(now)
@@ -240,7 +225,7 @@ class ShardLink:
         if message.for_good:
             raise JobError(f"{sender} refuses this client: {formatting.plain(message.reason)}")
         # A backup refuses clients; that means nothing here.
-        if self.is_open and sender != self.primary:
+        if self.is_open and sender != self.primary.address:
             return []
         self._answer.silence.heard_at = now
         # If the shard is busy, the timer sends OpenSession again.
@@ -274,7 +259,9 @@ class ShardLink:
         self._answer.woke(now)
         if not self._is_waiting:
             return []
-        self._give_up_if_due(now)
+        awaited = "an acknowledgement" if self.fetching.complete else "a fetch"
+        awaited = awaited if self.is_open else "SessionOpened"
+        self._answer.check(now, " and ".join(self.copies), awaited)
         at = self._answer.not_yet(now)
         if at is not None:
             return [self._timer_at(at)]
@@ -282,7 +269,7 @@ class ShardLink:
             # The other copy gets OpenSession too: it may be primary, with its PrimaryChanged lost.
             # Where it counts ticks, the primary's answer tells the floor.
             asks = self.ticks.floor is not None and self.fetching.complete
-            others = [copy for copy in self.copies if asks or copy != self.primary]
+            others = [copy for copy in self.copies if asks or copy != self.primary.address]
             messages = [*self.fetching.again(), *self.pushing.again()]
             actions = [*self._sends(messages), *self._open_session(others)]
         else:
@@ -292,41 +279,19 @@ class ShardLink:
     def _timer_at(self, at: rl.Seconds) -> rl.SetTimer:
         return rl.SetTimer(name=f"{TIMER}{self.index}", at=at)
 
-    def _give_up_if_due(self, now: rl.Seconds) -> None:
-        awaited = "SessionOpened"
-        if self.is_open:
-            awaited = "an acknowledgement" if self.fetching.complete else "a fetch"
-        self._answer.silence.check(
-            now,
-            " and ".join(self.copies),
-            awaited,
-            silence_seconds_max=self.config.silence_seconds_max,
-            stall_seconds_max=self.config.stall_seconds_max,
-        )
-
-    def _blocks_came(self, now: rl.Seconds, message: ShardReply) -> None:
-        is_one = isinstance(message, pf.ParameterBlock)
-        n_blocks = len(self._slice.bounds)
-        self._answer.blocks_came(
-            now,
-            type(message),
-            n=min(1 if is_one else self._per_answer, n_blocks),
-            n_under_way=min(self.config.credit_blocks, n_blocks),
-        )
-
     # --------------------------------------------------------------------- sending
 
     def _open_session(self, copies: Sequence[rl.Address]) -> list[rl.Action]:
         ticks = self.ticks
         request = pf.OpenSession(
             layout=self._layout.fingerprint,
-            pushes=self.config.pushes,
+            pushes=self._config.pushes,
             host=self.memory.host,
             next_sequence=self.pushing.settled + 1,
-            holds=self._slice.stripes,
+            holds=self._holds,
             entries=ticks.attendance.changes or msgspec.UNSET,
             tick=msgspec.UNSET if ticks.ended is None else ticks.ended,
-            known_incarnation=self.term,
+            known_incarnation=self.primary.term,
         )
         return [rl.Send(receiver=copy, message=request) for copy in copies]
 
@@ -337,8 +302,9 @@ class ShardLink:
 
     def _sends(self, messages: Sequence[Message]) -> list[rl.Action]:
         # Push buffers stay unchanged until the push is settled, so blocks need no copy.
+        primary = self.primary.address
         return [
-            rl.Send(receiver=self.primary, message=message, lent=isinstance(message, pf.PushBlock))
+            rl.Send(receiver=primary, message=message, lent=isinstance(message, pf.PushBlock))
             for message in messages
         ]
 
@@ -517,9 +483,7 @@ class ParameterClient:
                 link.fetching.part_installed(reader)
             elif index in outcome.torn:
                 self._n_torn += 1
-                seconds_max = link.config.torn_seconds_max
-                fetches = link.fetching.torn(now, seconds_max=seconds_max)
-                actions += [*link.send(fetches, now), *link.wait(now)]
+                actions += [*link.send(link.fetching.torn(now), now), *link.wait(now)]
             else:
                 link.fetching.installed(clocks[index], reader)
         self._release()
@@ -541,38 +505,32 @@ class ParameterClient:
         pushes = [link.pushing for link in self._links.values()]
         return max((one.issued - one.settled for one in pushes), default=0)
 
-    def stage(
-        self,
-        gradients: Sequence[torch.Tensor | None],
-        values: Sequence[torch.Tensor],
-        *,
-        fetched_clocks: Sequence[int] | None = None,  # of the parameters of the oldest gradient
-    ) -> Callable[[], PushResult]:
-        """Return the work that copies a push into every shard's buffer and checks it.
-
-        Gradients are sums of raw gradients (DB-7), each (n_elements,), in the order of the layout
-        or the selection; None for zeros. Of buffers `values` are pushed instead.
-        """
-        draft = self.draft(fetched_clocks=fetched_clocks)
-        return partial(draft.put_all, gradients, values)
-
     def draft(
         self,
         *,
         fetched_clocks: Sequence[int] | None = None,
         touched: Sequence[torch.Tensor | None] | None = None,
     ) -> PushDraft:
-        """Return a push to fill tensor by tensor in the executor, as `stage`; call `staged`.
+        """Return a push to fill in the executor; call `staged` with its result.
 
-        `fetched_clocks` are by default those of the last install.
-        With `touched`, tensors that are None there keep their values and rule state.
+        Gradients are sums of raw gradients (DB-7). `fetched_clocks`, of the parameters of the
+        oldest gradient, are by default those of the last install. With `touched`, tensors that are
+        None there keep their values and rule state.
         """
-        return PushDraft(self._begin_push(fetched_clocks, touched=touched), self._specs)
+        if not self.can_push:
+            raise LocalProtocolError("draft while not can_push: wait until it is")
+        clocks = self.clocks if fetched_clocks is None else fetched_clocks
+        self._staging = [
+            # The gradients may be older than a restart that lowered the shard's clock.
+            link.pushing.stage_target(fetched_clock=min(clock, link.clock), touched=touched)
+            for link, clock in zip(self._links.values(), clocks, strict=True)
+        ]
+        return PushDraft(self._staging, self._specs)
 
     def abandon(self) -> None:
-        """Drop what was staged or drafted; its work must have ended."""
+        """Drop what was drafted; its work must have ended."""
         if self._staging is None:
-            raise LocalProtocolError("abandon without a stage or a draft")
+            raise LocalProtocolError("abandon without a draft")
         self._staging = None
         self._release()
 
@@ -592,7 +550,7 @@ class ParameterClient:
         `samples` is this client's total over all incarnations; of a chunk, its own.
         """
         if self._staging is None:
-            raise LocalProtocolError("staged without a stage: stage a push first")
+            raise LocalProtocolError("staged without a draft: draft a push first")
         targets, self._staging = self._staging, None
         actions: list[rl.Action] = []
         if outcome.finite:
@@ -612,22 +570,6 @@ class ParameterClient:
             actions.append(rl.Report(text=text, level="warning"))
         self._release()
         return actions
-
-    def _begin_push(
-        self,
-        fetched_clocks: Sequence[int] | None,
-        *,
-        touched: Sequence[torch.Tensor | None] | None = None,
-    ) -> list[StageTarget]:
-        if not self.can_push:
-            raise LocalProtocolError("stage while not can_push: wait until it is")
-        clocks = self.clocks if fetched_clocks is None else fetched_clocks
-        self._staging = [
-            # The gradients may be older than a restart that lowered the shard's clock.
-            link.pushing.stage_target(fetched_clock=min(clock, link.clock), touched=touched)
-            for link, clock in zip(self._links.values(), clocks, strict=True)
-        ]
-        return self._staging
 
     # ---------------------------------------------------------------------- ticks
 
@@ -651,10 +593,8 @@ class ParameterClient:
         news = self._ticks.enter(
             now, staleness=staleness, samples=self.samples, unacknowledged=self.unacknowledged
         )
-        actions: list[rl.Action] = []
-        for link, is_news in zip(counting, news, strict=False):
-            actions += [*(link.tell() if is_news else ()), *link.wait(now)]
-        return actions
+        told = zip(counting, news, strict=False)
+        return [one for link, is_news in told for one in link.tell(now, is_news=is_news)]
 
     @property
     def may_begin(self) -> bool:
@@ -666,10 +606,8 @@ class ParameterClient:
     def leave(self, now: rl.Seconds) -> list[rl.Action]:
         """End no further tick until `enter`: nobody waits for this worker."""
         self._ticks.leave()
-        actions: list[rl.Action] = []
-        for link in self._links.values():
-            actions += [*(link.tell() if link.ticks.leave() else ()), *link.wait(now)]
-        return actions
+        links = self._links.values()
+        return [one for link in links for one in link.tell(now, is_news=link.ticks.leave())]
 
     # -------------------------------------------------------------------- status
 

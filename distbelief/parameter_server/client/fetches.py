@@ -17,7 +17,7 @@ import torch
 
 from distbelief.core.vectors import Vector
 from distbelief.errors import RemoteProtocolError
-from distbelief.parameter_server.client.memory import ShardMemory
+from distbelief.parameter_server.client.primary import ShardMemory
 from distbelief.parameter_server.layout import PartialView
 from distbelief.parameter_server.shard_config import ClientConfig
 from distbelief.parameter_server.tensor_copies import SeqlockVector, TensorCopier
@@ -66,6 +66,7 @@ class ShardFetch:
         self._shard_incarnation = 0
         self._first_clock = 0  # of that incarnation, as far as known
         self._copier: TensorCopier | None = None  # of the published values, once there are some
+        self._block_copiers: dict[int, TensorCopier] = {}  # of the blocks that have come
         self._per_answer = config.blocks_per_answer
         self._request = 0
         self._block_clock = 0
@@ -154,12 +155,14 @@ class ShardFetch:
         """Return what the install reads; call only if `installable`."""
         view, k, published = self._view, self._index, self._memory.published
         if self._by_blocks:
-            blocks = tuple(self._blocks)
+            blocks, copiers = tuple(self._blocks), self._block_copiers
             first = self.received - len(blocks)
 
             def copy(tensors: Sequence[torch.Tensor]) -> None:
                 for index, block in enumerate(blocks, first):
-                    view.block_copier(k, index).scatter(block, tensors)
+                    if index not in copiers:
+                        copiers[index] = view.block_copier(k, index)
+                    copiers[index].scatter(block, tensors)
 
             clock = self._block_clock if self.complete else None
             return ShardReader(copy, None, clock, self._block_incarnation, blocks)
@@ -185,15 +188,15 @@ class ShardFetch:
             self.bytes_in += self._slice.n_elements * self._slice.dtype.itemsize
         if self._view is not self._later:
             self._view, self._slice = self._later, self._later.slices[self._index]
-            self._copier = self._copier and self._view.copier(self._index)
+            self._copier, self._block_copiers = self._copier and self._view.copier(self._index), {}
 
-    def torn(self, now: Seconds, *, seconds_max: Seconds) -> list[pf.Fetch]:
-        """Note a torn read; after `seconds_max`, fetch by blocks: writes starve no reader."""
+    def torn(self, now: Seconds) -> list[pf.Fetch]:
+        """Note a torn read; after `torn_seconds_max`, fetch by blocks: writes starve no reader."""
         if self._by_blocks:
             return []  # the shard was lost in the meantime
         if self._torn_since is None:
             self._torn_since = now
-        if now - self._torn_since < seconds_max:
+        if now - self._torn_since < self._config.torn_seconds_max:
             return []
         return self._begin(by_blocks=True)
 

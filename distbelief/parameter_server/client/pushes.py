@@ -27,7 +27,7 @@ import torch
 from distbelief.core.reliable import Transfer, Window
 from distbelief.core.vectors import Vector
 from distbelief.errors import LocalProtocolError, RemoteProtocolError
-from distbelief.parameter_server.client.memory import ShardMemory
+from distbelief.parameter_server.client.primary import ShardMemory
 from distbelief.parameter_server.layout import PartialView, TensorSpec
 from distbelief.parameter_server.lost_pushes import Lost, lost_after
 from distbelief.parameter_server.shard_config import ClientConfig

@@ -4,6 +4,7 @@ The test plays both copies; `tests/simulation/test_copies.py` has real ones, and
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import pytest
@@ -170,7 +171,7 @@ def test_pushes_in_flight_in_a_dead_primarys_buffers_are_copied_and_sent_again(
     alone = alone_of(memory=mine, welcome=False)
     alone.welcome(term=3, sender=SHARD, push_buffers_region="slots-a")
     alone.push(4.0)
-    work = alone.client.stage(full_of(LAYOUT, 6.0), zeros_of(LAYOUT))
+    work = partial(alone.client.draft().put_all, full_of(LAYOUT, 6.0), zeros_of(LAYOUT))
     first.release_all()  # it is dead, and the next incarnation has begun
     alone.receive(PrimaryChanged(shard_incarnation=4), sender=SECOND)
     region = "" if to_blocks else "slots-b"

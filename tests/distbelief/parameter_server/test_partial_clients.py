@@ -270,7 +270,7 @@ def test_a_client_that_holds_nothing_is_always_ready_and_says_nothing() -> None:
     bench.begin_fetch(LEFT)
     assert client.fetch_complete
     assert bench.install([torch.zeros(0)], LEFT).torn == ()
-    outcome = client.stage([torch.zeros(0)], [torch.zeros(0)])()
+    outcome = client.draft().put_all([torch.zeros(0)], [torch.zeros(0)])
     assert outcome.finite
     assert client.staged(outcome, n_gradients=1, samples=1, now=0.0) == []
     assert client.can_push
@@ -472,10 +472,10 @@ def test_a_draft_may_be_abandoned() -> None:
     machines = Machines(SGD(learning_rate=1.0), shared=True)
     client = machines.bench.client(LEFT)
     client.draft().put(0, torch.ones(1400))
-    with pytest.raises(LocalProtocolError, match="stage while not can_push"):
+    with pytest.raises(LocalProtocolError, match="draft while not can_push"):
         client.draft()
     client.abandon()
-    with pytest.raises(LocalProtocolError, match="abandon without a stage"):
+    with pytest.raises(LocalProtocolError, match="abandon without a draft"):
         client.abandon()
     machines.push(LEFT, [torch.ones(spec.n_elements) for spec in SPECS])
     assert machines.shard()._values.clock == 1

@@ -22,7 +22,7 @@ from sandblaster.worker import ChunkProgram
 from tests.distbelief.simulation.toys import STEADY, TESTER, A
 
 
-ROLES = (Coordinator, HostAgent, LoopWorker, Rank, Replica, Shard, Supervisor, WarmStartWorker)
+ROLES = (Coordinator, HostAgent, LoopWorker, Replica, Shard, Supervisor, WarmStartWorker)
 
 
 class OnlyStop:
@@ -44,7 +44,7 @@ class OnlyStop:
 
 def test_each_message_is_accepted_by_some_role_and_no_role_accepts_all() -> None:
     accepted = frozenset().union(*(role.accepts for role in ROLES))
-    assert accepted | ChunkProgram.accepts == rl.ALL_MESSAGES
+    assert accepted | Rank.accepts | ChunkProgram.accepts == rl.ALL_MESSAGES
     assert frozenset(get_args(Message)) == rl.ALL_MESSAGES
     assert all(role.accepts < rl.ALL_MESSAGES for role in ROLES)
     assert all(Stop in role.accepts for role in ROLES)  # any role can be asked to end

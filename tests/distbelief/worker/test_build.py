@@ -25,7 +25,7 @@ from distbelief.worker.build import build_rank
 from distbelief.worker.downpour_settings import DownpourSettings
 from distbelief.worker.evaluator import held_out
 from distbelief.worker.group import rank_name
-from distbelief.worker.rank import Rank
+from distbelief.worker.replica import Replica
 from distbelief.worker.training import Training
 from tests.simulation.groups import FRAMES, Group
 from tests.simulation.test_downpour import LEARNING, downpour, plain
@@ -569,5 +569,5 @@ def test_a_late_grant_takes_back_no_step(monkeypatch: pytest.MonkeyPatch) -> Non
     lead(wire.StartEpoch(generation=5, plan=group.split.fingerprint))
     for steps in (3, 1):
         lead(wire.GrantSteps(generation=5, position=0, steps=steps, is_last=False, ended=False))
-        assert isinstance(machine, Rank)
-        assert machine._granted.allowed == 3
+        assert isinstance(machine, Replica)
+        assert machine.course.allowed == 3

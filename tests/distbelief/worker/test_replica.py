@@ -27,7 +27,7 @@ from distbelief.worker.batches import (
 )
 from distbelief.worker.downpour_settings import DownpourSettings
 from distbelief.worker.evaluator import Evaluation
-from distbelief.worker.replica import Alone, Course, Steps
+from distbelief.worker.replica import Alone, Steps
 from distbelief.worker.steps import STEP, Close, StepOutcome, StepRunner
 from distbelief.worker.training import Items, Training
 from tests.distbelief.examples import Frames, dropout_net, net
@@ -180,24 +180,6 @@ class Client:
     def install(self, values: object) -> Callable[[], FetchResult]:
         del values
         return lambda: FetchResult(torn=(), clocks=(3,))
-
-
-class FromTheStart(Course):
-    """Six steps from the first sample, though more is pushed."""
-
-    allowed = 6
-
-    @override
-    def ready(self, pushed: int | None, now: Seconds) -> list[Action]:
-        return []
-
-    @override
-    def begins_at(self) -> int:
-        return 0
-
-    @override
-    def taken(self, now: Seconds) -> list[Action]:
-        return []
 
 
 class Ones:
@@ -477,17 +459,19 @@ def test_a_rank_ahead_of_its_group_counts_no_gradient_twice() -> None:
         shapes=[(2,)],
         n_steps=plan.n_steps,
     )
+    course = Alone()
     steps = Steps(
         program,
         client=client,
         executor=cast("StepRunner", Ones()),
         slices=SlicePrefetch(None, plan),
-        course=FromTheStart(),
+        course=course,
     )
 
     def run(generation: int) -> list[int]:
         """Return how many gradients were counted after each step, until it waits."""
         counted: list[int] = []
+        course.new_generation(0.0, position=0, limit=6)
         steps.begin(generation)
         while work := [one for one in steps.advance(0.0) if isinstance(one, Compute)]:
             steps.computed(Computed(name=work[0].name, result=work[0].work()), 0.0)
@@ -515,8 +499,7 @@ def course_of(limits: Limits, *, begins: bool = True, pushed: int = 8) -> tuple[
         slices=SlicePrefetch(None, TrainingPlan(_PART, batch_size=4)),
         course=course,
     )
-    course.of(steps)
-    course.start(0.0)
+    course.handle(Started(incarnation=1), 0.0)
     course.ready(pushed, 0.0)
     return course, steps
 

@@ -1,6 +1,7 @@
 """One client against shards that the test plays, or against real ones."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -146,7 +147,9 @@ class Alone:
                 self.welcome()
 
     def push(self, value: float = 1.0) -> list[Action]:
-        work = self.client.stage(full_of(self.layout, value), full_of(self.layout, 0.0))
+        work = partial(
+            self.client.draft().put_all, full_of(self.layout, value), full_of(self.layout, 0.0)
+        )
         return self.client.staged(work(), n_gradients=1, samples=1, now=self.now)
 
     def block(
@@ -333,7 +336,7 @@ def test_a_push_being_staged_when_the_shard_restarts_goes_to_its_next_incarnatio
     *, welcome_first: bool
 ) -> None:
     alone = Alone()
-    work = alone.client.stage(full_of(LAYOUT, 3.0), zeros_of(LAYOUT))
+    work = partial(alone.client.draft().put_all, full_of(LAYOUT, 3.0), zeros_of(LAYOUT))
     alone.client.handle(PeerJoined(peer=SHARD, incarnation=2), 0.0)
     actions: list[Action] = []
     if welcome_first:
@@ -365,7 +368,7 @@ def test_a_push_has_no_clock_beyond_that_of_the_restarted_shard() -> None:
     alone.client.installed(alone.client.install(zeros_of(LAYOUT))(), 0.0)
     old = alone.clocks()
     alone.push()
-    work = alone.client.stage(zeros_of(LAYOUT), zeros_of(LAYOUT))
+    work = partial(alone.client.draft().put_all, zeros_of(LAYOUT), zeros_of(LAYOUT))
     (again,) = sent(alone.welcome(life=2, clock=4), pf.Push)
     assert again.fetched_clock == 4
     actions = alone.client.staged(work(), n_gradients=1, samples=1, now=0.0)
@@ -373,7 +376,9 @@ def test_a_push_has_no_clock_beyond_that_of_the_restarted_shard() -> None:
     assert push.fetched_clock == 4
     alone.acknowledge(FIRST + 1, life=2)
     # Gradients that have accrued since that incarnation.
-    work = alone.client.stage(zeros_of(LAYOUT), zeros_of(LAYOUT), fetched_clocks=old)
+    work = partial(
+        alone.client.draft(fetched_clocks=old).put_all, zeros_of(LAYOUT), zeros_of(LAYOUT)
+    )
     actions = alone.client.staged(work(), n_gradients=1, samples=1, now=0.0)
     (push,) = sent(actions, pf.Push)
     assert push.fetched_clock == 4
@@ -771,7 +776,7 @@ def test_memory_of_a_former_incarnation_is_released_when_no_work_touches_it() ->
     header[:2] = 2, 7
     memory.create("values-2", n_bytes=HEADER_BYTES + 8 * N)
     memory.create("slots-2", n_bytes=2 * 8 * N)
-    staging = alone.client.stage(zeros_of(LAYOUT), zeros_of(LAYOUT))
+    staging = partial(alone.client.draft().put_all, zeros_of(LAYOUT), zeros_of(LAYOUT))
     alone.welcome(life=2, parameters_region="values-2", push_buffers_region="slots-2")
     memory.attach("values")
     memory.attach("slots")
@@ -831,7 +836,7 @@ def test_two_pushes_may_be_in_flight_and_no_more() -> None:
         alone.push()
         assert alone.unacknowledged() == n
     assert not alone.can_push()
-    with pytest.raises(LocalProtocolError, match="stage while not can_push"):
+    with pytest.raises(LocalProtocolError, match="draft while not can_push"):
         alone.push()
     alone.acknowledge(FIRST, staleness=4)
     assert alone.can_push()
@@ -909,7 +914,9 @@ def test_the_push_has_the_clock_of_its_parameters() -> None:
     alone.client.installed(outcome, 0.0)
     (push,) = sent(alone.push(), pf.Push)
     assert push.fetched_clock == 9
-    work = alone.client.stage(zeros_of(LAYOUT), zeros_of(LAYOUT), fetched_clocks=(4,))
+    work = partial(
+        alone.client.draft(fetched_clocks=(4,)).put_all, zeros_of(LAYOUT), zeros_of(LAYOUT)
+    )
     actions = alone.client.staged(work(), n_gradients=3, samples=12, now=0.0)
     (push,) = sent(actions, pf.Push)
     assert (push.fetched_clock, push.n_gradients, push.samples) == (4, 3, 12)
@@ -919,7 +926,7 @@ def test_nothing_that_is_not_finite_is_pushed_and_it_is_named() -> None:
     alone = Alone()
     gradients = zeros_of(LAYOUT)
     gradients[1][5] = np.inf  # tensors are sorted by name: m, w
-    outcome = alone.client.stage(gradients, zeros_of(LAYOUT))()
+    outcome = alone.client.draft().put_all(gradients, zeros_of(LAYOUT))
     assert (outcome.finite, outcome.culprits) == (False, ("w",))
     (report,) = alone.client.staged(outcome, n_gradients=1, samples=1, now=0.0)
     assert isinstance(report, Report)
@@ -933,19 +940,19 @@ def test_infinities_that_cancel_are_found() -> None:
     alone = Alone()
     gradients = zeros_of(LAYOUT)
     gradients[1][:2] = torch.tensor([np.inf, -np.inf])
-    assert not alone.client.stage(gradients, zeros_of(LAYOUT))().finite
+    assert not alone.client.draft().put_all(gradients, zeros_of(LAYOUT)).finite
 
 
 def test_a_sum_that_overflows_is_no_reason_to_refuse() -> None:
     alone = Alone()
     gradients = full_of(LAYOUT, 1e308)
-    assert alone.client.stage(gradients, zeros_of(LAYOUT))().finite
+    assert alone.client.draft().put_all(gradients, zeros_of(LAYOUT)).finite
 
 
 def test_gradients_are_pushed_for_parameters_and_values_for_buffers() -> None:
     layout = layout_of(n_buffers=1)  # m is a buffer, and last
     alone = Alone(layout)
-    work = alone.client.stage([None, None], full_of(layout, 7.0))
+    work = partial(alone.client.draft().put_all, [None, None], full_of(layout, 7.0))
     actions = alone.client.staged(work(), n_gradients=1, samples=1, now=0.0)
     (block,) = sent(actions, pf.PushBlock)
     n_gradient = layout.n_gradient(0)
@@ -970,11 +977,11 @@ def test_gradients_of_any_type_are_checked(dtype: torch.dtype) -> None:
 
 def test_work_is_reported_before_it_is_asked_for_again() -> None:
     alone = Alone()
-    staging = alone.client.stage(zeros_of(LAYOUT), zeros_of(LAYOUT))
+    staging = partial(alone.client.draft().put_all, zeros_of(LAYOUT), zeros_of(LAYOUT))
     assert not alone.can_push()
     outcome = staging()
     alone.client.staged(outcome, n_gradients=1, samples=1, now=0.0)
-    with pytest.raises(LocalProtocolError, match="staged without a stage"):
+    with pytest.raises(LocalProtocolError, match="staged without a draft"):
         alone.client.staged(outcome, n_gradients=1, samples=1, now=0.0)
     installing = alone.client.install(zeros_of(LAYOUT))
     with pytest.raises(LocalProtocolError, match="install while an install"):

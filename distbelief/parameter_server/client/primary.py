@@ -1,5 +1,6 @@
-"""The memory of one shard that a client on its host attaches."""
+"""What a client knows of the primary of one shard, and its memory, if it is on the same host."""
 
+from collections.abc import Sequence
 from typing import Final, final
 
 from distbelief.core.memory import Memory
@@ -7,10 +8,35 @@ from distbelief.errors import MemoryGoneError
 from distbelief.parameter_server.layout import PartialView
 from distbelief.parameter_server.tensor_copies import PushBuffers, SeqlockVector, push_buffer_views
 from distbelief.protocol import push_fetch as pf
+from distbelief.roles.role import Address
 
 
 N_ATTACH_MAX: Final = 3
 """Failures in a row after which the client uses messages instead of shared memory."""
+
+
+@final
+class ShardPrimary:
+    """Which copy of a shard is primary: the one of the highest term.
+
+    With one copy, its incarnation is the term. A message of a lower term, or of an older
+    incarnation of a copy, is late.
+    """
+
+    def __init__(self, copies: Sequence[Address]) -> None:
+        self.address = copies[0]  # the one that opened the last session; at first, the first copy
+        self.term = 0  # the highest known; 0 before the first
+        self.incarnations = dict.fromkeys(copies, 0)
+
+    def hear(self, copy: Address, incarnation: int, term: int | None) -> tuple[bool, bool]:
+        """Return whether this shows that the primary is lost, and whether it comes too late."""
+        before = self.incarnations[copy]
+        if incarnation < before:
+            return False, True
+        self.incarnations[copy] = incarnation
+        is_lost = copy == self.address and 0 < before < incarnation
+        known, self.term = self.term, max(self.term, term or 0)
+        return is_lost or self.term > known, term is not None and term < known
 
 
 @final
