@@ -8,8 +8,9 @@ OneEach      a round has one push of each client, in the order of names        E
 OneShare     each local step counts once; the shares of a round add up to one  E2, PA-3
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Final
 
 import msgspec
@@ -29,10 +30,12 @@ from distbelief.roles.role import Action, Address, PeerLost, Seconds
 from distbelief.simulation.driver import HandledEvent
 from distbelief.simulation.faults import Duplicate, Fault, Slow
 from distbelief.simulation.machines import TraceKind
+from distbelief.simulation.network import Link
 from distbelief.worker.exchange import LocalSteps
 from tests.simulation import invariants as iv
-from tests.simulation.invariants import Invariant, Scene
-from tests.simulation.scenarios import Play, Scenario, scenario_of, set_for
+from tests.simulation.invariants import Invariant, Seen
+from tests.simulation.marks import together
+from tests.simulation.scenarios import Scenario, play, scenario_of
 from tests.simulation.variants import Patch, Variant
 from tests.simulation.workers import N_MARKS, PLACES, PLAIN, Worker, marks_of
 
@@ -76,15 +79,15 @@ class Gated(Invariant):
     What a worker reads then contains every push that ended a tick `staleness` or more ago.
     """
 
-    def __init__(self, scene: Scene) -> None:
-        super().__init__(scene)
+    def __init__(self, seen: Seen) -> None:
+        super().__init__(seen)
         self._begun: dict[tuple[Address, int], int] = {}
         # Lives without which others went on: their pushes may be late, at any tick.
         self._left_out: set[tuple[Address, int]] = set()
 
     @override
     def shard(self, shard: Shard, happening: HandledEvent) -> None:
-        index, cluster = self.scene.shards[happening.name], self.scene.cluster
+        index, cluster = self.seen.shards[happening.name], self.seen.cluster
         for session in shard._sessions._clients.values():
             worker = cluster.role(session.name)
             if not session.is_in or cluster.incarnation(session.name) != session.incarnation:
@@ -108,7 +111,7 @@ class Gated(Invariant):
     @override
     def installed(self, worker: Worker, happening: HandledEvent) -> None:
         staleness = worker._policy.staleness
-        is_current = happening.incarnation == self.scene.cluster.incarnation(happening.name)
+        is_current = happening.incarnation == self.seen.cluster.incarnation(happening.name)
         if staleness is None or not is_current:
             return
         for other in self._others(happening.name):
@@ -121,21 +124,21 @@ class Gated(Invariant):
         life = happening.name, happening.incarnation
         before = self._begun.setdefault(life, 0)
         self._begun[life] = worker.begun
-        is_current = happening.incarnation == self.scene.cluster.incarnation(happening.name)
+        is_current = happening.incarnation == self.seen.cluster.incarnation(happening.name)
         return worker.begun > before and worker._policy.staleness is not None and is_current
 
     def _others(self, name: Address) -> Iterator[Worker]:
         """Yield the other workers that all serving shards know to be in, from no earlier life."""
-        scene = self.scene
-        if scene.forgetful or len(scene.serves) < len(scene.versions):
+        seen = self.seen
+        if seen.forgetful or len(seen.serves) < len(seen.versions):
             return  # a shard that has lost pushes has lost their ticks
-        for other in scene.workers:
+        for other in seen.workers:
             if other != name and all(
-                self._is_in(other, leader) for leader in scene.leaders.values()
+                self._is_in(other, leader) for leader in seen.leaders.values()
             ):
-                role = scene.cluster.role(other)
+                role = seen.cluster.role(other)
                 assert isinstance(role, Worker)
-                life = other, scene.cluster.incarnation(other)
+                life = other, seen.cluster.incarnation(other)
                 is_placed = role.client._ticks.ended is not None and life not in self._left_out
                 if is_placed and self._has_heard(role):
                     yield role
@@ -143,15 +146,15 @@ class Gated(Invariant):
     def _has_heard(self, worker: Worker) -> bool:
         """Return whether it knows what the shards know; of a takeover it may hear late."""
         return all(
-            link.is_open and link.term == self.scene.leads_as[index][-1]
+            link.is_open and link.term == self.seen.leads_as[index][-1]
             for index, link in worker.client._links.items()
         )
 
     def _is_in(self, name: Address, leader: Address) -> bool:
-        cluster = self.scene.cluster
+        cluster = self.seen.cluster
         if not (cluster.is_alive(leader) and cluster.is_alive(name)):
             return False
-        session = self.scene.shard(leader)._sessions.get(name)
+        session = self.seen.shard(leader)._sessions.get(name)
         return (
             session is not None
             and session.is_in
@@ -164,9 +167,9 @@ class ReadsOwn(Invariant):
 
     @override
     def installed(self, worker: Worker, happening: HandledEvent) -> None:
-        if worker._policy.staleness is None or self.scene.forgetful:
+        if worker._policy.staleness is None or self.seen.forgetful:
             return
-        if happening.incarnation < self.scene.cluster.incarnation(happening.name):
+        if happening.incarnation < self.seen.cluster.incarnation(happening.name):
             return
         _check_read(worker, [mark for _, mark in worker.marks], f"{happening.name}'s own")
 
@@ -181,8 +184,8 @@ def _check_read(worker: Worker, marks: list[int], whose: str) -> None:
 class FloorRises(Invariant):
     """The floor falls in no incarnation of a primary, and is at most the least tick."""
 
-    def __init__(self, scene: Scene) -> None:
-        super().__init__(scene)
+    def __init__(self, seen: Seen) -> None:
+        super().__init__(seen)
         self._floors: dict[tuple[Address, int], int] = {}
 
     @override
@@ -213,13 +216,13 @@ class OneShare(Invariant):
     All marks of a push have one share. Those of a round that is averaged add up to one.
     """
 
-    def __init__(self, scene: Scene) -> None:
-        super().__init__(scene)
+    def __init__(self, seen: Seen) -> None:
+        super().__init__(seen)
         self._before: dict[tuple[Address, int], Vector] = {}
 
     @override
     def computed(self, shard: Shard, happening: HandledEvent) -> None:
-        if self.scene.serving(happening) is None:
+        if self.seen.serving(happening) is None:
             return
         life, marks = (happening.name, happening.incarnation), marks_of(shard)
         before = self._before.get(life)
@@ -231,7 +234,7 @@ class OneShare(Invariant):
         if not (marks != before).any():
             return
         shares: list[float] = []
-        for of_push in self.scene.ledger.pushes:
+        for of_push in self.seen.ledger.pushes:
             new = {float(marks[mark]) for mark in of_push if marks[mark] != before[mark]}
             assert len(new) <= 1, f"{happening.name} applies parts of a push: {new}"
             shares += new
@@ -248,7 +251,7 @@ def kinds_for(policy: ExchangePolicy) -> list[type[Invariant]]:
     return [kind for kind in (*iv.ALL, *WAITING) if is_plain(policy) or kind is not iv.ExactlyOnce]
 
 
-def play_any(seed: int, *, trace: TraceKind = "order") -> Play:
+def play_any(seed: int, *, trace: TraceKind = "order") -> Scenario:
     """Play the scenario of a seed under a policy drawn from it, perhaps with more roles.
 
     Shards fold different rounds only where some workers are late here, and others there.
@@ -263,11 +266,10 @@ def play_any(seed: int, *, trace: TraceKind = "order") -> Play:
     return play_under(policy_of(seed), scenario, trace=trace)
 
 
-def play_under(policy: ExchangePolicy, scenario: Scenario, *, trace: TraceKind = "order") -> Play:
-    with set_for(scenario):
-        drama = Play(replace(scenario, policy=policy), kinds=kinds_for(policy), trace=trace)
-        drama.run()
-    return drama
+def play_under(
+    policy: ExchangePolicy, scenario: Scenario, *, trace: TraceKind = "order"
+) -> Scenario:
+    return play(replace(scenario, policy=policy, kinds=kinds_for(policy)), trace=trace)
 
 
 # ------------------------------------------------------------------- broken variants
@@ -277,71 +279,52 @@ LOST_SECONDS: Final = 0.05  # until the shards hear of a death
 FIRST: Final = Address("worker-0")
 
 
-class Quartet(Play):
-    """Four workers, two shards, no fault but those given; worker-0 may be lost for good."""
-
-    def __init__(
-        self,
-        policy: ExchangePolicy,
-        *,
-        seed: int = 0,
-        faults: Sequence[Fault] = (),
-        n_wanted: int = 8,
-    ) -> None:
-        scenario = replace(
-            scenario_of(seed),
-            policy=policy,
-            n_workers=4,
-            n_shards=2,
-            n_twins=1,
-            n_wanted=n_wanted,
-            hosts="one",
-            rule=PLAIN,
-            shard_bytes_per_second=1e10,
-            latency_seconds=50e-6,
-            faults=tuple(faults),
-            saves=(),
-        )
-        super().__init__(scenario, trace="order", kinds=kinds_for(policy))
-
-    def worker(self, name: Address) -> Worker:
-        role = self.cluster.role(name)
-        assert isinstance(role, Worker)
-        return role
-
-    def lose_first(self, *, at: Seconds) -> None:
-        """Kill the first worker, and tell the shards as a supervisor would."""
-        self.cluster.run(until=at)
-        self.cluster.kill(FIRST)
-        self.cluster.run(until=at + LOST_SECONDS)
-        for name in self.scenario.shards:
-            lost = PeerLost(peer=FIRST, incarnation=1, reason="it is dead")
-            self.cluster.post(name, lost)
-
-    def finish(self, *, but: Address | None = None, within: Seconds = 5.0) -> None:
-        """Run until all workers but this one have ended."""
-        self.cluster.run(until=max(self.cluster.now, 1e-3))  # all have started
-        workers = [self.worker(name) for name in self.scenario.workers if name != but]
-        self.cluster.run_until(
-            lambda: all(worker.state == "done" for worker in workers), within=within
-        )
+def quartet(policy: ExchangePolicy, *faults: Fault, seed: int = 0, n_wanted: int = 8) -> Scenario:
+    """Return four workers, two shards, no fault but those given."""
+    return replace(
+        scenario_of(seed),
+        policy=policy,
+        kinds=kinds_for(policy),
+        n_workers=4,
+        n_shards=2,
+        n_twins=1,
+        n_wanted=n_wanted,
+        hosts=together,
+        rule=PLAIN,
+        shard_bytes_per_second=1e10,
+        link=Link(latency_seconds=50e-6, jitter=1.0),
+        faults=faults,
+        saves=(),
+        trace="order",
+    )
 
 
-def without_one(policy: ExchangePolicy, *, at: Seconds = 0.032) -> Quartet:
+def lose_first(scene: Scenario, *, at: Seconds) -> None:
+    """Kill the first worker, and tell the shards as a supervisor would."""
+    scene.cluster.run(until=at)
+    scene.cluster.kill(FIRST)
+    scene.wait(LOST_SECONDS)
+    for name in scene.shards:
+        scene.cluster.post(name, PeerLost(peer=FIRST, incarnation=1, reason="it is dead"))
+
+
+def end(scene: Scenario, *, but: Address | None = None) -> None:
+    """Run until all workers but this one have ended."""
+    scene.run_until(partial(scene.done, but=but), within=5.0)
+
+
+def without_one(policy: ExchangePolicy, *, at: Seconds = 0.032) -> None:
     """Let one of four workers die for good, in mid-step; the others end."""
-    quartet = Quartet(policy)
-    quartet.lose_first(at=at)
-    quartet.finish(but=FIRST)
-    return quartet
+    scene = quartet(policy)
+    lose_first(scene, at=at)
+    end(scene, but=FIRST)
 
 
-def with_late_messages() -> Quartet:
+def with_late_messages() -> None:
     """Let three of four workers end early, while what they said comes twice, and late."""
     late = Duplicate(probability=0.7, seconds_max=0.3)
     slow = Slow(at=0.0, role=FIRST, factor=6.0, seconds=1e6)
-    quartet = Quartet(ExchangePolicy(send="delta", staleness=1), faults=(late, slow))
-    quartet.finish()
-    return quartet
+    end(quartet(ExchangePolicy(send="delta", staleness=1), late, slow))
 
 
 def the_gone_hold_the_floor(patch: Patch) -> None:

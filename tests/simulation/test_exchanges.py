@@ -22,6 +22,7 @@ from tests.simulation.exchanges import (
     with_late_messages,
     without_one,
 )
+from tests.simulation.marks import apart
 from tests.simulation.scenarios import scenario_of
 from tests.simulation.test_seeds import SELDOM, chunks, name, play_seeds
 from tests.simulation.variants import assert_noticed, failure_of
@@ -133,7 +134,7 @@ def test_shards_that_leave_out_different_workers_end_all_the_same(seed: int) -> 
         n_shards=3,
         n_twins=1,
         n_wanted=16,
-        hosts="own",
+        hosts=apart,
         rule=PLAIN,
         faults=(),
         saves=(),

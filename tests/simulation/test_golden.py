@@ -40,13 +40,12 @@ from sandblaster.chunks import COORDINATOR
 from tests.distbelief.parameter_server.pair import scatter
 from tests.simulation import sandblasts, scenarios, split_sandblasts, split_scenes
 from tests.simulation.groups import Group
-from tests.simulation.invariants import shard_in
 from tests.simulation.jobs import JobCluster
 from tests.simulation.kernels import Operations, digest, rounding
 from tests.simulation.random_faults import random_faults
 from tests.simulation.test_downpour import downpour
 from tests.simulation.test_machines import COUNTING, faults_of
-from tests.simulation.workers import Unreadable, layout_of
+from tests.simulation.workers import Unreadable
 
 
 FILE = Path(__file__).with_name("golden.json")
@@ -149,16 +148,13 @@ def headers_without_size() -> Iterator[None]:
 def marks(seed: int) -> Figures:
     """Workers without a model, shards of one copy (even seeds) or two, any fault."""
     scenario = scenarios.scenario_of(seed)
+    scenario.trace = "order"
     with scenarios.set_for(scenario):
-        run = scenarios.Play(scenario, trace="order")
-        watch = Watch(run.cluster)
-        run.run()
-    layout = layout_of(scenario.n_shards)
-    leaders = [run.overseer.leader(names) for names in scenario.twins]
-    shards = [shard_in(run.cluster.role(name)) for name in leaders if name is not None]
-    vectors = [Unreadable.read(shard._values) for shard in shards if shard is not None]
-    assert len(vectors) == scenario.n_shards
-    return watch.figures(parameters(layout, vectors))
+        watch = Watch(scenario.cluster)
+        scenario.run()
+    shards = [scenario.shard(scenario.leader(index)) for index in range(scenario.n_shards)]
+    vectors = [Unreadable.read(shard._values) for shard in shards]
+    return watch.figures(parameters(scenario.layout, vectors))
 
 
 def marks_one_copy(index: int) -> Figures:

@@ -26,7 +26,7 @@ from distbelief.parameter_server.client.fetches import FetchResult
 from distbelief.parameter_server.client.pushes import PushResult
 from distbelief.parameter_server.layout import ElementType, Layout, PartialView, TensorSpec
 from distbelief.parameter_server.policy import DOWNPOUR, ExchangePolicy
-from distbelief.parameter_server.rules import SGD, Adagrad, UpdateRule
+from distbelief.parameter_server.rules import SGD, Adagrad
 from distbelief.parameter_server.shard import Shard
 from distbelief.parameter_server.shard_config import ClientConfig, ShardConfig
 from distbelief.parameter_server.slices import ShardSlice
@@ -55,17 +55,11 @@ def layout_of(n_shards: int, *, dtype: ElementType = "float64") -> Layout:
     return Layout.of([marks], n_shards=n_shards, dtype=dtype)
 
 
-def config_of(
-    index: int, layout: Layout, *, rule: UpdateRule = PLAIN, **options: object
-) -> ShardConfig:
-    return ShardConfig(index=index, layout=layout, rule=rule, **options)  # type: ignore[arg-type]
-
-
 def shard_of(
     index: int, layout: Layout, memory: Memory, config: ShardConfig | None = None
 ) -> Shard:
     shard = Shard(
-        config or config_of(index, layout),
+        config or ShardConfig(index=index, layout=layout, rule=PLAIN),
         memory=memory,
         initialise=lambda: np.zeros(layout.shard_size(index), layout.dtype),
     )
