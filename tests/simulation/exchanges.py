@@ -4,7 +4,6 @@ Gated        nobody begins a tick more than `staleness` ahead of the others    S
 ReadsOwn     what a gated worker reads contains all its own pushes             SSP-4, E4
 ReadsOld     and all pushes that the others made `staleness` ticks ago         SSP-3
 FloorRises   the floor falls in no incarnation of a primary                    SSP-8
-OneEach      a round has one push of each client, in the order of names        E5
 OneShare     each local step counts once; the shares of a round add up to one  E2, PA-3
 """
 
@@ -36,7 +35,7 @@ from tests.simulation import invariants as iv
 from tests.simulation.invariants import Invariant, Seen
 from tests.simulation.marks import together
 from tests.simulation.scenarios import Scenario, play, scenario_of
-from tests.simulation.variants import Patch, Variant
+from tests.simulation.variants import Patch, Variants, Whole
 from tests.simulation.workers import N_MARKS, PLACES, PLAIN, Worker, marks_of
 
 
@@ -197,19 +196,6 @@ class FloorRises(Invariant):
         self._floors[life] = floor
 
 
-class OneEach(Invariant):
-    """A round has one push of each client at most, in the order of their names."""
-
-    @override
-    def shard(self, shard: Shard, happening: HandledEvent) -> None:
-        sessions = shard._sessions
-        if not sessions._config.policy.round or sessions.applying is None:
-            return
-        busy = [*sessions._folded, sessions.applying, *sessions._round]
-        names = [push.client.name for push in busy]
-        assert names == sorted(set(names)), f"{happening.name} folds {names}"
-
-
 class OneShare(Invariant):
     """A mark, once in the values of a primary, stays as it is: no push counts twice.
 
@@ -239,11 +225,12 @@ class OneShare(Invariant):
             assert len(new) <= 1, f"{happening.name} applies parts of a push: {new}"
             shares += new
         policy = shard._sessions._config.policy
-        if policy.round and policy.weight != "sum" and not shard._values.state:
+        if policy.round and policy.weight != "sum" and not shard.values.state:
             assert abs(sum(shares) - 1.0) < 1e-5, f"a round of {happening.name}: {shares}"
 
 
-WAITING: Final = (Gated, ReadsOwn, FloorRises, OneEach, OneShare)
+VARIANTS: Final = Variants[int]()
+WAITING: Final = (Gated, ReadsOwn, FloorRises, OneShare)
 
 
 def kinds_for(policy: ExchangePolicy) -> list[type[Invariant]]:
@@ -327,16 +314,19 @@ def with_late_messages() -> None:
     end(quartet(ExchangePolicy(send="delta", staleness=1), late, slow))
 
 
+@VARIANTS()
 def the_gone_hold_the_floor(patch: Patch) -> None:
     """A worker that is gone counts like one that is there."""
     patch.setattr(Session, "is_in", property(lambda self: self.tick is not msgspec.UNSET))
 
 
+@VARIANTS(caught_by=15)
 def idle_workers_hold_the_floor(patch: Patch) -> None:
     """A worker that has nothing to do does not say so."""
     patch.setattr(ParameterClient, "leave", lambda *_: [])
 
 
+@VARIANTS(caught_by=1)
 def own_pushes_are_not_awaited(patch: Patch) -> None:
     """A tick begins before the worker's own last push is applied."""
     links = property(
@@ -348,38 +338,37 @@ def own_pushes_are_not_awaited(patch: Patch) -> None:
     patch.setattr(ParameterClient, "may_begin", links)
 
 
+@VARIANTS(caught_by=1)
 def no_gate(patch: Patch) -> None:
     """A worker begins whatever the floor is."""
     patch.setattr(ShardTicks, "waits_for_floor", False)
 
 
-def reopened_sessions_tell_no_tick(patch: Patch) -> None:
+@VARIANTS.replacing(Sessions, "_enter", caught_by=1)
+def reopened_sessions_tell_no_tick(
+    whole: Whole[None], self: Sessions, client: Session, request: pf.OpenSession
+) -> None:
     """A shard that has restarted takes a worker's tick from its snapshot."""
-    whole = Sessions._enter
-
-    def enter(self: Sessions, client: Session, request: pf.OpenSession) -> None:
-        whole(self, client, msgspec.structs.replace(request, tick=client.tick))
-
-    patch.setattr(Sessions, "_enter", enter)
+    whole(self, client, msgspec.structs.replace(request, tick=client.tick))
 
 
+@VARIANTS(caught_by=25)
 def floor_rises_before_clients_are_back(patch: Patch) -> None:
     """After a takeover the floor is that of the clients that came first."""
     never = property(lambda _: False, lambda *_: None)
     patch.setattr(Floor, "awaits_clients", never, raising=False)
 
 
-def late_open_session_enters_again(patch: Patch) -> None:
+@VARIANTS.replacing(Sessions, "_enter")
+def late_open_session_enters_again(
+    whole: Whole[None], self: Sessions, client: Session, request: pf.OpenSession
+) -> None:
     """A client that has left is in again when an old message arrives."""
-    whole = Sessions._enter
-
-    def enter(self: Sessions, client: Session, request: pf.OpenSession) -> None:
-        client.attendance.changes = 0
-        whole(self, client, request)
-
-    patch.setattr(Sessions, "_enter", enter)
+    client.attendance.changes = 0
+    whole(self, client, request)
 
 
+@VARIANTS(caught_by=1)
 def floor_is_told_once(patch: Patch) -> None:
     """A client does not ask again for a floor that it was never told."""
     waits = property(
@@ -388,23 +377,21 @@ def floor_is_told_once(patch: Patch) -> None:
     patch.setattr(ShardLink, "_is_waiting", waits)
 
 
+@VARIANTS(caught_by=176)
 def round_waits_for_gated_clients(patch: Patch) -> None:
     """A round waits for clients that wait for a push in it."""
     patch.setattr(Floor, "is_gated", lambda *_: False)
 
 
-def push_counts_twice_in_a_round(patch: Patch) -> None:
+@VARIANTS.replacing(Sessions, "_take_queued", caught_by=4)
+def push_counts_twice_in_a_round(whole: Whole[None], self: Sessions, now: Seconds) -> None:
     """The first push of a round is in it twice."""
-    whole = Sessions._take_queued
-
-    def take(self: Sessions, now: Seconds) -> None:
-        whole(self, now)
-        if len(self._round) > 1:
-            self._round.insert(1, self._round[0])
-
-    patch.setattr(Sessions, "_take_queued", take)
+    whole(self, now)
+    if len(self._round) > 1:
+        self._round.insert(1, self._round[0])
 
 
+@VARIANTS(caught_by=9)
 def round_is_acknowledged_push_by_push(patch: Patch) -> None:
     """A push is acknowledged when it is added to its round, which is not applied yet."""
 
@@ -423,137 +410,88 @@ def round_is_acknowledged_push_by_push(patch: Patch) -> None:
     patch.setattr(Primary, "_confirm_finished", confirm)
 
 
+@VARIANTS(caught_by=17)
 def half_a_round_is_taken_over(patch: Patch) -> None:
     """A new primary goes on with the round that the former one had begun."""
     patch.setattr(ShardStore, "drop_round", lambda _: None)
 
 
-def backup_counts_half_a_round(patch: Patch) -> None:
+@VARIANTS.replacing(Backup, "end_push", caught_by=17)
+def backup_counts_half_a_round(whole: Whole[list[Action]], self: Backup) -> list[Action]:
     """The backup notes each push of a round as applied when it is added."""
-    whole = Backup.end_push
-
-    def end_push(self: Backup) -> list[Action]:
-        assert self._applying is not None
-        record = self._applying.message.client
-        self.clients[record.name] = record
-        return whole(self)
-
-    patch.setattr(Backup, "end_push", end_push)
+    assert self._applying is not None
+    record = self._applying.message.client
+    self.clients[record.name] = record
+    return whole(self)
 
 
+@VARIANTS(caught_by=107)
 def other_work_comes_between_the_pushes_of_a_round(patch: Patch) -> None:
     """A round is not finished before a snapshot or a state block is taken."""
     patch.setattr(Sessions, "is_in_round", False)
 
 
+@VARIANTS(caught_by=107)
 def backup_joins_in_mid_round(patch: Patch) -> None:
     """The backup gets the rest of a round whose first push it has missed."""
     always = property(lambda _: True, lambda *_: None)
     patch.setattr(Primary, "_replicates_round", always, raising=False)
 
 
-def round_is_folded_in_order_of_arrival(patch: Patch) -> None:
+@VARIANTS.replacing(Sessions, "_take_queued", caught_by=4)
+def round_is_folded_in_order_of_arrival(whole: Whole[None], self: Sessions, now: Seconds) -> None:
     """The pushes of a round are added as they came."""
-    whole = Sessions._take_queued
-
-    def take(self: Sessions, now: Seconds) -> None:
-        arrived = list(self.queue)
-        whole(self, now)
-        if self._config.policy.round is not None:
-            taken = sorted(self._round, key=lambda one: arrived.index(one.client.name))
-            shares = [push.share for push in self._round]
-            self._round.clear()
-            self._round += [
-                replace(
-                    one, share=msgspec.structs.replace(one.share, n_to_follow=share.n_to_follow)
-                )
-                for one, share in zip(taken, shares, strict=True)
-            ]
-
-    patch.setattr(Sessions, "_take_queued", take)
+    arrived = list(self.queue)
+    whole(self, now)
+    if self._config.policy.round is not None:
+        taken = sorted(self._round, key=lambda one: arrived.index(one.client.name))
+        shares = [push.share for push in self._round]
+        self._round.clear()
+        self._round += [
+            replace(one, share=msgspec.structs.replace(one.share, n_to_follow=share.n_to_follow))
+            for one, share in zip(taken, shares, strict=True)
+        ]
 
 
-def late_push_is_dropped(patch: Patch) -> None:
+@VARIANTS.replacing(Sessions, "take_push", caught_by=4)
+def late_push_is_dropped(
+    whole: Whole[list[Action]], self: Sessions, client: Session, message: pf.Push
+) -> list[Action]:
     """A push that comes after its round has ended is acknowledged, and not applied."""
-    whole = Sessions.take_push
-
-    def take_push(self: Sessions, client: Session, message: pf.Push) -> list[Action]:
-        others = [one.tick or 0 for one in self._clients.values() if one.is_in]
-        is_late = message.tick is not msgspec.UNSET and (message.tick or 0) <= max(
-            others, default=0
-        )
-        if self._config.policy.round is None or not is_late or client.n_unconfirmed:
-            return whole(self, client, message)
-        client.watermark = max(client.watermark, message.sequence)
-        client.count_confirmed(message, staleness=0)
-        return [self._push_applied(client)]
-
-    patch.setattr(Sessions, "take_push", take_push)
+    others = [one.tick or 0 for one in self._clients.values() if one.is_in]
+    is_late = message.tick is not msgspec.UNSET and (message.tick or 0) <= max(others, default=0)
+    if self._config.policy.round is None or not is_late or client.n_unconfirmed:
+        return whole(self, client, message)
+    client.watermark = max(client.watermark, message.sequence)
+    client.count_confirmed(message, staleness=0)
+    return [self._push_applied(client)]
 
 
+@VARIANTS(caught_by=2)
 def delta_is_sent_again(patch: Patch) -> None:
     """The anchor stays at a push, so that the next one contains its steps, too."""
     patch.setattr(LocalSteps, "pushed", lambda *_, **__: None)
 
 
-def torn_install_holds_anew(patch: Patch) -> None:
+@VARIANTS.replacing(LocalSteps, "hold", caught_by=13)
+def torn_install_holds_anew(whole: Whole[None], self: LocalSteps) -> None:
     """What is kept of local steps is taken again from the mixture that a torn fetch leaves."""
-    whole = LocalSteps.hold
-
-    def hold(self: LocalSteps) -> None:
-        self._is_held = False
-        whole(self)
-
-    patch.setattr(LocalSteps, "hold", hold)
+    self._is_held = False
+    whole(self)
 
 
-def fetch_overwrites_local_steps(patch: Patch) -> None:
+@VARIANTS.replacing(LocalSteps, "merge", caught_by=8)
+def fetch_overwrites_local_steps(whole: Whole[None], self: LocalSteps) -> None:
     """Steps since the push are lost at the next fetch: a fault of Dpplee3."""
-    whole = LocalSteps.merge
-
-    def merge(self: LocalSteps) -> None:
-        self._has_moved = False
-        whole(self)
-
-    patch.setattr(LocalSteps, "merge", merge)
+    self._has_moved = False
+    whole(self)
 
 
-def inner_state_is_kept_across_a_lost_anchor(patch: Patch) -> None:
+@VARIANTS.replacing(LocalSteps, "restart")
+def inner_state_is_kept_across_a_lost_anchor(whole: Whole[None], self: LocalSteps) -> None:
     """Velocity and moments outlive the steps that are dropped with the values they began from."""
-    whole = LocalSteps.restart
-
-    def restart(self: LocalSteps) -> None:
-        inner = self._inner
-        assert inner is not None
-        state = inner._optimizer
-        whole(self)
-        inner._optimizer = state
-
-    patch.setattr(LocalSteps, "restart", restart)
-
-
-_ALL: Final[tuple[Variant, ...]] = (
-    the_gone_hold_the_floor,
-    idle_workers_hold_the_floor,
-    own_pushes_are_not_awaited,
-    no_gate,
-    reopened_sessions_tell_no_tick,
-    floor_rises_before_clients_are_back,
-    late_open_session_enters_again,
-    floor_is_told_once,
-    round_waits_for_gated_clients,
-    push_counts_twice_in_a_round,
-    round_is_acknowledged_push_by_push,
-    half_a_round_is_taken_over,
-    backup_counts_half_a_round,
-    other_work_comes_between_the_pushes_of_a_round,
-    backup_joins_in_mid_round,
-    round_is_folded_in_order_of_arrival,
-    late_push_is_dropped,
-    delta_is_sent_again,
-    torn_install_holds_anew,
-    fetch_overwrites_local_steps,
-    inner_state_is_kept_across_a_lost_anchor,
-)
-
-VARIANTS: Final = {variant.__name__.replace("_", " "): variant for variant in _ALL}
+    inner = self._inner
+    assert inner is not None
+    state = inner._optimizer
+    whole(self)
+    inner._optimizer = state

@@ -236,7 +236,7 @@ def test_a_bad_network_costs_time_and_nothing_else(hosts: Hosts, seed: int) -> N
 def test_if_both_copies_die_only_what_came_after_the_snapshot_is_lost(
     hosts: Hosts, seed: int
 ) -> None:
-    """That much is counted, push by push (`Run.finish`)."""
+    """That much is counted, push by push (`Marks.finish`)."""
     with small(window_pieces=2):
         run, stream = run_of(seed, hosts, replace(PAIRS, n_wanted=100))
         run.save("00001")

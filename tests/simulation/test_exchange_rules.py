@@ -22,7 +22,7 @@ from distbelief.config.presets import PRESETS, expand
 from distbelief.parameter_server.policy import DOWNPOUR, ExchangePolicy, Round
 from distbelief.parameter_server.rules import UpdateRule
 from distbelief.protocol import push_fetch as pf
-from distbelief.roles.role import Address, Received, Seconds, Send
+from distbelief.roles.role import Address, Seconds
 from distbelief.simulation.driver import HandledEvent
 from distbelief.simulation.faults import Fault, Kill, Pause, Slow
 from distbelief.worker.downpour_settings import DownpourSettings
@@ -31,6 +31,7 @@ from tests.simulation import test_downpour as td, test_local_steps as tl
 from tests.simulation.exchanges import FIRST, end, lose_first, quartet
 from tests.simulation.invariants import shard_in
 from tests.simulation.marks import Marks
+from tests.simulation.scene import sends
 from tests.simulation.workers import STEP, Worker
 
 
@@ -98,10 +99,8 @@ def test_a_push_names_the_tick_that_it_ends() -> None:
     ticks: defaultdict[tuple[Address, Address], dict[int, object]] = defaultdict(dict)
 
     def see(happening: HandledEvent) -> None:
-        event = happening.event
-        if isinstance(event, Received) and isinstance(event.message, pf.Push):
-            push = event.message
-            ticks[event.sender, happening.name].setdefault(push.sequence, push.tick)
+        for shard, push in sends(happening, pf.Push):
+            ticks[happening.name, shard].setdefault(push.sequence, push.tick)
 
     scene.cluster.observe(see)
     end(scene)
@@ -124,9 +123,8 @@ def test_a_worker_reads_once_its_floor_is_high_enough_and_is_told_at_once() -> N
         shard = shard_in(role)
         if shard is not None and shard._sessions.floor.value > len(rises) - 1:
             rises.append(now)
-        sent = [one.message for one in happening.actions if isinstance(one, Send)]
-        n_floors += sum(isinstance(message, pf.Floor) for message in sent)
-        if isinstance(role, Worker) and any(isinstance(one, pf.Fetch) for one in sent):
+        n_floors += len([*sends(happening, pf.Floor)])
+        if isinstance(role, Worker) and any(sends(happening, pf.Fetch)):
             links = role.client._links.values()
             assert all((x.ticks.floor or 0) >= role.client.tick - staleness for x in links)
 
@@ -259,7 +257,7 @@ def test_a_replica_killed_in_mid_round_redoes_at_most_its_local_steps(preset: st
             counters = happening.role.program.counters  # type: ignore[attr-defined]
             lives[happening.name, happening.incarnation] = lambda: counters.steps
 
-    cluster.simulation.observe(see)
+    cluster.cluster.observe(see)
     cluster.run()
     assert len(lives) == 3
     for index, name in enumerate(cluster.replicas):
@@ -336,15 +334,14 @@ def test_a_push_follows_so_many_batches_or_epochs(frequency: int) -> None:
     fetched: list[int] = []
 
     def see(happening: HandledEvent) -> None:
-        event = happening.event
-        if isinstance(event, Received) and isinstance(event.message, pf.Push):
-            pushed[event.message.sequence] = event.message.samples
+        for _, push in sends(happening, pf.Push):
+            pushed[push.sequence] = push.samples
         if happening.name in cluster.replicas:
             counters = happening.role.program.counters  # type: ignore[attr-defined]
             if counters.fetches > len(fetched):
                 fetched.append(counters.steps)
 
-    cluster.simulation.observe(see)
+    cluster.cluster.observe(see)
     cluster.run()
     ends = list(range(frequency, 61, frequency))
     assert list(pushed.values()) == [4 * end for end in ends]

@@ -38,7 +38,7 @@ from distbelief.simulation.network import Encoded
 from distbelief.worker.group import rank_name
 from sandblaster.chunks import COORDINATOR
 from tests.distbelief.parameter_server.pair import scatter
-from tests.simulation import sandblasts, scenarios, split_sandblasts, split_scenes
+from tests.simulation import sandblasts, scenarios, split_scenes
 from tests.simulation.groups import Group
 from tests.simulation.jobs import JobCluster
 from tests.simulation.kernels import Operations, digest, rounding
@@ -153,7 +153,7 @@ def marks(seed: int) -> Figures:
         watch = Watch(scenario.cluster)
         scenario.run()
     shards = [scenario.shard(scenario.leader(index)) for index in range(scenario.n_shards)]
-    vectors = [Unreadable.read(shard._values) for shard in shards]
+    vectors = [Unreadable.read(shard.values) for shard in shards]
     return watch.figures(parameters(scenario.layout, vectors))
 
 
@@ -174,7 +174,7 @@ def job(seed: int, *, n_copies: int) -> Figures:
         warm_start_steps=5 * (seed % 2),
         host="" if seed % 4 == 1 else "host-0",
     )
-    watch = Watch(run.simulation)
+    watch = Watch(run.cluster)
     roles = [*run.copies, *run.replicas, Address("evaluator")]
     faults = random_faults(seed, roles, horizon=8.0, intensity=0.4, restarts=False)
     victim = roles[seed % len(roles)]
@@ -183,9 +183,9 @@ def job(seed: int, *, n_copies: int) -> Figures:
     seconds = 2.0 + 0.3 * seed if n_copies == 2 else 12.0
     pause = Pause(at=1.5 + 0.1 * seed, role=run.copies[0], seconds=seconds)
     for fault in (*faults, kill, *([pause] if seed % 4 >= 2 else [])):
-        run.simulation.inject(fault)
+        run.cluster.inject(fault)
     assert run.run(within=600.0) is None
-    saved = [run.simulation.disk.newest(name) for name in run.shards]
+    saved = [run.cluster.disk.newest(name) for name in run.shards]
     vectors = [snapshot.arrays[VALUES] for snapshot in saved if snapshot is not None]
     assert len(vectors) == len(run.shards)
     return watch.figures(parameters(run.layout, vectors))
@@ -218,7 +218,7 @@ def split(seed: int) -> Figures:
         seed=seed,
         faults=(*faults_of(seed, names), kill),
     )
-    watch = Watch(run.simulation)
+    watch = Watch(run.cluster)
     run.run()
     return watch.figures(torch.cat([*run.values().values()]).numpy())
 
@@ -229,10 +229,10 @@ def lbfgs(seed: int, *, warm_steps: int = 0) -> Figures:
     roles = [COORDINATOR, *scene.replicas, *scene.shards]
     kill = Kill(at=0.005 + 0.003 * seed, role=roles[seed % len(roles)], restart_after=0.01)
     faults = (*scene.faults, kill)
-    run = sandblasts.Run(replace(scene, faults=faults, warm_steps=warm_steps, trace="order"))
+    run = replace(scene, faults=faults, warm_steps=warm_steps, trace="order")
     watch = Watch(run.cluster)
     run.play()
-    return watch.figures(np.frombuffer(run.values))
+    return watch.figures(np.frombuffer(run.bits))
 
 
 def lbfgs_after_downpour(seed: int) -> Figures:
@@ -244,7 +244,7 @@ def lbfgs_split(seed: int) -> Figures:
     scene = split_scenes.drawn(seed)
     roles = [COORDINATOR, *scene.shards, *scene.replicas]
     kill = Kill(at=0.005 + 0.003 * seed, role=roles[seed % len(roles)], restart_after=0.01)
-    run = split_sandblasts.Run(replace(scene, faults=(*scene.faults, kill)))
+    run = replace(scene, faults=(*scene.faults, kill))
     watch = Watch(run.cluster)
     run.play()
     return watch.figures(np.frombuffer(run.bits_of(buffers=True)))

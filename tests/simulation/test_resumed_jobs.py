@@ -44,7 +44,7 @@ def session_after(job: JobCluster, directory: Path) -> tuple[dict[str, Any], Che
     run = RunDirectory.create(directory / "run")
     store = CheckpointStore(run.snapshots, report=pytest.fail)
     for name in job.shards:
-        snapshot = job.simulation.disk.newest(name)
+        snapshot = job.cluster.disk.newest(name)
         assert snapshot is not None
         store.save(name, snapshot)
     run.write_status(Status(name="x", pid=1, written=0.0, view=job.view))
@@ -61,20 +61,20 @@ def restored(job: JobCluster, store: CheckpointStore) -> JobCluster:
     for name in job.shards:
         snapshot = store.newest(name)
         assert snapshot is not None
-        job.simulation.disk.save(name, snapshot)
+        job.cluster.disk.save(name, snapshot)
     return job
 
 
 def resumed(job: JobCluster, directory: Path, stop: StopTable = LONG) -> JobCluster:
     """Return the job of another session, after everything has died in this one."""
     options, store = session_after(job, directory)
-    again = job_of(job.settings, stop, n_replicas=len(job.replicas), **options)
+    again = job_of(job.downpour, stop, n_replicas=len(job.replicas), **options)
     return restored(again, store)
 
 
 def n_saved(job: JobCluster) -> int:
     """Return the rounds of checkpoints that all shards have."""
-    return min(len(job.simulation.disk.snapshots(name)) for name in job.shards)
+    return min(len(job.cluster.disk.snapshots(name)) for name in job.shards)
 
 
 # --- the warm start
@@ -192,7 +192,7 @@ def read_by(job: JobCluster) -> dict[str, dict[int, list[int]]]:
             if happening.name in found:
                 found[happening.name][samples.position] = samples.indices.tolist()
 
-    job.simulation.observe(see)
+    job.cluster.observe(see)
     return found
 
 
@@ -209,7 +209,7 @@ def test_dealt_samples_of_a_killed_run_each_count_once(tmp_path: Path) -> None:
 
 def values_of(job: JobCluster) -> dict[str, torch.Tensor]:
     """Return what the shards have saved at the end."""
-    snapshots = [job.simulation.disk.newest(name) for name in job.shards]
+    snapshots = [job.cluster.disk.newest(name) for name in job.shards]
     vectors = [snapshot.arrays["values"] for snapshot in snapshots if snapshot is not None]
     specs = job.layout.tensors
     tensors = [torch.zeros(spec.n_elements) for spec in specs]
@@ -233,7 +233,7 @@ def test_time_and_totals_are_of_all_sessions(tmp_path: Path) -> None:
     view = again.view
     assert view.stop_reason == "3.0 s of training are over"
     assert 3.0 <= view.training_seconds < 3.5
-    assert view.training_seconds < view.seconds < last.seconds + again.simulation.now
+    assert view.training_seconds < view.seconds < last.seconds + again.now
     assert view.pushes_lost is not None
     assert view.step > last.step
     # A killed replica does not report its last step.

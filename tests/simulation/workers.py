@@ -63,7 +63,7 @@ def shard_of(
         memory=memory,
         initialise=lambda: np.zeros(layout.shard_size(index), layout.dtype),
     )
-    Unreadable.make(shard._values)
+    Unreadable.make(shard.values)
     return shard
 
 
@@ -140,7 +140,7 @@ def arrays_of(values: ShardStore) -> tuple[Vector, ...]:
 
 def marks_of(shard: Shard) -> Vector:
     """Return how often a shard has applied each push, by mark."""
-    return -Unreadable.read(shard._values)[PLACES]
+    return -Unreadable.read(shard.values)[PLACES]
 
 
 @dataclass

@@ -197,7 +197,7 @@ class OneCopy:
 
     @property
     def values(self) -> Vector:
-        return self.shard._values.vector
+        return self.shard.values.vector
 
     @property
     def activity(self) -> str:
