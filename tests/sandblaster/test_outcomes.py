@@ -24,14 +24,11 @@ from sandblaster.coordinator.workers import CoordinatorConfig, WorkerPool
 from sandblaster.optimizers import base
 from sandblaster.optimizers.termination import Reason
 from tests.simulation.sandblasts import Sandblast, logistic, play, undisturbed
+from tests.simulation.scene import sends
 
 
 SHARDS = (rl.Address("shard-0"), rl.Address("shard-1"))
 SMALL = Sandblast(n_replicas=2)
-
-
-def from_supervisor(message: wire.StartTraining | wire.SaveCheckpoint | wire.Stop) -> rl.Received:
-    return rl.Received(sender=rl.SUPERVISOR, incarnation=1, message=message)
 
 
 def ended(run: Sandblast, *, within: float = 60.0) -> str | None:
@@ -41,9 +38,8 @@ def ended(run: Sandblast, *, within: float = 60.0) -> str | None:
 
 
 def finished(run: Sandblast) -> wire.Finished:
-    run.cluster.run(until=run.cluster.now + 0.1)
-    update = [event.message for event in run.cluster.sent_to(rl.SUPERVISOR)]
-    return next(message for message in update if isinstance(message, wire.Finished))
+    run.wait(0.1)
+    return run.told(wire.Finished)[0]
 
 
 @dataclass(frozen=True)
@@ -91,7 +87,7 @@ def test_nothing_starts_before_start_training() -> None:
     run.cluster.run(until=1.0)
     assert run.coordinator.status()[0] == "waiting for begin"
     for name in (COORDINATOR, *run.replicas):
-        run.cluster.post(name, from_supervisor(wire.StartTraining()))
+        run.tell(name, wire.StartTraining())
     assert ended(run) is None
     assert run.bits == undisturbed(SMALL.chunk_sizes, 2)[0]
 
@@ -99,7 +95,7 @@ def test_nothing_starts_before_start_training() -> None:
 def test_a_coordinator_stopped_before_it_starts_ends_at_once() -> None:
     run = replace(SMALL, await_begin=True)
     run.cluster.run(until=0.1)
-    run.cluster.post(COORDINATOR, from_supervisor(wire.Stop(reason="enough")))
+    run.tell(COORDINATOR, wire.Stop(reason="enough"))
     assert ended(run) is None
 
 
@@ -117,13 +113,11 @@ def test_a_run_that_is_stopped_leaves_the_last_accepted_point(during: type) -> N
         accepted.append(algebra.export(("parameters",))["parameters"].tobytes())
     run.cluster.observe(
         lambda happening: tasks.extend(
-            action.message.task
-            for action in happening.actions
-            if isinstance(action, rl.Send) and isinstance(action.message, wire.ShardCommand)
+            command.task for _, command in sends(happening, wire.ShardCommand)
         )
     )
     run.cluster.run_until(lambda: any(isinstance(task, during) for task in tasks), within=1.0)
-    run.cluster.post(COORDINATOR, from_supervisor(wire.Stop(reason="enough")))
+    run.tell(COORDINATOR, wire.Stop(reason="enough"))
     assert ended(run) is None
     assert run.coordinator.reason is Reason.STOPPED
     for shard, parameters in zip(shards, accepted, strict=True):
@@ -132,7 +126,7 @@ def test_a_run_that_is_stopped_leaves_the_last_accepted_point(during: type) -> N
         assert shard.values.vector[:n].tobytes() == parameters
         assert not shard._commands.is_driven
     for name in run.replicas:
-        run.cluster.post(name, from_supervisor(wire.Stop(reason="enough")))
+        run.tell(name, wire.Stop(reason="enough"))
     run.cluster.run_until(lambda: all(name in run.cluster.halted for name in run.replicas))
 
 
@@ -145,7 +139,7 @@ def test_a_run_that_is_stopped_while_a_shard_comes_back_leaves_a_point() -> None
     kill = Kill(at=0.1, role=SHARDS[0], restart_after=0.01)
     run = replace(SMALL, saves=(0.03,), faults=(kill,))
     run.cluster.run_until(lambda: run.coordinator.status()[1]["epoch"] == 4098.0)
-    run.cluster.post(COORDINATOR, from_supervisor(wire.Stop(reason="enough")))
+    run.tell(COORDINATOR, wire.Stop(reason="enough"))
     assert ended(run) is None
     assert run.coordinator.reason is Reason.STOPPED
     for name in SHARDS:
@@ -218,7 +212,7 @@ def test_a_save_that_comes_too_late_is_not_taken() -> None:
     """The supervisor sees the end, and may save the shards."""
     run = replace(SMALL)
     run.cluster.run_until(lambda: len(run.checker.losses) == 4)
-    run.cluster.post(COORDINATOR, from_supervisor(wire.SaveCheckpoint(label="00009")))
+    run.tell(COORDINATOR, wire.SaveCheckpoint(label="00009"))
     assert ended(run) is None
     assert run.checker.saved == []
     assert list(run.coordinator.handle(rl.TimerFired(name="coordinator:tick"), 9.0)) == []
@@ -283,9 +277,8 @@ def test_more_saves_than_can_wait_are_refused() -> None:
     run = replace(SMALL)
     run.cluster.run(until=0.01)
     for index in range(10):
-        save = from_supervisor(wire.SaveCheckpoint(label=f"{index:05d}"))
-        run.cluster.post(COORDINATOR, save)
-        run.cluster.post(COORDINATOR, save)
+        for _ in range(2):
+            run.tell(COORDINATOR, wire.SaveCheckpoint(label=f"{index:05d}"))
     run.cluster.run(until=0.02)
     assert ["request them less often" in (s.error or "") for s in run.checker.saved] == [True] * 4
 
@@ -416,8 +409,8 @@ def test_nothing_else_can_be_pushed_while_a_coordinator_drives() -> None:
     run.cluster.run(until=0.05)
     stranger = rl.Address("stranger")
     push = wire.Push(sequence=1, shard_incarnation=1, fetched_clock=0, n_gradients=1, samples=1)
-    run.cluster.post(SHARDS[0], rl.Received(sender=stranger, incarnation=1, message=push))
-    run.cluster.post(SHARDS[0], from_supervisor(wire.SaveCheckpoint(label="00001")))
+    run.tell(SHARDS[0], push, sender=stranger)
+    run.tell(SHARDS[0], wire.SaveCheckpoint(label="00001"))
     run.cluster.run(until=0.1)
     (answer,) = (event.message for event in run.cluster.sent_to(stranger))
     assert isinstance(answer, wire.SessionRefused)

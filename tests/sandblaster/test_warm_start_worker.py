@@ -17,7 +17,7 @@ class Stage:
 
     def __init__(self, *, await_begin: bool = True) -> None:
         run = Sandblast(warm_steps=3, n_replicas=1, await_begin=await_begin)
-        role = run._replica(run.layout, 0, PrivateMemory())
+        role = run.roles()[run.replicas[0]](PrivateMemory())
         assert isinstance(role, WarmStartWorker)
         self.role = role
 

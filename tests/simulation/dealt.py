@@ -305,39 +305,40 @@ class DealtJob:
             assert applied == everything or not last, f"{last} ended with samples not saved"
 
 
+class Drawn:
+    """Choices of a job that a seed stands for."""
+
+    def __init__(self, seed: int, family: int) -> None:
+        self.seed, self.stream = seed, np.random.default_rng([seed, family])
+
+    def pick(self, *choices: T) -> T:
+        return choices[int(self.stream.integers(len(choices)))]
+
+    def faults(self, roles: Iterable[str], n_shards: int, copies: int) -> tuple[Fault, ...]:
+        """Draw faults of these roles and of all copies of the shards."""
+        shards = (name for k in range(n_shards) for name in copy_names(k, copies))
+        names = [*map(Address, roles), *shards]
+        intensity = self.pick(0.3, 0.7, 1.0)
+        return random_faults(self.seed, names, horizon=4.0, intensity=intensity, restarts=False)
+
+
 def job_of(seed: int) -> DealtJob:
     """Return a job with everything drawn from the seed: its numbers, its exchange, its faults."""
-    stream = np.random.default_rng([seed, 0xDEA1])
-
-    def pick(*choices: T) -> T:
-        return choices[int(stream.integers(len(choices)))]
-
+    drawn = Drawn(seed, 0xDEA1)
+    pick = drawn.pick
     n_replicas, n_shards, copies = pick(1, 2, 3, 4), pick(1, 2, 3), pick(1, 2)
+    sgd = {"inner": {"name": "SGD", "lr": 1.0}}
     options: dict[str, Any] = pick(
         {},
         {},
         {"n_push": pick(2, 3)},
         {"exchange": ExchangePolicy(staleness=pick(0, 1, 2))},
         {"exchange": ExchangePolicy(staleness=0, round=Round(quorum=pick(1.0, 0.5)))},
-        {
-            "exchange": ExchangePolicy(every=pick(1, 2, 3), send="delta"),
-            "inner": {"name": "SGD", "lr": 1.0},
-        },
-        {
-            "exchange": ExchangePolicy(every="auto", send="delta"),
-            "inner": {"name": "SGD", "lr": 1.0},
-        },
-    )
-    replicas = [f"replica-{r}" for r in range(n_replicas)]
-    roles = [*replicas, *(name for k in range(n_shards) for name in copy_names(k, copies))]
-    faults = random_faults(
-        seed,
-        [Address(name) for name in roles],
-        horizon=4.0,
-        intensity=pick(0.3, 0.7, 1.0),
-        restarts=False,
+        {"exchange": ExchangePolicy(every=pick(1, 2, 3), send="delta"), **sgd},
+        {"exchange": ExchangePolicy(every="auto", send="delta"), **sgd},
     )
     return DealtJob(
+        faults=drawn.faults((f"replica-{r}" for r in range(n_replicas)), n_shards, copies),
         n_samples=pick(17, 50, 65),
         n_epochs=pick(2, 4, 5.5),
         batch_size=pick(1, 4, 8),
@@ -345,7 +346,6 @@ def job_of(seed: int) -> DealtJob:
         n_shards=n_shards,
         shard_copies=copies,
         snapshot_every=pick(0.7, 1.5),
-        faults=faults,
         seed=seed,
         **options,
     )
@@ -353,11 +353,8 @@ def job_of(seed: int) -> DealtJob:
 
 def split_job_of(seed: int) -> DealtJob:
     """Return a job whose replicas have ranks, with everything drawn from the seed."""
-    stream = np.random.default_rng([seed, 0x5917])
-
-    def pick(*choices: T) -> T:
-        return choices[int(stream.integers(len(choices)))]
-
+    drawn = Drawn(seed, 0x5917)
+    pick = drawn.pick
     n_replicas, n_ranks, batch_size = pick(1, 2, 3), pick(2, 3), pick(1, 2, 4, 8)
     n_shards, copies = pick(1, 2, 3), pick(1, 1, 2)
     sgd = {"rule": SGD(learning_rate=1.0), "inner": {"name": "SGD", "lr": float(batch_size)}}
@@ -369,14 +366,8 @@ def split_job_of(seed: int) -> DealtJob:
         {"exchange": ExchangePolicy(every="auto", send="delta"), **sgd},
     )
     names = [rank_name(r, m) for r in range(n_replicas) for m in range(n_ranks)]
-    faults = random_faults(
-        seed,
-        [*names, *(Address(name) for k in range(n_shards) for name in copy_names(k, copies))],
-        horizon=4.0,
-        intensity=pick(0.3, 0.7, 1.0),
-        restarts=False,
-    )
     return DealtJob(
+        faults=drawn.faults(names, n_shards, copies),
         n_samples=pick(16, 48),
         n_epochs=pick(2, 4, 5.5),
         batch_size=batch_size,
@@ -385,7 +376,6 @@ def split_job_of(seed: int) -> DealtJob:
         n_shards=n_shards,
         shard_copies=copies,
         snapshot_every=pick(0.7, 1.5),
-        faults=faults,
         seed=seed,
         **options,
     )

@@ -8,7 +8,6 @@ import numpy as np
 import torch
 from typing_extensions import override
 
-from distbelief.core.memory import Memory
 from distbelief.graph.graph import INPUT
 from distbelief.graph.region import Shape
 from distbelief.parameter_server.initial_values import shard_values
@@ -72,18 +71,13 @@ class Group(Direct):
         return [*self.shards, *self.machines]
 
     @override
-    def context(self, memory: Memory) -> BuildContext:
-        context = super().context(memory)
+    def built(self, name: Address, context: BuildContext) -> Role:
+        if name in self.shards:
+            return super().built(name, context)
         if isinstance(self.inputs, Sample):
             context = replace(context, sample=self.inputs)
-        return context
-
-    @override
-    def build(self, name: Address, memory: Memory) -> Role:
-        if name in self.shards:
-            return super().build(name, memory)
         split = self.split_of.get(name, self.split)
-        return build_rank(name, config=self.settings, context=self.context(memory), split=split)
+        return build_rank(name, config=self.settings, context=context, split=split)
 
     def run(self) -> None:
         self.cluster.run(until=10.0)

@@ -349,8 +349,9 @@ class OneLeader(Invariant):
         index = self.seen.shards[happening.name]
         life = happening.name, happening.incarnation
         for receiver, message in sends(happening, Message):
-            is_led = isinstance(message, PushApplied | PrimaryChanged | SessionOpened)
-            if is_led and receiver in self.seen.workers:
+            if receiver in self.seen.workers and isinstance(
+                message, PushApplied | PrimaryChanged | SessionOpened
+            ):
                 key = index, message.shard_incarnation
                 leader = self._leaders.setdefault(key, life)
                 assert leader == life, f"{life} and {leader} both lead as {key}"

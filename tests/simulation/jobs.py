@@ -1,7 +1,7 @@
 """A whole job on a simulated cluster: supervisor, members and a user."""
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property, partial
 
 import pytest
@@ -70,18 +70,15 @@ def scattered(layout: Layout, vectors: Iterable[Vector]) -> dict[str, torch.Tens
     return {spec.name: tensor for spec, tensor in zip(layout.tensors, tensors, strict=True)}
 
 
-@dataclass(eq=False)
-class Direct(Scene):
-    """Roles of Downpour that the test itself directs, in place of a supervisor."""
+@dataclass(kw_only=True, eq=False)
+class Downpour(Scene):
+    """Replicas that train a model, and its shards."""
 
     task: TaskSpec
-    settings: DownpourSettings
-    _: KW_ONLY
     n_replicas: int = 1
     n_shards: int = 1
+    shard_copies: int = 1
     host: str = "host-0"
-    flops_per_second: float = 1e10
-    await_begin: bool = False
     dtype: ElementType = "float32"
 
     @cached_property
@@ -93,12 +90,45 @@ class Direct(Scene):
         return Layout.of(self.model.specs(), n_shards=self.n_shards, dtype=self.dtype)
 
     @property
+    def replicas(self) -> list[Address]:
+        return [Address(f"replica-{r}") for r in range(self.n_replicas)]
+
+    @property
     def shards(self) -> list[Address]:
         return [Address(f"shard-{k}") for k in range(self.n_shards)]
 
     @property
-    def replicas(self) -> list[Address]:
-        return [Address(f"replica-{r}") for r in range(self.n_replicas)]
+    def copies(self) -> list[Address]:
+        return [name for k in range(self.n_shards) for name in copy_names(k, self.shard_copies)]
+
+    def context(self, memory: Memory, task: TaskSpec | None = None) -> BuildContext:
+        return BuildContext(
+            task=task or self.task,
+            memory=memory,
+            layout=self.layout,
+            n_replicas=self.n_replicas,
+            n_shards=self.n_shards,
+            shard_copies=self.shard_copies,
+            seed=0,
+            initials=initials_of(self.model.module),
+            evaluation_subset=20,
+        )
+
+    def saved(self) -> dict[str, torch.Tensor]:
+        """Return the values in the newest checkpoints: flat tensors by name."""
+        vectors = (self.newest(name).arrays["values"] for name in self.shards)
+        return scattered(self.layout, vectors)
+
+
+@dataclass(eq=False)
+class Direct(Downpour):
+    """Roles that the test itself directs, in place of a supervisor."""
+
+    task: TaskSpec
+    settings: DownpourSettings
+    _: KW_ONLY
+    flops_per_second: float = 1e10
+    await_begin: bool = False
 
     @property
     def names(self) -> list[Address]:
@@ -116,21 +146,12 @@ class Direct(Scene):
         machine = SimulatedMachine(host=self.host, flops_per_second=self.flops_per_second)
         return ClusterOptions(introduce=True, machine=machine)
 
-    def context(self, memory: Memory) -> BuildContext:
-        return BuildContext(
-            task=self.task,
-            memory=memory,
-            layout=self.layout,
-            n_replicas=self.n_replicas,
-            n_shards=self.n_shards,
-            seed=0,
-            initials=initials_of(self.model.module),
-            evaluation_subset=20,
-            await_begin=self.await_begin,
-        )
-
     def build(self, name: Address, memory: Memory) -> Role:
-        return DOWNPOUR.build(name, config=self.settings, context=self.context(memory))
+        context = replace(self.context(memory), await_begin=self.await_begin)
+        return self.built(name, context)
+
+    def built(self, name: Address, context: BuildContext) -> Role:
+        return DOWNPOUR.build(name, config=self.settings, context=context)
 
     def values(self) -> dict[str, torch.Tensor]:
         """Return the shards' values: flat tensors by name."""
@@ -143,8 +164,75 @@ class Direct(Scene):
         return role
 
 
+class JobScene(Scene):
+    """A job with a supervisor, which launches its roles."""
+
+    def run(self, *, within: float = 300.0) -> str | None:
+        """Run the job to its end; return its error, if any."""
+        self.run_until(lambda: SUPERVISOR in self.cluster.halted, within=within)
+        self.wait(1.0)
+        assert self.n_alive == 0
+        return self.cluster.halted[SUPERVISOR]
+
+    def train(self, n_samples: int = 100, *, within: float = 60.0) -> None:
+        """Run until so many more samples are trained."""
+        before = self.n_samples
+        self.run_until(lambda: self.n_samples > before + n_samples, within=within)
+
+    def interrupt(self) -> None:
+        stop = Received(sender=USER, incarnation=0, message=Stop(reason="Ctrl+C"))
+        self.cluster.post(SUPERVISOR, stop)
+
+    @property
+    def supervisor(self) -> Supervisor:
+        return self.role(SUPERVISOR, Supervisor)
+
+    @property
+    def n_alive(self) -> int:
+        return len(self.cluster.alive)
+
+    @property
+    def view(self) -> JobView:
+        return self.supervisor.view(self.now)
+
+    # Conditions of `run_until` ask for these after each event, which is sooner handled than the
+    # view of the whole job is drawn up.
+
+    @property
+    def phase(self) -> str:
+        return self.supervisor.status()[0]
+
+    @property
+    def n_samples(self) -> int:
+        """How many samples the job has trained."""
+        return self.supervisor.metrics.samples
+
+    @property
+    def messages(self) -> list[str]:
+        return [message.text for message in self.supervisor.out.messages]
+
+    def state(self, name: str) -> str:
+        return state_of(self._record(name), self.supervisor.failover, self.now)
+
+    def restarts(self, name: str) -> int:
+        before = self.supervisor.metrics.before.roles
+        earlier = sum(role.restarts for role in before if role.name == name)
+        return earlier + self._record(name).restarts
+
+    def _record(self, name: str) -> RoleRecord:
+        record = self.supervisor.members.get(Address(name))
+        assert record is not None
+        return record
+
+    def samples(self, name: str) -> int:
+        return int(self.status(name).get("samples", 0))
+
+    def member(self, name: str) -> JobMember:
+        return self.role(name, JobMember)
+
+
 @dataclass(eq=False)
-class JobCluster(Scene):
+class JobCluster(Downpour, JobScene):
     """One job; its supervisor launches the roles."""
 
     _: KW_ONLY
@@ -154,7 +242,6 @@ class JobCluster(Scene):
     n_replicas: int = 2
     replicas_min: int = 1
     n_shards: int = 2
-    shard_copies: int = 1
     warm_start_steps: int = 0
     max_steps: int | None = None
     snapshot_every: float = 2.0
@@ -162,32 +249,11 @@ class JobCluster(Scene):
     before: PreviousTotals = field(default_factory=PreviousTotals)
     first_incarnation: int = 1
     first_label: int = 1
-    host: str = "host-0"
     patience: float = PATIENCE_SECONDS
     settings: DownpourSettings | None = None
     hosting: ClusterConfig | None = None
     machines: Mapping[Address, SimulatedMachine] = field(default_factory=dict)
     split: Callable[[], wb.Split] | None = None  # of each replica
-
-    @cached_property
-    def model(self) -> FlatModel:
-        return FlatModel(build_model(self.task.model))
-
-    @cached_property
-    def layout(self) -> Layout:
-        return Layout.of(self.model.specs(), n_shards=self.n_shards)
-
-    @property
-    def replicas(self) -> list[Address]:
-        return [Address(f"replica-{r}") for r in range(self.n_replicas)]
-
-    @property
-    def shards(self) -> list[Address]:
-        return [Address(f"shard-{k}") for k in range(self.n_shards)]
-
-    @property
-    def copies(self) -> list[Address]:
-        return [name for k in range(self.n_shards) for name in copy_names(k, self.shard_copies)]
 
     @cached_property
     def downpour(self) -> DownpourSettings:
@@ -242,17 +308,7 @@ class JobCluster(Scene):
         return ClusterOptions(start=(SUPERVISOR,), machine=slow, machines=self.machines)
 
     def _member(self, name: Address, memory: Memory) -> JobMember:
-        context = BuildContext(
-            task=self.tasks.get(name, self.task),
-            memory=memory,
-            layout=self.layout,
-            n_replicas=self.n_replicas,
-            n_shards=self.n_shards,
-            shard_copies=self.shard_copies,
-            seed=0,
-            initials=initials_of(self.model.module),
-            evaluation_subset=20,
-        )
+        context = self.context(memory, self.tasks.get(name))
         config = JobMemberConfig(
             name=name,
             host=memory.host,
@@ -266,48 +322,6 @@ class JobCluster(Scene):
             return DOWNPOUR.build(name, config=self.downpour, context=context)
         return wb.build_rank(name, config=self.downpour, context=context, split=self.split())
 
-    def run(self, *, within: float = 300.0) -> str | None:
-        """Run the job to its end; return its error, if any."""
-        self.run_until(lambda: SUPERVISOR in self.cluster.halted, within=within)
-        self.wait(1.0)
-        assert self.n_alive == 0
-        return self.cluster.halted[SUPERVISOR]
-
-    def interrupt(self) -> None:
-        stop = Received(sender=USER, incarnation=0, message=Stop(reason="Ctrl+C"))
-        self.cluster.post(SUPERVISOR, stop)
-
-    @property
-    def supervisor(self) -> Supervisor:
-        return self.role(SUPERVISOR, Supervisor)
-
-    @property
-    def n_alive(self) -> int:
-        return len(self.cluster.alive)
-
-    @property
-    def view(self) -> JobView:
-        return self.supervisor.view(self.now)
-
-    # Conditions of `run_until` ask for these after each event, which is sooner handled than the
-    # view of the whole job is drawn up.
-
-    @property
-    def phase(self) -> str:
-        return self.supervisor.status()[0]
-
-    @property
-    def n_samples(self) -> int:
-        """How many samples the job has trained."""
-        return self.supervisor.metrics.samples
-
-    @property
-    def messages(self) -> list[str]:
-        return [message.text for message in self.supervisor.out.messages]
-
-    def state(self, name: str) -> str:
-        return state_of(self._record(name), self.supervisor.failover, self.now)
-
     def copy_that_is(self, part: str, shard_index: int = 0) -> Address:
         """Return the copy of this shard that is "primary", or its "backup"."""
         names = copy_names(shard_index, self.shard_copies)
@@ -317,22 +331,6 @@ class JobCluster(Scene):
         """Whether a backup of every shard could take over now."""
         pairs = (copy_names(k, self.shard_copies) for k in range(len(self.shards)))
         return all({self.state(name) for name in pair} == {"primary", "backup"} for pair in pairs)
-
-    def restarts(self, name: str) -> int:
-        before = self.supervisor.metrics.before.roles
-        earlier = sum(role.restarts for role in before if role.name == name)
-        return earlier + self._record(name).restarts
-
-    def _record(self, name: str) -> RoleRecord:
-        record = self.supervisor.members.get(Address(name))
-        assert record is not None
-        return record
-
-    def samples(self, name: str) -> int:
-        return int(self.status(name).get("samples", 0))
-
-    def member(self, name: str) -> JobMember:
-        return self.role(name, JobMember)
 
 
 def seeds(n: int, *, of: int) -> list[ParameterSet]:

@@ -472,8 +472,7 @@ class Sandblast(Batch):
 
     def _check_saved(self, label: str) -> None:
         for name in self.shards:
-            newest = self.cluster.disk.newest(name)
-            assert newest is not None, f"{name} has saved nothing"
+            newest = self.newest(name)
             assert newest.label == label, (name, newest.label, label)
 
     @override

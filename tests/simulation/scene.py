@@ -11,10 +11,10 @@ from functools import cached_property
 from typing import TypeVar
 
 from distbelief.protocol import Message
-from distbelief.roles.role import SUPERVISOR, Address, Event, Received, Seconds, Send
+from distbelief.roles.role import SUPERVISOR, Address, Event, Received, Seconds, Send, Snapshot
 from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.driver import Builder, HandledEvent
-from distbelief.simulation.faults import Fault
+from distbelief.simulation.faults import Fault, Pause
 from distbelief.simulation.machines import ClusterOptions, TraceKind
 
 
@@ -63,6 +63,9 @@ class Scene:
     def run_until(self, condition: Callable[[], bool], *, within: Seconds = 60.0) -> None:
         self.cluster.run_until(condition, within=within)
 
+    def pause(self, name: Address, seconds: Seconds) -> None:
+        self.cluster.inject(Pause(at=self.now, role=name, seconds=seconds))
+
     # --- roles and messages ---
 
     def role(self, name: str, kind: type[R]) -> R:
@@ -73,6 +76,12 @@ class Scene:
 
     def status(self, name: str) -> dict[str, float]:
         return dict(self.cluster.role(Address(name)).status()[1])
+
+    def newest(self, name: Address) -> Snapshot:
+        """Return the newest snapshot that this role has saved."""
+        snapshot = self.cluster.disk.newest(name)
+        assert snapshot is not None, f"{name} has saved nothing"
+        return snapshot
 
     def tell(self, name: str, message: Message, *, sender: Address = SUPERVISOR) -> None:
         """Deliver a message now, as if `sender` had sent it."""

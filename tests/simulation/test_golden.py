@@ -15,7 +15,7 @@ elsewhere the values are, within a tolerance.
 import hashlib
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +28,6 @@ import torch
 from distbelief.config.job import StopTable
 from distbelief.core.vectors import Vector
 from distbelief.parameter_server.client.fetches import FetchResult
-from distbelief.parameter_server.layout import Layout
 from distbelief.parameter_server.rules import SGD
 from distbelief.roles.role import Address, Computed, Role, Send
 from distbelief.simulation.cluster import SimulatedCluster
@@ -37,10 +36,9 @@ from distbelief.simulation.faults import Kill, Pause
 from distbelief.simulation.network import Encoded
 from distbelief.worker.group import rank_name
 from sandblaster.chunks import COORDINATOR
-from tests.distbelief.parameter_server.pair import scatter
 from tests.simulation import sandblasts, scenarios, split_scenes
 from tests.simulation.groups import Group
-from tests.simulation.jobs import JobCluster
+from tests.simulation.jobs import JobCluster, scattered
 from tests.simulation.kernels import Operations, digest, rounding
 from tests.simulation.random_faults import random_faults
 from tests.simulation.test_downpour import downpour
@@ -49,8 +47,6 @@ from tests.simulation.workers import Unreadable
 
 
 FILE = Path(__file__).with_name("golden.json")
-
-VALUES = "values"  # of all arrays in a snapshot
 
 Figures = dict[str, object]
 """What is recorded of a run; JSON knows every type in it.
@@ -118,15 +114,6 @@ def near(values: Vector) -> list[float]:
     return [float(f"{x:.13g}") for x in (np.linalg.norm(exact), *(signs * exact).sum(axis=1))]
 
 
-def parameters(layout: Layout, vectors: Sequence[Vector]) -> Vector:
-    """Return what the shards hold, tensor by tensor."""
-    dtype = torch.float64 if layout.dtype.itemsize == 8 else torch.float32
-    tensors = [torch.zeros(spec.n_elements, dtype=dtype) for spec in layout.tensors]
-    for index, vector in enumerate(vectors):
-        scatter(layout, index, vector, tensors)
-    return torch.cat(tensors).numpy()
-
-
 @contextmanager
 def headers_without_size() -> Iterator[None]:
     """Let time and bytes be those of arrays alone: headers name classes and fields."""
@@ -154,7 +141,7 @@ def marks(seed: int) -> Figures:
         scenario.run()
     shards = [scenario.shard(scenario.leader(index)) for index in range(scenario.n_shards)]
     vectors = [Unreadable.read(shard.values) for shard in shards]
-    return watch.figures(parameters(scenario.layout, vectors))
+    return watch.figures(torch.cat([*scattered(scenario.layout, vectors).values()]).numpy())
 
 
 def marks_one_copy(index: int) -> Figures:
@@ -185,10 +172,7 @@ def job(seed: int, *, n_copies: int) -> Figures:
     for fault in (*faults, kill, *([pause] if seed % 4 >= 2 else [])):
         run.cluster.inject(fault)
     assert run.run(within=600.0) is None
-    saved = [run.cluster.disk.newest(name) for name in run.shards]
-    vectors = [snapshot.arrays[VALUES] for snapshot in saved if snapshot is not None]
-    assert len(vectors) == len(run.shards)
-    return watch.figures(parameters(run.layout, vectors))
+    return watch.figures(torch.cat([*run.saved().values()]).numpy())
 
 
 def job_one_copy(seed: int) -> Figures:

@@ -19,14 +19,9 @@ from tests.simulation.variants import Patch, Variant, failure_of
 POLICIES: tuple[ShardPlacement, ...] = ("spread", "beside replicas")
 
 
-def trains_on(job: HostedJob, n_samples: int = 40) -> None:
-    before = job.n_samples
-    job.run_until(lambda: job.n_samples > before + n_samples)
-
-
 def end(job: HostedJob) -> None:
     """Let it train a little more, end it, and look at what it has saved."""
-    trains_on(job)
+    job.train(40)
     job.supervisor.request_stop("enough")
     assert job.run() is None
     assert job.view.pushes_lost == 0, job.messages
@@ -52,7 +47,7 @@ def test_a_host_is_lost_with_a_copy_of_a_shard(part: str) -> None:
     """The other one serves at once, and gets a new backup on a host that is there."""
     job = HostedJob(seed=1, placement="spread", n_awaited=3)
     job.run_until(job.is_whole)
-    trains_on(job)
+    job.train(40)
     copy = next(
         name for name in job.copies if job.state(name) == part and job.host_of(name) != HERE
     )
@@ -96,7 +91,7 @@ def test_hosts_that_leave_hand_their_shards_over(policy: ShardPlacement) -> None
     job = HostedJob(seed=4, placement=policy, n_awaited=3)
     job.run_until(job.is_whole)
     for host in job.hosts:
-        trains_on(job)
+        job.train(40)
         job.leave(host)
         job.run_until(partial(job.has_left, host), within=25.0)
         job.run_until(job.is_whole)
@@ -108,7 +103,7 @@ def test_a_primary_waits_for_its_backup_before_it_leaves() -> None:
     """Its other copy had just been restarted: its host left with what nobody else had."""
     job = HostedJob(seed=5, placement="spread", n_awaited=2, n_shards=1)
     job.run_until(job.is_whole)
-    trains_on(job)
+    job.train(40)
     primary, backup = job.copy_that_is("primary"), job.copy_that_is("backup")
     host = job.host_of(primary)
     assert host not in {HERE, None}
@@ -124,7 +119,7 @@ def test_a_backup_waits_for_its_primary_before_it_leaves() -> None:
     """The host of its primary had just died: its own left with what nobody else had any more."""
     job = HostedJob(seed=7, placement="spread", n_awaited=3, n_shards=1)
     job.run_until(job.is_whole)
-    trains_on(job)
+    job.train(40)
     host, other = (job.host_of(job.copy_that_is(part)) for part in ("backup", "primary"))
     assert host not in {HERE, None}
     assert other not in {HERE, None}
@@ -141,7 +136,7 @@ def test_a_single_copy_saves_before_its_host_leaves() -> None:
     job = HostedJob(seed=6, placement="spread", n_awaited=2, shard_copies=1)
     job.run_until(lambda: job.phase == "training")
     for host in job.hosts:
-        trains_on(job)
+        job.train(40)
         job.leave(host)
         job.run_until(partial(job.has_left, host), within=25.0)
     assert {job.host_of(name) for name in job.copies} == {HERE}

@@ -31,7 +31,7 @@ def test_a_job_runs_to_its_end_and_leaves_everything_behind() -> None:
     assert view.pushes_lost == 0
     assert view.metric is not None
     for shard in job.shards:
-        assert job.cluster.disk.newest(shard) is not None
+        assert job.newest(shard)
     assert {role.state for role in view.roles} == {"done"}
     assert view.pushes_applied == view.step  # each push goes to both shards
 
@@ -191,7 +191,7 @@ def test_a_job_that_has_lost_every_replica_fails() -> None:
         job.cluster.kill(Address("replica-0"))
         job.wait(0.2)
     assert (job.run() or "").startswith("every replica is lost")
-    assert job.cluster.disk.newest(job.shards[0]) is not None
+    assert job.newest(job.shards[0])
 
 
 @pytest.mark.parametrize("host", ["host-0", ""], ids=["one host", "block messages"])
@@ -261,8 +261,7 @@ def test_a_role_silent_for_long_is_ended_and_restarted() -> None:
     job = JobCluster(stop=LONG, faults=[pause])
     job.run_until(lambda: job.restarts("shard-0") == 1)
     assert job.now < 5.0 + 10.0 + 1.0
-    before = job.n_samples
-    job.run_until(lambda: job.n_samples > before + 100)
+    job.train()
 
 
 def test_a_suspended_supervisor_blames_nobody() -> None:
@@ -303,8 +302,7 @@ def test_a_supervisor_that_was_stopped_finds_its_job_at_work(
     job.cluster.run(until=5.0)
     roles = {role.name: role.state for role in job.view.roles}
     job.cluster.run(until=5.0 + n_times * (seconds + 1.0))
-    before = job.n_samples
-    job.run_until(lambda: job.n_samples > before + 100)
+    job.train()
     view = job.view
     assert [role.name for role in view.roles if role.restarts] == []
     assert not [text for text in job.messages if "silent" in text or "restart" in text]
@@ -329,8 +327,7 @@ def test_a_primary_that_dies_while_the_supervisor_is_stopped(shard_copies: int) 
     primary = job.copy_that_is("primary") if shard_copies == 2 else job.shards[0]
     job.cluster.inject(Kill(at=10.0, role=primary))
     job.run_until(lambda: job.restarts(primary) == 1)
-    before = job.n_samples
-    job.run_until(lambda: job.n_samples > before + 100)
+    job.train()
     assert (job.view.pushes_lost == 0) is (shard_copies == 2)
 
 
@@ -435,9 +432,7 @@ def test_a_checkpoint_without_a_request_is_never_ahead_of_the_next_one() -> None
     (only,) = job.cluster.disk.snapshots(job.shards[0])
     assert only.snapshot.label == FIRST_LABEL
     job.run_until(lambda: len(job.cluster.disk.snapshots(job.shards[0])) == 2, within=100.0)
-    newest = job.cluster.disk.newest(job.shards[0])
-    assert newest is not None
-    assert newest.label == "00001"
+    assert job.newest(job.shards[0]).label == "00001"
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -489,8 +484,7 @@ def test_primaries_die_one_after_the_other_and_nothing_is_lost() -> None:
         job.wait(0.3)
         if job.is_paired():
             job.cluster.kill(job.copy_that_is("primary", n % 2))
-    before = job.n_samples
-    job.run_until(lambda: job.n_samples > before + 200)
+    job.train(200)
     assert job.view.pushes_lost == 0
     job.interrupt()
     assert job.run() == "interrupted"
@@ -501,11 +495,9 @@ def test_a_primary_that_is_paused_is_replaced_within_two_seconds() -> None:
     job.run_until(job.is_paired)
     job.run_until(lambda: job.n_samples > 40)
     primary, backup = job.copy_that_is("primary"), job.copy_that_is("backup")
-    pause = Pause(at=job.now, role=primary, seconds=3.0)
-    job.cluster.inject(pause)
+    job.pause(primary, 3.0)
     job.run_until(lambda: job.state(backup) == "primary", within=2.0)
-    before = job.n_samples
-    job.run_until(lambda: job.n_samples > before + 40, within=2.0)
+    job.train(40, within=2.0)
     job.run_until(job.is_paired)
     assert job.restarts(primary) == 1
     assert job.view.pushes_lost == 0
@@ -516,10 +508,8 @@ def test_a_backup_that_is_paused_holds_nobody_up_for_long() -> None:
     job.run_until(job.is_paired)
     job.run_until(lambda: job.n_samples > 40)
     backup = job.copy_that_is("backup")
-    pause = Pause(at=job.now, role=backup, seconds=5.0)
-    job.cluster.inject(pause)
-    before = job.n_samples
-    job.run_until(lambda: job.n_samples > before + 100, within=4.0)
+    job.pause(backup, 5.0)
+    job.train(within=4.0)
     job.run_until(job.is_paired)
     assert job.restarts(backup) == 0
     assert job.view.pushes_lost == 0
@@ -533,10 +523,8 @@ def test_two_paused_copies_that_wake_up_and_come_back_have_lost_nothing() -> Non
     job.run_until(lambda: job.n_samples > 40)
     primary, backup = job.copy_that_is("primary"), job.copy_that_is("backup")
     for copy in (primary, backup):
-        pause = Pause(at=job.now, role=copy, seconds=16.0)
-        job.cluster.inject(pause)
-    before = job.n_samples
-    job.run_until(lambda: job.n_samples > before + 100)
+        job.pause(copy, 16.0)
+    job.train()
     job.run_until(job.is_paired)
     assert (job.restarts(primary), job.restarts(backup)) == (0, 1)
     assert job.view.pushes_lost == 0
@@ -552,7 +540,7 @@ def test_two_copies_that_are_lost_at_once_come_back_from_a_checkpoint(how: str) 
         if how == "die":
             job.cluster.kill(copy)
         else:
-            job.cluster.inject(Pause(at=job.now, role=copy, seconds=1000.0))
+            job.pause(copy, 1000.0)
     assert job.run() is None
     assert job.view.pushes_lost
     assert not any("nothing acknowledged is lost" in text for text in job.messages)
@@ -577,15 +565,14 @@ def test_an_interrupted_job_is_over_and_saved_within_two_seconds(shard_copies: i
     assert job.supervisor.shutdown.interrupted
     assert job.now - begun <= 1.3 + 1.0  # run() adds a second
     for shard in job.shards:
-        assert job.cluster.disk.newest(shard) is not None
+        assert job.newest(shard)
 
 
 @pytest.mark.parametrize("victim", ["replica-0", "shard-1", "evaluator"])
 def test_nobody_can_delay_an_interrupt(victim: str) -> None:
     job = JobCluster(stop=LONG)
     job.run_until(lambda: job.n_samples > 100)
-    pause = Pause(at=job.now, role=Address(victim), seconds=100.0)
-    job.cluster.inject(pause)
+    job.pause(Address(victim), 100.0)
     begun = job.now
     job.interrupt()
     assert job.run() == "interrupted"

@@ -61,9 +61,7 @@ def saved(cluster: Cluster, store: CheckpointStore) -> CheckpointStore:
         cluster.tell(name, SaveCheckpoint(label="00007"))
     cluster.wait(1.0)
     for name in cluster.shards:
-        snapshot = cluster.cluster.disk.newest(name)
-        assert snapshot is not None
-        store.save(name, snapshot)
+        store.save(name, cluster.newest(name))
     return store
 
 

@@ -121,8 +121,7 @@ def test_a_shard_that_dies_in_the_warm_start_resumes_from_its_snapshot() -> None
     run.tell(COORDINATOR, SaveCheckpoint(label="00001"))
     run.cluster.run(until=0.0599)
     assert [saved.label for saved in run.checker.saved] == ["00001"]
-    newest = run.cluster.disk.newest(shard)
-    assert newest is not None
+    newest = run.newest(shard)
     assert int(newest.facts["clock"]) > 0
     run.cluster.run(until=0.12)
     assert run.status(shard)["clock"] >= int(newest.facts["clock"])
@@ -137,8 +136,7 @@ def test_a_warm_start_of_which_all_died_goes_on_from_its_checkpoints() -> None:
     run.cluster.run(until=0.12)
     run.tell(COORDINATOR, SaveCheckpoint(label="00001"))
     run.cluster.run(until=0.1499)
-    saved = [run.cluster.disk.newest(Address(name)) for name in ("shard-0", "shard-1")]
-    n_saved = sum(int(snapshot.facts["clock"]) for snapshot in saved if snapshot is not None)
+    n_saved = sum(int(run.newest(name).facts["clock"]) for name in run.shards)
     assert n_saved > 60
     watch = Watch(run)
     run.play()
