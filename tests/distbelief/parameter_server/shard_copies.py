@@ -129,6 +129,7 @@ class OneCopy:
                 self.executor.append(action)
             elif isinstance(action, SetTimer):
                 self.timers[action.name] = action.at
+        self.shard.validate()
         return list(actions)
 
     def lead(self, term: int, second: str = "", *, life: int | None = None) -> list[Action]:
