@@ -31,7 +31,7 @@ def test_a_job_runs_to_its_end_and_leaves_everything_behind() -> None:
     assert view.pushes_lost == 0
     assert view.metric is not None
     for shard in job.shards:
-        assert job.newest(shard)
+        assert job.newest(shard).label
     assert {role.state for role in view.roles} == {"done"}
     assert view.pushes_applied == view.step  # each push goes to both shards
 
@@ -191,7 +191,7 @@ def test_a_job_that_has_lost_every_replica_fails() -> None:
         job.cluster.kill(Address("replica-0"))
         job.wait(0.2)
     assert (job.run() or "").startswith("every replica is lost")
-    assert job.newest(job.shards[0])
+    assert job.newest(job.shards[0]).label
 
 
 @pytest.mark.parametrize("host", ["host-0", ""], ids=["one host", "block messages"])
@@ -565,7 +565,7 @@ def test_an_interrupted_job_is_over_and_saved_within_two_seconds(shard_copies: i
     assert job.supervisor.shutdown.interrupted
     assert job.now - begun <= 1.3 + 1.0  # run() adds a second
     for shard in job.shards:
-        assert job.newest(shard)
+        assert job.newest(shard).label
 
 
 @pytest.mark.parametrize("victim", ["replica-0", "shard-1", "evaluator"])
