@@ -644,3 +644,12 @@ class Sessions:
             sequence=sequence, shard_incarnation=self.incarnation, received=received
         )
         return Send(receiver=client.name, message=ack)
+
+    def validate(self) -> None:
+        """Check what holds after every event; only simulations call it."""
+        assert len(set(self.queue)) == len(self.queue), f"waits twice: {self.queue}"
+        assert self._clients.keys() >= set(self.queue), f"unknown clients wait: {self.queue}"
+        applying = [] if self.applying is None else [self.applying]
+        names = [push.client.name for push in (*self._folded, *applying, *self._round)]
+        if self._config.policy.round is not None and applying:
+            assert names == sorted(set(names)), f"a round has the pushes of {names}"

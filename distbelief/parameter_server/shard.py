@@ -187,6 +187,15 @@ class Shard:
             return "serving", counters
         return "waiting" if backup.primary is None else "following", counters
 
+    @property
+    def values(self) -> ShardStore:
+        return self._values
+
+    def validate(self) -> None:
+        """Check what holds after every event; only simulations call it."""
+        self._sessions.validate()
+        assert self._backup is None or not self._serves, "a backup serves clients"
+
     # ------------------------------------------------------------- start and stop
 
     def _start(self, event: rl.Started) -> list[rl.Action]:

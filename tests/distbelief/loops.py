@@ -117,7 +117,7 @@ class Server:
         for k, name in enumerate(self.shards):
             shard = self.simulation.role(name)
             assert isinstance(shard, Shard)
-            scatter(self.layout, k, shard._values.vector, tensors)
+            scatter(self.layout, k, shard.values.vector, tensors)
         return tensors
 
     def samples(self, worker: str) -> tuple[int, int | None]:

@@ -23,27 +23,23 @@ from sandblaster.coordinator.work_queue import EpochCounters, WorkQueue
 from sandblaster.coordinator.workers import CoordinatorConfig, WorkerPool
 from sandblaster.optimizers import base
 from sandblaster.optimizers.termination import Reason
-from tests.simulation.sandblasts import Run, Sandblast, logistic, play, undisturbed
+from tests.simulation.sandblasts import Sandblast, logistic, play, undisturbed
+from tests.simulation.scene import sends
 
 
 SHARDS = (rl.Address("shard-0"), rl.Address("shard-1"))
 SMALL = Sandblast(n_replicas=2)
 
 
-def from_supervisor(message: wire.StartTraining | wire.SaveCheckpoint | wire.Stop) -> rl.Received:
-    return rl.Received(sender=rl.SUPERVISOR, incarnation=1, message=message)
-
-
-def ended(run: Run, *, within: float = 60.0) -> str | None:
+def ended(run: Sandblast, *, within: float = 60.0) -> str | None:
     """Let the coordinator end; return why, if not as planned."""
     run.cluster.run_until(lambda: COORDINATOR in run.cluster.halted, within=within)
     return run.cluster.halted[COORDINATOR]
 
 
-def finished(run: Run) -> wire.Finished:
-    run.cluster.run(until=run.cluster.now + 0.1)
-    update = [event.message for event in run.cluster.sent_to(rl.SUPERVISOR)]
-    return next(message for message in update if isinstance(message, wire.Finished))
+def finished(run: Sandblast) -> wire.Finished:
+    run.wait(0.1)
+    return run.told(wire.Finished)[0]
 
 
 @dataclass(frozen=True)
@@ -87,26 +83,26 @@ def test_a_run_ends_where_one_replica_alone_ends(hosts: str, window_chunks: int)
 
 
 def test_nothing_starts_before_start_training() -> None:
-    run = Run(replace(SMALL, await_begin=True))
+    run = replace(SMALL, await_begin=True)
     run.cluster.run(until=1.0)
     assert run.coordinator.status()[0] == "waiting for begin"
-    for name in (COORDINATOR, *run.scene.replicas):
-        run.cluster.post(name, from_supervisor(wire.StartTraining()))
+    for name in (COORDINATOR, *run.replicas):
+        run.tell(name, wire.StartTraining())
     assert ended(run) is None
-    assert run.values == undisturbed(SMALL.chunk_sizes, 2)[0]
+    assert run.bits == undisturbed(SMALL.chunk_sizes, 2)[0]
 
 
 def test_a_coordinator_stopped_before_it_starts_ends_at_once() -> None:
-    run = Run(replace(SMALL, await_begin=True))
+    run = replace(SMALL, await_begin=True)
     run.cluster.run(until=0.1)
-    run.cluster.post(COORDINATOR, from_supervisor(wire.Stop(reason="enough")))
+    run.tell(COORDINATOR, wire.Stop(reason="enough"))
     assert ended(run) is None
 
 
 @pytest.mark.parametrize("during", [wire.Commit, wire.Execute])
 def test_a_run_that_is_stopped_leaves_the_last_accepted_point(during: type) -> None:
     """Not the trial point that is evaluated, nor the point that it is moving to."""
-    run = Run(SMALL)
+    run = replace(SMALL)
     accepted: list[bytes] = []
     tasks: list[wire.Task] = []
     run.cluster.run_until(lambda: len(run.checker.losses) == 2)
@@ -117,23 +113,21 @@ def test_a_run_that_is_stopped_leaves_the_last_accepted_point(during: type) -> N
         accepted.append(algebra.export(("parameters",))["parameters"].tobytes())
     run.cluster.observe(
         lambda happening: tasks.extend(
-            action.message.task
-            for action in happening.actions
-            if isinstance(action, rl.Send) and isinstance(action.message, wire.ShardCommand)
+            command.task for _, command in sends(happening, wire.ShardCommand)
         )
     )
     run.cluster.run_until(lambda: any(isinstance(task, during) for task in tasks), within=1.0)
-    run.cluster.post(COORDINATOR, from_supervisor(wire.Stop(reason="enough")))
+    run.tell(COORDINATOR, wire.Stop(reason="enough"))
     assert ended(run) is None
     assert run.coordinator.reason is Reason.STOPPED
     for shard, parameters in zip(shards, accepted, strict=True):
         assert isinstance(shard, Shard)
         n = len(parameters) // 8
-        assert shard._values.vector[:n].tobytes() == parameters
+        assert shard.values.vector[:n].tobytes() == parameters
         assert not shard._commands.is_driven
-    for name in run.scene.replicas:
-        run.cluster.post(name, from_supervisor(wire.Stop(reason="enough")))
-    run.cluster.run_until(lambda: all(name in run.cluster.halted for name in run.scene.replicas))
+    for name in run.replicas:
+        run.tell(name, wire.Stop(reason="enough"))
+    run.cluster.run_until(lambda: all(name in run.cluster.halted for name in run.replicas))
 
 
 def test_a_run_that_is_stopped_while_a_shard_comes_back_leaves_a_point() -> None:
@@ -143,9 +137,9 @@ def test_a_run_that_is_stopped_while_a_shard_comes_back_leaves_a_point() -> None
     after a shard had been killed failed by that.
     """
     kill = Kill(at=0.1, role=SHARDS[0], restart_after=0.01)
-    run = Run(replace(SMALL, saves=(0.03,), faults=(kill,)))
+    run = replace(SMALL, saves=(0.03,), faults=(kill,))
     run.cluster.run_until(lambda: run.coordinator.status()[1]["epoch"] == 4098.0)
-    run.cluster.post(COORDINATOR, from_supervisor(wire.Stop(reason="enough")))
+    run.tell(COORDINATOR, wire.Stop(reason="enough"))
     assert ended(run) is None
     assert run.coordinator.reason is Reason.STOPPED
     for name in SHARDS:
@@ -158,15 +152,15 @@ def test_all_at_once_may_die_after_a_save_and_the_end_is_the_same() -> None:
     everybody = (COORDINATOR, *SMALL.shards, *SMALL.replicas)
     kills = tuple(Kill(at=0.14, role=role, restart_after=0.05) for role in everybody)
     scene = replace(SMALL, saves=(0.06,), faults=kills)
-    run = Run(scene)
+    run = replace(scene)
     run.play()
     assert [saved.error for saved in run.checker.saved] == [None]
-    assert run.values == undisturbed(scene.chunk_sizes, 2)[0]
+    assert run.bits == undisturbed(scene.chunk_sizes, 2)[0]
 
 
 def test_a_run_without_its_history_warns() -> None:
     kill = Kill(at=0.1, role=SHARDS[0], restart_after=0.01)
-    run = Run(replace(SMALL, saves=(0.03,), faults=(kill,)))
+    run = replace(SMALL, saves=(0.03,), faults=(kill,))
     update: list[str] = []
     run.cluster.observe(
         lambda happening: update.extend(
@@ -179,19 +173,19 @@ def test_a_run_without_its_history_warns() -> None:
 
 def test_a_failed_checkpoint_is_reported_and_the_run_continues() -> None:
     scene = replace(SMALL, saves=(0.02, 0.03), faults=(DiskFull(at=0.01, seconds=0.1),))
-    run = Run(scene)
+    run = replace(scene)
     run.play()
     errors = [saved.error for saved in run.checker.saved]
     assert errors
     assert all(errors)
-    assert run.values == undisturbed(scene.chunk_sizes, 2)[0]
+    assert run.bits == undisturbed(scene.chunk_sizes, 2)[0]
 
 
 @pytest.mark.parametrize(
     ("role", "error"), [("shard-1", "shard 1: no space left"), (COORDINATOR, "no space left")]
 )
 def test_a_checkpoint_that_one_disk_has_not_taken_has_failed(role: str, error: str) -> None:
-    run = Run(replace(SMALL, saves=(0.05,)))
+    run = replace(SMALL, saves=(0.05,))
 
     def failing(whole: Callable[..., Sequence[rl.Action]]) -> object:
         def handle(self: object, event: rl.Event, now: float) -> Sequence[rl.Action]:
@@ -216,9 +210,9 @@ def test_a_save_waits_for_the_journal_and_the_end_waits_for_it_too() -> None:
 
 def test_a_save_that_comes_too_late_is_not_taken() -> None:
     """The supervisor sees the end, and may save the shards."""
-    run = Run(SMALL)
+    run = replace(SMALL)
     run.cluster.run_until(lambda: len(run.checker.losses) == 4)
-    run.cluster.post(COORDINATOR, from_supervisor(wire.SaveCheckpoint(label="00009")))
+    run.tell(COORDINATOR, wire.SaveCheckpoint(label="00009"))
     assert ended(run) is None
     assert run.checker.saved == []
     assert list(run.coordinator.handle(rl.TimerFired(name="coordinator:tick"), 9.0)) == []
@@ -238,7 +232,7 @@ def test_a_coordinator_that_restarts_goes_on_counting() -> None:
     role = SMALL.replicas[0]
     kills = [Kill(at=0.01 + 0.013 * k, role=role, restart_after=1e-3) for k in range(6)]
     kills.append(Kill(at=0.13, role=COORDINATOR, restart_after=0.01))
-    run = Run(replace(SMALL, faults=tuple(kills)))
+    run = replace(SMALL, faults=tuple(kills))
     run.cluster.run_until(lambda: run.cluster.now > 0.12)
     first = run.coordinator
     run.play()
@@ -252,7 +246,7 @@ def test_a_coordinator_that_restarts_goes_on_counting() -> None:
 
 def test_an_evaluation_begins_beyond_all_tokens_before_it() -> None:
     """A push of the evaluation before that comes late must not be taken for one of this."""
-    run, used, n_begun = Run(SMALL), {0}, 0
+    run, used, n_begun = replace(SMALL), {0}, 0
 
     def see(happening: HandledEvent) -> None:
         nonlocal n_begun
@@ -280,12 +274,11 @@ def test_a_shard_that_counts_otherwise_is_named() -> None:
 
 
 def test_more_saves_than_can_wait_are_refused() -> None:
-    run = Run(SMALL)
+    run = replace(SMALL)
     run.cluster.run(until=0.01)
     for index in range(10):
-        save = from_supervisor(wire.SaveCheckpoint(label=f"{index:05d}"))
-        run.cluster.post(COORDINATOR, save)
-        run.cluster.post(COORDINATOR, save)
+        for _ in range(2):
+            run.tell(COORDINATOR, wire.SaveCheckpoint(label=f"{index:05d}"))
     run.cluster.run(until=0.02)
     assert ["request them less often" in (s.error or "") for s in run.checker.saved] == [True] * 4
 
@@ -318,7 +311,7 @@ def test_requests_are_answered_by_what_all_shards_measured() -> None:
         done,
     )
     scene = replace(SMALL, method=Scripted(requests, replies))
-    run = Run(scene)
+    run = replace(scene)
     assert ended(run) is None
     n_parameters, first, second, stops, _ = replies
     assert n_parameters == (6.0,)
@@ -352,7 +345,7 @@ def infinite_slope(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor
 
 @pytest.mark.parametrize("loss", [not_a_number, infinite_slope])
 def test_a_loss_or_gradient_that_is_not_finite_ends_the_run_and_says_where(loss: Loss) -> None:
-    run = Run(replace(SMALL, loss=loss))
+    run = replace(SMALL, loss=loss)
     assert ended(run) is None
     assert run.coordinator.reason is Reason.NOT_FINITE
     texts = [report.text for _, report in run.cluster.reports]
@@ -360,7 +353,7 @@ def test_a_loss_or_gradient_that_is_not_finite_ends_the_run_and_says_where(loss:
 
 
 def test_a_loss_that_is_not_a_scalar_ends_with_an_error() -> None:
-    run = Run(replace(SMALL, loss=not_a_scalar))
+    run = replace(SMALL, loss=not_a_scalar)
     run.cluster.run_until(lambda: "replica-0" in run.cluster.halted)
     error = run.cluster.halted[rl.Address("replica-0")]
     assert error is not None
@@ -387,13 +380,13 @@ KILLS = tuple(Kill(at=0.03, role=role) for role in SMALL.replicas)
     ],
 )
 def test_a_run_that_cannot_go_on_says_why(changes: dict[str, Any], text: str) -> None:
-    error = ended(Run(replace(SMALL, **changes)))
+    error = ended(replace(SMALL, **changes))
     assert error is not None
     assert re.search(text, error)
 
 
 def test_a_superseded_coordinator_ends() -> None:
-    run = Run(SMALL)
+    run = replace(SMALL)
     run.cluster.run(until=0.05)
     first = run.cluster.role(COORDINATOR)
     assert isinstance(first, Coordinator)
@@ -408,16 +401,16 @@ def test_a_superseded_coordinator_ends() -> None:
     run.cluster._driver.start(COORDINATOR)
     assert ended(run) is None
     assert run.cluster.role(COORDINATOR) is not first
-    assert run.values == undisturbed(SMALL.chunk_sizes, 2)[0]
+    assert run.bits == undisturbed(SMALL.chunk_sizes, 2)[0]
 
 
 def test_nothing_else_can_be_pushed_while_a_coordinator_drives() -> None:
-    run = Run(replace(SMALL, latency_seconds=1e-3))
+    run = replace(SMALL, latency_seconds=1e-3)
     run.cluster.run(until=0.05)
     stranger = rl.Address("stranger")
     push = wire.Push(sequence=1, shard_incarnation=1, fetched_clock=0, n_gradients=1, samples=1)
-    run.cluster.post(SHARDS[0], rl.Received(sender=stranger, incarnation=1, message=push))
-    run.cluster.post(SHARDS[0], from_supervisor(wire.SaveCheckpoint(label="00001")))
+    run.tell(SHARDS[0], push, sender=stranger)
+    run.tell(SHARDS[0], wire.SaveCheckpoint(label="00001"))
     run.cluster.run(until=0.1)
     (answer,) = (event.message for event in run.cluster.sent_to(stranger))
     assert isinstance(answer, wire.SessionRefused)

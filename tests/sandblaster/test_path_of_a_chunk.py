@@ -11,7 +11,7 @@ from distbelief.roles.role import Received, Send
 from distbelief.simulation.driver import HandledEvent
 from sandblaster.optimizers.base import Evaluate
 from tests.sandblaster.test_outcomes import Scripted
-from tests.simulation.sandblasts import Run, Sandblast
+from tests.simulation.sandblasts import Sandblast
 
 
 N_FILES_MAX: Final = 24
@@ -26,7 +26,7 @@ def test_a_chunk_passes_through_few_files() -> None:
     """Deal, fetch, compute, commit token, push, staged: on coordinator, worker and shard."""
     # Evaluations without an iteration: nothing is saved in between.
     method = Scripted((Evaluate(point="parameters", gradient="g"),) * 3, [])
-    run = Run(Sandblast(n_shards=1, n_replicas=1, method=method))
+    run = Sandblast(n_shards=1, n_replicas=1, method=method)
     files: set[str] = set()
     begins: list[BeginEvaluation] = []
 

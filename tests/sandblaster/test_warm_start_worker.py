@@ -9,15 +9,15 @@ from distbelief.protocol import Assignment, Finished, Message, StartTraining, St
 from distbelief.roles import role as rl
 from sandblaster.chunks import COORDINATOR
 from sandblaster.warm_start_worker import WarmStartWorker
-from tests.simulation.sandblasts import Run, Sandblast
+from tests.simulation.sandblasts import Sandblast
 
 
 class Stage:
     """One replica, before it has met any shard."""
 
     def __init__(self, *, await_begin: bool = True) -> None:
-        run = Run(Sandblast(warm_steps=3, n_replicas=1, await_begin=await_begin))
-        role = run._replica(run.scene.layout, 0, PrivateMemory())
+        run = Sandblast(warm_steps=3, n_replicas=1, await_begin=await_begin)
+        role = run.roles()[run.replicas[0]](PrivateMemory())
         assert isinstance(role, WarmStartWorker)
         self.role = role
 

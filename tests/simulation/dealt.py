@@ -25,7 +25,6 @@ from distbelief.parameter_server.policy import DOWNPOUR, ExchangePolicy, Round
 from distbelief.parameter_server.rules import SGD, UpdateRule
 from distbelief.parameter_server.shard import Shard
 from distbelief.parameter_server.shard_config import copy_names, shard_of
-from distbelief.program.plan import Plan, Target
 from distbelief.roles.role import SUPERVISOR, Address
 from distbelief.simulation.driver import HandledEvent
 from distbelief.simulation.faults import Fault
@@ -44,6 +43,7 @@ from distbelief.worker.downpour_settings import DownpourSettings
 from distbelief.worker.group import rank_name
 from distbelief.worker.member import JobMember
 from tests.distbelief.program.plans import random_plan
+from tests.simulation import groups
 from tests.simulation.jobs import EXAMPLES, JobCluster
 from tests.simulation.random_faults import random_faults
 
@@ -79,16 +79,14 @@ def split_of(n_samples: int, n_ranks: int, batch_size: int, seed: int) -> Split:
     """Return how ranks share a model, any way that is legal: some may hold nothing."""
     captured = _captured(n_samples)
     stream = np.random.default_rng([seed, n_ranks])
-    plan = Plan(
-        graph=captured.graph.fingerprint,
-        inputs={},
+    return groups.split_of(
+        captured,
+        random_plan(captured.graph, stream, n_machines=n_ranks),
+        n_machines=n_ranks,
         batch=batch_size,
         loss=f"{EXAMPLES}:minus_mean",
-        cluster=Target(name="here", fingerprint="", n_machines=n_ranks),
-        placements=random_plan(captured.graph, stream, n_machines=n_ranks),
         micro_batches=min(int(stream.integers(1, 3)), batch_size),
     )
-    return Split(plan=plan, graph=captured.graph, modules=captured.modules)
 
 
 @cache
@@ -174,7 +172,7 @@ class DealtJob:
         # Shards without such a copy after the end: what was saved at that moment.
         self.fell_back: dict[Address, Spans] = {}
         self.struck: set[Life] = set()  # those that faults have hit
-        self.job.simulation.observe(self._look)
+        self.job.cluster.observe(self._look)
 
     def _parts_of(self, shard: int, split: Split) -> dict[int, np.ndarray]:
         layout, found = self.job.layout, {}
@@ -229,11 +227,11 @@ class DealtJob:
         shard = member.role if isinstance(member, JobMember) else None
         if isinstance(shard, Shard) and shard._ready:
             self._look_at(shard, happening)
-        if self.is_over and self.job.simulation.is_alive(SUPERVISOR):
+        if self.is_over and self.job.cluster.is_alive(SUPERVISOR):
             self._look_for_copies()
 
     def _look_at(self, shard: Shard, happening: HandledEvent) -> None:
-        values = shard._values
+        values = shard.values
         everything = self._everything[shard._config.index]
         if values._n_held is None and values.applied == everything:
             life = happening.name, happening.incarnation
@@ -266,7 +264,7 @@ class DealtJob:
     def _look_for_copies(self) -> None:
         """Note which shards have neither a copy nor a checkpoint with all samples."""
         counted = {(one.name, one.incarnation) for one in self.job.supervisor.members}
-        alive = {(n, self.job.simulation.incarnation(n)) for n in self.job.simulation.alive}
+        alive = {(n, self.job.cluster.incarnation(n)) for n in self.job.cluster.alive}
         for shard, lives in self._whole.items():
             if lives & counted & alive:
                 lives.intersection_update(counted, alive)
@@ -277,7 +275,7 @@ class DealtJob:
 
     def _saved(self, shard: Address) -> tuple[Spans, np.ndarray]:
         """Return what the newest checkpoint of a shard has, and its values."""
-        snapshot = self.job.simulation.disk.newest(shard)
+        snapshot = self.job.cluster.disk.newest(shard)
         if snapshot is None:
             return Spans(), np.zeros(self.job.layout.shard_size(self.job.shards.index(shard)))
         applied = Spans.from_wire(json.loads(snapshot.facts.get("applied", "[]")))
@@ -307,39 +305,40 @@ class DealtJob:
             assert applied == everything or not last, f"{last} ended with samples not saved"
 
 
+class Drawn:
+    """Choices of a job that a seed stands for."""
+
+    def __init__(self, seed: int, family: int) -> None:
+        self.seed, self.stream = seed, np.random.default_rng([seed, family])
+
+    def pick(self, *choices: T) -> T:
+        return choices[int(self.stream.integers(len(choices)))]
+
+    def faults(self, roles: Iterable[str], n_shards: int, copies: int) -> tuple[Fault, ...]:
+        """Draw faults of these roles and of all copies of the shards."""
+        shards = (name for k in range(n_shards) for name in copy_names(k, copies))
+        names = [*map(Address, roles), *shards]
+        intensity = self.pick(0.3, 0.7, 1.0)
+        return random_faults(self.seed, names, horizon=4.0, intensity=intensity, restarts=False)
+
+
 def job_of(seed: int) -> DealtJob:
     """Return a job with everything drawn from the seed: its numbers, its exchange, its faults."""
-    stream = np.random.default_rng([seed, 0xDEA1])
-
-    def pick(*choices: T) -> T:
-        return choices[int(stream.integers(len(choices)))]
-
+    drawn = Drawn(seed, 0xDEA1)
+    pick = drawn.pick
     n_replicas, n_shards, copies = pick(1, 2, 3, 4), pick(1, 2, 3), pick(1, 2)
+    sgd = {"inner": {"name": "SGD", "lr": 1.0}}
     options: dict[str, Any] = pick(
         {},
         {},
         {"n_push": pick(2, 3)},
         {"exchange": ExchangePolicy(staleness=pick(0, 1, 2))},
         {"exchange": ExchangePolicy(staleness=0, round=Round(quorum=pick(1.0, 0.5)))},
-        {
-            "exchange": ExchangePolicy(every=pick(1, 2, 3), send="delta"),
-            "inner": {"name": "SGD", "lr": 1.0},
-        },
-        {
-            "exchange": ExchangePolicy(every="auto", send="delta"),
-            "inner": {"name": "SGD", "lr": 1.0},
-        },
-    )
-    replicas = [f"replica-{r}" for r in range(n_replicas)]
-    roles = [*replicas, *(name for k in range(n_shards) for name in copy_names(k, copies))]
-    faults = random_faults(
-        seed,
-        [Address(name) for name in roles],
-        horizon=4.0,
-        intensity=pick(0.3, 0.7, 1.0),
-        restarts=False,
+        {"exchange": ExchangePolicy(every=pick(1, 2, 3), send="delta"), **sgd},
+        {"exchange": ExchangePolicy(every="auto", send="delta"), **sgd},
     )
     return DealtJob(
+        faults=drawn.faults((f"replica-{r}" for r in range(n_replicas)), n_shards, copies),
         n_samples=pick(17, 50, 65),
         n_epochs=pick(2, 4, 5.5),
         batch_size=pick(1, 4, 8),
@@ -347,7 +346,6 @@ def job_of(seed: int) -> DealtJob:
         n_shards=n_shards,
         shard_copies=copies,
         snapshot_every=pick(0.7, 1.5),
-        faults=faults,
         seed=seed,
         **options,
     )
@@ -355,11 +353,8 @@ def job_of(seed: int) -> DealtJob:
 
 def split_job_of(seed: int) -> DealtJob:
     """Return a job whose replicas have ranks, with everything drawn from the seed."""
-    stream = np.random.default_rng([seed, 0x5917])
-
-    def pick(*choices: T) -> T:
-        return choices[int(stream.integers(len(choices)))]
-
+    drawn = Drawn(seed, 0x5917)
+    pick = drawn.pick
     n_replicas, n_ranks, batch_size = pick(1, 2, 3), pick(2, 3), pick(1, 2, 4, 8)
     n_shards, copies = pick(1, 2, 3), pick(1, 1, 2)
     sgd = {"rule": SGD(learning_rate=1.0), "inner": {"name": "SGD", "lr": float(batch_size)}}
@@ -371,14 +366,8 @@ def split_job_of(seed: int) -> DealtJob:
         {"exchange": ExchangePolicy(every="auto", send="delta"), **sgd},
     )
     names = [rank_name(r, m) for r in range(n_replicas) for m in range(n_ranks)]
-    faults = random_faults(
-        seed,
-        [*names, *(Address(name) for k in range(n_shards) for name in copy_names(k, copies))],
-        horizon=4.0,
-        intensity=pick(0.3, 0.7, 1.0),
-        restarts=False,
-    )
     return DealtJob(
+        faults=drawn.faults(names, n_shards, copies),
         n_samples=pick(16, 48),
         n_epochs=pick(2, 4, 5.5),
         batch_size=batch_size,
@@ -387,7 +376,6 @@ def split_job_of(seed: int) -> DealtJob:
         n_shards=n_shards,
         shard_copies=copies,
         snapshot_every=pick(0.7, 1.5),
-        faults=faults,
         seed=seed,
         **options,
     )

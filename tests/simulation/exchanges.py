@@ -4,12 +4,12 @@ Gated        nobody begins a tick more than `staleness` ahead of the others    S
 ReadsOwn     what a gated worker reads contains all its own pushes             SSP-4, E4
 ReadsOld     and all pushes that the others made `staleness` ticks ago         SSP-3
 FloorRises   the floor falls in no incarnation of a primary                    SSP-8
-OneEach      a round has one push of each client, in the order of names        E5
 OneShare     each local step counts once; the shares of a round add up to one  E2, PA-3
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Final
 
 import msgspec
@@ -29,11 +29,13 @@ from distbelief.roles.role import Action, Address, PeerLost, Seconds
 from distbelief.simulation.driver import HandledEvent
 from distbelief.simulation.faults import Duplicate, Fault, Slow
 from distbelief.simulation.machines import TraceKind
+from distbelief.simulation.network import Link
 from distbelief.worker.exchange import LocalSteps
 from tests.simulation import invariants as iv
-from tests.simulation.invariants import Invariant, Scene
-from tests.simulation.scenarios import Play, Scenario, scenario_of, set_for
-from tests.simulation.variants import Patch, Variant
+from tests.simulation.invariants import Invariant, Seen
+from tests.simulation.marks import together
+from tests.simulation.scenarios import Scenario, play, scenario_of
+from tests.simulation.variants import Patch, Variants, Whole
 from tests.simulation.workers import N_MARKS, PLACES, PLAIN, Worker, marks_of
 
 
@@ -76,15 +78,15 @@ class Gated(Invariant):
     What a worker reads then contains every push that ended a tick `staleness` or more ago.
     """
 
-    def __init__(self, scene: Scene) -> None:
-        super().__init__(scene)
+    def __init__(self, seen: Seen) -> None:
+        super().__init__(seen)
         self._begun: dict[tuple[Address, int], int] = {}
         # Lives without which others went on: their pushes may be late, at any tick.
         self._left_out: set[tuple[Address, int]] = set()
 
     @override
     def shard(self, shard: Shard, happening: HandledEvent) -> None:
-        index, cluster = self.scene.shards[happening.name], self.scene.cluster
+        index, cluster = self.seen.shards[happening.name], self.seen.cluster
         for session in shard._sessions._clients.values():
             worker = cluster.role(session.name)
             if not session.is_in or cluster.incarnation(session.name) != session.incarnation:
@@ -108,7 +110,7 @@ class Gated(Invariant):
     @override
     def installed(self, worker: Worker, happening: HandledEvent) -> None:
         staleness = worker._policy.staleness
-        is_current = happening.incarnation == self.scene.cluster.incarnation(happening.name)
+        is_current = happening.incarnation == self.seen.cluster.incarnation(happening.name)
         if staleness is None or not is_current:
             return
         for other in self._others(happening.name):
@@ -121,21 +123,21 @@ class Gated(Invariant):
         life = happening.name, happening.incarnation
         before = self._begun.setdefault(life, 0)
         self._begun[life] = worker.begun
-        is_current = happening.incarnation == self.scene.cluster.incarnation(happening.name)
+        is_current = happening.incarnation == self.seen.cluster.incarnation(happening.name)
         return worker.begun > before and worker._policy.staleness is not None and is_current
 
     def _others(self, name: Address) -> Iterator[Worker]:
         """Yield the other workers that all serving shards know to be in, from no earlier life."""
-        scene = self.scene
-        if scene.forgetful or len(scene.serves) < len(scene.versions):
+        seen = self.seen
+        if seen.forgetful or len(seen.serves) < len(seen.versions):
             return  # a shard that has lost pushes has lost their ticks
-        for other in scene.workers:
+        for other in seen.workers:
             if other != name and all(
-                self._is_in(other, leader) for leader in scene.leaders.values()
+                self._is_in(other, leader) for leader in seen.leaders.values()
             ):
-                role = scene.cluster.role(other)
+                role = seen.cluster.role(other)
                 assert isinstance(role, Worker)
-                life = other, scene.cluster.incarnation(other)
+                life = other, seen.cluster.incarnation(other)
                 is_placed = role.client._ticks.ended is not None and life not in self._left_out
                 if is_placed and self._has_heard(role):
                     yield role
@@ -143,15 +145,15 @@ class Gated(Invariant):
     def _has_heard(self, worker: Worker) -> bool:
         """Return whether it knows what the shards know; of a takeover it may hear late."""
         return all(
-            link.is_open and link.primary.term == self.scene.leads_as[index][-1]
+            link.is_open and link.primary.term == self.seen.leads_as[index][-1]
             for index, link in worker.client._links.items()
         )
 
     def _is_in(self, name: Address, leader: Address) -> bool:
-        cluster = self.scene.cluster
+        cluster = self.seen.cluster
         if not (cluster.is_alive(leader) and cluster.is_alive(name)):
             return False
-        session = self.scene.shard(leader)._sessions.get(name)
+        session = self.seen.shard(leader)._sessions.get(name)
         return (
             session is not None
             and session.is_in
@@ -164,9 +166,9 @@ class ReadsOwn(Invariant):
 
     @override
     def installed(self, worker: Worker, happening: HandledEvent) -> None:
-        if worker._policy.staleness is None or self.scene.forgetful:
+        if worker._policy.staleness is None or self.seen.forgetful:
             return
-        if happening.incarnation < self.scene.cluster.incarnation(happening.name):
+        if happening.incarnation < self.seen.cluster.incarnation(happening.name):
             return
         _check_read(worker, [mark for _, mark in worker.marks], f"{happening.name}'s own")
 
@@ -181,8 +183,8 @@ def _check_read(worker: Worker, marks: list[int], whose: str) -> None:
 class FloorRises(Invariant):
     """The floor falls in no incarnation of a primary, and is at most the least tick."""
 
-    def __init__(self, scene: Scene) -> None:
-        super().__init__(scene)
+    def __init__(self, seen: Seen) -> None:
+        super().__init__(seen)
         self._floors: dict[tuple[Address, int], int] = {}
 
     @override
@@ -194,32 +196,19 @@ class FloorRises(Invariant):
         self._floors[life] = floor
 
 
-class OneEach(Invariant):
-    """A round has one push of each client at most, in the order of their names."""
-
-    @override
-    def shard(self, shard: Shard, happening: HandledEvent) -> None:
-        sessions = shard._sessions
-        if not sessions._config.policy.round or sessions.applying is None:
-            return
-        busy = [*sessions._folded, sessions.applying, *sessions._round]
-        names = [push.client.name for push in busy]
-        assert names == sorted(set(names)), f"{happening.name} folds {names}"
-
-
 class OneShare(Invariant):
     """A mark, once in the values of a primary, stays as it is: no push counts twice.
 
     All marks of a push have one share. Those of a round that is averaged add up to one.
     """
 
-    def __init__(self, scene: Scene) -> None:
-        super().__init__(scene)
+    def __init__(self, seen: Seen) -> None:
+        super().__init__(seen)
         self._before: dict[tuple[Address, int], Vector] = {}
 
     @override
     def computed(self, shard: Shard, happening: HandledEvent) -> None:
-        if self.scene.serving(happening) is None:
+        if self.seen.serving(happening) is None:
             return
         life, marks = (happening.name, happening.incarnation), marks_of(shard)
         before = self._before.get(life)
@@ -231,16 +220,17 @@ class OneShare(Invariant):
         if not (marks != before).any():
             return
         shares: list[float] = []
-        for of_push in self.scene.ledger.pushes:
+        for of_push in self.seen.ledger.pushes:
             new = {float(marks[mark]) for mark in of_push if marks[mark] != before[mark]}
             assert len(new) <= 1, f"{happening.name} applies parts of a push: {new}"
             shares += new
         policy = shard._sessions._config.policy
-        if policy.round and policy.weight != "sum" and not shard._values.state:
+        if policy.round and policy.weight != "sum" and not shard.values.state:
             assert abs(sum(shares) - 1.0) < 1e-5, f"a round of {happening.name}: {shares}"
 
 
-WAITING: Final = (Gated, ReadsOwn, FloorRises, OneEach, OneShare)
+VARIANTS: Final = Variants[int]()
+WAITING: Final = (Gated, ReadsOwn, FloorRises, OneShare)
 
 
 def kinds_for(policy: ExchangePolicy) -> list[type[Invariant]]:
@@ -248,7 +238,7 @@ def kinds_for(policy: ExchangePolicy) -> list[type[Invariant]]:
     return [kind for kind in (*iv.ALL, *WAITING) if is_plain(policy) or kind is not iv.ExactlyOnce]
 
 
-def play_any(seed: int, *, trace: TraceKind = "order") -> Play:
+def play_any(seed: int, *, trace: TraceKind = "order") -> Scenario:
     """Play the scenario of a seed under a policy drawn from it, perhaps with more roles.
 
     Shards fold different rounds only where some workers are late here, and others there.
@@ -263,11 +253,10 @@ def play_any(seed: int, *, trace: TraceKind = "order") -> Play:
     return play_under(policy_of(seed), scenario, trace=trace)
 
 
-def play_under(policy: ExchangePolicy, scenario: Scenario, *, trace: TraceKind = "order") -> Play:
-    with set_for(scenario):
-        drama = Play(replace(scenario, policy=policy), kinds=kinds_for(policy), trace=trace)
-        drama.run()
-    return drama
+def play_under(
+    policy: ExchangePolicy, scenario: Scenario, *, trace: TraceKind = "order"
+) -> Scenario:
+    return play(replace(scenario, policy=policy, kinds=kinds_for(policy)), trace=trace)
 
 
 # ------------------------------------------------------------------- broken variants
@@ -277,83 +266,67 @@ LOST_SECONDS: Final = 0.05  # until the shards hear of a death
 FIRST: Final = Address("worker-0")
 
 
-class Quartet(Play):
-    """Four workers, two shards, no fault but those given; worker-0 may be lost for good."""
-
-    def __init__(
-        self,
-        policy: ExchangePolicy,
-        *,
-        seed: int = 0,
-        faults: Sequence[Fault] = (),
-        n_wanted: int = 8,
-    ) -> None:
-        scenario = replace(
-            scenario_of(seed),
-            policy=policy,
-            n_workers=4,
-            n_shards=2,
-            n_twins=1,
-            n_wanted=n_wanted,
-            hosts="one",
-            rule=PLAIN,
-            shard_bytes_per_second=1e10,
-            latency_seconds=50e-6,
-            faults=tuple(faults),
-            saves=(),
-        )
-        super().__init__(scenario, trace="order", kinds=kinds_for(policy))
-
-    def worker(self, name: Address) -> Worker:
-        role = self.cluster.role(name)
-        assert isinstance(role, Worker)
-        return role
-
-    def lose_first(self, *, at: Seconds) -> None:
-        """Kill the first worker, and tell the shards as a supervisor would."""
-        self.cluster.run(until=at)
-        self.cluster.kill(FIRST)
-        self.cluster.run(until=at + LOST_SECONDS)
-        for name in self.scenario.shards:
-            lost = PeerLost(peer=FIRST, incarnation=1, reason="it is dead")
-            self.cluster.post(name, lost)
-
-    def finish(self, *, but: Address | None = None, within: Seconds = 5.0) -> None:
-        """Run until all workers but this one have ended."""
-        self.cluster.run(until=max(self.cluster.now, 1e-3))  # all have started
-        workers = [self.worker(name) for name in self.scenario.workers if name != but]
-        self.cluster.run_until(
-            lambda: all(worker.state == "done" for worker in workers), within=within
-        )
+def quartet(policy: ExchangePolicy, *faults: Fault, seed: int = 0, n_wanted: int = 8) -> Scenario:
+    """Return four workers, two shards, no fault but those given."""
+    return replace(
+        scenario_of(seed),
+        policy=policy,
+        kinds=kinds_for(policy),
+        n_workers=4,
+        n_shards=2,
+        n_twins=1,
+        n_wanted=n_wanted,
+        hosts=together,
+        rule=PLAIN,
+        shard_bytes_per_second=1e10,
+        link=Link(latency_seconds=50e-6, jitter=1.0),
+        faults=faults,
+        saves=(),
+        trace="order",
+    )
 
 
-def without_one(policy: ExchangePolicy, *, at: Seconds = 0.032) -> Quartet:
+def lose_first(scene: Scenario, *, at: Seconds) -> None:
+    """Kill the first worker, and tell the shards as a supervisor would."""
+    scene.cluster.run(until=at)
+    scene.cluster.kill(FIRST)
+    scene.wait(LOST_SECONDS)
+    for name in scene.shards:
+        scene.cluster.post(name, PeerLost(peer=FIRST, incarnation=1, reason="it is dead"))
+
+
+def end(scene: Scenario, *, but: Address | None = None) -> None:
+    """Run until all workers but this one have ended."""
+    scene.run_until(partial(scene.done, but=but), within=5.0)
+
+
+def without_one(policy: ExchangePolicy, *, at: Seconds = 0.032) -> None:
     """Let one of four workers die for good, in mid-step; the others end."""
-    quartet = Quartet(policy)
-    quartet.lose_first(at=at)
-    quartet.finish(but=FIRST)
-    return quartet
+    scene = quartet(policy)
+    lose_first(scene, at=at)
+    end(scene, but=FIRST)
 
 
-def with_late_messages() -> Quartet:
+def with_late_messages() -> None:
     """Let three of four workers end early, while what they said comes twice, and late."""
     late = Duplicate(probability=0.7, seconds_max=0.3)
     slow = Slow(at=0.0, role=FIRST, factor=6.0, seconds=1e6)
-    quartet = Quartet(ExchangePolicy(send="delta", staleness=1), faults=(late, slow))
-    quartet.finish()
-    return quartet
+    end(quartet(ExchangePolicy(send="delta", staleness=1), late, slow))
 
 
+@VARIANTS()
 def the_gone_hold_the_floor(patch: Patch) -> None:
     """A worker that is gone counts like one that is there."""
     patch.setattr(Session, "is_in", property(lambda self: self.tick is not msgspec.UNSET))
 
 
+@VARIANTS(caught_by=15)
 def idle_workers_hold_the_floor(patch: Patch) -> None:
     """A worker that has nothing to do does not say so."""
     patch.setattr(ParameterClient, "leave", lambda *_: [])
 
 
+@VARIANTS(caught_by=1)
 def own_pushes_are_not_awaited(patch: Patch) -> None:
     """A tick begins before the worker's own last push is applied."""
     links = property(
@@ -365,38 +338,37 @@ def own_pushes_are_not_awaited(patch: Patch) -> None:
     patch.setattr(ParameterClient, "may_begin", links)
 
 
+@VARIANTS(caught_by=1)
 def no_gate(patch: Patch) -> None:
     """A worker begins whatever the floor is."""
     patch.setattr(ShardTicks, "waits_for_floor", False)
 
 
-def reopened_sessions_tell_no_tick(patch: Patch) -> None:
+@VARIANTS.replacing(Sessions, "_enter", caught_by=1)
+def reopened_sessions_tell_no_tick(
+    whole: Whole[None], self: Sessions, client: Session, request: pf.OpenSession
+) -> None:
     """A shard that has restarted takes a worker's tick from its snapshot."""
-    whole = Sessions._enter
-
-    def enter(self: Sessions, client: Session, request: pf.OpenSession) -> None:
-        whole(self, client, msgspec.structs.replace(request, tick=client.tick))
-
-    patch.setattr(Sessions, "_enter", enter)
+    whole(self, client, msgspec.structs.replace(request, tick=client.tick))
 
 
+@VARIANTS(caught_by=25)
 def floor_rises_before_clients_are_back(patch: Patch) -> None:
     """After a takeover the floor is that of the clients that came first."""
     never = property(lambda _: False, lambda *_: None)
     patch.setattr(Floor, "awaits_clients", never, raising=False)
 
 
-def late_open_session_enters_again(patch: Patch) -> None:
+@VARIANTS.replacing(Sessions, "_enter")
+def late_open_session_enters_again(
+    whole: Whole[None], self: Sessions, client: Session, request: pf.OpenSession
+) -> None:
     """A client that has left is in again when an old message arrives."""
-    whole = Sessions._enter
-
-    def enter(self: Sessions, client: Session, request: pf.OpenSession) -> None:
-        client.attendance.changes = 0
-        whole(self, client, request)
-
-    patch.setattr(Sessions, "_enter", enter)
+    client.attendance.changes = 0
+    whole(self, client, request)
 
 
+@VARIANTS(caught_by=1)
 def floor_is_told_once(patch: Patch) -> None:
     """A client does not ask again for a floor that it was never told."""
     waits = property(
@@ -405,23 +377,21 @@ def floor_is_told_once(patch: Patch) -> None:
     patch.setattr(ShardLink, "_is_waiting", waits)
 
 
+@VARIANTS(caught_by=176)
 def round_waits_for_gated_clients(patch: Patch) -> None:
     """A round waits for clients that wait for a push in it."""
     patch.setattr(Floor, "is_gated", lambda *_: False)
 
 
-def push_counts_twice_in_a_round(patch: Patch) -> None:
+@VARIANTS.replacing(Sessions, "_take_queued", caught_by=4)
+def push_counts_twice_in_a_round(whole: Whole[None], self: Sessions, now: Seconds) -> None:
     """The first push of a round is in it twice."""
-    whole = Sessions._take_queued
-
-    def take(self: Sessions, now: Seconds) -> None:
-        whole(self, now)
-        if len(self._round) > 1:
-            self._round.insert(1, self._round[0])
-
-    patch.setattr(Sessions, "_take_queued", take)
+    whole(self, now)
+    if len(self._round) > 1:
+        self._round.insert(1, self._round[0])
 
 
+@VARIANTS(caught_by=9)
 def round_is_acknowledged_push_by_push(patch: Patch) -> None:
     """A push is acknowledged when it is added to its round, which is not applied yet."""
 
@@ -440,137 +410,88 @@ def round_is_acknowledged_push_by_push(patch: Patch) -> None:
     patch.setattr(Primary, "_confirm_finished", confirm)
 
 
+@VARIANTS(caught_by=17)
 def half_a_round_is_taken_over(patch: Patch) -> None:
     """A new primary goes on with the round that the former one had begun."""
     patch.setattr(ShardStore, "drop_round", lambda _: None)
 
 
-def backup_counts_half_a_round(patch: Patch) -> None:
+@VARIANTS.replacing(Backup, "end_push", caught_by=17)
+def backup_counts_half_a_round(whole: Whole[list[Action]], self: Backup) -> list[Action]:
     """The backup notes each push of a round as applied when it is added."""
-    whole = Backup.end_push
-
-    def end_push(self: Backup) -> list[Action]:
-        assert self._applying is not None
-        record = self._applying.message.client
-        self.clients[record.name] = record
-        return whole(self)
-
-    patch.setattr(Backup, "end_push", end_push)
+    assert self._applying is not None
+    record = self._applying.message.client
+    self.clients[record.name] = record
+    return whole(self)
 
 
+@VARIANTS(caught_by=107)
 def other_work_comes_between_the_pushes_of_a_round(patch: Patch) -> None:
     """A round is not finished before a snapshot or a state block is taken."""
     patch.setattr(Sessions, "is_in_round", False)
 
 
+@VARIANTS(caught_by=107)
 def backup_joins_in_mid_round(patch: Patch) -> None:
     """The backup gets the rest of a round whose first push it has missed."""
     always = property(lambda _: True, lambda *_: None)
     patch.setattr(Primary, "_replicates_round", always, raising=False)
 
 
-def round_is_folded_in_order_of_arrival(patch: Patch) -> None:
+@VARIANTS.replacing(Sessions, "_take_queued", caught_by=4)
+def round_is_folded_in_order_of_arrival(whole: Whole[None], self: Sessions, now: Seconds) -> None:
     """The pushes of a round are added as they came."""
-    whole = Sessions._take_queued
-
-    def take(self: Sessions, now: Seconds) -> None:
-        arrived = list(self.queue)
-        whole(self, now)
-        if self._config.policy.round is not None:
-            taken = sorted(self._round, key=lambda one: arrived.index(one.client.name))
-            shares = [push.share for push in self._round]
-            self._round.clear()
-            self._round += [
-                replace(
-                    one, share=msgspec.structs.replace(one.share, n_to_follow=share.n_to_follow)
-                )
-                for one, share in zip(taken, shares, strict=True)
-            ]
-
-    patch.setattr(Sessions, "_take_queued", take)
+    arrived = list(self.queue)
+    whole(self, now)
+    if self._config.policy.round is not None:
+        taken = sorted(self._round, key=lambda one: arrived.index(one.client.name))
+        shares = [push.share for push in self._round]
+        self._round.clear()
+        self._round += [
+            replace(one, share=msgspec.structs.replace(one.share, n_to_follow=share.n_to_follow))
+            for one, share in zip(taken, shares, strict=True)
+        ]
 
 
-def late_push_is_dropped(patch: Patch) -> None:
+@VARIANTS.replacing(Sessions, "take_push", caught_by=4)
+def late_push_is_dropped(
+    whole: Whole[list[Action]], self: Sessions, client: Session, message: pf.Push
+) -> list[Action]:
     """A push that comes after its round has ended is acknowledged, and not applied."""
-    whole = Sessions.take_push
-
-    def take_push(self: Sessions, client: Session, message: pf.Push) -> list[Action]:
-        others = [one.tick or 0 for one in self._clients.values() if one.is_in]
-        is_late = message.tick is not msgspec.UNSET and (message.tick or 0) <= max(
-            others, default=0
-        )
-        if self._config.policy.round is None or not is_late or client.n_unconfirmed:
-            return whole(self, client, message)
-        client.watermark = max(client.watermark, message.sequence)
-        client.count_confirmed(message, staleness=0)
-        return [self._push_applied(client)]
-
-    patch.setattr(Sessions, "take_push", take_push)
+    others = [one.tick or 0 for one in self._clients.values() if one.is_in]
+    is_late = message.tick is not msgspec.UNSET and (message.tick or 0) <= max(others, default=0)
+    if self._config.policy.round is None or not is_late or client.n_unconfirmed:
+        return whole(self, client, message)
+    client.watermark = max(client.watermark, message.sequence)
+    client.count_confirmed(message, staleness=0)
+    return [self._push_applied(client)]
 
 
+@VARIANTS(caught_by=2)
 def delta_is_sent_again(patch: Patch) -> None:
     """The anchor stays at a push, so that the next one contains its steps, too."""
     patch.setattr(LocalSteps, "pushed", lambda *_, **__: None)
 
 
-def torn_install_holds_anew(patch: Patch) -> None:
+@VARIANTS.replacing(LocalSteps, "hold", caught_by=13)
+def torn_install_holds_anew(whole: Whole[None], self: LocalSteps) -> None:
     """What is kept of local steps is taken again from the mixture that a torn fetch leaves."""
-    whole = LocalSteps.hold
-
-    def hold(self: LocalSteps) -> None:
-        self._is_held = False
-        whole(self)
-
-    patch.setattr(LocalSteps, "hold", hold)
+    self._is_held = False
+    whole(self)
 
 
-def fetch_overwrites_local_steps(patch: Patch) -> None:
+@VARIANTS.replacing(LocalSteps, "merge", caught_by=8)
+def fetch_overwrites_local_steps(whole: Whole[None], self: LocalSteps) -> None:
     """Steps since the push are lost at the next fetch: a fault of Dpplee3."""
-    whole = LocalSteps.merge
-
-    def merge(self: LocalSteps) -> None:
-        self._has_moved = False
-        whole(self)
-
-    patch.setattr(LocalSteps, "merge", merge)
+    self._has_moved = False
+    whole(self)
 
 
-def inner_state_is_kept_across_a_lost_anchor(patch: Patch) -> None:
+@VARIANTS.replacing(LocalSteps, "restart")
+def inner_state_is_kept_across_a_lost_anchor(whole: Whole[None], self: LocalSteps) -> None:
     """Velocity and moments outlive the steps that are dropped with the values they began from."""
-    whole = LocalSteps.restart
-
-    def restart(self: LocalSteps) -> None:
-        inner = self._inner
-        assert inner is not None
-        state = inner._optimizer
-        whole(self)
-        inner._optimizer = state
-
-    patch.setattr(LocalSteps, "restart", restart)
-
-
-_ALL: Final[tuple[Variant, ...]] = (
-    the_gone_hold_the_floor,
-    idle_workers_hold_the_floor,
-    own_pushes_are_not_awaited,
-    no_gate,
-    reopened_sessions_tell_no_tick,
-    floor_rises_before_clients_are_back,
-    late_open_session_enters_again,
-    floor_is_told_once,
-    round_waits_for_gated_clients,
-    push_counts_twice_in_a_round,
-    round_is_acknowledged_push_by_push,
-    half_a_round_is_taken_over,
-    backup_counts_half_a_round,
-    other_work_comes_between_the_pushes_of_a_round,
-    backup_joins_in_mid_round,
-    round_is_folded_in_order_of_arrival,
-    late_push_is_dropped,
-    delta_is_sent_again,
-    torn_install_holds_anew,
-    fetch_overwrites_local_steps,
-    inner_state_is_kept_across_a_lost_anchor,
-)
-
-VARIANTS: Final = {variant.__name__.replace("_", " "): variant for variant in _ALL}
+    inner = self._inner
+    assert inner is not None
+    state = inner._optimizer
+    whole(self)
+    inner._optimizer = state

@@ -7,9 +7,8 @@ Acknowledged  what was acknowledged is in the last checkpoints, once
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
-from typing import Any
 
 from typing_extensions import override
 
@@ -21,15 +20,21 @@ from distbelief.parameter_server.shard_config import other_copy, shard_of
 from distbelief.protocol import Push, PushApplied, Stop
 from distbelief.roles import role as rl
 from distbelief.roles.role import HOST, SUPERVISOR, USER, Address
-from distbelief.simulation.driver import HandledEvent
+from distbelief.simulation.cluster import SimulatedCluster
+from distbelief.simulation.driver import Builder, HandledEvent
 from distbelief.simulation.machines import SimulatedMachine
 from distbelief.supervisor.hosts import HERE, ClusterConfig
 from tests.distbelief.supervisor.hosts import Site, offer_of
 from tests.simulation.jobs import JobCluster
+from tests.simulation.scene import Check, sends
 
 
 N_HOSTS_MAX = 8
 GRACE_SECONDS = 1.0  # for the supervisor to notice that another host is free
+
+
+def host_name(index: int) -> Address:
+    return Address(f"{HOST}{index}")
 
 
 class Agent:
@@ -59,16 +64,15 @@ class Agent:
 class Places(Mapping[Address, SimulatedMachine]):
     """The machine of each role: the one of its host, which changes."""
 
-    def __init__(self) -> None:
-        self.job: HostedJob | None = None
+    def __init__(self, job: "HostedJob") -> None:
+        self._job = job
 
     @override
     def __getitem__(self, name: Address) -> SimulatedMachine:
-        if self.job is None:
+        job = self._job
+        if "cluster" not in vars(job):  # it is being built
             raise KeyError(name)
-        return SimulatedMachine(
-            host=self.job.host_of(name) or name, flops_per_second=self.job.flops
-        )
+        return SimulatedMachine(host=job.host_of(name) or name, flops_per_second=job.flops)
 
     @override
     def __iter__(self) -> Iterator[Address]:
@@ -79,106 +83,96 @@ class Places(Mapping[Address, SimulatedMachine]):
         return 0
 
 
+@dataclass(eq=False)
 class HostedJob(JobCluster):
-    def __init__(
-        self,
-        *,
-        seed: int,
-        placement: ShardPlacement,
-        n_hosts: int,
-        slots_here: int = 1,
-        domains: Sequence[str] = (),
-        **options: object,
-    ) -> None:
-        names = [Address(f"{HOST}{k}") for k in range(N_HOSTS_MAX)]
-        places = Places()
+    _: KW_ONLY
+    placement: ShardPlacement
+    n_awaited: int  # hosts
+    slots_here: int = 1
+    domains: Sequence[str] = ()
+    stop: StopTable = field(default_factory=partial(StopTable, seconds=1e6))
+    n_replicas: int = 3
+    shard_copies: int = 2
+    snapshot_every: float = 1e3
 
-        def agent(name: Address, _memory: Memory) -> Agent:
-            index = names.index(name)
-            domain = domains[index] if index < len(domains) else ""
-            return Agent(name, self, cores=2, domain=domain)
-
-        usual: dict[str, Any] = {
-            "stop": StopTable(seconds=1e6),
-            "n_replicas": 3,
-            "shard_copies": 2,
-            "snapshot_every": 1e3,
-        }
-        super().__init__(
-            **(usual | options),
-            seed=seed,
-            cluster=ClusterConfig(
-                run="r", job_spec=b"j", n_hosts=n_hosts, slots_here=slots_here, placement=placement
-            ),
-            hosts={name: partial(agent, name) for name in names},
-            machines=places,
+    def __post_init__(self) -> None:
+        self.machines = Places(self)
+        self.hosting = ClusterConfig(
+            run="r",
+            job_spec=b"j",
+            n_hosts=self.n_awaited,
+            slots_here=self.slots_here,
+            placement=self.placement,
         )
-        places.job = self
         self.n_hosts = 0
-        self.n_awaited = n_hosts
         self.asked: set[Address] = set()  # hosts that were asked to leave
         self.acknowledged = Acknowledged()
-        self.simulation.observe(self.acknowledged)
-        self.simulation.observe(CopiesApart(self))
-        self.simulation.run(until=0.1)
-        for _ in range(n_hosts):
+        self.cluster.run(until=0.1)
+        for _ in range(self.n_awaited):
             self.come()
 
-    @property
-    def flops(self) -> float:
-        return self.simulation._driver.options.machine.flops_per_second
+    @override
+    def roles(self) -> Mapping[Address, Builder]:
+        return {
+            **super().roles(),
+            **{host_name(k): partial(self._agent, k) for k in range(N_HOSTS_MAX)},
+        }
 
-    # ------------------------------------------------------------------ what happens
+    def _agent(self, index: int, _: Memory) -> Agent:
+        domain = self.domains[index] if index < len(self.domains) else ""
+        return Agent(host_name(index), self, cores=2, domain=domain)
+
+    @override
+    def checks(self, cluster: SimulatedCluster) -> Sequence[Check]:
+        return self.acknowledged, CopiesApart(self)
 
     def come(self) -> Address:
         """Let another host join."""
-        name = Address(f"{HOST}{self.n_hosts}")
+        name = host_name(self.n_hosts)
         self.n_hosts += 1
-        self.simulation.restart(name)
+        self.cluster.restart(name)
         return name
 
     def kill_host(self, host: Address) -> None:
         for name in (host, *self.roles_on(host)):
-            self.simulation.kill(name)
+            self.cluster.kill(name)
 
     def leave(self, host: Address) -> None:
         self.asked.add(host)
         stop = Stop(reason="Ctrl+C")
-        self.simulation.post(host, rl.Received(sender=USER, incarnation=0, message=stop))
+        self.cluster.post(host, rl.Received(sender=USER, incarnation=0, message=stop))
 
     def has_left(self, host: Address) -> bool:
-        return host not in self.simulation.alive
-
-    # ---------------------------------------------------------------------- where
+        return host not in self.cluster.alive
 
     @property
     def hosts(self) -> list[Address]:
         """The hosts that are alive."""
-        return [name for name in self.simulation.alive if name.startswith(HOST)]
+        return [name for name in self.cluster.alive if name.startswith(HOST)]
 
     def host_of(self, role: Address) -> Address | None:
         """Return where a role is, in the eyes of the supervisor."""
-        if role == SUPERVISOR or not self.simulation.is_alive(SUPERVISOR):
+        if role == SUPERVISOR or not self.cluster.is_alive(SUPERVISOR):
             return HERE
         host = self.supervisor.scheduler.hosts.at(role)
         return None if host is None else host.name
 
     def roles_on(self, host: Address) -> list[Address]:
         """Return the roles whose processes run there."""
-        processes = self.simulation._driver.newest.values()
+        processes = self.cluster._driver.newest.values()
         return [p.name for p in processes if p.alive and p.launcher and p.launcher.name == host]
 
     def is_whole(self) -> bool:
         """Whether a backup of every shard could really take over now."""
-        alive = self.simulation.alive
+        alive = self.cluster.alive
         return self.is_paired() and all(
-            name in alive and self.simulation.incarnation(name) == record.incarnation
+            name in alive and self.cluster.incarnation(name) == record.incarnation
             for name in self.copies
             if (record := self.supervisor.members.get(name)) is not None
         )
 
     def may_start(self, launch: rl.Launch) -> bool:
-        newest = self.simulation._driver._incarnations.get(launch.name, 0)
+        newest = self.cluster._driver._incarnations.get(launch.name, 0)
         return launch.name != PREPARE and launch.incarnation > newest
 
 
@@ -192,7 +186,7 @@ class CopiesApart:
     def __call__(self, happening: HandledEvent) -> None:
         if happening.name != SUPERVISOR:
             return
-        supervisor, now = self.job.supervisor, self.job.simulation.now
+        supervisor, now = self.job.supervisor, self.job.now
         hosts = supervisor.scheduler.hosts
         for record in supervisor.members:
             host = hosts.at(record.name)
@@ -218,22 +212,17 @@ class Acknowledged:
     known: dict[tuple[Address, Address], set[int]] = field(default_factory=dict)
 
     def __call__(self, happening: HandledEvent) -> None:
-        for action in happening.actions:
-            match action:
-                case rl.Send(message=Push(sequence=sequence), receiver=shard):
-                    self.sent.setdefault((shard_of(shard), happening.name), set()).add(sequence)
-                case rl.Send(message=PushApplied(sequence=sequence), receiver=replica):
-                    key = shard_of(happening.name), replica
-                    if key in self.sent:  # not to the primary
-                        self.known.setdefault(key, set()).add(sequence)
-                case _:
-                    pass
+        for shard, push in sends(happening, Push):
+            self.sent.setdefault((shard_of(shard), happening.name), set()).add(push.sequence)
+        for replica, applied in sends(happening, PushApplied):
+            key = shard_of(happening.name), replica
+            if key in self.sent:  # not to the primary
+                self.known.setdefault(key, set()).add(applied.sequence)
 
     def check(self, job: HostedJob) -> None:
         """Compare them with the last checkpoint of each shard."""
         for shard in job.shards:
-            snapshot = job.simulation.disk.newest(shard)
-            assert snapshot is not None, f"{shard} has saved nothing"
+            snapshot = job.newest(shard)
             clients = json.loads(snapshot.facts["clients"])
             clock, n_sent, n_known = int(snapshot.facts["clock"]), 0, 0
             for (of, replica), sequences in self.sent.items():

@@ -11,7 +11,8 @@
     OneLeader            at most one incarnation serves clients in one term
     TwinsAreEqual        two copies of a shard are bit-identical at equal clocks
 
-One class per invariant. Each checks the incarnation that has just handled an event, because the
+What a role can check itself it checks in `validate`, after each event. One class per other
+invariant. Each checks the incarnation that has just handled an event, because the
 event can have changed nothing else. Two more invariants are checked elsewhere: after the last
 fault every worker ends (`scenarios`), and equal seeds have equal traces.
 """
@@ -31,11 +32,12 @@ from distbelief.parameter_server.client.fetches import FetchResult
 from distbelief.parameter_server.lost_pushes import n_lost
 from distbelief.parameter_server.shard import Shard
 from distbelief.parameter_server.tensor_copies import N_PUSH_BUFFERS
-from distbelief.protocol import PrimaryChanged, PushApplied, SessionOpened
-from distbelief.roles.role import Address, Computed, Role, Send, Started
+from distbelief.protocol import Message, PrimaryChanged, PushApplied, SessionOpened
+from distbelief.roles.role import Address, Computed, Role, Started
 from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.driver import HandledEvent
 from distbelief.supervisor.failover import PrimaryElection
+from tests.simulation.scene import sends
 from tests.simulation.workers import N_MARKS, Ledger, Unreadable, Worker, marks_of
 
 
@@ -43,7 +45,7 @@ Version = tuple[int, int]  # of a shard: incarnation (or term), clock
 
 
 @dataclass(kw_only=True)
-class Scene:
+class Seen:
     """The objects under observation, and what was seen so far."""
 
     cluster: SimulatedCluster
@@ -115,8 +117,8 @@ class Scene:
 class Invariant:
     """One invariant. Hooks that it does not override cost nothing."""
 
-    def __init__(self, scene: Scene) -> None:
-        self.scene = scene
+    def __init__(self, seen: Seen) -> None:
+        self.seen = seen
 
     def shard(self, shard: Shard, happening: HandledEvent) -> None:
         """Look at a copy of a shard that has handled an event."""
@@ -142,8 +144,8 @@ class ExactlyOnce(Invariant):
 
     @override
     def computed(self, shard: Shard, happening: HandledEvent) -> None:
-        if self.scene.counts(happening.name, shard):
-            values = shard._values
+        if self.seen.counts(happening.name, shard):
+            values = shard.values
             times = -Unreadable.read(values)[
                 : values.n_held_elements
             ]  # by element, as it holds a prefix
@@ -151,8 +153,8 @@ class ExactlyOnce(Invariant):
 
     @override
     def at_end(self) -> None:
-        for name in self.scene.leaders.values():
-            values, *states = Unreadable.read_all(self.scene.shard(name)._values)
+        for name in self.seen.leaders.values():
+            values, *states = Unreadable.read_all(self.seen.shard(name).values)
             for state in states:
                 assert np.array_equal(state, -values), f"{name}'s state"
 
@@ -163,8 +165,8 @@ class AcknowledgedIsKept(Invariant):
     One copy promises it as long as it lives, two as long as one of them is alive and in sync.
     """
 
-    def __init__(self, scene: Scene) -> None:
-        super().__init__(scene)
+    def __init__(self, seen: Seen) -> None:
+        super().__init__(seen)
         self._settled: dict[tuple[Address, int, int], int] = {}
 
     @override
@@ -174,26 +176,26 @@ class AcknowledgedIsKept(Invariant):
             before, settled = self._settled.get(key, 0), link.pushing.settled
             if settled > before:
                 self._settled[key] = settled
-                known = self.scene.acknowledged[link.index]
+                known = self.seen.acknowledged[link.index]
                 for sequence, mark in worker.marks:
                     if before < sequence <= settled:
                         known[mark] = True
 
     @override
     def computed(self, shard: Shard, happening: HandledEvent) -> None:
-        index = self.scene.serving(happening)
+        index = self.seen.serving(happening)
         if index is not None:
             self._check(index, happening.name, shard)
 
     @override
     def at_end(self) -> None:
-        for index, name in self.scene.leaders.items():
-            self._check(index, name, self.scene.shard(name))
+        for index, name in self.seen.leaders.items():
+            self._check(index, name, self.seen.shard(name))
 
     def _check(self, index: int, name: Address, shard: Shard) -> None:
-        if index in self.scene.forgetful:
+        if index in self.seen.forgetful:
             return
-        missing = self.scene.acknowledged[index] & (marks_of(shard) == 0.0)
+        missing = self.seen.acknowledged[index] & (marks_of(shard) == 0.0)
         assert not missing.any(), (
             f"{name} acknowledged push {np.flatnonzero(missing)[0]}, which is not in the values"
         )
@@ -207,38 +209,36 @@ class MissingIsCounted(Invariant):
 
     @override
     def at_end(self) -> None:
-        scene = self.scene
-        for index, name in scene.leaders.items():
-            links = [link for link in scene.links() if link.index == index]
-            newest = scene.leads_as[index][-1]
+        seen = self.seen
+        for index, name in seen.leaders.items():
+            links = [link for link in seen.links() if link.index == index]
+            newest = seen.leads_as[index][-1]
             if not all(x.is_open and x.primary.term == newest for x in links):
                 continue  # it had ended when this primary began: no one told it
             counted = sum(n_lost([link.pushing.lost]) for link in links)
-            if not scene.broken_lives:
-                marks = marks_of(scene.shard(name))
-                missing = sum(not marks[of_push].all() for of_push in scene.ledger.pushes)
+            if not seen.broken_lives:
+                marks = marks_of(seen.shard(name))
+                missing = sum(not marks[of_push].all() for of_push in seen.ledger.pushes)
                 assert counted == missing, f"{name} lacks {missing}, counted {counted}"
-            elif index not in scene.forgetful:
+            elif index not in seen.forgetful:
                 assert counted == 0, f"{counted} pushes lost by {name}, which kept all"
 
 
 class SequencesRise(Invariant):
-    """No acknowledged sequence goes backwards; none is beyond what was pushed."""
+    """No acknowledged sequence goes backwards."""
 
-    def __init__(self, scene: Scene) -> None:
-        super().__init__(scene)
+    def __init__(self, seen: Seen) -> None:
+        super().__init__(seen)
         self._told: dict[tuple[Address, int, Address], int] = {}
         self._settled: dict[tuple[Address, int, int], int] = {}
 
     @override
     def shard(self, shard: Shard, happening: HandledEvent) -> None:
         del shard
-        for action in happening.actions:
-            if isinstance(action, Send) and isinstance(action.message, PushApplied):
-                if action.receiver not in self.scene.workers:
-                    continue
-                key = happening.name, happening.incarnation, action.receiver
-                before, told = self._told.get(key, 0), action.message.sequence
+        for receiver, applied in sends(happening, PushApplied):
+            if receiver in self.seen.workers:
+                key = happening.name, happening.incarnation, receiver
+                before, told = self._told.get(key, 0), applied.sequence
                 assert told >= before, f"{key} went back from {before} to {told}"
                 self._told[key] = told
 
@@ -248,22 +248,21 @@ class SequencesRise(Invariant):
             key = happening.name, happening.incarnation, link.index
             settled = link.pushing.settled
             assert settled >= self._settled.get(key, 0), f"{key} went back"
-            assert settled <= link.pushing.issued, f"{key} settled what it never made"
             self._settled[key] = settled
 
 
 class ClockRises(Invariant):
     """A shard's clock never falls within one incarnation, and counts what it applied."""
 
-    def __init__(self, scene: Scene) -> None:
-        super().__init__(scene)
+    def __init__(self, seen: Seen) -> None:
+        super().__init__(seen)
         self._clocks: dict[tuple[Address, int], int] = {}
 
     @override
     def shard(self, shard: Shard, happening: HandledEvent) -> None:
-        if self.scene.serving(happening) is None:
+        if self.seen.serving(happening) is None:
             return
-        life, clock = (happening.name, happening.incarnation), shard._values.clock
+        life, clock = (happening.name, happening.incarnation), shard.values.clock
         assert clock >= self._clocks.get(life, 0), f"{life}'s clock fell to {clock}"
         self._clocks[life] = clock
 
@@ -281,9 +280,9 @@ class StalenessIsTrue(Invariant):
     @override
     def installed(self, worker: Worker, happening: HandledEvent) -> None:
         for index, clock in enumerate(worker.client.clocks):
-            known = self.scene.versions[index].get(checksum(worker, index), {clock})
+            known = self.seen.versions[index].get(checksum(worker, index), {clock})
             told = f"{happening.name} fetched clock {clock} of shard {index}"
-            if len(self.scene.leads_as[index]) > 2:  # counted within one primary's time
+            if len(self.seen.leads_as[index]) > 2:  # counted within one primary's time
                 assert clock <= max(known), f"{told}; it was {max(known)}"
             else:
                 assert clock in known, f"{told}; it was one of {known}"
@@ -294,7 +293,7 @@ class Bounded(Invariant):
 
     @override
     def computed(self, shard: Shard, happening: HandledEvent) -> None:
-        n_workers = len(self.scene.workers)
+        n_workers = len(self.seen.workers)
         queue, clients = shard._sessions.queue, shard._sessions._clients.values()
         assert len(queue) <= n_workers, f"{queue} waits at {happening.name}"
         assert len(shard._deferred) <= n_workers, f"{shard._deferred}"
@@ -303,8 +302,8 @@ class Bounded(Invariant):
         assert n_forwarded <= N_PUSH_BUFFERS * n_workers, f"{n_forwarded} pushes forwarded"
         if shard._backup is not None:
             assert len(shard._backup._queue) <= N_PUSH_BUFFERS * n_workers
-        taken = self.scene.cluster.memory(happening.name).n_bytes
-        assert taken <= self.scene.host_bytes_max, f"{taken} bytes on a host"
+        taken = self.seen.cluster.memory(happening.name).n_bytes
+        assert taken <= self.seen.host_bytes_max, f"{taken} bytes on a host"
 
 
 class WholeVersions(Invariant):
@@ -316,11 +315,11 @@ class WholeVersions(Invariant):
 
     @override
     def computed(self, shard: Shard, happening: HandledEvent) -> None:
-        if is_whole(shard) and self.scene.counts(happening.name, shard):
-            versions = self.scene.versions[self.scene.shards[happening.name]]
-            vector = Unreadable.read(shard._values)
+        if is_whole(shard) and self.seen.counts(happening.name, shard):
+            versions = self.seen.versions[self.seen.shards[happening.name]]
+            vector = Unreadable.read(shard.values)
             for sent in (vector, *self._rounded(shard, vector)):
-                versions.setdefault(zlib.crc32(sent.tobytes()), set()).add(shard._values.clock)
+                versions.setdefault(zlib.crc32(sent.tobytes()), set()).add(shard.values.clock)
 
     def _rounded(self, shard: Shard, vector: Vector) -> Iterator[Vector]:
         """Yield what a client reads of it if it goes in words, unless that has the same bits."""
@@ -329,9 +328,9 @@ class WholeVersions(Invariant):
 
     @override
     def installed(self, worker: Worker, happening: HandledEvent) -> None:
-        if happening.incarnation < self.scene.cluster.incarnation(happening.name):
+        if happening.incarnation < self.seen.cluster.incarnation(happening.name):
             return
-        for index, versions in enumerate(self.scene.versions):
+        for index, versions in enumerate(self.seen.versions):
             assert checksum(worker, index) in versions, (
                 f"{happening.name} installed what shard {index} never was"
             )
@@ -340,22 +339,20 @@ class WholeVersions(Invariant):
 class OneLeader(Invariant):
     """At most one incarnation serves clients under one incarnation number or term."""
 
-    def __init__(self, scene: Scene) -> None:
-        super().__init__(scene)
+    def __init__(self, seen: Seen) -> None:
+        super().__init__(seen)
         self._leaders: dict[tuple[int, int], tuple[Address, int]] = {}
 
     @override
     def shard(self, shard: Shard, happening: HandledEvent) -> None:
         del shard
-        index = self.scene.shards[happening.name]
+        index = self.seen.shards[happening.name]
         life = happening.name, happening.incarnation
-        for action in happening.actions:
-            if (
-                isinstance(action, Send)
-                and isinstance(action.message, PushApplied | PrimaryChanged | SessionOpened)
-                and action.receiver in self.scene.workers
+        for receiver, message in sends(happening, Message):
+            if receiver in self.seen.workers and isinstance(
+                message, PushApplied | PrimaryChanged | SessionOpened
             ):
-                key = index, action.message.shard_incarnation
+                key = index, message.shard_incarnation
                 leader = self._leaders.setdefault(key, life)
                 assert leader == life, f"{life} and {leader} both lead as {key}"
 
@@ -363,26 +360,26 @@ class OneLeader(Invariant):
 class TwinsAreEqual(Invariant):
     """Two copies of a shard are bit-identical at equal clocks under one primary."""
 
-    def __init__(self, scene: Scene) -> None:
-        super().__init__(scene)
+    def __init__(self, seen: Seen) -> None:
+        super().__init__(seen)
         self._bits: dict[tuple[int, int, int], int] = {}
 
     @override
     def computed(self, shard: Shard, happening: HandledEvent) -> None:
-        if not is_whole(shard) or not self.scene.counts(happening.name, shard):
+        if not is_whole(shard) or not self.seen.counts(happening.name, shard):
             return
-        index, backup = self.scene.shards[happening.name], shard._backup
+        index, backup = self.seen.shards[happening.name], shard._backup
         if backup is None:
             leads_as = shard._sessions.incarnation
         elif backup.primary is not None:
-            leads_as = self.scene.leader_under(index, backup.term)
+            leads_as = self.seen.leader_under(index, backup.term)
         else:
             return
-        key = index, leads_as, shard._values.clock
+        key = index, leads_as, shard.values.clock
         bits = 0
-        for array in Unreadable.read_all(shard._values):
+        for array in Unreadable.read_all(shard.values):
             bits = zlib.crc32(array.tobytes(), bits)
-        self.scene.n_twins += key in self._bits
+        self.seen.n_twins += key in self._bits
         known = self._bits.setdefault(key, bits)
         assert known == bits, f"{happening.name} differs at {key}"
 
@@ -390,9 +387,9 @@ class TwinsAreEqual(Invariant):
 class Observer:
     """Passes every event to every invariant."""
 
-    def __init__(self, scene: Scene, *, kinds: Sequence[type[Invariant]]) -> None:
-        self.scene = scene
-        self._all = [kind(scene) for kind in kinds]
+    def __init__(self, seen: Seen, *, kinds: Sequence[type[Invariant]]) -> None:
+        self.seen = seen
+        self._all = [kind(seen) for kind in kinds]
         # Only those that look at such an event at all.
         self._shard = [i.shard for i in self._all if "shard" in vars(type(i))]
         self._computed = [i.computed for i in self._all if "computed" in vars(type(i))]
@@ -407,6 +404,7 @@ class Observer:
         shard = shard_in(role)
         if shard is None:
             return
+        shard.validate()
         self._note_shard(shard, happening)
         for look in self._shard:
             look(shard, happening)
@@ -416,7 +414,8 @@ class Observer:
 
     def _look_at_worker(self, worker: Worker, happening: HandledEvent) -> None:
         if happening.incarnation > 1 and isinstance(happening.event, Started):
-            self.scene.broken_lives.add(happening.name)
+            self.seen.broken_lives.add(happening.name)
+        worker.client.validate()
         for look in self._worker:
             look(worker, happening)
         if installs(happening):
@@ -429,15 +428,15 @@ class Observer:
 
     def _note_shard(self, shard: Shard, happening: HandledEvent) -> None:
         """Note who serves, and whether that one could know what was acknowledged."""
-        scene, index = self.scene, self.scene.shards[happening.name]
+        seen, index = self.seen, self.seen.shards[happening.name]
         number = shard._sessions.incarnation
-        if number <= scene.leads_as[index][-1] or shard._backup is not None:
+        if number <= seen.leads_as[index][-1] or shard._backup is not None:
             return
         # The first to lead has nothing to know; a backup has it from its primary.
-        if len(scene.leads_as[index]) > 1 and shard._former_primary is None:
-            scene.forgetful.add(index)
-        scene.leads_as[index].append(number)
-        scene.serves[index] = happening.name, happening.incarnation
+        if len(seen.leads_as[index]) > 1 and shard._former_primary is None:
+            seen.forgetful.add(index)
+        seen.leads_as[index].append(number)
+        seen.serves[index] = happening.name, happening.incarnation
 
 
 ALL: tuple[type[Invariant], ...] = (
@@ -454,13 +453,6 @@ ALL: tuple[type[Invariant], ...] = (
 )
 
 
-def watch(scene: Scene, *, kinds: Sequence[type[Invariant]] = ALL) -> Observer:
-    """Check these invariants from now on."""
-    observer = Observer(scene, kinds=kinds)
-    scene.cluster.observe(observer)
-    return observer
-
-
 def shard_in(role: Role) -> Shard | None:
     """Return the shard that this role is, or that it wraps."""
     shard = getattr(role, "shard", role)
@@ -469,7 +461,7 @@ def shard_in(role: Role) -> Shard | None:
 
 def is_whole(shard: Shard) -> bool:
     """Return whether its values are complete, as far as it knows itself."""
-    return shard._values._n_held is None
+    return shard.values._n_held is None
 
 
 def installs(happening: HandledEvent) -> bool:
@@ -493,10 +485,3 @@ def check_marks(name: Address, marks: Vector) -> None:
     if wrong.any():
         first = np.flatnonzero(wrong)[0]
         raise AssertionError(f"{name} applied the push of {first} {marks[first]} times")
-
-
-def times_applied(cluster: SimulatedCluster, name: Address) -> Vector:
-    """Return how often a shard of `workers` has applied each push, by mark."""
-    role = cluster.role(name)
-    assert isinstance(role, Shard)
-    return marks_of(role)

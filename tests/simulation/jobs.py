@@ -1,27 +1,25 @@
 """A whole job on a simulated cluster: supervisor, members and a user."""
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import KW_ONLY, dataclass, field, replace
+from functools import cached_property, partial
 
-import msgspec
 import pytest
 import torch
 from _pytest.mark import ParameterSet
+from typing_extensions import override
 
 from distbelief.algorithms.downpour import DOWNPOUR
 from distbelief.config.job import PATIENCE_SECONDS, StopTable
 from distbelief.core.memory import Memory
 from distbelief.core.vectors import Vector
-from distbelief.parameter_server.layout import Layout
+from distbelief.parameter_server.layout import ElementType, Layout
 from distbelief.parameter_server.rules import Adagrad
 from distbelief.parameter_server.shard import Shard
 from distbelief.parameter_server.shard_config import copy_names
-from distbelief.protocol import Evaluate, Message, StartTraining, Stop
+from distbelief.protocol import Stop
 from distbelief.roles.role import SUPERVISOR, USER, Address, Received, Role
-from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.driver import Builder
-from distbelief.simulation.faults import Fault
 from distbelief.simulation.machines import ClusterOptions, SimulatedMachine
 from distbelief.supervisor.hosts import ClusterConfig
 from distbelief.supervisor.job_view import state_of
@@ -47,6 +45,7 @@ from distbelief.worker.member import JobMember, JobMemberConfig, heartbeat_secon
 from distbelief.worker.replica import Replica
 from tests.distbelief.examples import initials_of
 from tests.distbelief.parameter_server.pair import scatter
+from tests.simulation.scene import Scene
 
 
 EXAMPLES = "tests.distbelief.examples"
@@ -58,211 +57,142 @@ TASK = TaskSpec(
     test=DataSpec(factory=f"{EXAMPLES}:frames", arguments={"width": 40, "n_samples": 50}),
     loss="cross_entropy",
 )
-M = TypeVar("M", bound=Message)
 STEP_SECONDS = 0.05  # about, of a step of a replica
 
 
-class Direct:
-    """Roles on a simulated cluster that the test itself directs, in place of a supervisor."""
+def scattered(layout: Layout, vectors: Iterable[Vector]) -> dict[str, torch.Tensor]:
+    """Return what shards hold: flat tensors by name."""
+    dtype = torch.float64 if layout.dtype.itemsize == 8 else torch.float32
+    tensors = [torch.zeros(spec.n_elements, dtype=dtype) for spec in layout.tensors]
+    for k, vector in enumerate(vectors):
+        scatter(layout, k, vector, tensors)
+    return {spec.name: tensor for spec, tensor in zip(layout.tensors, tensors, strict=True)}
 
-    simulation: SimulatedCluster
-    layout: Layout
-    shards: list[Address]
+
+@dataclass(kw_only=True, eq=False)
+class Downpour(Scene):
+    """Replicas that train a model, and its shards."""
+
+    task: TaskSpec
+    n_replicas: int = 1
+    n_shards: int = 1
+    shard_copies: int = 1
+    host: str = "host-0"
+    dtype: ElementType = "float32"
+
+    @cached_property
+    def model(self) -> FlatModel:
+        return FlatModel(build_model(self.task.model))
+
+    @cached_property
+    def layout(self) -> Layout:
+        return Layout.of(self.model.specs(), n_shards=self.n_shards, dtype=self.dtype)
+
+    @property
+    def replicas(self) -> list[Address]:
+        return [Address(f"replica-{r}") for r in range(self.n_replicas)]
+
+    @property
+    def shards(self) -> list[Address]:
+        return [Address(f"shard-{k}") for k in range(self.n_shards)]
+
+    @property
+    def copies(self) -> list[Address]:
+        return [name for k in range(self.n_shards) for name in copy_names(k, self.shard_copies)]
+
+    def context(self, memory: Memory, task: TaskSpec | None = None) -> BuildContext:
+        return BuildContext(
+            task=task or self.task,
+            memory=memory,
+            layout=self.layout,
+            n_replicas=self.n_replicas,
+            n_shards=self.n_shards,
+            shard_copies=self.shard_copies,
+            seed=0,
+            initials=initials_of(self.model.module),
+            evaluation_subset=20,
+        )
+
+    def saved(self) -> dict[str, torch.Tensor]:
+        """Return the values in the newest checkpoints: flat tensors by name."""
+        vectors = (self.newest(name).arrays["values"] for name in self.shards)
+        return scattered(self.layout, vectors)
+
+
+@dataclass(eq=False)
+class Direct(Downpour):
+    """Roles that the test itself directs, in place of a supervisor."""
+
+    task: TaskSpec
+    settings: DownpourSettings
+    _: KW_ONLY
+    flops_per_second: float = 1e10
+    await_begin: bool = False
+
+    @property
+    def names(self) -> list[Address]:
+        """The roles, in the order in which they start."""
+        evaluates = self.task.test is not None
+        roster = wb.roster(n_replicas=self.n_replicas, n_shards=self.n_shards, evaluates=evaluates)
+        return [Address(entry.name) for entry in roster]
+
+    @override
+    def roles(self) -> Mapping[Address, Builder]:
+        return {name: partial(self.build, name) for name in self.names}
+
+    @override
+    def options(self) -> ClusterOptions:
+        machine = SimulatedMachine(host=self.host, flops_per_second=self.flops_per_second)
+        return ClusterOptions(introduce=True, machine=machine)
+
+    def build(self, name: Address, memory: Memory) -> Role:
+        context = replace(self.context(memory), await_begin=self.await_begin)
+        return self.built(name, context)
+
+    def built(self, name: Address, context: BuildContext) -> Role:
+        return DOWNPOUR.build(name, config=self.settings, context=context)
 
     def values(self) -> dict[str, torch.Tensor]:
         """Return the shards' values: flat tensors by name."""
-        vectors = []
-        for name in self.shards:
-            shard = self.simulation.role(name)
-            assert isinstance(shard, Shard)
-            vectors.append(shard._values.vector)
-        return self.scattered(vectors)
-
-    def scattered(self, vectors: Sequence[Vector]) -> dict[str, torch.Tensor]:
-        dtype = torch.float64 if self.layout.dtype.itemsize == 8 else torch.float32
-        specs = self.layout.tensors
-        tensors = [torch.zeros(spec.n_elements, dtype=dtype) for spec in specs]
-        for k, vector in enumerate(vectors):
-            scatter(self.layout, k, vector, tensors)
-        return {spec.name: tensor for spec, tensor in zip(specs, tensors, strict=True)}
+        shards = (self.role(name, Shard) for name in self.shards)
+        return scattered(self.layout, (shard.values.vector for shard in shards))
 
     def replica(self, name: Address) -> Replica:
-        role = self.simulation.role(name)
+        role = self.cluster.role(name)
         assert isinstance(role, Replica)
         return role
 
-    def status(self, name: str) -> dict[str, float]:
-        return dict(self.simulation.role(Address(name)).status()[1])
 
-    def tell(self, name: str, message: StartTraining | Stop | Evaluate) -> None:
-        event = Received(sender=SUPERVISOR, incarnation=1, message=message)
-        self.simulation.post(Address(name), event)
-
-    def told(self, kind: type[M]) -> list[M]:
-        """Return the messages to the supervisor, of one type."""
-        heard = self.simulation.sent_to(SUPERVISOR)
-        return [event.message for event in heard if isinstance(event.message, kind)]
-
-
-class JobCluster:
-    """One job; its supervisor launches the roles."""
-
-    def __init__(  # one call describes a whole system
-        self,
-        *,
-        stop: StopTable,
-        task: TaskSpec = TASK,
-        tasks: dict[str, TaskSpec] | None = None,
-        n_replicas: int = 2,
-        replicas_min: int = 1,
-        n_shards: int = 2,
-        shard_copies: int = 1,
-        seed: int = 0,
-        faults: Sequence[Fault] = (),
-        warm_start_steps: int = 0,
-        max_steps: int | None = None,
-        snapshot_every: float = 2.0,
-        evaluate_every: float = 1.0,
-        before: PreviousTotals | None = None,
-        first_incarnation: int = 1,
-        first_label: int = 1,
-        host: str = "host-0",
-        patience: float = PATIENCE_SECONDS,
-        settings: DownpourSettings | None = None,
-        cluster: ClusterConfig | None = None,
-        hosts: Mapping[Address, Builder] | None = None,  # that may join
-        machines: Mapping[Address, SimulatedMachine]
-        | None = None,  # of roles with a machine of their own
-        split: Callable[[], wb.Split] | None = None,  # of each replica
-    ) -> None:
-        self._split = split
-        n_ranks = 0 if split is None else split().plan.cluster.n_machines
-        model = FlatModel(build_model(task.model))
-        self.layout = Layout.of(model.specs(), n_shards=n_shards)
-        self.replicas = [Address(f"replica-{r}") for r in range(n_replicas)]
-        self.shards = [Address(f"shard-{k}") for k in range(n_shards)]
-        self.copies = [name for k in range(n_shards) for name in copy_names(k, shard_copies)]
-        self._shard_copies = shard_copies
-        self._host = host
-        self._patience = patience
-        self.settings = settings = settings or DownpourSettings(
-            loss=task.loss,
-            batch_size=4,
-            rule=Adagrad(learning_rate=0.05),
-            warm_start_steps=warm_start_steps,
-            max_steps=max_steps,
-        )
-        self._tasks = tasks or {}
-        self._context = partial(
-            BuildContext,
-            layout=self.layout,
-            n_replicas=n_replicas,
-            n_shards=n_shards,
-            shard_copies=shard_copies,
-            seed=0,
-            initials=initials_of(model.module),
-            evaluation_subset=20,
-        )
-        roster = wb.roster(
-            n_replicas=n_replicas,
-            n_shards=n_shards,
-            shard_copies=shard_copies,
-            evaluates=task.test is not None,
-            ranks=(n_ranks,) * n_replicas if n_ranks else (),
-        )
-        n_train = len(build_dataset(task.train))
-        before = before or PreviousTotals()
-        warm = msgspec.structs.replace(
-            settings, warm_start_steps=warm_start_steps or settings.warm_start_steps
-        )
-        config = SupervisorConfig(
-            roster=tuple(roster),
-            stop=StopRules(stop, n_train=n_train),
-            dealt=settings.epochs(n_train) if settings.order == "dealt" else None,
-            parts=None if split is None else wb.pushing_ranks(split(), self.layout),
-            epoch_share=settings.epoch_share,
-            replicas_min=replicas_min,
-            warm_start_steps=warm.warm_start_left(
-                sum(before.samples.values()), n_train, n_replicas
-            ),
-            evaluate_every=evaluate_every,
-            snapshot_every=snapshot_every,
-            report_every=0.5,
-            first_incarnation=first_incarnation,
-            first_label=first_label,
-            before=before,
-        )
-        builders: dict[Address, Callable[[Memory], Role]] = {
-            Address(entry.name): self._builder(entry.name, self._tasks.get(entry.name, task))
-            for entry in roster
-        }
-        slow = SimulatedMachine(host=host, flops_per_second=self._flops(model))
-        self.simulation = SimulatedCluster(
-            {SUPERVISOR: lambda _memory: Supervisor(config, cluster)}
-            | builders
-            | dict(hosts or {}),
-            seed=seed,
-            options=ClusterOptions(
-                start=(SUPERVISOR,), machine=slow, machines=machines or {}, faults=tuple(faults)
-            ),
-        )
-
-    @staticmethod
-    def _flops(model: FlatModel) -> float:
-        return model.flops(4) / STEP_SECONDS
-
-    def _build(self, name: str, context: BuildContext) -> Role:
-        if self._split is None or group_rank_of(name) is None:
-            return DOWNPOUR.build(name, config=self.settings, context=context)
-        return wb.build_rank(name, config=self.settings, context=context, split=self._split())
-
-    def _builder(self, name: str, task: TaskSpec) -> Callable[[Memory], Role]:
-        def build(memory: Memory) -> Role:
-            context = self._context(task=task, memory=memory)
-            return JobMember(
-                JobMemberConfig(
-                    name=name,
-                    host=memory.host,
-                    heartbeat_seconds=heartbeat_seconds(name, self._shard_copies),
-                    patience_seconds=self._patience,
-                ),
-                build=lambda: self._build(name, context),
-            )
-
-        return build
-
-    # ----------------------------------------------------------------------- time
+class JobScene(Scene):
+    """A job with a supervisor, which launches its roles."""
 
     def run(self, *, within: float = 300.0) -> str | None:
         """Run the job to its end; return its error, if any."""
-        self.simulation.run_until(lambda: SUPERVISOR in self.simulation.halted, within=within)
-        self.simulation.run(until=self.simulation.now + 1.0)
+        self.run_until(lambda: SUPERVISOR in self.cluster.halted, within=within)
+        self.wait(1.0)
         assert self.n_alive == 0
-        return self.simulation.halted[SUPERVISOR]
+        return self.cluster.halted[SUPERVISOR]
 
-    def run_until(self, condition: Callable[[], bool], *, within: float = 60.0) -> None:
-        self.simulation.run_until(condition, within=within)
+    def train(self, n_samples: int = 100, *, within: float = 60.0) -> None:
+        """Run until so many more samples are trained."""
+        before = self.n_samples
+        self.run_until(lambda: self.n_samples > before + n_samples, within=within)
 
     def interrupt(self) -> None:
-        stop = Stop(reason="Ctrl+C")
-        event = Received(sender=USER, incarnation=0, message=stop)
-        self.simulation.post(SUPERVISOR, event)
-
-    # -------------------------------------------------------------------- state
+        stop = Received(sender=USER, incarnation=0, message=Stop(reason="Ctrl+C"))
+        self.cluster.post(SUPERVISOR, stop)
 
     @property
     def supervisor(self) -> Supervisor:
-        role = self.simulation.role(SUPERVISOR)
-        assert isinstance(role, Supervisor)
-        return role
+        return self.role(SUPERVISOR, Supervisor)
 
     @property
     def n_alive(self) -> int:
-        return len(self.simulation.alive)
+        return len(self.cluster.alive)
 
     @property
     def view(self) -> JobView:
-        return self.supervisor.view(self.simulation.now)
+        return self.supervisor.view(self.now)
 
     # Conditions of `run_until` ask for these after each event, which is sooner handled than the
     # view of the whole job is drawn up.
@@ -277,21 +207,11 @@ class JobCluster:
         return self.supervisor.metrics.samples
 
     @property
-    def told(self) -> list[str]:
+    def messages(self) -> list[str]:
         return [message.text for message in self.supervisor.out.messages]
 
     def state(self, name: str) -> str:
-        return state_of(self._record(name), self.supervisor.failover, self.simulation.now)
-
-    def copy_that_is(self, part: str, shard_index: int = 0) -> Address:
-        """Return the copy of this shard that is "primary", or its "backup"."""
-        names = copy_names(shard_index, self._shard_copies)
-        return next(name for name in names if self.state(name) == part)
-
-    def is_paired(self) -> bool:
-        """Whether a backup of every shard could take over now."""
-        pairs = (copy_names(k, self._shard_copies) for k in range(len(self.shards)))
-        return all({self.state(name) for name in pair} == {"primary", "backup"} for pair in pairs)
+        return state_of(self._record(name), self.supervisor.failover, self.now)
 
     def restarts(self, name: str) -> int:
         before = self.supervisor.metrics.before.roles
@@ -304,12 +224,112 @@ class JobCluster:
         return record
 
     def samples(self, name: str) -> int:
-        return int(self.member(name).status()[1].get("samples", 0))
+        return int(self.status(name).get("samples", 0))
 
     def member(self, name: str) -> JobMember:
-        role = self.simulation.role(Address(name))
-        assert isinstance(role, JobMember)
-        return role
+        return self.role(name, JobMember)
+
+
+@dataclass(eq=False)
+class JobCluster(Downpour, JobScene):
+    """One job; its supervisor launches the roles."""
+
+    _: KW_ONLY
+    stop: StopTable
+    task: TaskSpec = TASK
+    tasks: Mapping[str, TaskSpec] = field(default_factory=dict)  # of roles with another one
+    n_replicas: int = 2
+    replicas_min: int = 1
+    n_shards: int = 2
+    warm_start_steps: int = 0
+    max_steps: int | None = None
+    snapshot_every: float = 2.0
+    evaluate_every: float = 1.0
+    before: PreviousTotals = field(default_factory=PreviousTotals)
+    first_incarnation: int = 1
+    first_label: int = 1
+    patience: float = PATIENCE_SECONDS
+    settings: DownpourSettings | None = None
+    hosting: ClusterConfig | None = None
+    machines: Mapping[Address, SimulatedMachine] = field(default_factory=dict)
+    split: Callable[[], wb.Split] | None = None  # of each replica
+
+    @cached_property
+    def downpour(self) -> DownpourSettings:
+        return self.settings or DownpourSettings(
+            loss=self.task.loss,
+            batch_size=4,
+            rule=Adagrad(learning_rate=0.05),
+            warm_start_steps=self.warm_start_steps,
+            max_steps=self.max_steps,
+        )
+
+    @property
+    def flops(self) -> float:
+        return self.model.flops(4) / STEP_SECONDS
+
+    @override
+    def roles(self) -> Mapping[Address, Builder]:
+        settings, split = self.downpour, self.split
+        n_ranks = 0 if split is None else split().plan.cluster.n_machines
+        roster = wb.roster(
+            n_replicas=self.n_replicas,
+            n_shards=self.n_shards,
+            shard_copies=self.shard_copies,
+            evaluates=self.task.test is not None,
+            ranks=(n_ranks,) * self.n_replicas if n_ranks else (),
+        )
+        n_train = len(build_dataset(self.task.train))
+        n_done = sum(self.before.samples.values())
+        config = SupervisorConfig(
+            roster=tuple(roster),
+            stop=StopRules(self.stop, n_train=n_train),
+            dealt=settings.epochs(n_train) if settings.order == "dealt" else None,
+            parts=None if split is None else wb.pushing_ranks(split(), self.layout),
+            epoch_share=settings.epoch_share,
+            replicas_min=self.replicas_min,
+            warm_start_steps=settings.warm_start_left(n_done, n_train, self.n_replicas),
+            evaluate_every=self.evaluate_every,
+            snapshot_every=self.snapshot_every,
+            report_every=0.5,
+            first_incarnation=self.first_incarnation,
+            first_label=self.first_label,
+            before=self.before,
+        )
+        builders: dict[Address, Builder] = {SUPERVISOR: lambda _: Supervisor(config, self.hosting)}
+        return builders | {
+            Address(entry.name): partial(self._member, Address(entry.name)) for entry in roster
+        }
+
+    @override
+    def options(self) -> ClusterOptions:
+        slow = SimulatedMachine(host=self.host, flops_per_second=self.flops)
+        return ClusterOptions(start=(SUPERVISOR,), machine=slow, machines=self.machines)
+
+    def _member(self, name: Address, memory: Memory) -> JobMember:
+        context = self.context(memory, self.tasks.get(name))
+        config = JobMemberConfig(
+            name=name,
+            host=memory.host,
+            heartbeat_seconds=heartbeat_seconds(name, self.shard_copies),
+            patience_seconds=self.patience,
+        )
+        return JobMember(config, build=lambda: self._build(name, context))
+
+    def _build(self, name: Address, context: BuildContext) -> Role:
+        if self.split is None or group_rank_of(name) is None:
+            return DOWNPOUR.build(name, config=self.downpour, context=context)
+        return wb.build_rank(name, config=self.downpour, context=context, split=self.split())
+
+    def copy_that_is(self, part: str, shard_index: int = 0) -> Address:
+        """Return the copy of this shard that is "primary", or its "backup"."""
+        names = copy_names(shard_index, self.shard_copies)
+        return next(name for name in names if self.state(name) == part)
+
+    def is_paired(self) -> bool:
+        """Whether a backup of every shard could take over now."""
+        pairs = (copy_names(k, self.shard_copies) for k in range(len(self.shards)))
+        return all({self.state(name) for name in pair} == {"primary", "backup"} for pair in pairs)
 
 
 def seeds(n: int, *, of: int) -> list[ParameterSet]:

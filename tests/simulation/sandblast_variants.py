@@ -4,8 +4,9 @@ with broken(VARIANTS["changed in place"]):
     play(seed)  # fails, for some seed
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from typing import Final
 
 import msgspec
@@ -23,57 +24,60 @@ from sandblaster.coordinator.work_queue import WorkQueue
 from sandblaster.coordinator.workers import Attempt, Chunk
 from sandblaster.optimizers.base import IterationDone
 from sandblaster.worker import ChunkProgram, ChunkPushes
-from tests.simulation.split_variants import parameters_are_kept
-from tests.simulation.variants import Patch, Variant
+from tests.simulation.sandblasts import (
+    Sandblast,
+    drawn,
+    half_pushed,
+    journal_not_on_disk,
+    shard_dies_while_saving,
+)
+from tests.simulation.split_variants import VARIANTS as SPLIT
+from tests.simulation.variants import Patch, Variants, Whole
+
+
+VARIANTS: Final = Variants[Callable[[], Sandblast]]()
 
 
 # --- commands ---
 
 
-def performed_again(patch: Patch) -> None:
+@VARIANTS.replacing(CommandExecutor, "take", caught_by=partial(drawn, 10))
+def an_order_performed_again(
+    whole: Whole[list[Action]], self: CommandExecutor, event: Received, order: ShardCommand
+) -> list[Action]:
     """A repeated command is executed again."""
-    whole = CommandExecutor.take
-
-    def take(self: CommandExecutor, event: Received, order: ShardCommand) -> list[Action]:
-        last = self._answer
-        if (order.epoch, order.number) == (last.epoch, last.number) and last.number > 1:
-            self._answer = msgspec.structs.replace(last, number=last.number - 1)
-        return whole(self, event, order)
-
-    patch.setattr(CommandExecutor, "take", take)
+    last = self._answer
+    if (order.epoch, order.number) == (last.epoch, last.number) and last.number > 1:
+        self._answer = msgspec.structs.replace(last, number=last.number - 1)
+    return whole(self, event, order)
 
 
-def no_epochs(patch: Patch) -> None:
+@VARIANTS.replacing(CommandExecutor, "take", caught_by=partial(drawn, 4))
+def no_epochs(
+    whole: Whole[list[Action]], self: CommandExecutor, event: Received, order: ShardCommand
+) -> list[Action]:
     """A shard obeys the coordinator that sent the last command."""
-    whole = CommandExecutor.take
-
-    def take(self: CommandExecutor, event: Received, order: ShardCommand) -> list[Action]:
-        if order.epoch < self._epoch:
-            self._epoch = order.epoch
-            self._answer = CommandDone(epoch=order.epoch, number=order.number - 1)
-        return whole(self, event, order)
-
-    patch.setattr(CommandExecutor, "take", take)
+    if order.epoch < self._epoch:
+        self._epoch = order.epoch
+        self._answer = CommandDone(epoch=order.epoch, number=order.number - 1)
+    return whole(self, event, order)
 
 
-def answers_of_any_order(patch: Patch) -> None:
+@VARIANTS.replacing(CommandBroadcast, "receive", caught_by=half_pushed)
+def answers_of_any_order(
+    whole: Whole[None], self: CommandBroadcast, event: Received, message: CommandDone, now: Seconds
+) -> None:
     """Any answer of a shard counts for the present command."""
-    whole = CommandBroadcast.receive
-
-    def receive(
-        self: CommandBroadcast, event: Received, message: CommandDone, now: Seconds
-    ) -> None:
-        if self._command is not None and message.epoch == self.epoch:
-            message = msgspec.structs.replace(message, number=self.number)
-        whole(self, event, message, now)
-
-    patch.setattr(CommandBroadcast, "receive", receive)
+    if self._command is not None and message.epoch == self.epoch:
+        message = msgspec.structs.replace(message, number=self.number)
+    whole(self, event, message, now)
 
 
 # --- chunks ---
 
 
-def one_grant_for_all(patch: Patch) -> None:
+@VARIANTS(caught_by=half_pushed)
+def a_winner_per_shard(patch: Patch) -> None:
     """A chunk has one token for all workers: shards keep what comes first."""
     whole = WorkQueue._issue_token
     first: dict[tuple[WorkQueue, int], int] = {}
@@ -93,31 +97,26 @@ def one_grant_for_all(patch: Patch) -> None:
     patch.setattr(WorkQueue, "_fence", fence)
 
 
-def staged_somewhere(patch: Patch) -> None:
+@VARIANTS.replacing(ChunkPushes, "has_new_staged", caught_by=half_pushed)
+def staged_somewhere(whole: Whole[bool], self: ChunkPushes) -> bool:
     """A worker reports that all shards hold a chunk before they do."""
-    whole = ChunkPushes.has_new_staged
-
-    def has_new_staged(self: ChunkPushes) -> bool:
-        while len(self._pushed) > max(self._client.unacknowledged - 1, 0):
-            self.staged.append(self._pushed.popleft())
-            self._has_new_staged = True
-        return whole(self)
-
-    patch.setattr(ChunkPushes, "has_new_staged", has_new_staged)
+    while len(self._pushed) > max(self._client.unacknowledged - 1, 0):
+        self.staged.append(self._pushed.popleft())
+        self._has_new_staged = True
+    return whole(self)
 
 
-def in_order_of_arrival(patch: Patch) -> None:
+@VARIANTS.replacing(GradientSums, "commit", caught_by=half_pushed)
+def in_order_of_arrival(
+    whole: Whole[None], self: GradientSums, chunk_index: int, commit_token: int
+) -> None:
     """Chunks are summed as they come."""
-    whole = GradientSums.commit
-
-    def commit(self: GradientSums, chunk_index: int, commit_token: int) -> None:
-        arrived = len(self._committed)
-        whole(self, arrived, commit_token)
-        self._committed[chunk_index] = self._committed.pop(arrived)
-
-    patch.setattr(GradientSums, "commit", commit)
+    arrived = len(self._committed)
+    whole(self, arrived, commit_token)
+    self._committed[chunk_index] = self._committed.pop(arrived)
 
 
+@VARIANTS(caught_by=partial(drawn, 10))
 def counted_twice(patch: Patch) -> None:
     """A committed chunk stays staged, and may be committed again."""
 
@@ -134,12 +133,13 @@ def counted_twice(patch: Patch) -> None:
 
     patch.setattr(GradientSums, "check", check)
     patch.setattr(GradientSums, "commit", commit)
-    performed_again(patch)
+    VARIANTS["an order performed again"](patch)
 
 
 # --- workers ---
 
 
+@VARIANTS(caught_by=partial(drawn, 5))
 def sums_go_on(patch: Patch) -> None:
     """A chunk that is dropped half-way leaves its sum to the next."""
     whole = ChunkProgram.open
@@ -159,11 +159,13 @@ def sums_go_on(patch: Patch) -> None:
 # --- savepoints ---
 
 
+@VARIANTS(caught_by=journal_not_on_disk)
 def changed_in_place(patch: Patch) -> None:
     """Arrays of a savepoint are changed when nobody else uses them."""
     patch.setattr(Savepoints, "_arrays", lambda self: iter(()))  # noqa: ARG005 -- as the method
 
 
+@VARIANTS(caught_by=journal_not_on_disk)
 def settled_before_durable(patch: Patch) -> None:
     """A savepoint is settled when it is taken, before its journal is on disk."""
     whole = Coordinator._take_savepoint
@@ -183,28 +185,23 @@ def settled_before_durable(patch: Patch) -> None:
     patch.setattr(Savepoints, "add", add_and_settle)
 
 
-def forgotten_too_early(patch: Patch) -> None:
+@VARIANTS.replacing(Savepoints, "on_disk", caught_by=shard_dies_while_saving)
+def forgotten_too_early(whole: Whole[None], self: Savepoints, savepoint: int) -> None:
     """A shard whose savepoint is on disk drops the one before at once."""
-    whole = Savepoints.on_disk
-
-    def on_disk(self: Savepoints, savepoint: int) -> None:
-        whole(self, savepoint)
-        self.forget(savepoint)
-
-    patch.setattr(Savepoints, "on_disk", on_disk)
+    whole(self, savepoint)
+    self.forget(savepoint)
 
 
-def same_epoch(patch: Patch) -> None:
+@VARIANTS.replacing(CommandBroadcast, "_note_incarnation", caught_by=shard_dies_while_saving)
+def the_same_epoch(
+    whole: Whole[None], self: CommandBroadcast, shard: object, incarnation: int
+) -> None:
     """A coordinator continues after a shard was lost."""
-    whole = CommandBroadcast._note_incarnation
-
-    def meet(self: CommandBroadcast, shard: object, incarnation: int) -> None:
-        whole(self, shard, incarnation)  # type: ignore[arg-type]
-        self.lost = None
-
-    patch.setattr(CommandBroadcast, "_note_incarnation", meet)
+    whole(self, shard, incarnation)
+    self.lost = None
 
 
+@VARIANTS(caught_by=shard_dies_while_saving)
 def told_at_once(patch: Patch) -> None:
     """A checkpoint is reported as saved when it is requested."""
 
@@ -214,19 +211,5 @@ def told_at_once(patch: Patch) -> None:
     patch.setattr(Coordinator, "_request_save", request_save)
 
 
-VARIANTS: Final[dict[str, Variant]] = {
-    "an order performed again": performed_again,
-    "no epochs": no_epochs,
-    "answers of any order": answers_of_any_order,
-    "a winner per shard": one_grant_for_all,
-    "staged somewhere": staged_somewhere,
-    "in order of arrival": in_order_of_arrival,
-    "counted twice": counted_twice,
-    "any version": parameters_are_kept,
-    "sums go on": sums_go_on,
-    "changed in place": changed_in_place,
-    "settled before durable": settled_before_durable,
-    "the same epoch": same_epoch,
-    "forgotten too early": forgotten_too_early,
-    "told at once": told_at_once,
-}
+VARIANTS["any version"] = SPLIT["parameters are kept"]
+VARIANTS.caught_by["any version"] = half_pushed

@@ -13,13 +13,13 @@ replicas and of the coordinator change nothing.
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
-from typing import Protocol
+from functools import cache, cached_property, partial
 
 import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
+from typing_extensions import override
 
 from distbelief.core.memory import Memory
 from distbelief.core.vectors import Vector
@@ -36,6 +36,7 @@ from distbelief.protocol import (
     CommandDone,
     Commit,
     FinishEvaluation,
+    Message,
     Progress,
     SaveCheckpoint,
     ShardCommand,
@@ -48,16 +49,14 @@ from distbelief.roles.role import (
     Event,
     Persist,
     Persisted,
-    Received,
     Role,
     Seconds,
-    Send,
     Started,
 )
 from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.driver import Builder, HandledEvent
-from distbelief.simulation.faults import CutOff, Fault, Kill, Supersede, TornSnapshot
-from distbelief.simulation.machines import ClusterOptions, CostScale, SimulatedMachine, TraceKind
+from distbelief.simulation.faults import CutOff, Kill, Supersede, TornSnapshot
+from distbelief.simulation.machines import ClusterOptions, CostScale, SimulatedMachine
 from distbelief.simulation.network import Link
 from distbelief.task import dry_run
 from distbelief.task.losses import Loss
@@ -77,6 +76,7 @@ from sandblaster.optimizers.lbfgs import LBFGS
 from sandblaster.warm_start_worker import WarmStartWorker
 from tests.distbelief.parameter_server.pair import scatter
 from tests.simulation.random_faults import random_faults
+from tests.simulation.scene import Check, Scene, heard, sends
 
 
 N_SAMPLES = 30
@@ -226,15 +226,15 @@ class RunChecker:
         event = happening.event
         if happening.name == COORDINATOR:
             self._coordinator_lives(event)
-        if isinstance(event, Received) and isinstance(event.message, ShardCommand):
-            order = event.message
+        order = heard(event, ShardCommand)
+        if order is not None:
             known = self.tasks.setdefault((order.epoch, order.number), order.task)
             assert known == order.task, "shards get different commands"
         for action in happening.actions:
-            if isinstance(action, Send):
-                self._sent(happening, action)
-            elif isinstance(action, Compute) and action.name == "collect":
+            if isinstance(action, Compute) and action.name == "collect":
                 self._staging(happening)
+        for receiver, message in sends(happening, Message):
+            self._sent(happening, receiver, message)
 
     def _coordinator_lives(self, event: Event) -> None:
         """Note what is on its disk, and whether a restart finds it there."""
@@ -256,13 +256,12 @@ class RunChecker:
         known = self.pushers.setdefault((commit_token, client.name), client.incarnation)
         assert known == client.incarnation, f"{client.name} pushes {commit_token} in two lives"
 
-    def _sent(self, happening: HandledEvent, action: Send) -> None:
-        message = action.message
+    def _sent(self, happening: HandledEvent, receiver: Address, message: Message) -> None:
         if isinstance(message, CommandDone):
             self._performed(happening, message)
-        elif action.receiver == SUPERVISOR and isinstance(message, Progress):
+        elif receiver == SUPERVISOR and isinstance(message, Progress):
             self.losses.append(message.loss)
-        elif action.receiver == SUPERVISOR and isinstance(message, CheckpointSaved):
+        elif receiver == SUPERVISOR and isinstance(message, CheckpointSaved):
             self.saved.append(message)
             if message.error is None and self.on_saved is not None:
                 self.on_saved(message.label)
@@ -279,7 +278,7 @@ class RunChecker:
         match task:
             case BeginEvaluation():
                 self.opened[message.epoch, name] = message.number
-                self.points.setdefault(key, {})[index] = shard._values.vector.copy()
+                self.points.setdefault(key, {})[index] = shard.values.vector.copy()
             case Commit():
                 evaluation = self.opened[message.epoch, name]
                 self.n_void += len(task.void)
@@ -327,74 +326,98 @@ def tensors_of(layout: Layout, vectors: Mapping[int, Vector]) -> Tensors:
     return {spec.name: tensor for spec, tensor in zip(layout.tensors, tensors, strict=True)}
 
 
-def held_by(cluster: SimulatedCluster, layout: Layout) -> Tensors:
-    """Return everything that the shards of a cluster hold now."""
-    shards = [cluster.role(Address(f"shard-{k}")) for k in range(layout.n_shards)]
-    vectors = {
-        k: shard._values.vector for k, shard in enumerate(shards) if isinstance(shard, Shard)
-    }
-    return tensors_of(layout, vectors)
-
-
 def bits_of(tensors: Tensors) -> bytes:
     return b"".join(tensor.numpy().tobytes() for tensor in tensors.values())
 
 
-def coordinator_of(cluster: SimulatedCluster) -> Coordinator:
-    """Return that of the newest incarnation."""
-    role = cluster.role(COORDINATOR)
-    assert isinstance(role, Coordinator)
-    return role
+# --- scenes ---
 
 
-def play_to_end(cluster: SimulatedCluster, *, within: Seconds) -> None:
-    """Run until the coordinator has ended as planned."""
-    cluster.run_until(lambda: COORDINATOR in cluster.halted, within=within)
-    error = cluster.halted[COORDINATOR]
-    assert error is None, error
-    assert coordinator_of(cluster).reason is not None
+@dataclass(kw_only=True, eq=False)
+class Batch(Scene):
+    """A coordinator, shards and replicas, under every check."""
 
-
-class Playable(Protocol):
-    """A run that can be played to its end."""
-
-    cluster: SimulatedCluster
-
-    def play(self) -> None: ...
-
-
-def moments(run: Playable, happens: Callable[[HandledEvent], bool]) -> list[Seconds]:
-    """Play a run; return when something happens in it."""
-    times: list[Seconds] = []
-
-    def see(happening: HandledEvent) -> None:
-        if happens(happening):
-            times.append(run.cluster.now)
-
-    run.cluster.observe(see)
-    run.play()
-    return times
-
-
-# ------------------------------------------------------------------------------- scene
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sandblast:
-    """What a run consists of."""
-
-    seed: int = 0
     n_shards: int = 2
     n_replicas: int = 3
+    backups: bool = True
+    hosts: str = "one"  # or "own": block messages
+    latency_seconds: Seconds = 5e-5
+    bytes_per_second: float = 1e9
+
+    @property
+    def shards(self) -> list[Address]:
+        return [Address(f"shard-{k}") for k in range(self.n_shards)]
+
+    @property
+    def replicas(self) -> list[Address]:
+        return [Address(f"replica-{r}") for r in range(self.n_replicas)]
+
+    @cached_property
+    def layout(self) -> Layout:
+        raise NotImplementedError
+
+    @cached_property
+    def checker(self) -> RunChecker:
+        raise NotImplementedError
+
+    def flops(self, name: Address) -> float:
+        """Return how fast this role computes."""
+        raise NotImplementedError
+
+    @override
+    def options(self) -> ClusterOptions:
+        machines = {
+            name: SimulatedMachine(
+                host="host-0" if self.hosts == "one" else "",
+                flops_per_second=self.flops(name),
+                bytes_per_second=self.bytes_per_second,
+            )
+            for name in (COORDINATOR, *self.shards, *self.replicas)
+        }
+        link = Link(latency_seconds=self.latency_seconds)
+        return ClusterOptions(introduce=True, machines=machines, link=link, link_within_host=link)
+
+    @override
+    def checks(self, cluster: SimulatedCluster) -> Sequence[Check]:
+        return (self.checker.see,)
+
+    @property
+    def coordinator(self) -> Coordinator:
+        return self.role(COORDINATOR, Coordinator)
+
+    def play(self, *, within: Seconds = 300.0) -> None:
+        """Run until the coordinator has ended as planned."""
+        self.run_until(lambda: COORDINATOR in self.cluster.halted, within=within)
+        error = self.cluster.halted[COORDINATOR]
+        assert error is None, error
+        assert self.coordinator.reason is not None
+
+    @property
+    def values(self) -> Tensors:
+        """Everything that the shards hold, by name."""
+        shards = (self.role(name, Shard) for name in self.shards)
+        return tensors_of(self.layout, {k: shard.values.vector for k, shard in enumerate(shards)})
+
+    def moments(self, happens: Callable[[HandledEvent], bool]) -> list[Seconds]:
+        """Play another such run; return when something happens in it."""
+        run, times = replace(self), list[Seconds]()
+
+        def see(happening: HandledEvent) -> None:
+            if happens(happening):
+                times.append(run.now)
+
+        run.cluster.observe(see)
+        run.play()
+        return times
+
+
+@dataclass(kw_only=True, eq=False)
+class Sandblast(Batch):
     chunk_sizes: ChunkSizes = CHUNK_SIZES
     n_samples: int = N_SAMPLES
     n_inputs: int = N_INPUTS
     window_chunks: int = 64
-    backups: bool = True
-    hosts: str = "one"  # or "own": block messages
-    faults: tuple[Fault, ...] = ()
     speeds: tuple[float, ...] = ()  # of the replicas; 1 where not given
-    latency_seconds: Seconds = 5e-5
     method: Runnable = METHOD
     loss: Loss = logistic
     silence_seconds_max: Seconds = 60.0
@@ -407,125 +430,85 @@ class Sandblast:
     warm_once: bool = False  # as in jobs: a restarted replica takes only the rest of them
     shard_flops: float = 0.0  # operations per second of each shard; 0: as replicas
     n_priced: float = 0.0  # parameters at whose price it runs; 0: as many as there are
-    bytes_per_second: float = 1e9
     leisure: float = 1.0  # by which all time-outs are longer
-    trace: TraceKind = "content"
 
     @property
     def n_warm(self) -> int:
         n = self.n_replicas if self.warm_replicas is None else self.warm_replicas
         return n if self.warm_steps else 0
 
-    @property
-    def shards(self) -> list[Address]:
-        return [Address(f"shard-{k}") for k in range(self.n_shards)]
-
-    @property
-    def replicas(self) -> list[Address]:
-        return [Address(f"replica-{r}") for r in range(self.n_replicas)]
-
-    @property
+    @cached_property
+    @override
     def layout(self) -> Layout:
         return layout_of(self.n_shards, self.n_inputs)
 
-    @property
-    def scale(self) -> CostScale:
-        """Of a model of `n_priced` parameters; computing a mini-batch takes as long."""
-        held = sum(self.layout.shard_size(k) for k in range(self.n_shards))
-        ratio = self.n_priced / held
-        return CostScale(n_bytes=ratio, frame_bytes=ratio)
+    @cached_property
+    @override
+    def checker(self) -> RunChecker:
+        return RunChecker(self.layout, self._compare, on_saved=self._check_saved)
 
-
-class Run:
-    """One run of a scene, under every check.
-
-    Attributes:
-        cluster: That runs it.
-        ledger: What was seen.
-    """
-
-    def __init__(self, scene: Sandblast) -> None:
-        self.scene = scene
-        layout = scene.layout
-        self.checker = RunChecker(layout, self._compare)
-        builders: dict[Address, Builder] = {
+    @override
+    def roles(self) -> Mapping[Address, Builder]:
+        return {
             COORDINATOR: self._coordinator,
-            **{name: partial(self._shard, layout, k) for k, name in enumerate(scene.shards)},
-            **{name: partial(self._replica, layout, r) for r, name in enumerate(scene.replicas)},
+            **{name: partial(self._shard, k) for k, name in enumerate(self.shards)},
+            **{name: partial(self._replica, r) for r, name in enumerate(self.replicas)},
         }
-        machines = {
-            name: SimulatedMachine(
-                host="host-0" if scene.hosts == "one" else "",
-                flops_per_second=self._flops(name),
-                bytes_per_second=scene.bytes_per_second,
-            )
-            for name in builders
-        }
-        self.cluster = SimulatedCluster(
-            builders,
-            seed=scene.seed,
-            options=ClusterOptions(
-                introduce=True,
-                machines=machines,
-                link=Link(latency_seconds=scene.latency_seconds),
-                link_within_host=Link(latency_seconds=scene.latency_seconds),
-                faults=scene.faults,
-                trace=scene.trace,
-                scales=dict.fromkeys(builders, scene.scale) if scene.n_priced else {},
-            ),
-        )
-        self.cluster.observe(self.checker.see)
-        self.checker.on_saved = self._check_saved
+
+    @override
+    def options(self) -> ClusterOptions:
+        options = super().options()
+        if not self.n_priced:
+            return options
+        # Of a model of `n_priced` parameters; computing a mini-batch takes as long.
+        ratio = self.n_priced / sum(self.layout.shard_size(k) for k in range(self.n_shards))
+        scale = CostScale(n_bytes=ratio, frame_bytes=ratio)
+        return replace(options, scales=dict.fromkeys(options.machines, scale))
 
     def _compare(self, point: Tensors, gradient: Tensors) -> None:
-        scene = self.scene
-        expected = plain_gradient(
-            bits_of(point), scene.chunk_sizes, scene.n_samples, scene.n_inputs
-        )
+        expected = plain_gradient(bits_of(point), self.chunk_sizes, self.n_samples, self.n_inputs)
         for got, wanted in zip(gradient.values(), expected, strict=True):
             assert torch.equal(got, wanted), f"the gradient is {got}, not {wanted}"
 
     def _check_saved(self, label: str) -> None:
-        for name in self.scene.shards:
-            newest = self.cluster.disk.newest(name)
-            assert newest is not None, f"{name} has saved nothing"
+        for name in self.shards:
+            newest = self.newest(name)
             assert newest.label == label, (name, newest.label, label)
 
-    def _flops(self, name: Address) -> float:
-        scene = self.scene
-        if scene.shard_flops and name in scene.shards:
-            return scene.shard_flops
-        flops = flops_of_mini_batch(scene.n_inputs, scene.chunk_sizes.mini_batch_size)
+    @override
+    def flops(self, name: Address) -> float:
+        if self.shard_flops and name in self.shards:
+            return self.shard_flops
+        flops = flops_of_mini_batch(self.n_inputs, self.chunk_sizes.mini_batch_size)
         speed = 1.0
-        if name in scene.replicas:
-            index = scene.replicas.index(name)
-            speed = scene.speeds[index] if index < len(scene.speeds) else 1.0
+        if name in self.replicas:
+            index = self.replicas.index(name)
+            speed = self.speeds[index] if index < len(self.speeds) else 1.0
         return speed * flops / SECONDS_PER_MINI_BATCH
 
-    def _shard(self, layout: Layout, index: int, memory: Memory) -> Role:
+    def _shard(self, index: int, memory: Memory) -> Role:
         return Shard(
-            ShardConfig(index=index, layout=layout, rule=SGD(learning_rate=0.1)),
+            ShardConfig(index=index, layout=self.layout, rule=SGD(learning_rate=0.1)),
             memory=memory,
-            initialise=lambda: np.zeros(layout.shard_size(index)),
+            initialise=lambda: np.zeros(self.layout.shard_size(index)),
         )
 
-    def _replica(self, layout: Layout, index: int, memory: Memory) -> Role:
-        scene = self.scene
+    def _replica(self, index: int, memory: Memory) -> Role:
         client = ParameterClient(
             ClientConfig(
                 pushes=True,
-                retry_seconds=0.02 * scene.leisure,
-                retry_seconds_max=0.1 * scene.leisure,
-                torn_seconds_max=0.05 * scene.leisure,
+                retry_seconds=0.02 * self.leisure,
+                retry_seconds_max=0.1 * self.leisure,
+                torn_seconds_max=0.05 * self.leisure,
             ),
-            PartialView(layout),
+            PartialView(self.layout),
             memory=memory,
         )
-        model = FlatModel(module(scene.n_inputs))
+        model = FlatModel(module(self.n_inputs))
         executor = LocalExecutor(
             model,
-            points(scene.n_samples, scene.n_inputs),
-            loss=scene.loss,
+            points(self.n_samples, self.n_inputs),
+            loss=self.loss,
             sums=True,
             names=dry_run.Names(model="test:module", loss="logistic", data="data.train"),
             clip_norm=None,
@@ -533,91 +516,81 @@ class Run:
         )
         replica = whole_worker(
             WorkerConfig(
-                chunk_sizes=scene.chunk_sizes,
-                retry_seconds=0.03 * scene.leisure,
-                retry_seconds_max=0.1 * scene.leisure,
+                chunk_sizes=self.chunk_sizes,
+                retry_seconds=0.03 * self.leisure,
+                retry_seconds_max=0.1 * self.leisure,
             ),
             client=client,
             executor=executor,
-            samples=Samples(scene.n_samples, seed=ORDER_SEED),
-            await_begin=scene.await_begin and index >= scene.n_warm,
+            samples=Samples(self.n_samples, seed=ORDER_SEED),
+            await_begin=self.await_begin and index >= self.n_warm,
         )
-        if index >= scene.n_warm:
+        if index >= self.n_warm:
             return replica
         return WarmStartWorker(
             downpour=self._first_part(index, client=client, model=model),
             chunks=replica,
-            await_begin=scene.await_begin,
+            await_begin=self.await_begin,
             retry_seconds=0.02,
         )
 
     def _first_part(self, index: int, *, client: ParameterClient, model: FlatModel) -> Replica:
-        scene = self.scene
         executor = LocalExecutor(
             model,
-            points(scene.n_samples, scene.n_inputs),
-            loss=scene.loss,
+            points(self.n_samples, self.n_inputs),
+            loss=self.loss,
             names=dry_run.Names(model="test:module", loss="logistic", data="data.train"),
             clip_norm=None,
             seed=(3, index),
         )
-        part = DataShard(scene.n_samples, replica_index=index, n_replicas=scene.n_warm, seed=3)
-        last = TrainingPlan(part, batch_size=4).batch(scene.warm_steps - 1)
+        part = DataShard(self.n_samples, replica_index=index, n_replicas=self.n_warm, seed=3)
+        last = TrainingPlan(part, batch_size=4).batch(self.warm_steps - 1)
         return whole_replica(
             DownpourSettings(
                 loss="",
                 batch_size=4,
                 rule=SGD(learning_rate=0.1),
-                max_steps=None if scene.warm_once else scene.warm_steps,
-                blocking=scene.warm_replicas is not None,
+                max_steps=None if self.warm_once else self.warm_steps,
+                blocking=self.warm_replicas is not None,
                 order="parts",
             ),
             client=client,
             executor=executor,
             data_shard=part,
-            samples_max=last.stop if scene.warm_once else None,
+            samples_max=last.stop if self.warm_once else None,
         )
 
     def _coordinator(self, memory: Memory) -> Role:
         del memory
-        scene = self.scene
         config = CoordinatorConfig(
-            chunk_sizes=scene.chunk_sizes,
-            window_chunks=scene.window_chunks,
-            backups=scene.backups,
+            chunk_sizes=self.chunk_sizes,
+            window_chunks=self.window_chunks,
+            backups=self.backups,
             backup_seconds_min=1e-3,
-            retry_seconds=0.02 * scene.leisure,
-            retry_seconds_max=0.1 * scene.leisure,
-            suspect_seconds=scene.suspect_seconds * scene.leisure,
-            silence_seconds_max=scene.silence_seconds_max,
-            starved_seconds_max=scene.starved_seconds_max,
-            n_warm=scene.n_warm,
-            await_begin=scene.await_begin,
+            retry_seconds=0.02 * self.leisure,
+            retry_seconds_max=0.1 * self.leisure,
+            suspect_seconds=self.suspect_seconds * self.leisure,
+            silence_seconds_max=self.silence_seconds_max,
+            starved_seconds_max=self.starved_seconds_max,
+            n_warm=self.n_warm,
+            await_begin=self.await_begin,
         )
         return Coordinator(
-            config, method=scene.method, shards=scene.shards, n_examples=scene.n_samples
+            config, method=self.method, shards=self.shards, n_examples=self.n_samples
         )
 
-    @property
-    def coordinator(self) -> Coordinator:
-        return coordinator_of(self.cluster)
-
+    @override
     def play(self, *, within: Seconds = 60.0) -> None:
-        """Run until the coordinator has ended, and check how."""
-        for at in self.scene.saves:
+        for at in self.saves:
             self.cluster.run(until=at)
             if self.cluster.is_alive(COORDINATOR):
-                label = f"{int(at * 1e6):09d}"
-                save = Received(
-                    sender=SUPERVISOR, incarnation=1, message=SaveCheckpoint(label=label)
-                )
-                self.cluster.post(COORDINATOR, save)
-        play_to_end(self.cluster, within=within)
+                self.tell(COORDINATOR, SaveCheckpoint(label=f"{int(at * 1e6):09d}"))
+        super().play(within=within)
 
     @property
-    def values(self) -> bytes:
+    def bits(self) -> bytes:
         """The published parameters of all shards."""
-        return bits_of(held_by(self.cluster, self.scene.layout))
+        return bits_of(self.values)
 
 
 @cache
@@ -628,9 +601,9 @@ def flops_of_mini_batch(n_inputs: int, mini_batch_size: int) -> float:
 @cache
 def undisturbed(chunk_sizes: ChunkSizes, n_shards: int) -> tuple[bytes, tuple[float, ...]]:
     """Return where a run ends that nothing disturbs, and its losses."""
-    run = Run(Sandblast(n_replicas=1, n_shards=n_shards, chunk_sizes=chunk_sizes))
+    run = Sandblast(n_replicas=1, n_shards=n_shards, chunk_sizes=chunk_sizes)
     run.play()
-    return run.values, tuple(run.checker.losses)
+    return run.bits, tuple(run.checker.losses)
 
 
 # --------------------------------------------------------------------------- scenarios
@@ -675,9 +648,9 @@ def drawn(seed: int) -> Sandblast:
     )
 
 
-def play(scene: Sandblast) -> Run:
+def play(scene: Sandblast) -> Sandblast:
     """Play a scenario under every check; return the run."""
-    run = Run(scene)
+    run = replace(scene)
     run.play()
     sights, coordinator = run.checker.sights, run.coordinator
     figures = coordinator.metrics
@@ -691,7 +664,7 @@ def play(scene: Sandblast) -> Run:
     sights["replicas restarted"] = sum(incarnation(r) - 1 for r in scene.replicas)
     values, losses = undisturbed(scene.chunk_sizes, scene.n_shards)
     if not sights["shards restarted"] and not sights["journals lost"]:
-        assert run.values == values, "it has ended somewhere else"
+        assert run.bits == values, "it has ended somewhere else"
         assert set(run.checker.losses) <= set(losses), "losses of another run"
     else:
         assert run.checker.losses[-1] <= losses[0]
@@ -725,7 +698,7 @@ def journal_not_on_disk() -> Sandblast:
             isinstance(action, Persist) for action in happening.actions
         )
 
-    times = moments(Run(Sandblast()), writes)
+    times = Sandblast().moments(writes)
     kill = Kill(at=times[3] + 1e-6, role=COORDINATOR, restart_after=0.02)
     return Sandblast(faults=(kill,))
 
@@ -736,15 +709,11 @@ def shard_dies_while_saving() -> Sandblast:
     scene, shard = Sandblast(saves=(0.02, 0.1)), Address("shard-1")
 
     def is_told_to_save(happening: HandledEvent) -> bool:
-        event = happening.event
-        return (
-            happening.name == shard
-            and isinstance(event, Received)
-            and isinstance(event.message, ShardCommand)
-            and isinstance(event.message.task, Checkpoint)
-        )
+        command = heard(happening.event, ShardCommand)
+        is_save = command is not None and isinstance(command.task, Checkpoint)
+        return happening.name == shard and is_save
 
-    times = moments(Run(scene), is_told_to_save)
+    times = scene.moments(is_told_to_save)
     kill = Kill(at=times[1] + 1e-6, role=shard, restart_after=0.02)
     return replace(scene, faults=(kill,))
 

@@ -10,29 +10,29 @@ from functools import cache
 
 import numpy as np
 
-from distbelief.protocol import Assignment, PushChunk
-from distbelief.roles.role import Address, Received, Seconds
+from distbelief.protocol import Assignment, Message, PushChunk
+from distbelief.roles.role import Address, Seconds
 from distbelief.simulation.driver import HandledEvent
 from distbelief.simulation.faults import CutOff, Kill, Pause, TornSnapshot
 from distbelief.worker.group import rank_name
 from sandblaster.chunks import COORDINATOR
 from tests.simulation.random_faults import random_faults
-from tests.simulation.sandblasts import moments
-from tests.simulation.split_sandblasts import Run, Scene
+from tests.simulation.scene import heard
+from tests.simulation.split_sandblasts import SplitSandblast
 
 
 HORIZON: Seconds = 0.1  # by then everything has healed
 LEADER, WORKER = rank_name(0, 0), rank_name(0, 1)
 
 
-def hit(scene: Scene, *, with_shards: bool) -> Sequence[Address]:
+def hit(scene: SplitSandblast, *, with_shards: bool) -> Sequence[Address]:
     """Return the roles that faults may hit."""
     return [*scene.replicas, COORDINATOR, *(scene.shards if with_shards else [])]
 
 
-def drawn(seed: int) -> Scene:
+def drawn(seed: int) -> SplitSandblast:
     stream = np.random.default_rng([seed, 0x5917])
-    scene = Scene(
+    scene = SplitSandblast(
         seed=seed,
         plan_seed=int(stream.integers(4)),
         n_machines=int(stream.integers(1, 4)),
@@ -55,10 +55,10 @@ def drawn(seed: int) -> Scene:
     return replace(scene, faults=kept)
 
 
-def play(scene: Scene, *, within: Seconds = 300.0) -> Run:
-    """Run a scene under every check; return the run."""
+def play(scene: SplitSandblast, *, within: Seconds = 300.0) -> SplitSandblast:
+    """SplitSandblast a scene under every check; return the run."""
     plain = scene.undisturbed  # first, because the run itself may be broken on purpose
-    run = Run(scene)
+    run = replace(scene)
     run.play(within=within)
     incarnation = run.cluster.incarnation
     run.checker.sights["machines restarted"] = sum(incarnation(r) - 1 for r in scene.replicas)
@@ -77,46 +77,44 @@ def play(scene: Scene, *, within: Seconds = 300.0) -> Run:
 # ---------------------------------------------------------------------------- directed
 
 
-def moment(scene: Scene, receiver: Address, kind: type) -> Seconds:
+def moment(scene: SplitSandblast, receiver: Address, kind: type[Message]) -> Seconds:
     """Return when this role first gets a message of this kind."""
 
     def happens(happening: HandledEvent) -> bool:
-        event = happening.event
-        heard = isinstance(event, Received) and isinstance(event.message, kind)
-        return heard and happening.name == receiver
+        return happening.name == receiver and heard(happening.event, kind) is not None
 
-    return moments(Run(scene), happens)[0]
+    return scene.moments(happens)[0]
 
 
 @cache
-def dies_with_its_part() -> Scene:
+def dies_with_its_part() -> SplitSandblast:
     """A rank of the only replica dies as it may push its part of a sum."""
-    scene = Scene(n_replicas=1, hosts="own")
+    scene = SplitSandblast(n_replicas=1, hosts="own")
     at = moment(scene, WORKER, PushChunk) + 1e-6
     return replace(scene, faults=(Kill(at=at, role=WORKER, restart_after=0.01),))
 
 
 @cache
-def stands_still() -> Scene:
+def stands_still() -> SplitSandblast:
     """A rank pauses for a minute; the other replica could do its chunks."""
-    scene = Scene(backups=False)
+    scene = SplitSandblast(backups=False)
     at = moment(scene, LEADER, Assignment) + 1e-4
     return replace(scene, faults=(Pause(at=at, role=WORKER, seconds=60.0),))
 
 
 @cache
-def not_told_to_push() -> Scene:
+def not_told_to_push() -> SplitSandblast:
     """The first push request of the only replica is lost."""
-    scene = Scene(n_replicas=1)
+    scene = SplitSandblast(n_replicas=1)
     at = moment(scene, WORKER, PushChunk) - 1e-5
     cut = CutOff(at=at, a=LEADER, b=WORKER, seconds=2e-5, loses=True, one_way=True)
     return replace(scene, faults=(cut,))
 
 
 @cache
-def half_pushed() -> Scene:
+def half_pushed() -> SplitSandblast:
     """A rank's push reaches one of its shards, and the other much later."""
-    scene = Scene(hosts="own")
+    scene = SplitSandblast(hosts="own")
     at = moment(scene, WORKER, PushChunk) - 1e-5
     cut = CutOff(at=at, a=WORKER, b=scene.shards[1], seconds=0.2, loses=True)
     return replace(scene, faults=(cut,))

@@ -4,7 +4,8 @@ with broken(VARIANTS["staged by one"]):
     play(seed)  # fails, for some seed
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Final
 
 import msgspec
@@ -17,25 +18,35 @@ from distbelief.worker.group import Outgoing
 from sandblaster.coordinator.workers import WorkerPool
 from sandblaster.group_tasks import GroupTasks
 from sandblaster.worker import ChunkProgram, ChunkPushes
-from tests.simulation.variants import Patch, Variant
+from tests.simulation.split_sandblasts import SplitSandblast
+from tests.simulation.split_scenes import (
+    dies_with_its_part,
+    drawn,
+    half_pushed,
+    not_told_to_push,
+    stands_still,
+)
+from tests.simulation.variants import Patch, Variants, Whole
+
+
+VARIANTS: Final = Variants[Callable[[], SplitSandblast]]()
 
 
 # --- leader ---
 
 
-def staged_by_one(patch: Patch) -> None:
+@VARIANTS.replacing(GroupTasks, "staged", caught_by=partial(drawn, 0))
+def staged_by_one(
+    whole: Whole[None], self: GroupTasks, machine: int, commit_tokens: Sequence[int]
+) -> None:
     """A chunk is staged once any rank reports its part."""
-    whole = GroupTasks.staged
-
-    def staged(self: GroupTasks, machine: int, commit_tokens: Sequence[int]) -> None:
-        for commit_token in commit_tokens:
-            if commit_token in self._waiting:
-                self._waiting[commit_token] = {machine}
-        whole(self, machine, commit_tokens)
-
-    patch.setattr(GroupTasks, "staged", staged)
+    for commit_token in commit_tokens:
+        if commit_token in self._waiting:
+            self._waiting[commit_token] = {machine}
+    whole(self, machine, commit_tokens)
 
 
+@VARIANTS(caught_by=dies_with_its_part)
 def lives_are_not_told_apart(patch: Patch) -> None:
     """The coordinator ignores generations within an incarnation of the leader."""
     whole = WorkerPool.take_report
@@ -62,6 +73,7 @@ def lives_are_not_told_apart(patch: Patch) -> None:
     patch.setattr(GroupTasks, "take", take)
 
 
+@VARIANTS(caught_by=stands_still)
 def speaks_for_the_silent(patch: Patch) -> None:
     """A leader reports though a rank is silent."""
 
@@ -72,6 +84,7 @@ def speaks_for_the_silent(patch: Patch) -> None:
     patch.setattr(GroupTasks, "_all_alive", all_alive)
 
 
+@VARIANTS(caught_by=not_told_to_push)
 def said_once(patch: Patch) -> None:
     """Push requests are sent once."""
 
@@ -85,73 +98,49 @@ def said_once(patch: Patch) -> None:
 # --- ranks ---
 
 
-def parameters_are_kept(patch: Patch) -> None:
+@VARIANTS.replacing(ChunkProgram, "begin", caught_by=SplitSandblast)
+def parameters_are_kept(whole: Whole[None], self: ChunkProgram) -> None:
     """Another evaluation uses the parameters that are installed already."""
-    whole = ChunkProgram.begin
-
-    def begin(self: ChunkProgram) -> None:
-        installed, order = self._installed, self._plan.order
-        whole(self)
-        if installed is not None and order is not None:
-            self._installed = order.epoch, order.evaluation
-
-    patch.setattr(ChunkProgram, "begin", begin)
+    installed, order = self._installed, self._plan.order
+    whole(self)
+    if installed is not None and order is not None:
+        self._installed = order.epoch, order.evaluation
 
 
-def averages_go_on(patch: Patch) -> None:
+@VARIANTS.replacing(ChunkProgram, "open", caught_by=SplitSandblast)
+def averages_go_on(
+    whole: Whole[None], self: ChunkProgram, step: int, batch_slice: BatchSlice
+) -> None:
     """A chunk begins with the running averages of the one before."""
-    whole = ChunkProgram.open
-
-    def opened(self: ChunkProgram, step: int, batch_slice: BatchSlice) -> None:
-        self._fetched = [self.values[item].clone() for item in self._buffers]
-        whole(self, step, batch_slice)
-
-    patch.setattr(ChunkProgram, "open", opened)
+    self._fetched = [self.values[item].clone() for item in self._buffers]
+    whole(self, step, batch_slice)
 
 
-def staged_when_sent(patch: Patch) -> None:
+@VARIANTS.replacing(ChunkPushes, "has_new_staged", caught_by=half_pushed)
+def staged_when_sent(whole: Whole[bool], self: ChunkPushes) -> bool:
     """A rank reports its part as staged as soon as it is sent."""
-    whole = ChunkPushes.has_new_staged
-
-    def has_new_staged(self: ChunkPushes) -> bool:
-        while self._pushed:
-            self.staged.append(self._pushed.popleft())
-            self._has_new_staged = True
-        return whole(self)
-
-    patch.setattr(ChunkPushes, "has_new_staged", has_new_staged)
+    while self._pushed:
+        self.staged.append(self._pushed.popleft())
+        self._has_new_staged = True
+    return whole(self)
 
 
 # --------------------------------------------------------------------------- shards
 
 
-def parts_are_not_awaited(patch: Patch) -> None:
+@VARIANTS.replacing(GradientSums, "stage_work", caught_by=SplitSandblast)
+def parts_are_not_awaited(
+    whole: Whole[Callable[[], object]], self: GradientSums, *args: object, **options: object
+) -> Callable[[], object]:
     """A part overwrites the whole vector: the parts of other ranks are lost."""
-    whole = GradientSums.stage_work
+    commit_token = options["commit_token"]
+    known = self._staged.get(commit_token)  # type: ignore[call-overload]
+    work = whole(self, *args, **options)
+    if known is None:
+        return work
 
-    def stage_work(self: GradientSums, *args: object, **options: object) -> object:
-        commit_token = options["commit_token"]
-        known = self._staged.get(commit_token)  # type: ignore[call-overload]
-        work = whole(self, *args, **options)  # type: ignore[arg-type]
-        if known is None:
-            return work
+    def all_of_it() -> None:
+        known.total[: self._n_gradient] = 0.0
+        work()
 
-        def all_of_it() -> None:
-            known.total[: self._n_gradient] = 0.0
-            work()
-
-        return all_of_it
-
-    patch.setattr(GradientSums, "stage_work", stage_work)
-
-
-VARIANTS: Final[dict[str, Variant]] = {
-    "staged by one": staged_by_one,
-    "lives are not told apart": lives_are_not_told_apart,
-    "speaks for the silent": speaks_for_the_silent,
-    "said once": said_once,
-    "parameters are kept": parameters_are_kept,
-    "averages go on": averages_go_on,
-    "staged when sent": staged_when_sent,
-    "parts are not awaited": parts_are_not_awaited,
-}
+    return all_of_it

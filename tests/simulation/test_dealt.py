@@ -20,7 +20,7 @@ from distbelief.supervisor.dealer import Dealer
 from distbelief.supervisor.membership import RoleRecord
 from tests.simulation.dealt import DealtJob, job_of, split_job_of
 from tests.simulation.jobs import seeds
-from tests.simulation.variants import Patch, Variant, failure_of
+from tests.simulation.variants import Patch, Variants, Whole, failure_of
 
 
 REPLICAS = [Address(f"replica-{r}") for r in range(3)]
@@ -187,28 +187,30 @@ def test_each_sample_counts_once_in_each_part_under_any_faults(seed: int) -> Non
 # ------------------------------------------------------------------------- variants
 
 
+VARIANTS = Variants[int]()
+
+
+@VARIANTS()
 def shard_ignores_positions(patch: Patch) -> None:
     patch.setattr(Spans, "overlaps", lambda *_: False)
 
 
+@VARIANTS()
 def done_when_one_shard_has_it(patch: Patch) -> None:
     """So, too, the next owner would begin where the most advanced shard is."""
     patch.setattr(Spans, "__and__", Spans.__or__)
 
 
-def pushed_is_done(patch: Patch) -> None:
+@VARIANTS.replacing(Dealer, "_heard")
+def pushed_is_done(whole: Whole[None], self: Dealer, hand: object, record: RoleRecord) -> None:
     """The dealer believes replicas, and does not ask what shards still have."""
-    heard = Dealer._heard
-
-    def believe(self: Dealer, hand: object, record: RoleRecord) -> None:
-        n_read = record.counters.get("ranges_done", 0.0)
-        held = hand.held  # type: ignore[attr-defined]
-        self.skipped(record, [end for n, span in held.items() if n < n_read for end in span])
-        heard(self, hand, record)  # type: ignore[arg-type]
-
-    patch.setattr(Dealer, "_heard", believe)
+    n_read = record.counters.get("ranges_done", 0.0)
+    held = hand.held  # type: ignore[attr-defined]
+    self.skipped(record, [end for n, span in held.items() if n < n_read for end in span])
+    whole(self, hand, record)
 
 
+@VARIANTS()
 def positions_are_forgotten_in_the_snapshot(patch: Patch) -> None:
     def take(label: str, state: ShardState, *, config: ShardConfig) -> Snapshot:
         return checkpoint.take(label, replace(state, applied=NOTHING), config=config)
@@ -216,22 +218,11 @@ def positions_are_forgotten_in_the_snapshot(patch: Patch) -> None:
     patch.setattr(shard_module, "take", take)
 
 
-def backup_does_not_know_the_positions(patch: Patch) -> None:
-    start_sync = ShardStore.start_sync
-
-    def forget(self: ShardStore, **all_: object) -> None:
-        start_sync(self, **(all_ | {"applied": NOTHING}))  # type: ignore[arg-type]
-
-    patch.setattr(ShardStore, "start_sync", forget)
-
-
-VARIANTS: dict[str, Variant] = {
-    "shard ignores positions": shard_ignores_positions,
-    "done when one shard has it": done_when_one_shard_has_it,
-    "pushed is done": pushed_is_done,
-    "positions are forgotten in the snapshot": positions_are_forgotten_in_the_snapshot,
-    "backup does not know the positions": backup_does_not_know_the_positions,
-}
+@VARIANTS.replacing(ShardStore, "start_sync")
+def backup_does_not_know_the_positions(
+    whole: Whole[None], self: ShardStore, **all_: object
+) -> None:
+    whole(self, **(all_ | {"applied": NOTHING}))
 
 
 def run_all() -> None:

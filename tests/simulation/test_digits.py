@@ -64,9 +64,9 @@ def accuracy(
     cluster = Cluster(
         task, settings, n_replicas=n_replicas, n_shards=2, seed=seed, await_begin=True
     )
-    cluster.simulation.run(until=0.1)
+    cluster.cluster.run(until=0.1)
     cluster.tell("replica-0", StartTraining())
-    cluster.simulation.run_until(lambda: cluster.counters(0).steps >= WARM_START_STEPS)
+    cluster.cluster.run_until(lambda: cluster.counters(0).steps >= WARM_START_STEPS)
     for replica in cluster.replicas[1:]:
         cluster.tell(replica, StartTraining())
     cluster.run()

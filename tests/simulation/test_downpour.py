@@ -6,8 +6,7 @@ and how often.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 
 import msgspec
 import numpy as np
@@ -17,35 +16,22 @@ from hypothesis import given, settings, strategies as st
 from torch import nn
 from typing_extensions import override
 
-from distbelief.algorithms.downpour import DOWNPOUR
-from distbelief.core.memory import Memory
 from distbelief.data import BatchCursor, DataShard
 from distbelief.parameter_server.initial_values import shard_values
 from distbelief.parameter_server.layout import Layout
 from distbelief.parameter_server.rules import SGD, Adagrad, TorchRule, UpdateRule
 from distbelief.parameter_server.schedules import Cosine
 from distbelief.protocol import Evaluate, EvaluationDone, Finished, Progress, StartTraining, Stop
-from distbelief.roles.role import Address, Role
-from distbelief.simulation.cluster import SimulatedCluster
-from distbelief.simulation.faults import Delay, Drop, Duplicate, Fault, Kill, Pause
-from distbelief.simulation.machines import ClusterOptions, SimulatedMachine
+from distbelief.roles.role import Address
+from distbelief.simulation.faults import Delay, Drop, Duplicate, Kill, Pause
 from distbelief.task.losses import loss_function
-from distbelief.task.task import (
-    BuildContext,
-    DataSpec,
-    ModelSpec,
-    TaskSpec,
-    build_dataset,
-    build_model,
-)
-from distbelief.worker import build as wb
+from distbelief.task.task import DataSpec, ModelSpec, TaskSpec, build_dataset, build_model
 from distbelief.worker.downpour_settings import DownpourSettings
 from distbelief.worker.local_executor import FlatModel
 from distbelief.worker.training import Counters, Training
 from tests.distbelief.examples import initials_of
-from tests.distbelief.parameter_server.pair import scatter
 from tests.elsewhere import answers
-from tests.simulation.jobs import Direct
+from tests.simulation.jobs import TASK, Direct, scattered
 
 
 HERE = "tests.simulation.test_downpour"
@@ -92,14 +78,7 @@ COUNTING = TaskSpec(
     train=DataSpec(factory=f"{HERE}:counting_data"),
     loss=f"{HERE}:total",
 )
-LEARNING = TaskSpec(
-    model=ModelSpec(
-        factory=f"{EXAMPLES}:net", arguments={"width": 40, "hidden": [70]}, initial="seed", seed=3
-    ),
-    train=DataSpec(factory=f"{EXAMPLES}:frames", arguments={"width": 40, "n_samples": 60}),
-    test=DataSpec(factory=f"{EXAMPLES}:frames", arguments={"width": 40, "n_samples": 50}),
-    loss="cross_entropy",
-)
+LEARNING = TASK
 
 
 # ----------------------------------------------------------------------- cluster
@@ -108,61 +87,14 @@ LEARNING = TaskSpec(
 class Cluster(Direct):
     """A job without a supervisor: replicas start at once and end by themselves."""
 
-    def __init__(  # one call describes a whole system
-        self,
-        task: TaskSpec,
-        settings: DownpourSettings,
-        *,
-        n_replicas: int = 1,
-        n_shards: int = 1,
-        host: str = "host-0",
-        seed: int = 0,
-        faults: Sequence[Fault] = (),
-        await_begin: bool = False,
-        flops_per_second: float = 1e10,
-    ) -> None:
-        model = FlatModel(build_model(task.model))
-        self.settings = settings
-        self.layout = Layout.of(model.specs(), n_shards=n_shards)
-        self.replicas = [Address(f"replica-{r}") for r in range(n_replicas)]
-        self.shards = [Address(f"shard-{k}") for k in range(n_shards)]
-        self._context = partial(
-            BuildContext,
-            task=task,
-            layout=self.layout,
-            n_replicas=n_replicas,
-            n_shards=n_shards,
-            seed=0,
-            initials=initials_of(model.module),
-            evaluation_subset=20,
-            await_begin=await_begin,
-        )
-        evaluates = task.test is not None
-        roster = wb.roster(n_replicas=n_replicas, n_shards=n_shards, evaluates=evaluates)
-        self.simulation = SimulatedCluster(
-            {Address(entry.name): self._builder(entry.name) for entry in roster},
-            seed=seed,
-            options=ClusterOptions(
-                introduce=True,
-                machine=SimulatedMachine(host=host, flops_per_second=flops_per_second),
-                faults=tuple(faults),
-            ),
-        )
-
-    def _builder(self, name: str) -> Callable[[Memory], Role]:
-        def build(memory: Memory) -> Role:
-            context = self._context(memory=memory)
-            return DOWNPOUR.build(name, config=self.settings, context=context)
-
-        return build
-
     def run(self, *, but: Sequence[str] = ()) -> None:
         """Run all replicas but these to their planned end."""
         wanted = [name for name in self.replicas if name not in but]
-        self.simulation.run_until(lambda: all(name in self.simulation.halted for name in wanted))
-        assert {self.simulation.halted[name] for name in wanted} == {None}
-        self.ended_at = self.simulation.now
-        self.simulation.run(until=self.ended_at + 0.1)  # their last messages arrive
+        halted = self.cluster.halted
+        self.cluster.run_until(lambda: all(name in halted for name in wanted))
+        assert {halted[name] for name in wanted} == {None}
+        self.ended_at = self.now
+        self.wait(0.1)  # their last messages arrive
 
     def counters(self, index: int) -> Counters:
         program = self.replica(self.replicas[index]).program
@@ -274,9 +206,7 @@ def drawn(task: TaskSpec) -> dict[str, torch.Tensor]:
     model = FlatModel(build_model(task.model))
     layout = Layout.of(model.specs(), n_shards=1)
     vector = shard_values(layout, 0, initials_of(model.module), seed=task.model.seed)
-    tensors = [torch.zeros(spec.n_elements) for spec in layout.tensors]
-    scatter(layout, 0, vector, tensors)
-    return {s.name: t for s, t in zip(layout.tensors, tensors, strict=True)}
+    return scattered(layout, [vector])
 
 
 @both_data_paths
@@ -578,8 +508,8 @@ def test_a_dead_shard_is_waited_for_and_its_lost_pushes_are_counted(host: str) -
 def test_replicas_wait_for_their_start() -> None:
     """The warm start: the supervisor starts replica 0, later the others."""
     cluster = Cluster(LEARNING, downpour(), n_replicas=2, await_begin=True)
-    cluster.simulation.run(until=1.0)
-    assert cluster.simulation.role(cluster.replicas[0]).status()[0] == "waiting for begin"
+    cluster.cluster.run(until=1.0)
+    assert cluster.cluster.role(cluster.replicas[0]).status()[0] == "waiting for begin"
     cluster.tell("replica-0", StartTraining())
     cluster.run(but=["replica-1"])
     assert cluster.counters(1).steps == 0
@@ -593,7 +523,7 @@ def test_replicas_wait_for_their_start() -> None:
 def test_stop_at_any_time_loses_nothing(host: str, at: float, n_push: int) -> None:
     job = counting(n_push=n_push, max_steps=None)
     cluster = Cluster(COUNTING, job, n_replicas=2, host=host)
-    cluster.simulation.run(until=at)
+    cluster.cluster.run(until=at)
     for name in cluster.replicas:
         cluster.tell(name, Stop(reason="enough"))
     cluster.run()
@@ -622,7 +552,7 @@ def test_the_evaluator_measures_the_shards_values(host: str) -> None:
     cluster.tell("evaluator", Evaluate(request=1, whole=True))
     cluster.tell("evaluator", Evaluate(request=2, whole=False))
 
-    cluster.simulation.run_until(lambda: len(cluster.told(EvaluationDone)) == 2)
+    cluster.cluster.run_until(lambda: len(cluster.told(EvaluationDone)) == 2)
     whole, subset = cluster.told(EvaluationDone)
     module = build_model(LEARNING.model)
     for name, value in module.named_parameters():
@@ -650,7 +580,7 @@ def digest() -> str:
         faults=[Drop(probability=0.1), Duplicate(probability=0.1)],
     )
     cluster.run()
-    return cluster.simulation.trace.digest
+    return cluster.cluster.trace.digest
 
 
 @pytest.mark.slow

@@ -13,7 +13,6 @@ import pytest
 from distbelief.config.job import ShardPlacement
 from distbelief.core.spans import NOTHING, Spans
 from distbelief.parameter_server.policy import ExchangePolicy, Round
-from distbelief.parameter_server.store import ShardStore
 from distbelief.roles.role import SUPERVISOR, Address
 from distbelief.simulation.faults import CutOff, Pause
 from distbelief.supervisor import role_placement as placement_module
@@ -24,8 +23,9 @@ from distbelief.supervisor.scheduler import Scheduler, ShutdownStage
 from tests.simulation.dealt import DealtJob
 from tests.simulation.hosted import N_HOSTS_MAX, HostedJob
 from tests.simulation.random_faults import message_faults
+from tests.simulation.test_dealt import VARIANTS as DEALT
 from tests.simulation.test_seeds import chunks, name, play_seeds
-from tests.simulation.variants import Patch, Variant, assert_noticed, failure_of
+from tests.simulation.variants import Patch, Variants, assert_noticed, failure_of
 
 
 T = TypeVar("T")
@@ -54,7 +54,7 @@ def elastic_job(seed: int, stream: np.random.Generator) -> DealtJob:
         cluster=partial(
             HostedJob,
             placement=pick(*PLACEMENTS),
-            n_hosts=n_hosts,
+            n_awaited=n_hosts,
             slots_here=slots_here,
             replicas_min=pick(1, min(2, slots_here)),
         ),
@@ -83,8 +83,8 @@ def play(seed: int) -> DealtJob:
         job.run_until(lambda: dealt.is_over, within=SECONDS_MAX)
         for _ in range(2):  # between the last sample and the last checkpoint
             _strike_in(float(stream.exponential(0.02)), dealt, stream)
-    job.run_until(lambda: SUPERVISOR in job.simulation.halted, within=SECONDS_MAX)
-    assert job.simulation.halted[SUPERVISOR] is None, job.simulation.halted[SUPERVISOR]
+    job.run_until(lambda: SUPERVISOR in job.cluster.halted, within=SECONDS_MAX)
+    assert job.cluster.halted[SUPERVISOR] is None, job.cluster.halted[SUPERVISOR]
     dealt.check_end(Spans([(0, dealt.total)]))
     dealt.check_saved()
     return dealt
@@ -93,7 +93,7 @@ def play(seed: int) -> DealtJob:
 def _strike_in(seconds: float, dealt: DealtJob, stream: np.random.Generator) -> None:
     """Let a host join, leave, die, stand still or be cut off, or let a role die."""
     job = cast("HostedJob", dealt.job)
-    simulation = job.simulation
+    simulation = job.cluster
     simulation.run(until=simulation.now + seconds)
     if SUPERVISOR in simulation.halted:
         return
@@ -140,7 +140,7 @@ def sights(seed: int) -> Mapping[str, int]:
     """Play a seed; return what happened in it."""
     dealt = play(seed)
     job = cast("HostedJob", dealt.job)
-    told = " ".join(job.told)
+    told = " ".join(job.messages)
     return {
         **{what: text in told for what, text in TOLD.items()},
         "two copies": len(job.copies) > len(job.shards),
@@ -160,7 +160,7 @@ def test_whatever_befalls_an_elastic_job_each_sample_counts_once(seeds: range) -
 
 def hosts_leave_at_the_end() -> None:
     """When the last sample is trained, and no checkpoint has it, all hosts but one leave."""
-    cluster = partial(HostedJob, placement="spread", n_hosts=2)
+    cluster = partial(HostedJob, placement="spread", n_awaited=2)
     dealt = DealtJob(n_samples=130, cluster=cluster, shard_copies=1, snapshot_every=1e3)
     dealt.job.run_until(lambda: dealt.is_over, within=SECONDS_MAX)
     job = cast("HostedJob", dealt.job)
@@ -180,27 +180,27 @@ def test_nobody_waits_for_a_worker_whose_last_message_comes_late() -> None:
 
     So its shards took it for one that works, and the others waited for it for ever.
     """
-    cluster = partial(HostedJob, placement="here", n_hosts=1)
+    cluster = partial(HostedJob, placement="here", n_awaited=1)
     dealt = DealtJob(n_replicas=2, cluster=cluster, exchange=ExchangePolicy(staleness=0))
-    job, simulation = cast("HostedJob", dealt.job), dealt.job.simulation
+    job, simulation = cast("HostedJob", dealt.job), dealt.job.cluster
     job.run_until(lambda: job.n_samples > 20)
     (host,) = job.hosts
     for role, seconds in ((host, 8.5), (Address("replica-1"), 8.4)):
         simulation.inject(Pause(at=simulation.now, role=role, seconds=seconds))
     job.leave(host)
     job.run_until(lambda: SUPERVISOR in simulation.halted, within=60.0)
-    assert "replica 1 waits for a host with free cores (distbelief join)" in job.told
+    assert "replica 1 waits for a host with free cores (distbelief join)" in job.messages
     dealt.check_end(Spans([(0, dealt.total)]))
 
 
 def test_samples_are_lost_only_with_both_copies_before_the_last_checkpoint() -> None:
     """Seen in random runs: what both copies had, and no checkpoint, is gone for good."""
-    cluster = partial(HostedJob, placement="spread", n_hosts=2)
+    cluster = partial(HostedJob, placement="spread", n_awaited=2)
     dealt = DealtJob(n_samples=130, cluster=cluster, shard_copies=2, snapshot_every=1e3)
     dealt.job.run_until(lambda: dealt.is_over, within=SECONDS_MAX)
-    both = {(name, dealt.job.simulation.incarnation(name)) for name in dealt.job.copies[:2]}
+    both = {(name, dealt.job.cluster.incarnation(name)) for name in dealt.job.copies[:2]}
     for copy, _ in both:
-        dealt.job.simulation.kill(copy)
+        dealt.job.cluster.kill(copy)
     assert dealt.job.run() is None
     assert dealt.fell_back == {"shard-0": NOTHING}
     with pytest.raises(AssertionError, match="ended with samples not saved"):
@@ -219,14 +219,18 @@ def test_each_sample_counts_once_for_ten_thousand_seeds(seeds: range) -> None:
 # ------------------------------------------------------------------- broken variants
 
 
+VARIANTS = Variants[int]()
+for known, seed in (("done when one shard has it", 13), ("backup does not know the positions", 20)):
+    VARIANTS[known] = DEALT[known]
+    VARIANTS.caught_by[known] = seed
+
+
+@VARIANTS(caught_by=1)
 def copies_on_one_host(patch: Patch) -> None:
     patch.setattr(placement_module, "apart_from", lambda _other, hosts: hosts)
 
 
-def done_when_one_shard_has_it(patch: Patch) -> None:
-    patch.setattr(Spans, "__and__", Spans.__or__)
-
-
+@VARIANTS(caught_by=0)
 def ranges_of_those_who_left_are_not_dealt_again(patch: Patch) -> None:
     """What a replica holds stays with it when it is gone, and when it begins anew."""
     patch.setattr(Dealer, "began", lambda *_: None)
@@ -249,35 +253,11 @@ def host_leaves_with_the_last_samples(patch: Patch) -> None:
     patch.setattr(Scheduler, "_ends_in_order", ends)
 
 
-def backup_does_not_know_the_positions(patch: Patch) -> None:
-    start_sync = ShardStore.start_sync
-
-    def forget(self: ShardStore, **all_: object) -> None:
-        start_sync(self, **(all_ | {"applied": NOTHING}))  # type: ignore[arg-type]
-
-    patch.setattr(ShardStore, "start_sync", forget)
-
-
-_ALL: tuple[Variant, ...] = (
-    copies_on_one_host,
-    done_when_one_shard_has_it,
-    ranges_of_those_who_left_are_not_dealt_again,
-    backup_does_not_know_the_positions,
-)
-VARIANTS = {variant.__name__.replace("_", " "): variant for variant in _ALL}
-CAUGHT_BY = {
-    "copies on one host": 1,
-    "done when one shard has it": 13,
-    "ranges of those who left are not dealt again": 0,
-    "backup does not know the positions": 20,
-}
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(300)  # a changed scene makes the test search for a new seed
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_broken_rule_is_noticed(name: str) -> None:
-    assert_noticed(name, VARIANTS[name], play, CAUGHT_BY)
+    assert_noticed(name, VARIANTS, play)
 
 
 def test_samples_that_leave_with_a_host_are_noticed() -> None:

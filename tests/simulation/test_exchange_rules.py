@@ -22,14 +22,16 @@ from distbelief.config.presets import PRESETS, expand
 from distbelief.parameter_server.policy import DOWNPOUR, ExchangePolicy, Round
 from distbelief.parameter_server.rules import UpdateRule
 from distbelief.protocol import push_fetch as pf
-from distbelief.roles.role import Address, Received, Seconds, Send
+from distbelief.roles.role import Address, Seconds
 from distbelief.simulation.driver import HandledEvent
 from distbelief.simulation.faults import Fault, Kill, Pause, Slow
 from distbelief.worker.downpour_settings import DownpourSettings
 from tests.distbelief.loops import Server
 from tests.simulation import test_downpour as td, test_local_steps as tl
-from tests.simulation.exchanges import FIRST, Quartet
+from tests.simulation.exchanges import FIRST, end, lose_first, quartet
 from tests.simulation.invariants import shard_in
+from tests.simulation.marks import Marks
+from tests.simulation.scene import sends
 from tests.simulation.workers import STEP, Worker
 
 
@@ -59,15 +61,15 @@ def slow(factor: float) -> Fault:
 class Begins:
     """When each worker begins its ticks."""
 
-    def __init__(self, quartet: Quartet) -> None:
+    def __init__(self, scene: Marks) -> None:
         self.at: defaultdict[Address, list[Seconds]] = defaultdict(list)
-        self._quartet = quartet
-        quartet.cluster.observe(self._see)
+        self._scene = scene
+        scene.cluster.observe(self._see)
 
     def _see(self, happening: HandledEvent) -> None:
         role = happening.role
         if isinstance(role, Worker) and role.begun > len(self.at[happening.name]):
-            self.at[happening.name].append(self._quartet.cluster.now)
+            self.at[happening.name].append(self._scene.now)
 
     def longest(self, *, after: Seconds = 0.0) -> Seconds:
         """Return the longest time from one tick to the next one, of all but the first worker."""
@@ -82,10 +84,10 @@ class Begins:
 
 def run(policy: ExchangePolicy, *faults: Fault, n_wanted: int = 8) -> tuple[Begins, Seconds]:
     """Run to the end of all workers but the first one, if there are faults."""
-    quartet = Quartet(policy, faults=faults, n_wanted=n_wanted)
-    begins = Begins(quartet)
-    quartet.finish(but=FIRST if faults else None)
-    return begins, quartet.cluster.now
+    scene = quartet(policy, *faults, n_wanted=n_wanted)
+    begins = Begins(scene)
+    end(scene, but=FIRST if faults else None)
+    return begins, scene.now
 
 
 # ------------------------------------------------------------ bounded staleness
@@ -93,17 +95,15 @@ def run(policy: ExchangePolicy, *faults: Fault, n_wanted: int = 8) -> tuple[Begi
 
 def test_a_push_names_the_tick_that_it_ends() -> None:
     """SSP-2: an update committed at clock c is timestamped c, on every shard."""
-    quartet = Quartet(ssp(1), faults=[slow(3.0)])
+    scene = quartet(ssp(1), slow(3.0))
     ticks: defaultdict[tuple[Address, Address], dict[int, object]] = defaultdict(dict)
 
     def see(happening: HandledEvent) -> None:
-        event = happening.event
-        if isinstance(event, Received) and isinstance(event.message, pf.Push):
-            push = event.message
-            ticks[event.sender, happening.name].setdefault(push.sequence, push.tick)
+        for shard, push in sends(happening, pf.Push):
+            ticks[happening.name, shard].setdefault(push.sequence, push.tick)
 
-    quartet.cluster.observe(see)
-    quartet.finish()
+    scene.cluster.observe(see)
+    end(scene)
     assert len(ticks) == 8
     assert all(list(told.values()) == list(range(1, 9)) for told in ticks.values())
 
@@ -114,25 +114,24 @@ def test_a_worker_reads_once_its_floor_is_high_enough_and_is_told_at_once() -> N
     It answers as soon as the slowest has ticked: no worker asks again in between.
     """
     staleness = 2
-    quartet = Quartet(ssp(staleness), faults=[slow(5.0)])
-    begins, rises, n_floors = Begins(quartet), [0.0], 0
+    scene = quartet(ssp(staleness), slow(5.0))
+    begins, rises, n_floors = Begins(scene), [0.0], 0
 
     def see(happening: HandledEvent) -> None:
         nonlocal n_floors
-        role, now = happening.role, quartet.cluster.now
+        role, now = happening.role, scene.now
         shard = shard_in(role)
         if shard is not None and shard._sessions.floor.value > len(rises) - 1:
             rises.append(now)
-        sent = [one.message for one in happening.actions if isinstance(one, Send)]
-        n_floors += sum(isinstance(message, pf.Floor) for message in sent)
-        if isinstance(role, Worker) and any(isinstance(one, pf.Fetch) for one in sent):
+        n_floors += len([*sends(happening, pf.Floor)])
+        if isinstance(role, Worker) and any(sends(happening, pf.Fetch)):
             links = role.client._links.values()
             assert all((x.ticks.floor or 0) >= role.client.tick - staleness for x in links)
 
-    quartet.cluster.observe(see)
-    quartet.finish()
+    scene.cluster.observe(see)
+    end(scene)
     assert n_floors >= 3 * 2 * 4  # three that wait, two shards, some ticks
-    for name in quartet.scenario.workers[1:]:
+    for name in scene.workers[1:]:
         for tick, at in enumerate(begins.at[name]):
             if tick > staleness and at > 0.5 * begins.at[FIRST][-1]:
                 assert at - rises[tick - staleness] < 2e-3, (name, tick)
@@ -214,17 +213,17 @@ def test_workers_wait_for_a_dead_one_until_it_is_removed(policy: ExchangePolicy)
 
     So do those of a round (of Horovod, DiLoCo); nothing that they have done is taken back.
     """
-    quartet = Quartet(policy)
-    quartet.cluster.run(until=0.032)
-    n_ended = quartet.worker(FIRST).client.tick
-    quartet.cluster.kill(FIRST)
-    quartet.cluster.run(until=1.0)
-    others = [quartet.worker(name) for name in quartet.scenario.workers[1:]]
+    scene = quartet(policy)
+    scene.cluster.run(until=0.032)
+    n_ended = scene.worker(FIRST).client.tick
+    scene.cluster.kill(FIRST)
+    scene.cluster.run(until=1.0)
+    others = [scene.worker(name) for name in scene.workers[1:]]
     assert 0 < n_ended < 5
     ahead = (policy.staleness or 0) + 1  # the tick begun last, ended or not
     assert {worker.begun - n_ended for worker in others} == {ahead}
-    quartet.lose_first(at=1.0)
-    quartet.finish(but=FIRST)
+    lose_first(scene, at=1.0)
+    end(scene, but=FIRST)
     assert {worker.begun for worker in others} == {8}
 
 
@@ -258,7 +257,7 @@ def test_a_replica_killed_in_mid_round_redoes_at_most_its_local_steps(preset: st
             counters = happening.role.program.counters  # type: ignore[attr-defined]
             lives[happening.name, happening.incarnation] = lambda: counters.steps
 
-    cluster.simulation.observe(see)
+    cluster.cluster.observe(see)
     cluster.run()
     assert len(lives) == 3
     for index, name in enumerate(cluster.replicas):
@@ -335,15 +334,14 @@ def test_a_push_follows_so_many_batches_or_epochs(frequency: int) -> None:
     fetched: list[int] = []
 
     def see(happening: HandledEvent) -> None:
-        event = happening.event
-        if isinstance(event, Received) and isinstance(event.message, pf.Push):
-            pushed[event.message.sequence] = event.message.samples
+        for _, push in sends(happening, pf.Push):
+            pushed[push.sequence] = push.samples
         if happening.name in cluster.replicas:
             counters = happening.role.program.counters  # type: ignore[attr-defined]
             if counters.fetches > len(fetched):
                 fetched.append(counters.steps)
 
-    cluster.simulation.observe(see)
+    cluster.cluster.observe(see)
     cluster.run()
     ends = list(range(frequency, 61, frequency))
     assert list(pushed.values()) == [4 * end for end in ends]

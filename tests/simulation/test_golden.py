@@ -15,7 +15,7 @@ elsewhere the values are, within a tolerance.
 import hashlib
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +28,6 @@ import torch
 from distbelief.config.job import StopTable
 from distbelief.core.vectors import Vector
 from distbelief.parameter_server.client.fetches import FetchResult
-from distbelief.parameter_server.layout import Layout
 from distbelief.parameter_server.rules import SGD
 from distbelief.roles.role import Address, Computed, Role, Send
 from distbelief.simulation.cluster import SimulatedCluster
@@ -37,21 +36,17 @@ from distbelief.simulation.faults import Kill, Pause
 from distbelief.simulation.network import Encoded
 from distbelief.worker.group import rank_name
 from sandblaster.chunks import COORDINATOR
-from tests.distbelief.parameter_server.pair import scatter
-from tests.simulation import sandblasts, scenarios, split_sandblasts, split_scenes
+from tests.simulation import sandblasts, scenarios, split_scenes
 from tests.simulation.groups import Group
-from tests.simulation.invariants import shard_in
-from tests.simulation.jobs import JobCluster
+from tests.simulation.jobs import JobCluster, scattered
 from tests.simulation.kernels import Operations, digest, rounding
 from tests.simulation.random_faults import random_faults
 from tests.simulation.test_downpour import downpour
 from tests.simulation.test_machines import COUNTING, faults_of
-from tests.simulation.workers import Unreadable, layout_of
+from tests.simulation.workers import Unreadable
 
 
 FILE = Path(__file__).with_name("golden.json")
-
-VALUES = "values"  # of all arrays in a snapshot
 
 Figures = dict[str, object]
 """What is recorded of a run; JSON knows every type in it.
@@ -119,15 +114,6 @@ def near(values: Vector) -> list[float]:
     return [float(f"{x:.13g}") for x in (np.linalg.norm(exact), *(signs * exact).sum(axis=1))]
 
 
-def parameters(layout: Layout, vectors: Sequence[Vector]) -> Vector:
-    """Return what the shards hold, tensor by tensor."""
-    dtype = torch.float64 if layout.dtype.itemsize == 8 else torch.float32
-    tensors = [torch.zeros(spec.n_elements, dtype=dtype) for spec in layout.tensors]
-    for index, vector in enumerate(vectors):
-        scatter(layout, index, vector, tensors)
-    return torch.cat(tensors).numpy()
-
-
 @contextmanager
 def headers_without_size() -> Iterator[None]:
     """Let time and bytes be those of arrays alone: headers name classes and fields."""
@@ -149,16 +135,13 @@ def headers_without_size() -> Iterator[None]:
 def marks(seed: int) -> Figures:
     """Workers without a model, shards of one copy (even seeds) or two, any fault."""
     scenario = scenarios.scenario_of(seed)
+    scenario.trace = "order"
     with scenarios.set_for(scenario):
-        run = scenarios.Play(scenario, trace="order")
-        watch = Watch(run.cluster)
-        run.run()
-    layout = layout_of(scenario.n_shards)
-    leaders = [run.overseer.leader(names) for names in scenario.twins]
-    shards = [shard_in(run.cluster.role(name)) for name in leaders if name is not None]
-    vectors = [Unreadable.read(shard._values) for shard in shards if shard is not None]
-    assert len(vectors) == scenario.n_shards
-    return watch.figures(parameters(layout, vectors))
+        watch = Watch(scenario.cluster)
+        scenario.run()
+    shards = [scenario.shard(scenario.leader(index)) for index in range(scenario.n_shards)]
+    vectors = [Unreadable.read(shard.values) for shard in shards]
+    return watch.figures(torch.cat([*scattered(scenario.layout, vectors).values()]).numpy())
 
 
 def marks_one_copy(index: int) -> Figures:
@@ -178,7 +161,7 @@ def job(seed: int, *, n_copies: int) -> Figures:
         warm_start_steps=5 * (seed % 2),
         host="" if seed % 4 == 1 else "host-0",
     )
-    watch = Watch(run.simulation)
+    watch = Watch(run.cluster)
     roles = [*run.copies, *run.replicas, Address("evaluator")]
     faults = random_faults(seed, roles, horizon=8.0, intensity=0.4, restarts=False)
     victim = roles[seed % len(roles)]
@@ -187,12 +170,9 @@ def job(seed: int, *, n_copies: int) -> Figures:
     seconds = 2.0 + 0.3 * seed if n_copies == 2 else 12.0
     pause = Pause(at=1.5 + 0.1 * seed, role=run.copies[0], seconds=seconds)
     for fault in (*faults, kill, *([pause] if seed % 4 >= 2 else [])):
-        run.simulation.inject(fault)
+        run.cluster.inject(fault)
     assert run.run(within=600.0) is None
-    saved = [run.simulation.disk.newest(name) for name in run.shards]
-    vectors = [snapshot.arrays[VALUES] for snapshot in saved if snapshot is not None]
-    assert len(vectors) == len(run.shards)
-    return watch.figures(parameters(run.layout, vectors))
+    return watch.figures(torch.cat([*run.saved().values()]).numpy())
 
 
 def job_one_copy(seed: int) -> Figures:
@@ -222,7 +202,7 @@ def split(seed: int) -> Figures:
         seed=seed,
         faults=(*faults_of(seed, names), kill),
     )
-    watch = Watch(run.simulation)
+    watch = Watch(run.cluster)
     run.run()
     return watch.figures(torch.cat([*run.values().values()]).numpy())
 
@@ -233,10 +213,10 @@ def lbfgs(seed: int, *, warm_steps: int = 0) -> Figures:
     roles = [COORDINATOR, *scene.replicas, *scene.shards]
     kill = Kill(at=0.005 + 0.003 * seed, role=roles[seed % len(roles)], restart_after=0.01)
     faults = (*scene.faults, kill)
-    run = sandblasts.Run(replace(scene, faults=faults, warm_steps=warm_steps, trace="order"))
+    run = replace(scene, faults=faults, warm_steps=warm_steps, trace="order")
     watch = Watch(run.cluster)
     run.play()
-    return watch.figures(np.frombuffer(run.values))
+    return watch.figures(np.frombuffer(run.bits))
 
 
 def lbfgs_after_downpour(seed: int) -> Figures:
@@ -248,7 +228,7 @@ def lbfgs_split(seed: int) -> Figures:
     scene = split_scenes.drawn(seed)
     roles = [COORDINATOR, *scene.shards, *scene.replicas]
     kill = Kill(at=0.005 + 0.003 * seed, role=roles[seed % len(roles)], restart_after=0.01)
-    run = split_sandblasts.Run(replace(scene, faults=(*scene.faults, kill)))
+    run = replace(scene, faults=(*scene.faults, kill))
     watch = Watch(run.cluster)
     run.play()
     return watch.figures(np.frombuffer(run.bits_of(buffers=True)))

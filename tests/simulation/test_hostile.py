@@ -18,7 +18,7 @@ from tests.simulation.dealt import DealtJob
 from tests.simulation.hosted import HostedJob
 from tests.simulation.hostile import Letter, Recorder, Trial, bare
 from tests.simulation.jobs import JobCluster
-from tests.simulation.sandblasts import Run, Sandblast
+from tests.simulation.sandblasts import Sandblast
 
 
 # A worker may send any numbers; NumPy warns of what comes of them, in the log of the shard.
@@ -46,7 +46,7 @@ ROUNDS: Final = ExchangePolicy(staleness=0, round=Round(quorum=0.5))
 
 
 def of_job(made: JobCluster) -> Recording:
-    recorder, cluster = Recorder(made.simulation), made.simulation
+    recorder, cluster = Recorder(made.cluster), made.cluster
     begun = cluster.now
 
     def suffices() -> bool:
@@ -59,7 +59,7 @@ def of_job(made: JobCluster) -> Recording:
 
 
 def of_batch() -> Recording:
-    run = Run(Sandblast(hosts="own", saves=(0.1,)))
+    run = Sandblast(hosts="own", saves=(0.1,))
     recorder = Recorder(run.cluster)
     run.cluster.run_until(lambda: COORDINATOR in run.cluster.halted)
     builders = run.cluster._driver.builders
@@ -74,7 +74,7 @@ SCENES: Final[Mapping[str, tuple[Callable[[], Recording], tuple[str, ...]]]] = {
     "round": (lambda: of_job(dealt(exchange=ROUNDS).job), ("shard-0",)),
     "ssp": (lambda: of_job(job(settings=SSP)), ("shard-0", "supervisor")),
     "hosts": (
-        lambda: of_job(HostedJob(seed=0, placement="spread", n_hosts=3, stop=ENDLESS)),
+        lambda: of_job(HostedJob(seed=0, placement="spread", n_awaited=3, stop=ENDLESS)),
         ("supervisor",),
     ),
     "batch": (of_batch, ("coordinator", "shard-0")),

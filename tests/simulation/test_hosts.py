@@ -19,17 +19,12 @@ from tests.simulation.variants import Patch, Variant, failure_of
 POLICIES: tuple[ShardPlacement, ...] = ("spread", "beside replicas")
 
 
-def trains_on(job: HostedJob, n_samples: int = 40) -> None:
-    before = job.n_samples
-    job.run_until(lambda: job.n_samples > before + n_samples)
-
-
 def end(job: HostedJob) -> None:
     """Let it train a little more, end it, and look at what it has saved."""
-    trains_on(job)
+    job.train(40)
     job.supervisor.request_stop("enough")
     assert job.run() is None
-    assert job.view.pushes_lost == 0, job.told
+    assert job.view.pushes_lost == 0, job.messages
     job.acknowledged.check(job)
 
 
@@ -38,7 +33,7 @@ def end(job: HostedJob) -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_copies_are_on_different_hosts_from_the_start(policy: ShardPlacement) -> None:
-    job = HostedJob(seed=0, placement=policy, n_hosts=2)
+    job = HostedJob(seed=0, placement=policy, n_awaited=2)
     job.run_until(job.is_whole)
     for one, other in (("shard-0", "shard-0b"), ("shard-1", "shard-1b")):
         assert job.host_of(Address(one)) != job.host_of(Address(other))
@@ -50,9 +45,9 @@ def test_copies_are_on_different_hosts_from_the_start(policy: ShardPlacement) ->
 @pytest.mark.parametrize("part", ["primary", "backup"])
 def test_a_host_is_lost_with_a_copy_of_a_shard(part: str) -> None:
     """The other one serves at once, and gets a new backup on a host that is there."""
-    job = HostedJob(seed=1, placement="spread", n_hosts=3)
+    job = HostedJob(seed=1, placement="spread", n_awaited=3)
     job.run_until(job.is_whole)
-    trains_on(job)
+    job.train(40)
     copy = next(
         name for name in job.copies if job.state(name) == part and job.host_of(name) != HERE
     )
@@ -65,10 +60,10 @@ def test_a_host_is_lost_with_a_copy_of_a_shard(part: str) -> None:
 
 
 def test_a_backup_leaves_the_host_of_its_primary_for_one_that_joins() -> None:
-    job = HostedJob(seed=2, placement="spread", n_hosts=0)
+    job = HostedJob(seed=2, placement="spread", n_awaited=0)
     job.run_until(job.is_whole)
     assert {job.host_of(name) for name in job.copies} == {HERE}
-    told = [text for text in job.told if "there is no other" in text]
+    told = [text for text in job.messages if "there is no other" in text]
     assert told == ["shard 0 and shard 0b are on one host: there is no other"]  # once
     job.come()
     job.run_until(lambda: {job.host_of(name) for name in job.copies} != {HERE}, within=5.0)
@@ -79,7 +74,7 @@ def test_a_backup_leaves_the_host_of_its_primary_for_one_that_joins() -> None:
 def test_copies_are_in_different_domains_if_there_are_two() -> None:
     """Of three hosts two are in one rack: no shard has both copies there."""
     job = HostedJob(
-        seed=3, placement="spread", n_hosts=3, n_shards=3, domains=("rack", "rack", "other")
+        seed=3, placement="spread", n_awaited=3, n_shards=3, domains=("rack", "rack", "other")
     )
     job.run_until(job.is_whole)
     hosts = job.supervisor.scheduler.hosts
@@ -93,10 +88,10 @@ def test_copies_are_in_different_domains_if_there_are_two() -> None:
 @pytest.mark.parametrize("policy", POLICIES)
 def test_hosts_that_leave_hand_their_shards_over(policy: ShardPlacement) -> None:
     """One after the other, until the supervisor's is the last one."""
-    job = HostedJob(seed=4, placement=policy, n_hosts=3)
+    job = HostedJob(seed=4, placement=policy, n_awaited=3)
     job.run_until(job.is_whole)
     for host in job.hosts:
-        trains_on(job)
+        job.train(40)
         job.leave(host)
         job.run_until(partial(job.has_left, host), within=25.0)
         job.run_until(job.is_whole)
@@ -106,13 +101,13 @@ def test_hosts_that_leave_hand_their_shards_over(policy: ShardPlacement) -> None
 
 def test_a_primary_waits_for_its_backup_before_it_leaves() -> None:
     """Its other copy had just been restarted: its host left with what nobody else had."""
-    job = HostedJob(seed=5, placement="spread", n_hosts=2, n_shards=1)
+    job = HostedJob(seed=5, placement="spread", n_awaited=2, n_shards=1)
     job.run_until(job.is_whole)
-    trains_on(job)
+    job.train(40)
     primary, backup = job.copy_that_is("primary"), job.copy_that_is("backup")
     host = job.host_of(primary)
     assert host not in {HERE, None}
-    job.simulation.kill(backup)
+    job.cluster.kill(backup)
     assert host is not None
     job.leave(host)
     job.run_until(partial(job.has_left, host), within=25.0)
@@ -122,9 +117,9 @@ def test_a_primary_waits_for_its_backup_before_it_leaves() -> None:
 
 def test_a_backup_waits_for_its_primary_before_it_leaves() -> None:
     """The host of its primary had just died: its own left with what nobody else had any more."""
-    job = HostedJob(seed=7, placement="spread", n_hosts=3, n_shards=1)
+    job = HostedJob(seed=7, placement="spread", n_awaited=3, n_shards=1)
     job.run_until(job.is_whole)
-    trains_on(job)
+    job.train(40)
     host, other = (job.host_of(job.copy_that_is(part)) for part in ("backup", "primary"))
     assert host not in {HERE, None}
     assert other not in {HERE, None}
@@ -138,10 +133,10 @@ def test_a_backup_waits_for_its_primary_before_it_leaves() -> None:
 
 def test_a_single_copy_saves_before_its_host_leaves() -> None:
     """It was ended at once: what it had acknowledged after its checkpoint was lost."""
-    job = HostedJob(seed=6, placement="spread", n_hosts=2, shard_copies=1)
+    job = HostedJob(seed=6, placement="spread", n_awaited=2, shard_copies=1)
     job.run_until(lambda: job.phase == "training")
     for host in job.hosts:
-        trains_on(job)
+        job.train(40)
         job.leave(host)
         job.run_until(partial(job.has_left, host), within=25.0)
     assert {job.host_of(name) for name in job.copies} == {HERE}
@@ -157,14 +152,14 @@ def play(seed: int, *, n_blows: int = 3) -> None:
     job = HostedJob(
         seed=seed,
         placement=POLICIES[int(stream.integers(2))],
-        n_hosts=int(stream.integers(1, 4)),
+        n_awaited=int(stream.integers(1, 4)),
         n_replicas=int(stream.integers(1, 4)),
         n_shards=int(stream.integers(1, 4)),
         slots_here=int(stream.integers(1, 3)),
     )
     for _ in range(n_blows):
         job.run_until(job.is_whole, within=60.0)
-        job.simulation.run(until=job.simulation.now + float(stream.uniform(0.0, 2.0)))
+        job.cluster.run(until=job.now + float(stream.uniform(0.0, 2.0)))
         _blow(job, stream)
     job.run_until(job.is_whole, within=60.0)
     end(job)
@@ -180,7 +175,7 @@ def _blow(job: HostedJob, stream: np.random.Generator) -> None:
         case 2 if host is not None:
             job.leave(host)
         case 3 if job.is_whole():
-            job.simulation.kill(copy)
+            job.cluster.kill(copy)
         case _ if job.n_hosts < N_HOSTS_MAX:
             job.come()
         case _:

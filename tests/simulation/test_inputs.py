@@ -220,8 +220,8 @@ def test_a_whole_replica_trains_any_model_to_the_bit(task: TaskSpec) -> None:
     found = cluster.values()
     assert same(found, {name: p.detach().view(-1) for name, p in expected.named_parameters()})
     cluster.tell("evaluator", Evaluate(request=1, whole=True))
-    cluster.simulation.run(until=cluster.simulation.now + 1.0)
-    check_evaluation(cluster.simulation.sent_to(SUPERVISOR), task, expected)
+    cluster.wait(1.0)
+    check_evaluation(cluster.cluster.sent_to(SUPERVISOR), task, expected)
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -246,10 +246,10 @@ def test_ranks_evaluate_like_one_process(task: TaskSpec) -> None:
     sample = sample_of(build_dataset(task.train))
     settings = downpour(loss=task.loss)
     group = Group(task, settings, inputs=sample, n_machines=2, group="evaluator")
-    group.simulation.run(until=1.0)
+    group.cluster.run(until=1.0)
     group.tell("evaluator", Evaluate(request=1, whole=True))
-    group.simulation.run(until=5.0)
-    check_evaluation(group.simulation.sent_to(SUPERVISOR), task, plain(task, drawn(task), steps=0))
+    group.cluster.run(until=5.0)
+    check_evaluation(group.cluster.sent_to(SUPERVISOR), task, plain(task, drawn(task), steps=0))
 
 
 def check_evaluation(heard: Sequence[Received], task: TaskSpec, module: nn.Module) -> None:

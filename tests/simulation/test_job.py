@@ -9,12 +9,13 @@ import pytest
 from distbelief.config.job import StopTable
 from distbelief.parameter_server.shard_config import shard_of
 from distbelief.protocol import PushApplied
-from distbelief.roles.role import FIRST_LABEL, SUPERVISOR, Address, Send
+from distbelief.roles.role import FIRST_LABEL, SUPERVISOR, Address
 from distbelief.simulation.driver import HandledEvent
 from distbelief.simulation.faults import Delay, DiskFull, Drop, Fault, Kill, Pause
 from distbelief.simulation.storage import Disk
 from tests.simulation.jobs import EXAMPLES, STEP_SECONDS, TASK, JobCluster, seeds
 from tests.simulation.random_faults import random_faults
+from tests.simulation.scene import sends
 
 
 LONG = StopTable(seconds=1e6)
@@ -30,7 +31,7 @@ def test_a_job_runs_to_its_end_and_leaves_everything_behind() -> None:
     assert view.pushes_lost == 0
     assert view.metric is not None
     for shard in job.shards:
-        assert job.simulation.disk.newest(shard) is not None
+        assert job.newest(shard).label
     assert {role.state for role in view.roles} == {"done"}
     assert view.pushes_applied == view.step  # each push goes to both shards
 
@@ -160,7 +161,7 @@ def test_a_replica_that_dies_comes_back_while_the_others_go_on() -> None:
     job = JobCluster(stop=LONG, faults=[Kill(at=3.0, role=Address("replica-1"))])
     job.run_until(lambda: job.restarts("replica-1") == 1)
     before = job.samples("replica-0")
-    assert "replica 1 killed: restarting it" in job.told
+    assert "replica 1 killed: restarting it" in job.messages
     job.run_until(lambda: job.state("replica-1") == "computing")
     assert job.samples("replica-0") > before
     assert job.samples("replica-1") > 0
@@ -173,11 +174,11 @@ def test_a_replica_that_dies_too_often_is_left_out() -> None:
     for n in range(4):
         job.run_until(lambda: job.state("replica-1") == "computing")
         assert job.restarts("replica-1") == n
-        job.simulation.kill(Address("replica-1"))
-        job.simulation.run(until=job.simulation.now + 0.2)
+        job.cluster.kill(Address("replica-1"))
+        job.wait(0.2)
     assert job.state("replica-1") == "lost, left out"
     before = job.samples("replica-0")
-    job.simulation.run(until=job.simulation.now + 5.0)
+    job.wait(5.0)
     assert job.samples("replica-0") > before
     job.interrupt()
     assert job.run() == "interrupted"
@@ -187,20 +188,20 @@ def test_a_job_that_has_lost_every_replica_fails() -> None:
     job = JobCluster(stop=LONG, n_replicas=1)
     for _ in range(4):
         job.run_until(lambda: job.state("replica-0") == "computing")
-        job.simulation.kill(Address("replica-0"))
-        job.simulation.run(until=job.simulation.now + 0.2)
+        job.cluster.kill(Address("replica-0"))
+        job.wait(0.2)
     assert (job.run() or "").startswith("every replica is lost")
-    assert job.simulation.disk.newest(job.shards[0]) is not None
+    assert job.newest(job.shards[0]).label
 
 
 @pytest.mark.parametrize("host", ["host-0", ""], ids=["one host", "block messages"])
 def test_a_shard_that_dies_comes_back_from_its_checkpoint(host: str) -> None:
     job = JobCluster(stop=StopTable(samples=2000), host=host)
-    job.run_until(lambda: job.simulation.disk.newest(job.shards[0]) is not None)
-    job.simulation.run(until=job.simulation.now + 1.0)
-    job.simulation.kill(job.shards[0])
+    job.run_until(lambda: job.cluster.disk.newest(job.shards[0]) is not None)
+    job.wait(1.0)
+    job.cluster.kill(job.shards[0])
     job.run_until(lambda: job.restarts("shard-0") == 1)
-    said = [text for text in job.told if "shard 0" in text]
+    said = [text for text in job.messages if "shard 0" in text]
     assert "restarting it from checkpoint 00001 (1." in said[0]
     assert "acknowledged pushes will be lost" in said[0]
     assert job.run() is None
@@ -214,8 +215,8 @@ def test_pushes_of_a_replica_that_died_with_the_shard_are_lost() -> None:
     job = JobCluster(stop=StopTable(samples=1000), n_replicas=1, snapshot_every=1e3)
     job.run_until(lambda: job.n_samples > 400)
     n_applied = job.view.pushes_applied
-    job.simulation.kill(Address("replica-0"))
-    job.simulation.kill(job.shards[0])
+    job.cluster.kill(Address("replica-0"))
+    job.cluster.kill(job.shards[0])
     assert job.run() is None
     view = job.view
     assert view.pushes_lost is not None
@@ -227,9 +228,9 @@ def test_pushes_of_a_replica_that_died_with_the_shard_are_lost() -> None:
 def test_a_shard_that_dies_before_its_first_checkpoint_starts_from_scratch() -> None:
     job = JobCluster(stop=StopTable(samples=400), snapshot_every=1e3)
     job.run_until(lambda: job.n_samples > 40)
-    job.simulation.kill(job.shards[1])
+    job.cluster.kill(job.shards[1])
     job.run_until(lambda: job.restarts("shard-1") == 1)
-    assert any("from its initial values" in text for text in job.told)
+    assert any("from its initial values" in text for text in job.messages)
     assert job.run() is None
 
 
@@ -238,20 +239,20 @@ def test_an_evaluator_that_dies_too_often_is_done_without() -> None:
     for n in range(3):
         job.run_until(lambda: job.state("evaluator") == "waiting")
         assert job.restarts("evaluator") == n
-        job.simulation.kill(Address("evaluator"))
-        job.simulation.run(until=job.simulation.now + 0.2)
+        job.cluster.kill(Address("evaluator"))
+        job.wait(0.2)
     assert job.run() is None
-    assert any("evaluator" in text and "left out" in text for text in job.told)
+    assert any("evaluator" in text and "left out" in text for text in job.messages)
 
 
 def test_a_silent_role_is_named_and_greeted_when_it_is_back() -> None:
     pause = Pause(at=5.0, role=Address("replica-1"), seconds=6.0)
     job = JobCluster(stop=LONG, faults=[pause])
-    job.run_until(lambda: any("silent" in text for text in job.told))
-    assert job.simulation.now < 5.0 + 3.0 + 1.0
-    assert job.told[-1].startswith("replica 1 silent for 3.")
-    assert job.told[-1].endswith("s; counts as dead after 10 s")
-    job.run_until(lambda: any("is back" in text for text in job.told))
+    job.run_until(lambda: any("silent" in text for text in job.messages))
+    assert job.now < 5.0 + 3.0 + 1.0
+    assert job.messages[-1].startswith("replica 1 silent for 3.")
+    assert job.messages[-1].endswith("s; counts as dead after 10 s")
+    job.run_until(lambda: any("is back" in text for text in job.messages))
     assert job.restarts("replica-1") == 0
 
 
@@ -259,16 +260,15 @@ def test_a_role_silent_for_long_is_ended_and_restarted() -> None:
     pause = Pause(at=5.0, role=Address("shard-0"), seconds=1000.0)
     job = JobCluster(stop=LONG, faults=[pause])
     job.run_until(lambda: job.restarts("shard-0") == 1)
-    assert job.simulation.now < 5.0 + 10.0 + 1.0
-    before = job.n_samples
-    job.run_until(lambda: job.n_samples > before + 100)
+    assert job.now < 5.0 + 10.0 + 1.0
+    job.train()
 
 
 def test_a_suspended_supervisor_blames_nobody() -> None:
     pause = Pause(at=5.0, role=SUPERVISOR, seconds=12.0)
     job = JobCluster(stop=LONG, faults=[pause])
-    job.simulation.run(until=20.0)
-    assert not [text for text in job.told if "silent" in text]
+    job.cluster.run(until=20.0)
+    assert not [text for text in job.messages if "silent" in text]
 
 
 copies = pytest.mark.parametrize("shard_copies", [1, 2])
@@ -299,14 +299,13 @@ def test_a_supervisor_that_was_stopped_finds_its_job_at_work(
         snapshot_every=1e3,
         shard_copies=shard_copies,
     )
-    job.simulation.run(until=5.0)
+    job.cluster.run(until=5.0)
     roles = {role.name: role.state for role in job.view.roles}
-    job.simulation.run(until=5.0 + n_times * (seconds + 1.0))
-    before = job.n_samples
-    job.run_until(lambda: job.n_samples > before + 100)
+    job.cluster.run(until=5.0 + n_times * (seconds + 1.0))
+    job.train()
     view = job.view
     assert [role.name for role in view.roles if role.restarts] == []
-    assert not [text for text in job.told if "silent" in text or "restart" in text]
+    assert not [text for text in job.messages if "silent" in text or "restart" in text]
     if shard_copies == 2:  # nobody was deposed
         assert {roles["shard-0"], roles["shard-0b"]} == {"primary", "backup"}
         assert {name: job.state(name) for name in job.copies} == {
@@ -324,12 +323,11 @@ def test_a_primary_that_dies_while_the_supervisor_is_stopped(shard_copies: int) 
     """With two copies nothing is lost; with one, the pushes after its checkpoint."""
     pause = Pause(at=5.0, role=SUPERVISOR, seconds=10.0)
     job = JobCluster(stop=LONG, faults=[pause], n_shards=1, shard_copies=shard_copies)
-    job.simulation.run(until=4.0)
+    job.cluster.run(until=4.0)
     primary = job.copy_that_is("primary") if shard_copies == 2 else job.shards[0]
-    job.simulation.inject(Kill(at=10.0, role=primary))
+    job.cluster.inject(Kill(at=10.0, role=primary))
     job.run_until(lambda: job.restarts(primary) == 1)
-    before = job.n_samples
-    job.run_until(lambda: job.n_samples > before + 100)
+    job.train()
     assert (job.view.pushes_lost == 0) is (shard_copies == 2)
 
 
@@ -340,12 +338,10 @@ class Acknowledged:
     newest: dict[tuple[Address, Address], int] = field(default_factory=dict)
 
     def __call__(self, happening: HandledEvent) -> None:
-        for action in happening.actions:
-            if isinstance(action, Send) and isinstance(action.message, PushApplied):
-                key = shard_of(happening.name), action.receiver
-                if action.receiver.startswith("replica"):
-                    sequence = max(action.message.sequence, self.newest.get(key, 0))
-                    self.newest[key] = sequence
+        for replica, applied in sends(happening, PushApplied):
+            if replica.startswith("replica"):
+                key = shard_of(happening.name), replica
+                self.newest[key] = max(applied.sequence, self.newest.get(key, 0))
 
     @property
     def n(self) -> int:
@@ -383,18 +379,18 @@ def test_shards_save_before_they_end_without_a_supervisor(shard_copies: int, hos
         host=host,
     )
     acknowledged = Acknowledged()
-    job.simulation.observe(acknowledged)
-    job.simulation.run(until=5.0 + 4.0)
+    job.cluster.observe(acknowledged)
+    job.cluster.run(until=5.0 + 4.0)
     n_alive = len(job.copies) + len(job.replicas) + 1
     assert job.n_alive == n_alive  # they work on
-    assert acknowledged.n_missing(job.simulation.disk) > 100
-    job.simulation.run(until=5.0 + 9.0)
+    assert acknowledged.n_missing(job.cluster.disk) > 100
+    job.cluster.run(until=5.0 + 9.0)
     assert job.n_alive == len(job.copies)  # which wait for last pushes, as long again
-    job.simulation.run(until=5.0 + 12.0)
+    job.cluster.run(until=5.0 + 12.0)
     assert job.n_alive == 0
-    assert acknowledged.n_missing(job.simulation.disk) == 0
+    assert acknowledged.n_missing(job.cluster.disk) == 0
     for name, seconds in [(Address("replica-0"), 5), *[(copy, 10) for copy in job.copies]]:
-        halted = job.simulation.halted[name] or ""
+        halted = job.cluster.halted[name] or ""
         assert halted.startswith(f"no message from the supervisor for {seconds}.")
 
 
@@ -412,10 +408,10 @@ def test_a_job_goes_on_after_a_silence_beyond_its_patience(shard_copies: int) ->
         snapshot_every=1e3,
     )
     acknowledged = Acknowledged()
-    job.simulation.observe(acknowledged)
-    job.simulation.run(until=24.0)
+    job.cluster.observe(acknowledged)
+    job.cluster.run(until=24.0)
     assert {role.restarts for role in job.view.roles} == {0}
-    assert acknowledged.n_missing(job.simulation.disk) == 0
+    assert acknowledged.n_missing(job.cluster.disk) == 0
     n_acknowledged = acknowledged.n
     assert job.run() is None
     view = job.view
@@ -423,7 +419,7 @@ def test_a_job_goes_on_after_a_silence_beyond_its_patience(shard_copies: int) ->
     assert view.pushes_lost == 0
     # Each shard acknowledges its part of a push.
     assert len(job.shards) * view.pushes_applied > n_acknowledged
-    assert not any("will be lost" in text for text in job.told)
+    assert not any("will be lost" in text for text in job.messages)
 
 
 def test_a_checkpoint_without_a_request_is_never_ahead_of_the_next_one() -> None:
@@ -431,14 +427,12 @@ def test_a_checkpoint_without_a_request_is_never_ahead_of_the_next_one() -> None
     ahead of its supervisor, whose next checkpoint would look older."""
     pauses = [Pause(at=at, role=SUPERVISOR, seconds=8.0) for at in (5.0, 18.0)]
     job = JobCluster(stop=LONG, faults=pauses, patience=3.0, snapshot_every=30.0)
-    job.simulation.run(until=29.0)
+    job.cluster.run(until=29.0)
     assert job.restarts("shard-0") == 2
-    (only,) = job.simulation.disk.snapshots(job.shards[0])
+    (only,) = job.cluster.disk.snapshots(job.shards[0])
     assert only.snapshot.label == FIRST_LABEL
-    job.run_until(lambda: len(job.simulation.disk.snapshots(job.shards[0])) == 2, within=100.0)
-    newest = job.simulation.disk.newest(job.shards[0])
-    assert newest is not None
-    assert newest.label == "00001"
+    job.run_until(lambda: len(job.cluster.disk.snapshots(job.shards[0])) == 2, within=100.0)
+    assert job.newest(job.shards[0]).label == "00001"
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -457,7 +451,7 @@ def test_a_job_survives_whatever_heals(seed: int, shard_copies: int) -> None:
     )
     roles = [*job.copies, *job.replicas, Address("evaluator")]
     for fault in random_faults(seed, roles, horizon=10.0, intensity=0.7, restarts=False):
-        job.simulation.inject(fault)
+        job.cluster.inject(fault)
     assert job.run(within=600.0) is None
     assert job.view.samples >= 800
 
@@ -471,12 +465,12 @@ def test_a_primary_that_dies_costs_nothing(host: str) -> None:
     job.run_until(job.is_paired)
     job.run_until(lambda: job.n_samples > 200)
     primary, backup = job.copy_that_is("primary"), job.copy_that_is("backup")
-    job.simulation.kill(primary)
+    job.cluster.kill(primary)
     job.run_until(lambda: job.state(backup) == "primary", within=1.0)
     job.run_until(job.is_paired)
     assert job.copy_that_is("backup") == primary
     assert job.run() is None
-    assert any("takes over, nothing acknowledged is lost" in text for text in job.told)
+    assert any("takes over, nothing acknowledged is lost" in text for text in job.messages)
     view = job.view
     assert view.pushes_lost == 0
     assert view.pushes_applied == view.step  # each push once, on both shards, in both copies
@@ -487,11 +481,10 @@ def test_primaries_die_one_after_the_other_and_nothing_is_lost() -> None:
     job = JobCluster(stop=LONG, shard_copies=2, snapshot_every=1e3)
     for n in range(8):
         job.run_until(job.is_paired)
-        job.simulation.run(until=job.simulation.now + 0.3)
+        job.wait(0.3)
         if job.is_paired():
-            job.simulation.kill(job.copy_that_is("primary", n % 2))
-    before = job.n_samples
-    job.run_until(lambda: job.n_samples > before + 200)
+            job.cluster.kill(job.copy_that_is("primary", n % 2))
+    job.train(200)
     assert job.view.pushes_lost == 0
     job.interrupt()
     assert job.run() == "interrupted"
@@ -502,11 +495,9 @@ def test_a_primary_that_is_paused_is_replaced_within_two_seconds() -> None:
     job.run_until(job.is_paired)
     job.run_until(lambda: job.n_samples > 40)
     primary, backup = job.copy_that_is("primary"), job.copy_that_is("backup")
-    pause = Pause(at=job.simulation.now, role=primary, seconds=3.0)
-    job.simulation.inject(pause)
+    job.pause(primary, 3.0)
     job.run_until(lambda: job.state(backup) == "primary", within=2.0)
-    before = job.n_samples
-    job.run_until(lambda: job.n_samples > before + 40, within=2.0)
+    job.train(40, within=2.0)
     job.run_until(job.is_paired)
     assert job.restarts(primary) == 1
     assert job.view.pushes_lost == 0
@@ -517,14 +508,12 @@ def test_a_backup_that_is_paused_holds_nobody_up_for_long() -> None:
     job.run_until(job.is_paired)
     job.run_until(lambda: job.n_samples > 40)
     backup = job.copy_that_is("backup")
-    pause = Pause(at=job.simulation.now, role=backup, seconds=5.0)
-    job.simulation.inject(pause)
-    before = job.n_samples
-    job.run_until(lambda: job.n_samples > before + 100, within=4.0)
+    job.pause(backup, 5.0)
+    job.train(within=4.0)
     job.run_until(job.is_paired)
     assert job.restarts(backup) == 0
     assert job.view.pushes_lost == 0
-    assert any("does not answer" in text for text in job.told)
+    assert any("does not answer" in text for text in job.messages)
 
 
 def test_two_paused_copies_that_wake_up_and_come_back_have_lost_nothing() -> None:
@@ -534,14 +523,12 @@ def test_two_paused_copies_that_wake_up_and_come_back_have_lost_nothing() -> Non
     job.run_until(lambda: job.n_samples > 40)
     primary, backup = job.copy_that_is("primary"), job.copy_that_is("backup")
     for copy in (primary, backup):
-        pause = Pause(at=job.simulation.now, role=copy, seconds=16.0)
-        job.simulation.inject(pause)
-    before = job.n_samples
-    job.run_until(lambda: job.n_samples > before + 100)
+        job.pause(copy, 16.0)
+    job.train()
     job.run_until(job.is_paired)
     assert (job.restarts(primary), job.restarts(backup)) == (0, 1)
     assert job.view.pushes_lost == 0
-    assert not any("nothing acknowledged is lost" in text for text in job.told)
+    assert not any("nothing acknowledged is lost" in text for text in job.messages)
 
 
 @pytest.mark.parametrize("how", ["die", "are silent for good"])
@@ -551,13 +538,13 @@ def test_two_copies_that_are_lost_at_once_come_back_from_a_checkpoint(how: str) 
     job.run_until(lambda: job.n_samples > 200)
     for copy in job.copies[:2]:
         if how == "die":
-            job.simulation.kill(copy)
+            job.cluster.kill(copy)
         else:
-            job.simulation.inject(Pause(at=job.simulation.now, role=copy, seconds=1000.0))
+            job.pause(copy, 1000.0)
     assert job.run() is None
     assert job.view.pushes_lost
-    assert not any("nothing acknowledged is lost" in text for text in job.told)
-    assert any("pushes will be lost" in text for text in job.told)
+    assert not any("nothing acknowledged is lost" in text for text in job.messages)
+    assert any("pushes will be lost" in text for text in job.messages)
 
 
 def test_a_disk_that_is_full_at_the_end_fails_the_job() -> None:
@@ -572,41 +559,40 @@ def test_a_disk_that_is_full_at_the_end_fails_the_job() -> None:
 def test_an_interrupted_job_is_over_and_saved_within_two_seconds(shard_copies: int) -> None:
     job = JobCluster(stop=LONG, snapshot_every=1e3, shard_copies=shard_copies)
     job.run_until(lambda: job.n_samples > 100)
-    begun = job.simulation.now
+    begun = job.now
     job.interrupt()
     assert job.run() == "interrupted"
     assert job.supervisor.shutdown.interrupted
-    assert job.simulation.now - begun <= 1.3 + 1.0  # run() adds a second
+    assert job.now - begun <= 1.3 + 1.0  # run() adds a second
     for shard in job.shards:
-        assert job.simulation.disk.newest(shard) is not None
+        assert job.newest(shard).label
 
 
 @pytest.mark.parametrize("victim", ["replica-0", "shard-1", "evaluator"])
 def test_nobody_can_delay_an_interrupt(victim: str) -> None:
     job = JobCluster(stop=LONG)
     job.run_until(lambda: job.n_samples > 100)
-    pause = Pause(at=job.simulation.now, role=Address(victim), seconds=100.0)
-    job.simulation.inject(pause)
-    begun = job.simulation.now
+    job.pause(Address(victim), 100.0)
+    begun = job.now
     job.interrupt()
     assert job.run() == "interrupted"
-    assert job.simulation.now - begun <= 1.3 + 1.0 + 1e-6
+    assert job.now - begun <= 1.3 + 1.0 + 1e-6
 
 
 def test_a_second_interrupt_ends_everything_at_once() -> None:
     job = JobCluster(stop=LONG)
     job.run_until(lambda: job.n_samples > 100)
-    begun = job.simulation.now
+    begun = job.now
     job.interrupt()
     job.interrupt()
-    job.run_until(lambda: SUPERVISOR in job.simulation.halted)
-    assert job.simulation.now - begun < 0.01
+    job.run_until(lambda: SUPERVISOR in job.cluster.halted)
+    assert job.now - begun < 0.01
 
 
 @pytest.mark.parametrize("at", [0.0, 0.3, 0.6, 1.0])
 def test_a_job_can_be_interrupted_while_it_starts(at: float) -> None:
     job = JobCluster(stop=LONG)
-    job.simulation.run(until=at)
+    job.cluster.run(until=at)
     job.interrupt()
     assert job.run() == "interrupted"
 

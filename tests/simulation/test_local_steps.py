@@ -420,15 +420,15 @@ def ended(
     """Return the values after four replicas were held after two steps, and then stopped."""
     settings = msgspec.structs.replace(counting(64, max_steps=10), exchange=exchange, rule=rule)
     cluster = td.Cluster(td.COUNTING, settings, n_replicas=4, host=host, await_begin=True)
-    cluster.simulation.run(until=1.0)
+    cluster.cluster.run(until=1.0)
     for name in cluster.replicas:
         cluster.tell(name, StartTraining(samples=8))
-    cluster.simulation.run(until=2.0)
+    cluster.cluster.run(until=2.0)
     assert [cluster.counters(r).local_steps for r in range(4)] == [2, 2, 2, 2]
     for name in cluster.replicas:
         cluster.tell(name, Stop(reason="all samples are trained"))
-        cluster.simulation.run(until=cluster.simulation.now + pause)
-    cluster.simulation.run(until=9.0)
+        cluster.wait(pause)
+    cluster.cluster.run(until=9.0)
     assert cluster.status("shard-0")["pushes_applied"] == 4
     return cluster.values()["weight"]
 

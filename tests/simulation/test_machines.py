@@ -136,16 +136,16 @@ def test_the_others_end_once_a_silent_rank_is_lost_for_good(silent: int, at: flo
     group = Group(
         COUNTING, settings, inputs=(200,), faults=[Pause(at=at, role=names[silent], seconds=1e4)]
     )
-    group.simulation.run(until=1.0)
+    group.cluster.run(until=1.0)
     others = [name for name in names if name != names[silent]]
     for name in others:
         group.tell(name, Stop(reason="over"))
-    group.simulation.run(until=2.0)
+    group.cluster.run(until=2.0)
     for name in others:
-        assert name not in group.simulation.halted
-        group.simulation.post(name, lost(names[silent]))
-    group.simulation.run(until=3.0)
-    halted = group.simulation.halted
+        assert name not in group.cluster.halted
+        group.cluster.post(name, lost(names[silent]))
+    group.cluster.run(until=3.0)
+    halted = group.cluster.halted
     assert {name: halted[name] for name in others} == dict.fromkeys(others)
     assert len(group.told(Finished)) == 2
 
@@ -153,8 +153,8 @@ def test_the_others_end_once_a_silent_rank_is_lost_for_good(silent: int, at: flo
 def test_a_lost_peer_of_another_group_is_ignored() -> None:
     settings = downpour(max_steps=30, loss=COUNTING.loss, rule=SGD(learning_rate=1.0))
     group = Group(COUNTING, settings, inputs=(200,))
-    group.simulation.run(until=0.001)
+    group.cluster.run(until=0.001)
     for name in group.machines:
-        group.simulation.post(name, lost("replica-1.0"))
-    group.simulation.post(group.machines[2], lost(group.machines[1]))  # not a leader
+        group.cluster.post(name, lost("replica-1.0"))
+    group.cluster.post(group.machines[2], lost(group.machines[1]))  # not a leader
     group.run()

@@ -6,10 +6,7 @@ from functools import partial
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from distbelief.core.memory import Memory
-from distbelief.parameter_server.shard import Shard
 from distbelief.roles.role import Address, PeerLost
-from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.faults import (
     CutOff,
     Delay,
@@ -20,84 +17,43 @@ from distbelief.simulation.faults import (
     Pause,
     Supersede,
 )
-from distbelief.simulation.machines import ClusterOptions, SimulatedMachine
-from tests.simulation.invariants import Scene, times_applied, watch
+from tests.simulation.marks import Marks, apart, together
 from tests.simulation.random_faults import random_faults
-from tests.simulation.workers import N_MARKS, Ledger, Worker, config_of, layout_of, shard_of
+from tests.simulation.workers import marks_of
 
 
 SHARDS = tuple(Address(f"shard-{k}") for k in range(2))
 WORKERS = tuple(Address(f"worker-{k}") for k in range(3))
 N_WANTED = 12
 HORIZON = 0.2  # seconds of faults: about as long as the work takes without any
-SHARD_BYTES = 4 * N_MARKS * 8  # values, and two push buffers for each of few clients
 
 
-class Run:
-    """Three workers, two shards; on one host, or each on its own."""
+def run_of(
+    seed: int, *, shared: bool, faults: Sequence[Fault] = (), absence_seconds_max: float = 300.0
+) -> Marks:
+    """Return three workers, two shards; on one host, or each on its own."""
+    return Marks(
+        seed=seed,
+        hosts=together if shared else apart,
+        n_wanted=N_WANTED,
+        n_shards=len(SHARDS),
+        shard_settings={"absence_seconds_max": absence_seconds_max},
+        port_reuse=0.5,
+        faults=faults,
+    )
 
-    def __init__(
-        self,
-        seed: int,
-        *,
-        shared: bool,
-        faults: Sequence[Fault] = (),
-        n_wanted: int = N_WANTED,
-        absence_seconds_max: float = 300.0,
-    ) -> None:
-        self.ledger = Ledger()
-        layout = layout_of(len(SHARDS))
 
-        def build_worker(memory: Memory) -> Worker:
-            return Worker(layout, memory, ledger=self.ledger, n_wanted=n_wanted)
-
-        def build_shard(index: int, memory: Memory) -> Shard:
-            config = config_of(index, layout, absence_seconds_max=absence_seconds_max)
-            return shard_of(index, layout, memory, config)
-
-        builders = {
-            name: partial(build_shard, index) for index, name in enumerate(SHARDS)
-        } | dict.fromkeys(WORKERS, build_worker)
-        machine = SimulatedMachine(host="one" if shared else "", jitter=0.5)
-        self.cluster = SimulatedCluster(
-            builders,
-            seed=seed,
-            options=ClusterOptions(
-                introduce=True, machine=machine, faults=tuple(faults), port_reuse=0.5
-            ),
-        )
-        self.observer = watch(
-            Scene(
-                cluster=self.cluster,
-                shards={name: index for index, name in enumerate(SHARDS)},
-                workers=WORKERS,
-                ledger=self.ledger,
-                host_bytes_max=20 * SHARD_BYTES,
-            )
-        )
-
-    def finish(self, *, within: float = 300.0) -> None:
-        self.cluster.run_until(self.done, within=within)
-        self.observer.at_end()
-
-    def done(self) -> bool:
-        return all(
-            self.worker(name).state == "done" and self.cluster.is_alive(name) for name in WORKERS
-        )
-
-    def worker(self, name: Address) -> Worker:
-        role = self.cluster.role(name)
-        assert isinstance(role, Worker)
-        return role
+def n_applied(run: Marks, name: Address) -> float:
+    return float(marks_of(run.shard(name)).sum())
 
 
 @pytest.mark.parametrize("shared", [True, False])
 def test_without_faults_every_push_is_applied_on_every_shard(*, shared: bool) -> None:
-    run = Run(1, shared=shared)
+    run = run_of(1, shared=shared)
     run.finish()
     assert run.ledger.n_issued == N_WANTED * len(WORKERS)
     for name in SHARDS:
-        assert times_applied(run.cluster, name).sum() == run.ledger.n_issued
+        assert n_applied(run, name) == run.ledger.n_issued
     assert run.cluster.counts.lost == 0
 
 
@@ -109,19 +65,16 @@ def test_a_torn_or_late_network_changes_nothing_but_the_time() -> None:
         CutOff(at=0.1, a=SHARDS[0], seconds=0.2),
         Pause(at=0.05, role=WORKERS[1], seconds=0.5),
     )
-    run = Run(5, shared=False, faults=faults)
+    run = run_of(5, shared=False, faults=faults)
     run.finish()
     for name in SHARDS:
-        assert times_applied(run.cluster, name).sum() == N_WANTED * len(WORKERS)
+        assert n_applied(run, name) == N_WANTED * len(WORKERS)
 
 
 def test_a_paused_worker_delays_no_other() -> None:
     """DB-12: all other replicas continue."""
-    run = Run(2, shared=True, faults=[Pause(at=0.02, role=WORKERS[0], seconds=50.0)])
-    others = WORKERS[1:]
-    run.cluster.run_until(
-        lambda: all(run.cluster.role(name).status()[0] == "done" for name in others), within=5.0
-    )
+    run = run_of(2, shared=True, faults=[Pause(at=0.02, role=WORKERS[0], seconds=50.0)])
+    run.run_until(partial(run.done, but=WORKERS[0]), within=5.0)
     assert run.worker(WORKERS[0]).state != "done"
     run.finish()
 
@@ -138,7 +91,7 @@ def test_push_buffers_released_too_early_cost_a_session_and_no_push(
         for fault in random_faults(seed, WORKERS, horizon=HORIZON, intensity=1.0)
         if not isinstance(fault, Kill | Supersede)
     ]
-    run = Run(seed, shared=shared, faults=faults, absence_seconds_max=1e-3)
+    run = run_of(seed, shared=shared, faults=faults, absence_seconds_max=1e-3)
     for n in range(1, 12):
         run.cluster.run(until=0.02 * n)
         for name in SHARDS:
@@ -146,21 +99,21 @@ def test_push_buffers_released_too_early_cost_a_session_and_no_push(
                 run.cluster.post(name, lost(worker))
     run.finish()
     for name in SHARDS:
-        assert times_applied(run.cluster, name).sum() == run.ledger.n_issued
+        assert n_applied(run, name) == run.ledger.n_issued
     for name in WORKERS:
         assert run.worker(name).client.counters()["pushes_lost"] == 0
 
 
 def test_push_buffers_of_dead_clients_are_released() -> None:
-    run = Run(3, shared=True, absence_seconds_max=5.0)
+    run = run_of(3, shared=True, absence_seconds_max=5.0)
     run.finish()
     for name in SHARDS:
         run.cluster.post(name, lost(WORKERS[0]))
-    run.cluster.run(until=run.cluster.now + 4.9)
-    n_bytes = [run.cluster.role(name).status()[1]["push_buffer_bytes"] for name in SHARDS]
-    run.cluster.run(until=run.cluster.now + 0.2)
+    run.wait(4.9)
+    n_bytes = [run.status(name)["push_buffer_bytes"] for name in SHARDS]
+    run.wait(0.2)
     for name, before in zip(SHARDS, n_bytes, strict=True):
-        after = run.cluster.role(name).status()[1]["push_buffer_bytes"]
+        after = run.status(name)["push_buffer_bytes"]
         assert after * len(WORKERS) == before * (len(WORKERS) - 1)
 
 

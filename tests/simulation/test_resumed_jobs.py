@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from distbelief.config.job import StopTable
 from distbelief.data import BatchCursor, DataShard
@@ -19,7 +18,6 @@ from distbelief.simulation.driver import HandledEvent
 from distbelief.simulation.faults import Kill
 from distbelief.worker.batches import BatchSlice
 from distbelief.worker.downpour_settings import DownpourSettings
-from tests.distbelief.parameter_server.pair import scatter
 from tests.simulation.dealt import DealtJob
 from tests.simulation.jobs import TASK, JobCluster
 from tests.simulation.test_downpour import same
@@ -44,9 +42,7 @@ def session_after(job: JobCluster, directory: Path) -> tuple[dict[str, Any], Che
     run = RunDirectory.create(directory / "run")
     store = CheckpointStore(run.snapshots, report=pytest.fail)
     for name in job.shards:
-        snapshot = job.simulation.disk.newest(name)
-        assert snapshot is not None
-        store.save(name, snapshot)
+        store.save(name, job.newest(name))
     run.write_status(Status(name="x", pid=1, written=0.0, view=job.view))
     previous = read_previous_run(run, store, n_shards=len(job.shards))
     options = {
@@ -61,20 +57,20 @@ def restored(job: JobCluster, store: CheckpointStore) -> JobCluster:
     for name in job.shards:
         snapshot = store.newest(name)
         assert snapshot is not None
-        job.simulation.disk.save(name, snapshot)
+        job.cluster.disk.save(name, snapshot)
     return job
 
 
 def resumed(job: JobCluster, directory: Path, stop: StopTable = LONG) -> JobCluster:
     """Return the job of another session, after everything has died in this one."""
     options, store = session_after(job, directory)
-    again = job_of(job.settings, stop, n_replicas=len(job.replicas), **options)
+    again = job_of(job.downpour, stop, n_replicas=len(job.replicas), **options)
     return restored(again, store)
 
 
 def n_saved(job: JobCluster) -> int:
     """Return the rounds of checkpoints that all shards have."""
-    return min(len(job.simulation.disk.snapshots(name)) for name in job.shards)
+    return min(len(job.cluster.disk.snapshots(name)) for name in job.shards)
 
 
 # --- the warm start
@@ -148,7 +144,7 @@ def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Path, name: str) -> Non
     assert BATCH <= again.view.samples < 4 * N_TRAIN
     assert again.run() is None
     assert again.view.samples == whole.view.samples
-    assert same(values_of(again), values_of(whole))
+    assert same(again.saved(), whole.saved())
 
 
 PUSHES: dict[str, dict[str, Any]] = {
@@ -192,7 +188,7 @@ def read_by(job: JobCluster) -> dict[str, dict[int, list[int]]]:
             if happening.name in found:
                 found[happening.name][samples.position] = samples.indices.tolist()
 
-    job.simulation.observe(see)
+    job.cluster.observe(see)
     return found
 
 
@@ -205,17 +201,6 @@ def test_dealt_samples_of_a_killed_run_each_count_once(tmp_path: Path) -> None:
     again.run()
     assert again.job.view.samples == again.total
     assert sum(map(again.job.samples, again.job.replicas)) < again.total + 100
-
-
-def values_of(job: JobCluster) -> dict[str, torch.Tensor]:
-    """Return what the shards have saved at the end."""
-    snapshots = [job.simulation.disk.newest(name) for name in job.shards]
-    vectors = [snapshot.arrays["values"] for snapshot in snapshots if snapshot is not None]
-    specs = job.layout.tensors
-    tensors = [torch.zeros(spec.n_elements) for spec in specs]
-    for k, vector in enumerate(vectors):
-        scatter(job.layout, k, vector, tensors)
-    return {spec.name: tensor for spec, tensor in zip(specs, tensors, strict=True)}
 
 
 # --- what the status has
@@ -233,7 +218,7 @@ def test_time_and_totals_are_of_all_sessions(tmp_path: Path) -> None:
     view = again.view
     assert view.stop_reason == "3.0 s of training are over"
     assert 3.0 <= view.training_seconds < 3.5
-    assert view.training_seconds < view.seconds < last.seconds + again.simulation.now
+    assert view.training_seconds < view.seconds < last.seconds + again.now
     assert view.pushes_lost is not None
     assert view.step > last.step
     # A killed replica does not report its last step.

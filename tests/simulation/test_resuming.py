@@ -10,7 +10,6 @@ from torch import nn
 from distbelief.parameter_server.layout import Layout
 from distbelief.parameter_server.rules import SGD, Adagrad, Adam, Momentum, UpdateRule
 from distbelief.protocol import SaveCheckpoint, SessionRecord
-from distbelief.roles.role import SUPERVISOR, Received
 from distbelief.run.checkpoints import CheckpointStore
 from distbelief.run.resume import reshard_all
 from distbelief.task.task import DataSpec, ModelSpec, TaskSpec
@@ -51,21 +50,18 @@ def trained(
         assert snapshot is not None
         # A new simulation counts incarnations from 1.
         facts = {**snapshot.facts, "incarnation": "0"}
-        cluster.simulation.disk.save(name, replace(snapshot, facts=facts))
+        cluster.cluster.disk.save(name, replace(snapshot, facts=facts))
     cluster.run()
     return cluster
 
 
 def saved(cluster: Cluster, store: CheckpointStore) -> CheckpointStore:
     """Let every shard save a checkpoint into `store`."""
-    save = Received(sender=SUPERVISOR, incarnation=1, message=SaveCheckpoint(label="00007"))
     for name in cluster.shards:
-        cluster.simulation.post(name, save)
-    cluster.simulation.run(until=cluster.simulation.now + 1.0)
+        cluster.tell(name, SaveCheckpoint(label="00007"))
+    cluster.wait(1.0)
     for name in cluster.shards:
-        snapshot = cluster.simulation.disk.newest(name)
-        assert snapshot is not None
-        store.save(name, snapshot)
+        store.save(name, cluster.newest(name))
     return store
 
 

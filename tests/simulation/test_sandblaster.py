@@ -18,11 +18,12 @@ from distbelief.protocol import (
     BeginEvaluation,
     CommandDone,
     FinishEvaluation,
+    Message,
     ShardCommand,
     WorkReport,
 )
 from distbelief.protocol.codec import Codec
-from distbelief.roles.role import Address, Seconds, Send
+from distbelief.roles.role import Address, Seconds
 from distbelief.simulation.driver import HandledEvent
 from distbelief.simulation.faults import Kill, Pause, Slow
 from distbelief.simulation.trace import SimulationFailed
@@ -32,14 +33,11 @@ from tests.simulation.sandblasts import (
     DIRECTED,
     METHOD,
     SECONDS_PER_MINI_BATCH,
-    Run,
     Sandblast,
     drawn,
-    half_pushed,
-    journal_not_on_disk,
     play,
-    shard_dies_while_saving,
 )
+from tests.simulation.scene import sends
 from tests.simulation.test_seeds import chunks, name, play_seeds
 from tests.simulation.variants import failure_of
 
@@ -57,7 +55,7 @@ SELDOM = (
 """What happens in one of 25 seeds at the least, of 100 or more."""
 
 
-def played(scene: Sandblast) -> Run:
+def played(scene: Sandblast) -> Sandblast:
     """Play it; if that fails, once more with a full trace."""
     try:
         return play(replace(scene, trace="order"))
@@ -91,24 +89,6 @@ def test_deaths_at_a_named_place_change_no_sum(directed: Callable[[], Sandblast]
     assert [what for what in checker.sights if "restarted" in what]
 
 
-CAUGHT_BY: dict[str, Callable[[], Sandblast]] = {
-    "an order performed again": partial(drawn, 10),
-    "no epochs": partial(drawn, 4),
-    "answers of any order": half_pushed,
-    "a winner per shard": half_pushed,
-    "staged somewhere": half_pushed,
-    "in order of arrival": half_pushed,
-    "counted twice": partial(drawn, 10),
-    "any version": half_pushed,
-    "sums go on": partial(drawn, 5),
-    "changed in place": journal_not_on_disk,
-    "settled before durable": journal_not_on_disk,
-    "the same epoch": shard_dies_while_saving,
-    "forgotten too early": shard_dies_while_saving,
-    "told at once": shard_dies_while_saving,
-}
-"""What is known to catch each; tried first, to save time."""
-
 N_SEEDS = 60  # in which a variant is to be caught
 
 
@@ -117,7 +97,7 @@ N_SEEDS = 60  # in which a variant is to be caught
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_protocol_without_one_of_its_rules_is_caught(variant: str) -> None:
     seeds = (drawn(seed) for seed in range(N_SEEDS))
-    scenes = chain([CAUGHT_BY[variant]()], seeds)
+    scenes = chain([VARIANTS.caught_by[variant]()], seeds)
     caught = (failure_of(VARIANTS[variant], partial(play, scene)) for scene in scenes)
     assert any(caught), "nothing notices"
 
@@ -127,18 +107,12 @@ def test_a_protocol_without_one_of_its_rules_is_caught(variant: str) -> None:
 
 def orders_to(shard: Address, happening: HandledEvent) -> list[ShardCommand]:
     """Return the commands just sent to this shard."""
-    return [
-        action.message
-        for action in happening.actions
-        if isinstance(action, Send)
-        and action.receiver == shard
-        and isinstance(action.message, ShardCommand)
-    ]
+    return [one for receiver, one in sends(happening, ShardCommand) if receiver == shard]
 
 
-def seconds_of_evaluations(scene: Sandblast) -> tuple[Run, list[Seconds]]:
+def seconds_of_evaluations(scene: Sandblast) -> tuple[Sandblast, list[Seconds]]:
     """Return how long each evaluation took, from `BeginEvaluation` to `FinishEvaluation`."""
-    run = Run(scene)
+    run = replace(scene)
     times: list[Seconds] = []
 
     known: set[tuple[int, int]] = set()
@@ -170,8 +144,8 @@ STRAGGLER = Sandblast(
 )
 
 
-def examples_computed(run: Run) -> list[float]:
-    return [run.cluster.role(name).status()[1]["samples"] for name in run.scene.replicas]
+def examples_computed(run: Sandblast) -> list[float]:
+    return [run.cluster.role(name).status()[1]["samples"] for name in run.replicas]
 
 
 def test_a_replica_twice_as_fast_computes_twice_as_much() -> None:
@@ -234,7 +208,7 @@ def test_a_replica_killed_in_each_evaluation_costs_two_chunks_at_most() -> None:
     assert figures.n_wasted <= n_chunks * scene.chunk_sizes.chunk_size
 
 
-def figures_backups(run: Run) -> int:
+def figures_backups(run: Sandblast) -> int:
     return run.coordinator.metrics.n_backups
 
 
@@ -243,7 +217,7 @@ def figures_backups(run: Run) -> int:
 
 def test_two_commands_per_iteration_and_two_per_evaluation() -> None:
     """Commands to each shard, without Commit, BeginEpoch and Restore."""
-    run = Run(Sandblast(method=METHOD))
+    run = Sandblast(method=METHOD)
     given: dict[int, str] = {}
 
     def see(happening: HandledEvent) -> None:
@@ -263,20 +237,18 @@ def test_two_commands_per_iteration_and_two_per_evaluation() -> None:
     )
 
 
-def frames_of_coordinator(scene: Sandblast) -> tuple[Run, list[int]]:
+def frames_of_coordinator(scene: Sandblast) -> tuple[Sandblast, list[int]]:
     """Return the bytes of each message that it sends or receives."""
-    run, wire, sizes = Run(scene), Codec(run="t"), list[int]()
+    run, wire, sizes = replace(scene), Codec(run="t"), list[int]()
 
     def see(happening: HandledEvent) -> None:
-        for action in happening.actions:
-            if isinstance(action, Send) and COORDINATOR in {happening.name, action.receiver}:
-                frames = wire.encode(action.message, sender="s", incarnation=1)
+        for receiver, message in sends(happening, Message):
+            if COORDINATOR in {happening.name, receiver}:
+                frames = wire.encode(message, sender="s", incarnation=1)
                 sizes.append(sum(len(frame) for frame in frames))
                 assert len(frames) == 1, "an array"
-                assert (
-                    isinstance(action.message, ShardCommand | CommandDone | Assignment | WorkReport)
-                    or action.receiver == "supervisor"
-                )
+                known = ShardCommand | CommandDone | Assignment | WorkReport
+                assert isinstance(message, known) or receiver == "supervisor"
 
     run.cluster.observe(see)
     run.play(within=1000.0)

@@ -12,7 +12,7 @@ import pytest
 
 from distbelief.simulation.trace import SimulationFailed
 from tests.elsewhere import answers
-from tests.simulation.scenarios import Play, play
+from tests.simulation.scenarios import Scenario, play
 
 
 HERE = "tests.simulation.test_seeds"
@@ -52,7 +52,7 @@ def name(seeds: range) -> str:
     return f"{seeds.start}-{seeds.stop - 1}"
 
 
-def played(seed: int) -> Play:
+def played(seed: int) -> Scenario:
     """Play it; if that fails, once more, to report what each event said."""
     try:
         return play(seed, trace="order")

@@ -1,17 +1,22 @@
 """A job without shards: replicas that only compute, and a group of two ranks."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from typing_extensions import override
 
 from distbelief.core.memory import Memory
 from distbelief.protocol import Finished, Progress, StartTraining, Stop
 from distbelief.roles import role as rl
-from distbelief.simulation.cluster import SimulatedCluster
-from distbelief.simulation.faults import Fault, Kill, Pause
+from distbelief.simulation.driver import Builder
+from distbelief.simulation.faults import Kill, Pause
 from distbelief.simulation.machines import ClusterOptions
 from distbelief.supervisor.membership import Kind
 from distbelief.supervisor.supervisor import Supervisor
 from distbelief.supervisor.supervisor_config import SupervisorConfig
 from distbelief.worker.member import JobMember, JobMemberConfig
+from tests.simulation.jobs import JobScene
 
 
 REPLICAS: tuple[tuple[str, Kind], ...] = (("replica-0", "replica"), ("replica-1", "replica"))
@@ -69,75 +74,64 @@ class Pieces:
         return [rl.Send(receiver=rl.SUPERVISOR, message=Finished(counters={})), rl.Exit()]
 
 
-def cluster(roster: tuple[tuple[str, Kind], ...], *faults: Fault) -> SimulatedCluster:
-    def builder(name: str) -> Callable[[Memory], rl.Role]:
-        return lambda _: JobMember(JobMemberConfig(name=name), build=lambda: Pieces(5))
+@dataclass(kw_only=True, eq=False)
+class Shardless(JobScene):
+    roster: tuple[tuple[str, Kind], ...] = REPLICAS
 
-    config = SupervisorConfig(roster=roster, stop=None)
-    builders = {rl.Address(name): builder(name) for name, _ in roster}
-    return SimulatedCluster(
-        {rl.SUPERVISOR: lambda _: Supervisor(config)} | builders,
-        seed=0,
-        options=ClusterOptions(start=(rl.SUPERVISOR,), faults=faults),
-    )
+    @override
+    def roles(self) -> Mapping[rl.Address, Builder]:
+        config = SupervisorConfig(roster=self.roster, stop=None)
+        builders: dict[rl.Address, Builder] = {rl.SUPERVISOR: lambda _: Supervisor(config)}
+        return builders | {rl.Address(name): partial(self._member, name) for name, _ in self.roster}
 
+    def _member(self, name: str, _: Memory) -> JobMember:
+        return JobMember(JobMemberConfig(name=name), build=lambda: Pieces(5))
 
-def supervisor(simulation: SimulatedCluster) -> Supervisor:
-    role = simulation.role(rl.SUPERVISOR)
-    assert isinstance(role, Supervisor)
-    return role
-
-
-def ended(simulation: SimulatedCluster) -> str | None:
-    """Run a job to its end; return its error."""
-    simulation.run_until(lambda: rl.SUPERVISOR in simulation.halted, within=120.0)
-    simulation.run(until=simulation.now + 1.0)
-    assert not simulation.alive
-    return simulation.halted[rl.SUPERVISOR]
+    @override
+    def options(self) -> ClusterOptions:
+        return ClusterOptions(start=(rl.SUPERVISOR,))
 
 
 def test_a_job_ends_when_its_replicas_have_computed_all() -> None:
-    simulation = cluster(REPLICAS)
-    simulation.run(until=3.0)
-    assert supervisor(simulation).phase == "training"
-    assert ended(simulation) is None
-    view = supervisor(simulation).view(simulation.now)
+    job = Shardless()
+    job.cluster.run(until=3.0)
+    assert job.phase == "training"
+    assert job.run() is None
+    view = job.view
     assert (view.phase, view.stop_reason) == ("done", "every replica has taken all its steps")
     assert (view.samples, view.pushes_applied, view.pushes_lost) == (10, 0, 0)
-    assert simulation.now < 15.0  # nobody waits for checkpoints
+    assert job.now < 15.0  # nobody waits for checkpoints
 
 
 def test_one_that_dies_begins_anew() -> None:
-    simulation = cluster(REPLICAS, Kill(at=4.0, role=rl.Address("replica-1")))
-    assert ended(simulation) is None
-    restarts = {r.name: r.restarts for r in supervisor(simulation).view(simulation.now).roles}
+    job = Shardless(faults=[Kill(at=4.0, role=rl.Address("replica-1"))])
+    assert job.run() is None
+    restarts = {r.name: r.restarts for r in job.view.roles}
     assert restarts == {"replica-0": 0, "replica-1": 1}
 
 
 def test_one_that_is_silent_is_killed_and_begins_anew() -> None:
-    simulation = cluster(REPLICAS, Pause(at=4.0, role=rl.Address("replica-0"), seconds=30.0))
-    assert ended(simulation) is None
-    texts = [message.text for message in supervisor(simulation).view(simulation.now).messages]
+    job = Shardless(faults=[Pause(at=4.0, role=rl.Address("replica-0"), seconds=30.0)])
+    assert job.run() is None
+    texts = job.messages
     assert texts[0].startswith("replica 0 silent for 3.")
     assert texts[1].startswith("replica 0 silent for 10.")
     assert texts[1].endswith("restarting it")
 
 
 def test_ranks_of_a_group_know_each_other_and_end_together() -> None:
-    simulation = cluster(GROUP)
-    simulation.run(until=3.0)
-    member = simulation.role(rl.Address("replica-0.1"))
-    assert isinstance(member, JobMember)
-    assert isinstance(member.role, Pieces)
-    assert member.role.peers == {"replica-0.0"}
-    assert ended(simulation) is None  # the leader has finished, and the other rank is stopped
+    job = Shardless(roster=GROUP)
+    job.cluster.run(until=3.0)
+    rank = job.member("replica-0.1").role
+    assert isinstance(rank, Pieces)
+    assert rank.peers == {"replica-0.0"}
+    assert job.run() is None  # the leader has finished, and the other rank is stopped
 
 
 def test_ctrl_c_ends_it_within_two_seconds() -> None:
-    simulation = cluster(REPLICAS)
-    simulation.run(until=3.0)
+    job = Shardless()
+    job.cluster.run(until=3.0)
     for _ in range(2):
-        stop = rl.Received(sender=rl.USER, incarnation=0, message=Stop(reason="Ctrl+C"))
-        simulation.post(rl.SUPERVISOR, stop)
-    simulation.run(until=5.0)
-    assert simulation.halted[rl.SUPERVISOR] == "interrupted"
+        job.interrupt()
+    job.cluster.run(until=5.0)
+    assert job.cluster.halted[rl.SUPERVISOR] == "interrupted"

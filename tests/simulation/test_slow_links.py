@@ -6,11 +6,12 @@ from distbelief.core import vectors
 from distbelief.core.memory import Memory
 from distbelief.parameter_server.layout import Layout, TensorSpec
 from distbelief.protocol import PushBlock
-from distbelief.roles.role import Address, Send
+from distbelief.roles.role import Address
 from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.driver import Builder, HandledEvent
 from distbelief.simulation.machines import ClusterOptions, SimulatedMachine
 from distbelief.simulation.network import Card, SwitchedNetwork
+from tests.simulation.scene import sends
 from tests.simulation.workers import WIDTH, Ledger, Worker, shard_of
 
 
@@ -42,10 +43,8 @@ def test_blocks_on_a_slow_shared_card_are_seldom_sent_again(
     sent: list[tuple[Address, int, int]] = []
 
     def see(happening: HandledEvent) -> None:
-        for action in happening.actions:
-            if isinstance(action, Send) and isinstance(action.message, PushBlock):
-                block = action.message
-                sent.append((happening.name, block.sequence, block.block_index))
+        for _, block in sends(happening, PushBlock):
+            sent.append((happening.name, block.sequence, block.block_index))
 
     cluster.observe(see)
     cluster.run(until=600.0)

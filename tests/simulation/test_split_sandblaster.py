@@ -10,19 +10,18 @@ from functools import partial
 import pytest
 import torch
 
-from distbelief.protocol import Assignment, ChunkStaged, PushChunk
-from distbelief.roles.role import Address, Seconds, Send
+from distbelief.protocol import Assignment, ChunkStaged, Message, PushChunk
+from distbelief.roles.role import Address, Seconds
 from distbelief.simulation.driver import HandledEvent
 from distbelief.simulation.faults import Drop, Duplicate, Kill, Pause
-from tests.simulation.split_sandblasts import Run, Scene, undisturbed
+from tests.simulation.scene import sends
+from tests.simulation.split_sandblasts import SplitSandblast, undisturbed
 from tests.simulation.split_scenes import (
     LEADER,
     WORKER,
-    dies_with_its_part,
     drawn,
     half_pushed,
     moment,
-    not_told_to_push,
     play,
     stands_still,
 )
@@ -65,16 +64,12 @@ def test_it_ends_where_replicas_of_one_process_end(n_machines: int) -> None:
 # ------------------------------------------------------------------- deaths with a name
 
 
-def tell(run: Run, kind: type) -> list[Address]:
+def tell(run: SplitSandblast, kind: type[Message]) -> list[Address]:
     """Play it; return the receivers of messages of this kind."""
     told: list[Address] = []
 
     def see(happening: HandledEvent) -> None:
-        told.extend(
-            action.receiver
-            for action in happening.actions
-            if isinstance(action, Send) and isinstance(action.message, kind)
-        )
+        told.extend(receiver for receiver, _ in sends(happening, kind))
 
     run.cluster.observe(see)
     return told
@@ -83,10 +78,12 @@ def tell(run: Run, kind: type) -> list[Address]:
 @pytest.mark.slow
 @pytest.mark.parametrize("after", [1e-6, 3e-4])
 def test_a_rank_that_dies_while_pushing_costs_one_generation(after: Seconds) -> None:
-    scene = Scene(n_machines=2, hosts="own")
+    scene = SplitSandblast(n_machines=2, hosts="own")
     at = moment(scene, WORKER, PushChunk) + after
     run = play(
-        Scene(n_machines=2, hosts="own", faults=(Kill(at=at, role=WORKER, restart_after=0.01),))
+        SplitSandblast(
+            n_machines=2, hosts="own", faults=(Kill(at=at, role=WORKER, restart_after=0.01),)
+        )
     )
     assert run.checker.sights["machines restarted"] == 1
     wasted = run.coordinator.metrics.n_wasted
@@ -94,19 +91,19 @@ def test_a_rank_that_dies_while_pushing_costs_one_generation(after: Seconds) -> 
 
 
 def test_a_leader_that_dies_restarts() -> None:
-    at = moment(Scene(), LEADER, ChunkStaged) + 1e-6
-    run = play(Scene(faults=(Kill(at=at, role=LEADER, restart_after=0.01),)))
+    at = moment(SplitSandblast(), LEADER, ChunkStaged) + 1e-6
+    run = play(SplitSandblast(faults=(Kill(at=at, role=LEADER, restart_after=0.01),)))
     assert run.checker.sights["machines restarted"] == 1
 
 
 @pytest.mark.slow
 def test_chunks_of_a_replica_with_a_silent_rank_go_to_others() -> None:
-    at = moment(Scene(), LEADER, Assignment) + 1e-4
+    at = moment(SplitSandblast(), LEADER, Assignment) + 1e-4
     for fault in (
         Kill(at=at, role=WORKER, restart_after=60.0),
         Pause(at=at, role=WORKER, seconds=60.0),
     ):
-        run = play(Scene(faults=(fault,), backups=False))
+        run = play(SplitSandblast(faults=(fault,), backups=False))
         assert run.cluster.now < 30.0
 
 
@@ -115,7 +112,7 @@ def test_lost_or_duplicated_messages_change_nothing() -> None:
         Drop(probability=0.1, seconds=0.2),
         Duplicate(probability=0.3, seconds_max=0.01, seconds=1.0),
     )
-    run = Run(Scene(faults=faults))
+    run = SplitSandblast(faults=faults)
     told = tell(run, PushChunk)
     run.play()
     plain = undisturbed(0, 2, 2, 1)
@@ -126,20 +123,7 @@ def test_lost_or_duplicated_messages_change_nothing() -> None:
 # ---------------------------------------------------------------------- broken variants
 
 
-CAUGHT_BY: dict[str, Callable[[], Scene]] = {
-    "staged by one": partial(drawn, 0),
-    "lives are not told apart": dies_with_its_part,
-    "speaks for the silent": stands_still,
-    "said once": not_told_to_push,
-    "parameters are kept": Scene,
-    "averages go on": Scene,
-    "staged when sent": half_pushed,
-    "parts are not awaited": Scene,
-}
-"""What is known to catch each."""
-
-
-def patience(scene: Scene) -> Seconds:
+def patience(scene: SplitSandblast) -> Seconds:
     """Return in which time it ends, if nothing is broken."""
     return 6.0 if scene in {stands_still(), half_pushed()} else 1.0
 
@@ -147,13 +131,13 @@ def patience(scene: Scene) -> Seconds:
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_protocol_without_one_of_its_rules_is_caught(variant: str) -> None:
-    scene = CAUGHT_BY[variant]()
+    scene = VARIANTS.caught_by[variant]()
     _ = scene.undisturbed  # is kept as it is when nothing is broken
     run = partial(play, scene, within=patience(scene))
     assert failure_of(VARIANTS[variant], run), "nothing notices"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scene", dict.fromkeys(CAUGHT_BY.values()))
-def test_nothing_is_caught_where_nothing_is_broken(scene: Callable[[], Scene]) -> None:
+@pytest.mark.parametrize("scene", dict.fromkeys(VARIANTS.caught_by.values()))
+def test_nothing_is_caught_where_nothing_is_broken(scene: Callable[[], SplitSandblast]) -> None:
     play(scene(), within=patience(scene()))

@@ -5,14 +5,14 @@ from functools import cache
 
 import pytest
 
-from distbelief.parameter_server.shard import Shard
 from distbelief.protocol import Push, SaveCheckpoint, ShardCommand
-from distbelief.roles.role import SUPERVISOR, Address, Received, Send
+from distbelief.roles.role import Address
 from distbelief.simulation.driver import HandledEvent
 from distbelief.simulation.faults import Kill, Slow
 from sandblaster.chunks import COORDINATOR
 from sandblaster.optimizers.lbfgs import LBFGS
-from tests.simulation.sandblasts import Run, Sandblast, drawn
+from tests.simulation.sandblasts import Sandblast, drawn
+from tests.simulation.scene import heard, sends
 
 
 METHOD = LBFGS(tolerance=1e-8, value_tolerance=0.0)
@@ -24,7 +24,7 @@ WARM = Sandblast(warm_steps=20, n_shards=2, n_replicas=3, method=METHOD, shard_f
 @cache
 def optimum() -> float:
     """Return where a run ends that has no warm start."""
-    run = Run(replace(WARM, warm_steps=0))
+    run = replace(WARM, warm_steps=0)
     run.play()
     return run.checker.losses[-1]
 
@@ -32,28 +32,23 @@ def optimum() -> float:
 class Watch:
     """Notes the pushes of Downpour, and those that a coordinator might have met."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Sandblast) -> None:
         self.pushes: set[tuple[Address, Address, int]] = set()
         self.n_after = 0
         self._driven = False
         run.cluster.observe(self._see)
 
     def _see(self, happening: HandledEvent) -> None:
-        event = happening.event
-        if isinstance(event, Received) and isinstance(event.message, ShardCommand):
-            self._driven = True
-        for action in happening.actions:
-            if not isinstance(action, Send):
-                continue
-            message = action.message
-            if isinstance(message, Push) and not message.commit_token:
+        self._driven |= heard(happening.event, ShardCommand) is not None
+        for shard, push in sends(happening, Push):
+            if not push.commit_token:
                 self.n_after += self._driven
-                self.pushes.add((happening.name, action.receiver, message.sequence))
+                self.pushes.add((happening.name, shard, push.sequence))
 
 
 def finishes(scene: Sandblast) -> Watch:
     """Play it; the end must be that of a run without a warm start."""
-    run = Run(scene)
+    run = replace(scene)
     watch = Watch(run)
     run.play()
     reason, last = run.coordinator.reason, run.coordinator.metrics.iterated
@@ -65,7 +60,7 @@ def finishes(scene: Sandblast) -> Watch:
 
 
 def test_the_second_part_continues_where_the_first_ended() -> None:
-    run = Run(WARM)
+    run = replace(WARM)
     watch = Watch(run)
     run.play()
     assert len(watch.pushes) == 2 * 3 * 20
@@ -78,7 +73,7 @@ def test_the_second_part_continues_where_the_first_ended() -> None:
 
 def start_of(scene: Sandblast) -> tuple[list[float], Watch]:
     """Return where the coordinator began."""
-    run = Run(scene)
+    run = replace(scene)
     watch = Watch(run)
     run.play()
     assert run.checker.losses[-1] == pytest.approx(optimum(), abs=1e-9)
@@ -120,20 +115,16 @@ def test_a_shard_that_dies_in_the_warm_start_resumes_from_its_snapshot() -> None
     """After a restart the requested save waited for the first point."""
     shard = Address("shard-0")
     kill = Kill(at=0.06, role=shard, restart_after=0.01)
-    run = Run(replace(WARM, warm_steps=60, faults=(kill,)))
+    run = replace(WARM, warm_steps=60, faults=(kill,))
     run.cluster.run(until=0.05)
     assert not run.checker.points  # it is not over
-    save = Received(sender=SUPERVISOR, incarnation=1, message=SaveCheckpoint(label="00001"))
-    run.cluster.post(COORDINATOR, save)
+    run.tell(COORDINATOR, SaveCheckpoint(label="00001"))
     run.cluster.run(until=0.0599)
     assert [saved.label for saved in run.checker.saved] == ["00001"]
-    newest = run.cluster.disk.newest(shard)
-    assert newest is not None
+    newest = run.newest(shard)
     assert int(newest.facts["clock"]) > 0
     run.cluster.run(until=0.12)
-    restarted = run.cluster.role(shard)
-    assert isinstance(restarted, Shard)
-    assert restarted.status()[1]["clock"] >= int(newest.facts["clock"])
+    assert run.status(shard)["clock"] >= int(newest.facts["clock"])
     run.play()
     assert run.checker.losses[-1] == pytest.approx(optimum(), abs=1e-9)
 
@@ -141,13 +132,11 @@ def test_a_shard_that_dies_in_the_warm_start_resumes_from_its_snapshot() -> None
 def test_a_warm_start_of_which_all_died_goes_on_from_its_checkpoints() -> None:
     roles = (COORDINATOR, "shard-0", "shard-1", "replica-0", "replica-1", "replica-2")
     kills = tuple(Kill(at=0.15, role=Address(name), restart_after=0.01) for name in roles)
-    run = Run(replace(WARM, warm_steps=60, warm_once=True, faults=kills))
+    run = replace(WARM, warm_steps=60, warm_once=True, faults=kills)
     run.cluster.run(until=0.12)
-    save = Received(sender=SUPERVISOR, incarnation=1, message=SaveCheckpoint(label="00001"))
-    run.cluster.post(COORDINATOR, save)
+    run.tell(COORDINATOR, SaveCheckpoint(label="00001"))
     run.cluster.run(until=0.1499)
-    saved = [run.cluster.disk.newest(Address(name)) for name in ("shard-0", "shard-1")]
-    n_saved = sum(int(snapshot.facts["clock"]) for snapshot in saved if snapshot is not None)
+    n_saved = sum(int(run.newest(name).facts["clock"]) for name in run.shards)
     assert n_saved > 60
     watch = Watch(run)
     run.play()

@@ -9,12 +9,12 @@ each other up, the variant breaks both and says so.
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import chain
-from typing import Final
+from typing import Final, Generic, TypeVar
 
 import msgspec
 import pytest
@@ -40,6 +40,9 @@ from distbelief.supervisor.failover import PrimaryElection
 
 Patch = pytest.MonkeyPatch
 Variant = Callable[[Patch], None]
+S = TypeVar("S")
+T = TypeVar("T")
+Whole = Callable[..., T]  # what a variant replaces
 N_SEEDS = 400  # in which each variant must be caught
 
 
@@ -65,50 +68,83 @@ def failure_of(variant: Variant, play: Callable[[], object]) -> str | None:
     return what.splitlines()[0]
 
 
-def assert_noticed(
-    name: str, variant: Variant, play: Callable[[int], object], known: Mapping[str, int]
-) -> None:
+def assert_noticed(name: str, variants: "Variants[int]", play: Callable[[int], object]) -> None:
     """A seed fails where this rule is left out; one that is known is tried first, to save time."""
-    searches = name not in known or "SIMULATION_VARIANTS" in os.environ
-    for seed in chain([] if searches else [known[name]], range(N_SEEDS)):
-        failure = failure_of(variant, partial(play, seed))
+    searches = name not in variants.caught_by or "SIMULATION_VARIANTS" in os.environ
+    for seed in chain([] if searches else [variants.caught_by[name]], range(N_SEEDS)):
+        failure = failure_of(variants[name], partial(play, seed))
         if failure is not None:
-            sys.stdout.write(f'    "{name}": {seed},  # {failure}\n')
+            sys.stdout.write(f"    {name}: caught_by={seed}  # {failure}\n")
             return
     pytest.fail(f"{name}: none of {N_SEEDS} seeds fails; make `scenarios` harder")
+
+
+class Variants(dict[str, Variant], Generic[S]):
+    """Variants by name; of each, what is known to catch it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.caught_by: dict[str, S] = {}
+
+    def __call__(self, *, caught_by: S | None = None) -> Callable[[Variant], Variant]:
+        """Note a variant under the name of its function."""
+
+        def note(variant: Variant) -> Variant:
+            name = variant.__name__.replace("_", " ")
+            self[name] = variant
+            if caught_by is not None:
+                self.caught_by[name] = caught_by
+            return variant
+
+        return note
+
+    def replacing(
+        self, owner: object, name: str, *, caught_by: S | None = None
+    ) -> Callable[[Callable[..., object]], Variant]:
+        """Note a function in place of one of `owner`; it gets that one as its first argument."""
+
+        def note(function: Callable[..., object]) -> Variant:
+            def variant(patch: Patch) -> None:
+                whole = getattr(owner, name)
+                patch.setattr(owner, name, lambda *args, **keys: function(whole, *args, **keys))
+
+            variant.__name__ = function.__name__
+            return self(caught_by=caught_by)(variant)
+
+        return note
+
+
+VARIANTS: Final = Variants[int]()
 
 
 # ----------------------------------------------------------------- pushes, one copy
 
 
-def no_watermark(patch: Patch) -> None:
+@VARIANTS.replacing(Sessions, "take_push", caught_by=0)
+def no_watermark(
+    whole: Whole[list[Action]], self: Sessions, client: Session, message: wire.Push
+) -> list[Action]:
     """A duplicate push is applied again."""
-    whole = Sessions.take_push
-
-    def take_push(self: Sessions, client: Session, message: wire.Push) -> list[Action]:
-        client.watermark = min(client.watermark, message.sequence - 1)
-        return whole(self, client, message)
-
-    patch.setattr(Sessions, "take_push", take_push)
+    client.watermark = min(client.watermark, message.sequence - 1)
+    return whole(self, client, message)
 
 
-def acknowledged_before_it_is_applied(patch: Patch) -> None:
+@VARIANTS.replacing(Sessions, "take_push", caught_by=0)
+def acknowledged_before_it_is_applied(
+    whole: Whole[list[Action]], self: Sessions, client: Session, message: wire.Push
+) -> list[Action]:
     """A push is acknowledged as soon as it has arrived."""
-    whole = Sessions.take_push
-
-    def take_push(self: Sessions, client: Session, message: wire.Push) -> list[Action]:
-        acknowledgement = wire.PushApplied(
-            sequence=message.sequence,
-            shard_incarnation=message.shard_incarnation,
-            clock=self._values.clock,
-            staleness=0,
-        )
-        actions = whole(self, client, message)
-        return [*actions, Send(receiver=client.name, message=acknowledgement)]
-
-    patch.setattr(Sessions, "take_push", take_push)
+    acknowledgement = wire.PushApplied(
+        sequence=message.sequence,
+        shard_incarnation=message.shard_incarnation,
+        clock=self._values.clock,
+        staleness=0,
+    )
+    actions = whole(self, client, message)
+    return [*actions, Send(receiver=client.name, message=acknowledgement)]
 
 
+@VARIANTS(caught_by=1)
 def client_incarnations_are_ignored(patch: Patch) -> None:
     """Every incarnation numbers its pushes from 1, and the shard compares no incarnations.
 
@@ -128,12 +164,14 @@ def client_incarnations_are_ignored(patch: Patch) -> None:
     patch.setattr(client_module, "_INCARNATION_BITS", 0)
 
 
+@VARIANTS(caught_by=0)
 def push_buffer_is_reused_too_early(patch: Patch) -> None:
     """A client stages a third push while two are in flight."""
     has_room = property(lambda self: self.pushing.issued - self.pushing.settled <= N_PUSH_BUFFERS)
     patch.setattr(ShardLink, "has_room", has_room)
 
 
+@VARIANTS(caught_by=43)
 def blocks_are_taken_in_any_order(patch: Patch) -> None:
     """A block counts for all blocks before it."""
 
@@ -147,6 +185,7 @@ def blocks_are_taken_in_any_order(patch: Patch) -> None:
     patch.setattr(PushBuffer, "take", take)
 
 
+@VARIANTS(caught_by=17)
 def applied_before_all_blocks_are_here(patch: Patch) -> None:
     """A push is complete as soon as its Push message has arrived."""
 
@@ -160,25 +199,29 @@ def applied_before_all_blocks_are_here(patch: Patch) -> None:
     patch.setattr(Session, "next_complete", next_complete)
 
 
-def late_open_session_lowers_the_watermark(patch: Patch) -> None:
+@VARIANTS.replacing(Sessions, "admit", caught_by=1)
+def late_open_session_lowers_the_watermark(
+    whole: Whole[tuple[Session, str | None]],
+    self: Sessions,
+    name: Address,
+    incarnation: int,
+    request: wire.OpenSession,
+    *,
+    region: str,
+) -> tuple[Session, str | None]:
     """The watermark in OpenSession is taken over, however old the message is."""
-    whole = Sessions.admit
-
-    def admit(
-        self: Sessions, name: Address, incarnation: int, request: wire.OpenSession, *, region: str
-    ) -> tuple[Session, str | None]:
-        client, why_not = whole(self, name, incarnation, request, region=region)
-        client.watermark = request.next_sequence - 1
-        return client, why_not
-
-    patch.setattr(Sessions, "admit", admit)
+    client, why_not = whole(self, name, incarnation, request, region=region)
+    client.watermark = request.next_sequence - 1
+    return client, why_not
 
 
+@VARIANTS(caught_by=75)
 def late_session_opened_is_accepted(patch: Patch) -> None:
     """A SessionOpened that answers an older OpenSession is accepted."""
     patch.setattr(ShardPush, "agrees", lambda *_: True)
 
 
+@VARIANTS(caught_by=11)
 def open_session_does_not_wait_for_the_push_being_applied(patch: Patch) -> None:
     """Push buffers are released while a push is read from them."""
     patch.setattr(Sessions, "must_wait", lambda *_: False)
@@ -187,6 +230,7 @@ def open_session_does_not_wait_for_the_push_being_applied(patch: Patch) -> None:
 # ------------------------------------------------------------------ reads, snapshots
 
 
+@VARIANTS(caught_by=23)
 def version_is_unpinned_too_early(patch: Patch) -> None:
     """A pinned version is overwritten while a reader, which ignores clocks, reads it.
 
@@ -200,6 +244,7 @@ def version_is_unpinned_too_early(patch: Patch) -> None:
     patch.setattr(PinnedVersions, "_free", free)
 
 
+@VARIANTS(caught_by=0)
 def values_are_even_while_they_are_written(patch: Patch) -> None:
     """The version of the seqlock is not odd during a write."""
 
@@ -211,6 +256,7 @@ def values_are_even_while_they_are_written(patch: Patch) -> None:
     patch.setattr(SeqlockVector, "end", end)
 
 
+@VARIANTS(caught_by=0)
 def torn_read_is_accepted(patch: Patch) -> None:
     """A reader ignores the version of the seqlock."""
 
@@ -221,6 +267,7 @@ def torn_read_is_accepted(patch: Patch) -> None:
     patch.setattr(SeqlockVector, "read", read)
 
 
+@VARIANTS(caught_by=47)
 def blocks_of_a_former_fetch_are_taken(patch: Patch) -> None:
     """A reader ignores the request number and the clock of a block.
 
@@ -244,6 +291,7 @@ def _ignoring_the_clock(
     return take_any
 
 
+@VARIANTS(caught_by=102)
 def watermarks_are_forgotten_in_the_snapshot(patch: Patch) -> None:
     """A snapshot records a watermark of 0 for each client."""
 
@@ -254,6 +302,7 @@ def watermarks_are_forgotten_in_the_snapshot(patch: Patch) -> None:
     patch.setattr(shard_module, "take", forgetful)
 
 
+@VARIANTS(caught_by=0)
 def snapshot_is_taken_while_a_push_is_applied(patch: Patch) -> None:
     """A snapshot does not wait for the work in progress."""
 
@@ -267,6 +316,7 @@ def snapshot_is_taken_while_a_push_is_applied(patch: Patch) -> None:
 # ------------------------------------------------------------ two copies of a shard
 
 
+@VARIANTS(caught_by=9)
 def acknowledged_before_the_backup_has_it(patch: Patch) -> None:
     """The primary acknowledges a push as soon as it has applied it itself."""
     whole = Primary.applied
@@ -282,56 +332,54 @@ def acknowledged_before_the_backup_has_it(patch: Patch) -> None:
     patch.setattr(Sessions, "confirm", confirm)
 
 
-def primary_drops_its_backup_without_permission(patch: Patch) -> None:
+@VARIANTS.replacing(Primary, "timer", caught_by=15)
+def primary_drops_its_backup_without_permission(
+    whole: Whole[list[Action]], self: Primary, now: Seconds
+) -> list[Action]:
     """A primary with a silent backup does not wait for the supervisor."""
-
-    whole = Primary.timer
-
-    def timer(self: Primary, now: Seconds) -> list[Action]:
-        actions = whole(self, now)
-        is_silent = any(
-            isinstance(action, Send) and isinstance(action.message, wire.BackupUnresponsive)
-            for action in actions
-        )
-        return self.stop() if is_silent else actions
-
-    patch.setattr(Primary, "timer", timer)
+    actions = whole(self, now)
+    is_silent = any(
+        isinstance(action, Send) and isinstance(action.message, wire.BackupUnresponsive)
+        for action in actions
+    )
+    return self.stop() if is_silent else actions
 
 
-def demoted_primary_is_acknowledged(patch: Patch) -> None:
+@VARIANTS.replacing(Shard, "_replicate", caught_by=17)
+def demoted_primary_is_acknowledged(
+    whole: Whole[list[Action]],
+    self: Shard,
+    event: Received,
+    message: ReplicationMessage,
+    now: Seconds,
+) -> list[Action]:
     """A primary acknowledges every push that its former primary replicates."""
-    whole = Shard._replicate
-
-    def replicate(
-        self: Shard, event: Received, message: ReplicationMessage, now: Seconds
-    ) -> list[Action]:
-        if self._backup is not None or not isinstance(message, wire.ReplicatePush):
-            return whole(self, event, message, now)
-        acknowledgement = wire.PushApplied(
-            sequence=message.clock + 1,
-            shard_incarnation=message.term,
-            clock=message.clock + 1,
-            staleness=0,
-        )
-        return [Send(receiver=event.sender, message=acknowledgement)]
-
-    patch.setattr(Shard, "_replicate", replicate)
-
-
-def receiver_incarnation_is_ignored(patch: Patch) -> None:
-    """A copy obeys Promote and StartSync for any of its incarnations."""
-    whole = Shard._replicate
-
-    def replicate(
-        self: Shard, event: Received, message: ReplicationMessage, now: Seconds
-    ) -> list[Action]:
-        if isinstance(message, wire.Promote | wire.StartSync):
-            message = msgspec.structs.replace(message, receiver_incarnation=self._incarnation)
+    if self._backup is not None or not isinstance(message, wire.ReplicatePush):
         return whole(self, event, message, now)
+    acknowledgement = wire.PushApplied(
+        sequence=message.clock + 1,
+        shard_incarnation=message.term,
+        clock=message.clock + 1,
+        staleness=0,
+    )
+    return [Send(receiver=event.sender, message=acknowledgement)]
 
-    patch.setattr(Shard, "_replicate", replicate)
+
+@VARIANTS.replacing(Shard, "_replicate", caught_by=307)
+def receiver_incarnation_is_ignored(
+    whole: Whole[list[Action]],
+    self: Shard,
+    event: Received,
+    message: ReplicationMessage,
+    now: Seconds,
+) -> list[Action]:
+    """A copy obeys Promote and StartSync for any of its incarnations."""
+    if isinstance(message, wire.Promote | wire.StartSync):
+        message = msgspec.structs.replace(message, receiver_incarnation=self._incarnation)
+    return whole(self, event, message, now)
 
 
+@VARIANTS(caught_by=52)
 def former_primaries_are_accepted(patch: Patch) -> None:
     """A client accepts answers of any term and of any incarnation.
 
@@ -359,33 +407,31 @@ def former_primaries_are_accepted(patch: Patch) -> None:
     patch.setattr(ShardPrimary, "hear", hear_anybody)
 
 
-def state_block_of_another_clock_is_accepted(patch: Patch) -> None:
+@VARIANTS.replacing(Backup, "_take_state_block", caught_by=187)
+def state_block_of_another_clock_is_accepted(
+    whole: Whole[object], self: Backup, message: wire.StateBlock
+) -> object:
     """A backup accepts any state block and so holds a mixture of versions."""
-    whole = Backup._take_state_block
-
-    def take_state_block(self: Backup, message: wire.StateBlock) -> object:
-        return whole(self, msgspec.structs.replace(message, clock=self._values.clock))
-
-    patch.setattr(Backup, "_take_state_block", take_state_block)
+    return whole(self, msgspec.structs.replace(message, clock=self._values.clock))
 
 
-def pushes_are_taken_in_any_order(patch: Patch) -> None:
+@VARIANTS.replacing(Backup, "_replicate", caught_by=5)
+def pushes_are_taken_in_any_order(
+    whole: Whole[object], self: Backup, sender: Address, message: wire.ReplicatePush
+) -> object:
     """A backup applies replicated pushes in order of arrival, gaps or not."""
-    whole = Backup._replicate
-
-    def replicate(self: Backup, sender: Address, message: wire.ReplicatePush) -> object:
-        n_waiting = len(self._queue) + (self._applying is not None)
-        here = msgspec.structs.replace(message, clock=self._values.clock + n_waiting)
-        return whole(self, sender, here)
-
-    patch.setattr(Backup, "_replicate", replicate)
+    n_waiting = len(self._queue) + (self._applying is not None)
+    here = msgspec.structs.replace(message, clock=self._values.clock + n_waiting)
+    return whole(self, sender, here)
 
 
+@VARIANTS(caught_by=27)
 def in_sync_is_reported_too_early(patch: Patch) -> None:
     """A backup counts as in sync as soon as it has started to sync."""
     patch.setattr(Backup, "in_sync", property(lambda self: self.primary is not None))
 
 
+@VARIANTS(caught_by=27)
 def backup_takes_over_before_it_is_in_sync(patch: Patch) -> None:
     """The supervisor promotes any backup, and the backup serves what it has.
 
@@ -407,45 +453,10 @@ def backup_takes_over_before_it_is_in_sync(patch: Patch) -> None:
     patch.setattr(Backup, "promote", promote)
 
 
-def backup_does_not_know_the_clients(patch: Patch) -> None:
+@VARIANTS.replacing(Backup, "end_push", caught_by=1)
+def backup_does_not_know_the_clients(whole: Whole[list[Action]], self: Backup) -> list[Action]:
     """The backup applies a push to its values but not to its watermarks."""
-    whole = Backup.end_push
-
-    def end_push(self: Backup) -> list[Action]:
-        before = dict(self.clients)
-        actions = whole(self)
-        self.clients = before
-        return actions
-
-    patch.setattr(Backup, "end_push", end_push)
-
-
-_ALL: Final[tuple[Variant, ...]] = (
-    no_watermark,
-    acknowledged_before_it_is_applied,
-    client_incarnations_are_ignored,
-    push_buffer_is_reused_too_early,
-    blocks_are_taken_in_any_order,
-    applied_before_all_blocks_are_here,
-    late_open_session_lowers_the_watermark,
-    late_session_opened_is_accepted,
-    open_session_does_not_wait_for_the_push_being_applied,
-    version_is_unpinned_too_early,
-    values_are_even_while_they_are_written,
-    torn_read_is_accepted,
-    blocks_of_a_former_fetch_are_taken,
-    watermarks_are_forgotten_in_the_snapshot,
-    snapshot_is_taken_while_a_push_is_applied,
-    acknowledged_before_the_backup_has_it,
-    primary_drops_its_backup_without_permission,
-    demoted_primary_is_acknowledged,
-    receiver_incarnation_is_ignored,
-    former_primaries_are_accepted,
-    state_block_of_another_clock_is_accepted,
-    pushes_are_taken_in_any_order,
-    in_sync_is_reported_too_early,
-    backup_takes_over_before_it_is_in_sync,
-    backup_does_not_know_the_clients,
-)
-
-VARIANTS: Final = {variant.__name__.replace("_", " "): variant for variant in _ALL}
+    before = dict(self.clients)
+    actions = whole(self)
+    self.clients = before
+    return actions

@@ -27,7 +27,7 @@ from distbelief.parameter_server.client.fetches import FetchResult
 from distbelief.parameter_server.client.pushes import PushResult
 from distbelief.parameter_server.layout import ElementType, Layout, PartialView, TensorSpec
 from distbelief.parameter_server.policy import DOWNPOUR, ExchangePolicy
-from distbelief.parameter_server.rules import SGD, Adagrad, UpdateRule
+from distbelief.parameter_server.rules import SGD, Adagrad
 from distbelief.parameter_server.shard import Shard
 from distbelief.parameter_server.shard_config import ClientConfig, ShardConfig
 from distbelief.parameter_server.slices import ShardSlice
@@ -56,21 +56,15 @@ def layout_of(n_shards: int, *, dtype: ElementType = "float64") -> Layout:
     return Layout.of([marks], n_shards=n_shards, dtype=dtype)
 
 
-def config_of(
-    index: int, layout: Layout, *, rule: UpdateRule = PLAIN, **options: object
-) -> ShardConfig:
-    return ShardConfig(index=index, layout=layout, rule=rule, **options)  # type: ignore[arg-type]
-
-
 def shard_of(
     index: int, layout: Layout, memory: Memory, config: ShardConfig | None = None
 ) -> Shard:
     shard = Shard(
-        config or config_of(index, layout),
+        config or ShardConfig(index=index, layout=layout, rule=PLAIN),
         memory=memory,
         initialise=lambda: np.zeros(layout.shard_size(index), layout.dtype),
     )
-    Unreadable.make(shard._values)
+    Unreadable.make(shard.values)
     return shard
 
 
@@ -147,7 +141,7 @@ def arrays_of(values: ShardStore) -> tuple[Vector, ...]:
 
 def marks_of(shard: Shard) -> Vector:
     """Return how often a shard has applied each push, by mark."""
-    return -Unreadable.read(shard._values)[PLACES]
+    return -Unreadable.read(shard.values)[PLACES]
 
 
 @dataclass

@@ -647,3 +647,8 @@ class ParameterClient:
             for link in self._links.values():
                 if link.memory.has_former:
                     link.memory.release()
+
+    def validate(self) -> None:
+        """Check what holds after every event; only simulations call it."""
+        for link in self._links.values():
+            assert link.pushing.settled <= link.pushing.issued, f"{link.index} settled too much"

@@ -169,6 +169,6 @@ def test_a_shard_begins_with_the_values_of_the_file(tmp_path: Path) -> None:
             if isinstance(action, Compute):
                 action.work()
         assert isinstance(shard, Shard)
-        scatter(layout, k, shard._values.vector, found)
+        scatter(layout, k, shard.values.vector, found)
     for got, value in zip(found, model.values, strict=True):
         assert torch.equal(got, value)

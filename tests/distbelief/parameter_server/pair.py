@@ -153,6 +153,9 @@ class Loop:
     def status(self) -> tuple[str, Mapping[str, float]]:
         return "looping", self.client.counters()
 
+    def validate(self) -> None:
+        self.client.validate()
+
 
 @dataclass(kw_only=True)
 class Bench:
@@ -241,6 +244,8 @@ class Bench:
             self.refused.append(error)
             return
         self.perform(name, actions)
+        if isinstance(role, Shard | Loop):
+            role.validate()
 
     def send(self, sender: Address, receiver: Address, message: Message, *, life: int = 0) -> None:
         """Put a message on its way, through the codec."""

@@ -129,6 +129,7 @@ class OneCopy:
                 self.executor.append(action)
             elif isinstance(action, SetTimer):
                 self.timers[action.name] = action.at
+        self.shard.validate()
         return list(actions)
 
     def lead(self, term: int, second: str = "", *, life: int | None = None) -> list[Action]:
@@ -197,7 +198,7 @@ class OneCopy:
 
     @property
     def values(self) -> Vector:
-        return self.shard._values.vector
+        return self.shard.values.vector
 
     @property
     def activity(self) -> str:

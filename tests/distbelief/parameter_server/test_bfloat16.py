@@ -583,7 +583,7 @@ def test_the_backup_ends_with_the_bits_of_the_primary(rule: UpdateRule, n_client
             ]
             push(pair, gradient, name)
         pair.settle()
-    one, other = pair.copy(pair.A)._values, pair.copy(pair.B)._values
+    one, other = pair.copy(pair.A).values, pair.copy(pair.B).values
     assert one.clock == other.clock == 4 * n_clients
     assert one.vector.tobytes() == other.vector.tobytes()
     for key, vector in one.state.items():
@@ -605,7 +605,7 @@ def test_a_backup_that_takes_over_has_each_push_once() -> None:
         push(pair, gradient)
         pair.settle()
     assert pair.client().unacknowledged == 1
-    assert pair.copy(pair.A)._values.clock == 3
+    assert pair.copy(pair.A).values.clock == 3
     pair.kill(pair.A)
     pair.lose = lambda _receiver, _message: False
     pair.lead(pair.B, term=3)

@@ -36,7 +36,7 @@ def test_no_push_has_more_positions_than_an_epoch(dealt: Span) -> None:
     copy.hello()
     with pytest.raises(FalseClaimError, match="which nobody dealt"):
         copy.receive(push_of(dealt), CLIENT)
-    assert copy.shard._values.applied == Spans()
+    assert copy.shard.values.applied == Spans()
     copy.receive(push_of((96, 100)), CLIENT)
 
 

@@ -188,7 +188,7 @@ def test_an_evaluation_of_nothing_is_nothing() -> None:
         ),
     )
     assert opened.clock == 1
-    assert bench.shard._values.vector[0] == 3.0
+    assert bench.shard.values.vector[0] == 3.0
     assert bench.shard.status()[1]["commands"] == 3.0
     missing = bench.answer(
         4, Commit(chunks=(GrantedChunk(chunk_index=0, commit_token=1),), void=(2,))
@@ -213,7 +213,7 @@ def test_publish_ends_the_coordinators_control() -> None:
     bench.order(3, DOUBLE)
     bench.order(4, Publish(point="parameters"))
     assert not drives(bench)
-    assert bench.shard._values.vector[0] == 2.0
+    assert bench.shard.values.vector[0] == 2.0
 
 
 def test_a_savepoint_is_saved_with_its_vectors_and_restored() -> None:

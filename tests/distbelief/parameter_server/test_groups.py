@@ -85,7 +85,7 @@ class Trained:
     def values(self) -> dict[str, bytes]:
         tensors = [torch.full((spec.n_elements,), torch.nan) for spec in SPECS]
         for k, name in enumerate(self.names):
-            scatter(self.layout, k, self.shard(name)._values.vector, tensors)
+            scatter(self.layout, k, self.shard(name).values.vector, tensors)
         return {spec.name: one.numpy().tobytes() for spec, one in zip(SPECS, tensors, strict=True)}
 
     def shard(self, name: Address) -> Shard:
@@ -158,8 +158,8 @@ def test_two_copies_have_equal_bits(*, shared: bool) -> None:
     for seed, name in enumerate(order * 2):
         pair.push(name, 10 + seed)
     pair.assert_equal()
-    assert set(pair.b.shard._values.state) == {"mean", "mean_square", "velocity"}
-    assert all(vector.any() for vector in pair.b.shard._values.state.values())
+    assert set(pair.b.shard.values.state) == {"mean", "mean_square", "velocity"}
+    assert all(vector.any() for vector in pair.b.shard.values.state.values())
 
 
 def test_a_pattern_that_fits_no_parameter_is_refused_with_the_nearest_name() -> None:

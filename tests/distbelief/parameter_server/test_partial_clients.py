@@ -165,7 +165,7 @@ class Machines:
 
 
 def arrays_of(shard: Shard) -> list[Vector]:
-    values = shard._values
+    values = shard.values
     return [values.vector, *(values.state[name] for name in sorted(values.state))]
 
 
@@ -192,7 +192,7 @@ def test_clients_that_push_a_part_each_give_the_bits_of_one_that_pushes_everythi
             two.push(name, tensors)
         for k in range(n_shards):  # each element of a buffer is one client's
             n = one.layout.n_gradient(k)
-            parts = [m.shard(one.names[k])._values.vector[n:] for m in (one, two)]
+            parts = [m.shard(one.names[k]).values.vector[n:] for m in (one, two)]
             parts[1][:] = parts[0]
         assert_same_bits(one.arrays(), two.arrays())
     for name in (LEFT, RIGHT):
@@ -209,7 +209,7 @@ def test_each_element_is_updated_by_its_own_count_of_pushes(rule: UpdateRule) ->
     machines.add(middle, [("w", Region(((3, 60), (10, 30))))])
     layout, n = machines.layout, machines.layout.n_gradient(0)
     wanted = [array[:n].copy() for array in machines.arrays()]
-    names = sorted(machines.shard(machines.names[0])._values.state)
+    names = sorted(machines.shard(machines.names[0]).values.state)
     counts = np.zeros(n, np.int64)
     order = [LEFT, CLIENT, middle, RIGHT, LEFT, middle, CLIENT]
     for step, name in enumerate(order):
@@ -374,7 +374,7 @@ def test_a_torn_read_of_a_part_gives_way_to_blocks() -> None:
     machines = Machines(SGD(learning_rate=1.0), shared=True)
     machines.push(LEFT, machines.noise(0))
     bench, client = machines.bench, machines.bench.client(LEFT)
-    published = machines.shard()._values._published
+    published = machines.shard().values._published
     published.begin()  # it is being written, all the time
     tensors = machines.cut(LEFT, machines.noise(1))
     bench.begin_fetch(LEFT)
@@ -394,11 +394,11 @@ def test_buffers_are_averaged_over_the_clients_that_hold_them() -> None:
     def buffers_after(name: Address) -> list[float]:
         machines.push(name, [torch.full((spec.n_elements,), 4.0) for spec in SPECS])
         n = machines.layout.n_gradient(0)
-        return [float(v) for v in machines.shard()._values.vector[n : n + 5]]
+        return [float(v) for v in machines.shard().values.vector[n : n + 5]]
 
     assert buffers_after(LEFT) == [4.0, 4.0, 0.0, 0.0, 0.0]  # no one else holds these
     machines.add(CLIENT)
-    machines.shard()._values.vector[machines.layout.n_gradient(0) :] = 0.0
+    machines.shard().values.vector[machines.layout.n_gradient(0) :] = 0.0
     assert buffers_after(RIGHT) == [0.0, 0.0, 2.0, 2.0, 2.0]  # two hold them
     assert buffers_after(CLIENT) == [2.0, 2.0, 3.0, 3.0, 3.0]
     other = Address("other")
@@ -478,5 +478,5 @@ def test_a_draft_may_be_abandoned() -> None:
     with pytest.raises(LocalProtocolError, match="abandon without a draft"):
         client.abandon()
     machines.push(LEFT, [torch.ones(spec.n_elements) for spec in SPECS])
-    assert machines.shard()._values.clock == 1
+    assert machines.shard().values.clock == 1
     assert client.counters()["pushes_sent"] == 1

@@ -109,7 +109,7 @@ class Pair:
         return actions
 
     def assert_equal(self) -> None:
-        one, other = self.a.shard._values, self.b.shard._values
+        one, other = self.a.shard.values, self.b.shard.values
         assert (one.clock, one.n_held) == (other.clock, other.n_held)
         assert one.vector.tobytes() == other.vector.tobytes()
         for name, vector in one.state.items():
@@ -128,8 +128,8 @@ def test_a_backup_counts_pushes_per_element_as_its_primary_does(*, shared: bool)
     for seed, name in enumerate(order * 2):
         pair.push(name, 10 + seed)
     pair.assert_equal()
-    assert pair.a.shard._values.clock == 13
-    assert pair.b.shard._values.steps.n_whole == 3
+    assert pair.a.shard.values.clock == 13
+    assert pair.b.shard.values.steps.n_whole == 3
 
 
 @pytest.mark.parametrize("shared", [True, False])
@@ -139,13 +139,13 @@ def test_a_push_that_changes_some_of_it_changes_both_copies_alike(*, shared: boo
     whole, size = Address("whole"), LAYOUT.shard_size(0)
     pair.push(whole, 0)
     pair.follow()
-    before = pair.a.shard._values.vector.copy()
+    before = pair.a.shard.values.vector.copy()
     pair.push(whole, 1, touches=np.array([64, 128, 128, 1], np.int64))
     pair.push(whole, 2, touches=np.zeros(0, np.int64))
     pair.assert_equal()
-    moved = np.flatnonzero(pair.a.shard._values.vector != before)
+    moved = np.flatnonzero(pair.a.shard.values.vector != before)
     assert moved.tolist() == list(range(64, 192))
-    steps_of = pair.a.shard._values.steps
+    steps_of = pair.a.shard.values.steps
     met = steps_of.at(IndexRanges.whole(0, size), shard_slice=ShardSlice(size, dtype=LAYOUT.dtype))
     assert [(n, ranges.n_elements) for n, ranges in met] == [(1, size - 128), (2, 128)]
 
@@ -159,23 +159,23 @@ def test_a_push_of_a_part_that_changes_some_of_it_changes_both_copies_alike(
     left = Address("left")
     pair.push(left, 0)
     pair.follow()
-    before = pair.a.shard._values.vector.copy()
+    before = pair.a.shard.values.vector.copy()
     some = np.array([200, 64, 200, 3], np.int64)  # of three rows, the first 64 of 90 columns
     pair.push(left, 1, touches=some)
     pair.push(left, 2, touches=np.zeros(0, np.int64))
     pair.assert_equal()
-    moved = np.flatnonzero(pair.a.shard._values.vector != before)
+    moved = np.flatnonzero(pair.a.shard.values.vector != before)
     assert moved.tolist() == [200 * row + column for row in (1, 2, 3) for column in range(64)]
 
 
 def test_a_push_cannot_change_what_its_client_does_not_hold() -> None:
     pair = Pair(shared=False)
-    before = pair.a.shard._values.vector.copy()
+    before = pair.a.shard.values.vector.copy()
     actions = pair.push(Address("left"), 0, touches=np.array([0, 91, 91, 1], np.int64))
     refused = only(actions, pf.SessionRefused)
     assert refused.for_good
     assert "it changes elements that its client does not hold" in refused.reason
-    assert np.array_equal(pair.a.shard._values.vector, before)
+    assert np.array_equal(pair.a.shard.values.vector, before)
 
 
 @pytest.mark.parametrize("words", [[0, 64, 64], [0, 0, 1, 1], [1 << 40, 1, 1, 1]])
@@ -191,14 +191,14 @@ def test_a_replicated_part_changes_that_part() -> None:
     copy.receive(forward(5, holds=[10, 7, 7, 1]), A)
     copy.work()
     assert copy.values.tolist() == [7.0] * 10 + [8.0] * 7 + [7.0] * (N - 17)
-    steps = copy.shard._values.steps
+    steps = copy.shard.values.steps
     assert steps.to_wire().tolist() == [5, 0, 1, 1, 10, 7, 7, 1]
 
 
 def test_without_counts_of_parts_every_element_has_received_all_pushes() -> None:
     copy = OneCopy(B)
     copy.receive(following(2, clock=5), A)
-    assert copy.shard._values.steps.to_wire().tolist() == [5, 0]
+    assert copy.shard.values.steps.to_wire().tolist() == [5, 0]
 
 
 @pytest.mark.parametrize(

@@ -172,7 +172,7 @@ def test_state_blocks_hold_values_and_state() -> None:
     message = rp.StateBlock(term=2, clock=5, index=0, values=values)
     only(copy.receive(message, A), rp.BackupInSync)
     assert (copy.values == 3.0).all()
-    assert (copy.shard._values.state["sum_of_squares"] == 4.0).all()
+    assert (copy.shard.values.state["sum_of_squares"] == 4.0).all()
 
 
 def test_pushes_are_applied_in_the_order_of_clocks_each_once() -> None:

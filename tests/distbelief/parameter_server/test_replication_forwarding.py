@@ -208,7 +208,7 @@ def test_blocks_go_out_within_the_window_of_the_backup() -> None:
     copy.lead(1)
     copy.hello()
     copy.lead(2, B)
-    n_state_blocks = copy.shard._values.n_state_blocks
+    n_state_blocks = copy.shard.values.n_state_blocks
     credit(copy, 0)
     credit(copy, n_state_blocks)
     actions = pushed(copy, 1)

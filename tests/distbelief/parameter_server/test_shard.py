@@ -472,7 +472,7 @@ def test_buffers_of_one_client_are_what_it_pushed_to_the_bit() -> None:
         pushed = stream.standard_normal(layout.shard_size(0)) * 1e-3
         alone.receive(block(sequence, 0, pushed))
         alone.work(alone.receive(said(sequence)))
-        values = alone.shard._values.vector[start:]
+        values = alone.shard.values.vector[start:]
         assert values.tobytes() == pushed[start:].tobytes()
 
 
@@ -481,7 +481,7 @@ def test_what_clients_have_counted_is_added_whatever_others_have_counted_since()
     layout = Layout.of(tensors, n_shards=1, dtype="float64")
     alone = opened(layout)
     alone.hello(OTHER)
-    values, counter = alone.shard._values.vector, layout.n_averaged(0)
+    values, counter = alone.shard.values.vector, layout.n_averaged(0)
     for sequence in (1, 2):
         alone.work(alone.push(sequence, value=8.0))
         assert values[counter] == 4.0 * sequence
@@ -496,10 +496,10 @@ def test_a_push_that_sets_values_does_so_whatever_the_rule_and_the_rounds(
     tensors = [TensorSpec(name=name, shape=(70,), kind=kind) for name, kind in kinds.items()]
     alone = opened(Layout.of(tensors, n_shards=1, dtype="float64"), rule=rule, policy=policy)
     alone.hello(OTHER, tick=0)
-    pushed = np.random.default_rng(0).standard_normal(alone.shard._values.vector.size)
+    pushed = np.random.default_rng(0).standard_normal(alone.shard.values.vector.size)
     alone.receive(block(1, 0, pushed))
     alone.work(alone.receive(replace(said(1), sets=True)))
-    assert alone.shard._values.vector.tobytes() == pushed.tobytes()
+    assert alone.shard.values.vector.tobytes() == pushed.tobytes()
 
 
 def test_buffers_of_several_clients_are_averaged_and_the_gone_do_not_count() -> None:
@@ -507,7 +507,7 @@ def test_buffers_of_several_clients_are_averaged_and_the_gone_do_not_count() -> 
     alone = opened(layout)
     alone.hello(OTHER)
     alone.hello(READER, pushes=False)
-    values = alone.shard._values.vector
+    values = alone.shard.values.vector
     buffer = layout.n_gradient(0)
     alone.work(alone.push(1, value=8.0))
     assert values[buffer] == 4.0  # 0 + (8 - 0) / 2
@@ -827,7 +827,7 @@ def test_stop_does_not_wait_for_the_rest_of_a_version() -> None:
 
 def test_values_are_marked_from_the_request_of_an_update_to_its_answer() -> None:
     alone = opened()
-    published = alone.shard._values._published
+    published = alone.shard.values._published
     assert published.version % 2 == 0
     applying = alone.push(1)
     assert published.version % 2 == 1
@@ -899,14 +899,14 @@ def test_a_restart_goes_on_with_the_same_bits() -> None:
     (persist,) = alone.receive(SaveCheckpoint(label="1"), TEST)
     assert isinstance(persist, Persist)
     second = begin(persist.snapshot, 2)
-    assert second._values.vector.tobytes() == first._values.vector.tobytes()
+    assert second.values.vector.tobytes() == first.values.vector.tobytes()
     welcome = only(alone.hello(next_sequence=2), pf.SessionOpened)
     assert (welcome.clock, welcome.samples, welcome.applied) == (1, 5, 1)
     # What the old incarnation would have done with the next push, the new one does.
     alone.receive(block(2, 0, np.full(N, 2.0), number=2))
     alone.work(alone.receive(said(2, number=2)))
-    first._values.begin_push(np.full(N, 2.0), n_clients=1)[0]()
-    assert second._values.vector.tobytes() == first._values.vector.tobytes()
+    first.values.begin_push(np.full(N, 2.0), n_clients=1)[0]()
+    assert second.values.vector.tobytes() == first.values.vector.tobytes()
 
 
 def test_stop_finishes_complete_pushes_and_snapshots_then_exits() -> None:
@@ -975,7 +975,7 @@ def test_the_shard_applies_its_learning_rate() -> None:
     alone.work(alone.shard.handle(Started(incarnation=1), 0.0))
     alone.hello()
     alone.work(alone.push(1, value=4.0))
-    assert (alone.shard._values.vector == -1.0).all()
+    assert (alone.shard.values.vector == -1.0).all()
 
 
 # ------------------------------------------------------------- without a supervisor

@@ -190,7 +190,7 @@ def test_a_rank_connects_only_to_the_shards_that_hold_its_part() -> None:
             if isinstance(action, Send) and happening.name in asked:
                 asked[happening.name].add(action.receiver)
 
-    group.simulation.observe(note)
+    group.cluster.observe(note)
     group.run()
     few = False
     for machine, name in enumerate(group.machines):
@@ -218,20 +218,20 @@ def test_ranks_send_the_bytes_that_the_plan_predicts(micro_batches: int) -> None
 
 
 def state(group: Group, machine: int) -> str:
-    return group.simulation.role(group.machines[machine]).status()[0]
+    return group.cluster.role(group.machines[machine]).status()[0]
 
 
 def test_ranks_wait_for_start_and_name_the_missing_rank() -> None:
     late = Kill(at=0.0, role=rank_name(0, 2), restart_after=1.0)
     group = learning(max_steps=4, n_machines=3, await_begin=True, faults=[late])
-    group.simulation.run(until=0.5)
+    group.cluster.run(until=0.5)
     assert state(group, 0) == "waiting for replica-0.2"
     assert state(group, 1) == "waiting for replica-0.0"
-    group.simulation.run(until=2.0)
+    group.cluster.run(until=2.0)
     assert state(group, 0) == "waiting for begin"
     group.tell(group.machines[1], wire.StartTraining())  # not the leader
-    group.simulation.run(until=3.0)
-    assert not group.simulation.halted
+    group.cluster.run(until=3.0)
+    assert not group.cluster.halted
     group.tell(group.machines[0], wire.StartTraining())
     group.run()
     progress = group.told(wire.Progress)
@@ -242,14 +242,14 @@ def test_ranks_wait_for_start_and_name_the_missing_rank() -> None:
 
 def test_ranks_take_no_step_beyond_the_allowed_samples() -> None:
     group = learning(max_steps=4, n_machines=3, await_begin=True)
-    group.simulation.run(until=0.5)
+    group.cluster.run(until=0.5)
     group.tell(group.machines[0], wire.StartTraining(samples=5))
-    group.simulation.run(until=5.0)
+    group.cluster.run(until=5.0)
     assert state(group, 0) == "waiting for more samples"
     assert group.told(wire.Progress)[-1].samples == 8
     assert group.status(group.machines[0])["samples_allowed"] == 5
     group.tell(group.machines[0], wire.StartTraining(samples=9))
-    group.simulation.run(until=10.0)
+    group.cluster.run(until=10.0)
     assert group.told(wire.Progress)[-1].samples == 12
     group.tell(group.machines[0], wire.StartTraining(samples=100))
     group.run()
@@ -259,14 +259,14 @@ def test_ranks_take_no_step_beyond_the_allowed_samples() -> None:
 def test_status_names_the_rank_that_is_waited_for() -> None:
     pause = Pause(at=0.004, role=rank_name(0, 1), seconds=2.0)
     group = learning(max_steps=60, faults=[pause])
-    group.simulation.run(until=1.0)
+    group.cluster.run(until=1.0)
     assert state(group, 0) == "waiting for replica-0.1"
     group.run()
 
 
 def test_stop_ends_a_replica_without_a_step_limit() -> None:
     group = learning(max_steps=None, n_push=3, n_machines=3)
-    group.simulation.run(until=0.02)
+    group.cluster.run(until=0.02)
     for name in group.machines:
         group.tell(name, wire.Stop(reason="enough"))
     group.run()
@@ -347,8 +347,8 @@ def nan_data(*, width: int, n_samples: int) -> list[object]:
 @pytest.mark.parametrize("n_push", [1, 2])
 def test_gradients_that_are_not_finite_end_the_job(n_push: int) -> None:
     group = learning(task_of("nan_data"), max_steps=60, n_push=n_push)
-    group.simulation.run(until=5.0)
-    errors = [error for error in group.simulation.halted.values() if error]
+    group.cluster.run(until=5.0)
+    errors = [error for error in group.cluster.halted.values() if error]
     assert errors
     assert all("10 gradients in a row were NaN" in error for error in errors)
 
@@ -361,8 +361,8 @@ def test_a_rank_without_parameters_reports_skipped_steps() -> None:
         non_finite_limit=100,
         place=lambda layer: int(layer == "loss"),
     )
-    group.simulation.run(until=5.0)
-    told = [str(report) for report in group.simulation.reports]
+    group.cluster.run(until=5.0)
+    told = [str(report) for report in group.cluster.reports]
     assert len([text for text in told if "it is skipped" in text]) == 1
     counted = [group.status(name)["non_finite"] for name in group.machines]
     assert counted == [6, 6]
@@ -385,8 +385,8 @@ def test_a_bad_sample_is_named_on_whichever_rank_it_is_read(
     group = learning(
         task, max_steps=20, clip_norm=clip_norm, place=lambda layer: int(layer in apart)
     )
-    group.simulation.run(until=5.0)
-    told = [str(report) for report in group.simulation.reports]
+    group.cluster.run(until=5.0)
+    told = [str(report) for report in group.cluster.reports]
     skipped = [text for text in told if "it is skipped" in text]
     assert skipped
     assert all("[data.train] sample 17 has NaN or infinite" in each for each in skipped)
@@ -395,8 +395,8 @@ def test_a_bad_sample_is_named_on_whichever_rank_it_is_read(
 def test_ranks_with_different_plans_are_rejected() -> None:
     group, other = learning(), learning(plan_seed=2)
     group.split_of[group.machines[1]] = other.split
-    group.simulation.run(until=1.0)
-    error = group.simulation.halted[group.machines[1]]
+    group.cluster.run(until=1.0)
+    error = group.cluster.halted[group.machines[1]]
     assert error is not None
     assert "start all ranks of a replica with one plan" in error
 
@@ -404,8 +404,8 @@ def test_ranks_with_different_plans_are_rejected() -> None:
 def test_a_failing_step_is_a_job_error() -> None:
     train = DataSpec(factory=f"{EXAMPLES}:frames", arguments={"width": 39, "n_samples": 40})
     group = learning(msgspec.structs.replace(LEARNING, train=train))
-    group.simulation.run(until=1.0)
-    errors = [error for error in group.simulation.halted.values() if error]
+    group.cluster.run(until=1.0)
+    errors = [error for error in group.cluster.halted.values() if error]
     assert any("inputs have shape [39]; the plan is for [40]" in e for e in errors)
 
 
@@ -414,7 +414,7 @@ def test_ranks_evaluate_like_one_process(plan_seed: int) -> None:
     group = learning(n_machines=plan_seed + 1, plan_seed=plan_seed, group="evaluator", n_shards=2)
     assert LEARNING.test is not None
     module = build_model(LEARNING.model)
-    group.simulation.run(until=1.0)
+    group.cluster.run(until=1.0)
     with torch.no_grad():
         for name, tensor in module.named_parameters():
             tensor.copy_(group.values()[name].view_as(tensor))
@@ -426,16 +426,16 @@ def test_ranks_evaluate_like_one_process(plan_seed: int) -> None:
         expected = torch.nn.functional.cross_entropy(module(inputs), targets)
     group.tell("evaluator", wire.Evaluate(request=7, whole=False))
     group.tell("evaluator", wire.Evaluate(request=8, whole=False))
-    group.simulation.run(until=2.0)
+    group.cluster.run(until=2.0)
     if plan_seed:
-        group.simulation.restart(group.machines[-1])
+        group.cluster.restart(group.machines[-1])
     group.tell("evaluator", wire.Evaluate(request=9, whole=True))
-    group.simulation.run(until=5.0)
+    group.cluster.run(until=5.0)
     group.tell("evaluator", wire.Evaluate(request=9, whole=True))
-    group.simulation.run(until=6.0)
+    group.cluster.run(until=6.0)
     answers = [
         event.message
-        for event in group.simulation.sent_to(SUPERVISOR)
+        for event in group.cluster.sent_to(SUPERVISOR)
         if isinstance(event.message, wire.EvaluationDone)
     ]
     assert [answer.request for answer in answers] == [7, 8, 9, 9]
@@ -449,13 +449,13 @@ def test_ranks_evaluate_like_one_process(plan_seed: int) -> None:
 
 def build(group: Group, name: str, **changes: object) -> Role:
     settings = msgspec.structs.replace(group.settings, **changes)
-    context = group._context(memory=PrivateMemory())
+    context = group.context(PrivateMemory())
     return build_rank(name, config=settings, context=context, split=group.split)
 
 
 def test_a_plan_is_for_one_batch() -> None:
     group = learning()
-    group.simulation.run(until=0.1)
+    group.cluster.run(until=0.1)
     with pytest.raises(JobError, match="batch_size is 5, and the plan is for batches of 4"):
         build(group, "replica-0.0", batch_size=5)
 
@@ -463,21 +463,21 @@ def test_a_plan_is_for_one_batch() -> None:
 @pytest.mark.parametrize("name", ["replica-0.2", "replica-1.0", "shard-0"])
 def test_unknown_ranks_are_rejected(name: str) -> None:
     group = learning()
-    group.simulation.run(until=0.1)
+    group.cluster.run(until=0.1)
     with pytest.raises(LocalProtocolError, match=f"no rank '{name}' in a"):
         build(group, name)
 
 
 def test_evaluators_need_held_out_data() -> None:
     group = learning(msgspec.structs.replace(LEARNING, test=None))
-    group.simulation.run(until=0.1)
+    group.cluster.run(until=0.1)
     with pytest.raises(JobError, match="an evaluator needs held-out data"):
         build(group, "evaluator.1")
 
 
 def test_a_rank_rejects_messages_it_does_not_accept() -> None:
     group = learning()
-    group.simulation.run(until=0.1)
+    group.cluster.run(until=0.1)
     machine = group.replica(group.machines[1])
     machine._is_gone = False
     wrong: list[tuple[str, wire.Message]] = [
@@ -499,14 +499,14 @@ def test_a_rank_rejects_messages_it_does_not_accept() -> None:
 
 def test_a_rank_that_starts_after_the_end_exits_on_stop() -> None:
     group = learning()
-    group.simulation.run(until=5.0)
+    group.cluster.run(until=5.0)
     name = group.machines[1]
-    group.simulation.restart(name)
-    group.simulation.run(until=6.0)
+    group.cluster.restart(name)
+    group.cluster.run(until=6.0)
     assert state(group, 1) == "waiting for replica-0.0"
     group.tell(name, wire.Stop(reason="over"))
-    group.simulation.run(until=60.0)
-    assert group.simulation.halted[name] is None
+    group.cluster.run(until=60.0)
+    assert group.cluster.halted[name] is None
 
 
 def test_a_rank_rejects_what_the_leader_sent_earlier_or_too_early() -> None:

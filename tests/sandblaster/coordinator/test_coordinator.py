@@ -13,7 +13,7 @@ from sandblaster.coordinator.coordinator import Coordinator
 from sandblaster.coordinator.shard_commands import CommandBroadcast
 from sandblaster.coordinator.workers import CoordinatorConfig
 from sandblaster.optimizers.descent import GradientDescent
-from tests.simulation.sandblasts import Run, Sandblast
+from tests.simulation.sandblasts import Sandblast
 
 
 SHARDS = (rl.Address("shard-0"), rl.Address("shard-1"))
@@ -263,7 +263,7 @@ def test_a_replica_that_ends_a_warm_start_late_is_no_news() -> None:
 
 def test_a_run_that_ends_at_its_start_has_a_loss() -> None:
     """A constant loss: it had converged, with a reported loss of NaN."""
-    run = Run(Sandblast(method=GradientDescent(tolerance=1e9)))
+    run = Sandblast(method=GradientDescent(tolerance=1e9))
     run.play()
     assert run.coordinator.status()[1]["loss"] == run.checker.losses[-1] > 0.0
 
