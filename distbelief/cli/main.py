@@ -130,13 +130,14 @@ def train(  # noqa: PLR0913 -- options
     Exit code: 0 done, 1 failed, 2 wrong usage, 130 stopped by Ctrl+C.
     """
     job_file = _job_file(job_file, resume)
+    from distbelief.launch.forkserver import uncollected  # noqa: PLC0415 -- start quickly
     from distbelief.launch.local import LocalLauncher  # noqa: PLC0415 -- start quickly
 
     # The launcher's fork server imports torch while this process does.
     with LocalLauncher() as launcher:
         from rich.console import Console  # noqa: PLC0415 -- start quickly
 
-        with Console(quiet=as_json).status("Importing torch ..."):
+        with Console(quiet=as_json).status("Importing torch ..."), uncollected():
             from distbelief.config.load import load_job  # noqa: PLC0415 -- start quickly
 
             job = load_job(job_file, overrides=overrides or ())

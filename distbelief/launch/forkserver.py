@@ -331,12 +331,26 @@ class ForkServer:
 
 
 def _import(modules: Sequence[str]) -> None:
-    for module in modules:
-        with suppress(Exception, SystemExit):  # the child that needs it reports the error
-            importlib.import_module(module)
+    with uncollected():
+        for module in modules:
+            with suppress(Exception, SystemExit):  # the child that needs it reports the error
+                importlib.import_module(module)
     # Objects that exist now stay shared with the children: the collector must not touch them.
     gc.collect()
     gc.freeze()
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Switch the garbage collector off during imports.
+
+    It finds nothing, and takes an eighth of the time in which torch is imported.
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 @contextmanager

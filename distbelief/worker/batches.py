@@ -325,7 +325,7 @@ def reseed(seed: int) -> None:
 
 def _states() -> object:
     _, keys, *rest = np.random.get_state()  # noqa: NPY002 -- as above
-    numbers = torch.default_generator.get_state().tolist()
+    numbers = torch.default_generator.get_state().numpy().tobytes()
     return numbers, np.asarray(keys).tobytes(), rest, random.getstate()
 
 

@@ -29,7 +29,7 @@ IMPORTED = (
     *forkserver.MODULES,
     *forkserver.MODULES_OF_RANKS,
     *("distbelief.trainer", "distbelief.serve.server_process", "distbelief.cli.main"),
-    *("pytest", __name__),
+    "pytest",
     *("matplotlib.figure", "matplotlib.backends.backend_agg"),
 )
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
@@ -39,7 +39,7 @@ ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_
 def context() -> ForkServerContext:
     """Start the process that commands are forked from; it ends with this one."""
     found = multiprocessing.get_context("forkserver")
-    found.set_forkserver_preload(list(IMPORTED))
+    found.set_forkserver_preload(["tests.processes.frozen"])
     before = dict(os.environ)
     for name in before:
         if name.startswith("COVERAGE_PROCESS"):
