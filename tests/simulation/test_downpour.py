@@ -148,7 +148,8 @@ def plain(settings: DownpourSettings, *, task: TaskSpec) -> dict[str, torch.Tens
     local: dict[str, torch.Tensor] = dict(module.named_parameters())
     server = {name: drawn(task)[name].clone().requires_grad_() for name in local}
     optimizer = _optimizer(settings.rule, server)
-    rate, n_pushes = settings.local_learning_rate or settings.rule.learning_rate, 0
+    own = settings.rule.learning_rate if isinstance(settings.rule, SGD) else 0.0
+    rate, n_pushes = settings.local_learning_rate or own, 0
     alpha, factor = rate, settings.rule.schedule.factor
     dataset, loss = build_dataset(task.train), loss_function(task.loss)
     accrued = {name: torch.zeros_like(value) for name, value in server.items()}
