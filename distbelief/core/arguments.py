@@ -88,4 +88,9 @@ def require(
         value = getattr(struct, field, None)
         is_number = isinstance(value, int | float)
         if value is not None and not (is_number and fits(value)):
-            raise SettingError(f"{user}: {field} is {value!r}; use {use}")
+            raise SettingError(f"{user}: {key_of(struct, field)} is {value!r}; use {use}")
+
+
+def key_of(struct: msgspec.Struct, field: str) -> str:
+    """Return what a table calls this field."""
+    return struct.__struct_encode_fields__[struct.__struct_fields__.index(field)]

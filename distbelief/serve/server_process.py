@@ -25,7 +25,7 @@ import msgspec
 import torch
 from safetensors.torch import save_file
 
-from distbelief.config import job as jobs
+from distbelief.config import job as jobs, tables
 from distbelief.core import files, formatting
 from distbelief.core.signals import REASONS, caught_signals
 from distbelief.errors import DistBeliefError, JobError
@@ -115,12 +115,10 @@ class ServerRequest(msgspec.Struct, frozen=True, kw_only=True):
     def check(self, user: str) -> None:
         """Raise JobError if the processes of the server would refuse it."""
         try:
-            msgspec.json.decode(msgspec.json.encode(self), type=ServerRequest)
-            self.settings()
+            plain = msgspec.json.decode(msgspec.json.encode(self))
+            tables.convert(plain, ServerRequest, user=user).settings()
         except (msgspec.MsgspecError, ValueError, TypeError) as error:
-            text, _, place = str(error).partition(" - at `$.")
-            place = f"{place.rstrip('`')}: " if place else ""
-            raise JobError(f"{user}: {place}{text}") from None
+            raise JobError(f"{user}: {error}") from None
 
     def write_initial(self, parameters: Iterable[torch.Tensor]) -> None:
         values = {
