@@ -15,13 +15,15 @@ counters.
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Literal, final
 
 import msgspec
 import numpy as np
 import torch
+from typing_extensions import override
 
 from distbelief.core.vectors import ALIGNMENT, Vector, padded
 from distbelief.graph.region import Region
@@ -30,7 +32,16 @@ from distbelief.parameter_server.slices import ShardSlice
 from distbelief.parameter_server.tensor_copies import Piece, TensorCopier
 
 
-__all__ = ["ElementType", "Layout", "LayoutSpec", "PartialView", "Segment", "TensorSpec", "kind_of"]
+__all__ = [
+    "ElementType",
+    "Layout",
+    "LayoutSpec",
+    "PartialView",
+    "Segment",
+    "TensorSpec",
+    "first_difference",
+    "kind_of",
+]
 
 
 # --- tensors ---
@@ -56,9 +67,22 @@ class TensorSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         if any(size < 0 for size in self.shape):
             raise ValueError(f"tensor {self.name!r} has shape {self.shape}; sizes are 0 or more")
 
+    @override
+    def __str__(self) -> str:
+        name = int(self.name) if self.name.isdecimal() else self.name  # of own loops: a position
+        return f"{self.kind} {name} of shape {list(self.shape)}"
+
     @property
     def n_elements(self) -> int:
         return math.prod(self.shape)
+
+
+def first_difference(there: Iterable[object], here: Iterable[object]) -> str:
+    """Return where two lists of tensors, as text, differ first; or ""."""
+    for one, other in zip_longest(map(str, there), map(str, here), fillvalue="nothing more"):
+        if one != other:
+            return f"{one}, not {other}"
+    return ""
 
 
 def kind_of(tensor: torch.Tensor) -> Kind:

@@ -232,12 +232,8 @@ class Sessions:
     def why_not(self, event: Received, request: pf.OpenSession) -> str | None:
         """Return why this session can never be opened, or None."""
         self.floor.check(event.sender, self._clients.get(event.sender), request.tick)
-        fingerprint = self._config.layout.fingerprint
-        if request.layout != fingerprint:
-            return (
-                f"your layout is {request.layout}, the shard's {fingerprint}: use one model and "
-                "number of shards on both sides"
-            )
+        if request.layout != self._config.layout.fingerprint:
+            return "your layout is another: use one model and number of shards on both sides"
         try:
             shard_slice = self._values.slice_table.get(request.holds)
         except RemoteProtocolError as error:
@@ -619,10 +615,22 @@ class Sessions:
         )
         return Send(receiver=client.name, message=opened)
 
-    def refuse(self, receiver: Address, reason: str, *, for_good: bool = False) -> Send:
-        """Refuse with a reason; unless `for_good`, the client opens a session and tries again."""
+    def refuse(
+        self, receiver: Address, reason: str, *, for_good: bool = False, layout: str | None = None
+    ) -> Send:
+        """Refuse with a reason; unless `for_good`, the client opens a session and tries again.
+
+        To a client with another `layout` than this shard's, show its tensors.
+        """
         text = f"shard {self._config.index}, incarnation {self.incarnation}: {reason}"
-        return Send(receiver=receiver, message=pf.SessionRefused(reason=text, for_good=for_good))
+        own = self._config.layout
+        differs = layout is not None and layout != own.fingerprint
+        refused = pf.SessionRefused(
+            reason=text,
+            for_good=for_good,
+            tensors=tuple(map(str, own.tensors)) if differs else msgspec.UNSET,
+        )
+        return Send(receiver=receiver, message=refused)
 
     def _push_applied(self, client: Session) -> Send:
         floor, behind = self._told_floor(client)

@@ -343,7 +343,7 @@ class Shard:
             return []
         reason = sessions.why_not(event, request)
         if reason is not None:
-            return [sessions.refuse(sender, reason, for_good=True)]
+            return [sessions.refuse(sender, reason, for_good=True, layout=request.layout)]
         if not self._serves or sessions.must_wait(event, request):
             self._defer(event, request)
             return [sessions.refuse(sender, "busy; the session opens later")]

@@ -18,7 +18,7 @@ A tick of a worker is one exchange, from a fetch to a push. Where shards count t
 enters before its first one and leaves when it has nothing to do: others wait for those that are in.
 """
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -39,6 +39,10 @@ Ticks = Amount | msgspec.UnsetType
 
 Dealt = tuple[Amount, Amount] | msgspec.UnsetType
 """Positions that are sent only where data are dealt; Unset takes no bytes."""
+
+
+Tensors = Annotated[tuple[Text, ...], msgspec.Meta(max_length=65536)] | msgspec.UnsetType
+"""Name and shape of each."""
 
 
 class OpenSession(AnyMessage, frozen=True):
@@ -80,6 +84,7 @@ class SessionRefused(AnyMessage, frozen=True):
 
     reason: Text
     for_good: bool  # asking again will not help
+    tensors: Tensors = msgspec.UNSET  # of the shard, if the client's layout differs
 
 
 class Fetch(AnyMessage, frozen=True):

@@ -16,8 +16,9 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import repeat
 from pathlib import Path
 from typing import Final, final
 
@@ -25,13 +26,13 @@ import msgspec
 import torch
 from safetensors.torch import save_file
 
-from distbelief.config import job as jobs, tables
+from distbelief.config import job as jobs, tables, toml
 from distbelief.core import files, formatting
 from distbelief.core.signals import REASONS, caught_signals
 from distbelief.errors import DistBeliefError, JobError
 from distbelief.launch.local import IMPORT_SECONDS_MAX, LocalLauncher
 from distbelief.launch.role_process import RoleSpec
-from distbelief.parameter_server.layout import Layout, TensorSpec
+from distbelief.parameter_server.layout import Layout, TensorSpec, first_difference
 from distbelief.parameter_server.policy import DOWNPOUR, ExchangePolicy
 from distbelief.parameter_server.rules import UpdateRule
 from distbelief.parameter_server.shard_config import copy_names
@@ -80,6 +81,11 @@ class ServerRequest(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def file(self) -> Path:
         return Path(self.directory) / "request.json"
+
+    def named(self, *, names: bool) -> Iterator[TensorSpec]:
+        """Return the tensors, by name or by position."""
+        for spec, name in zip(self.tensors, self.names or repeat(""), strict=False):
+            yield msgspec.structs.replace(spec, name=name) if names else spec
 
     @property
     def has_checkpoints(self) -> bool:
@@ -403,22 +409,30 @@ def _read(file: Path) -> ServerRequest:
 
 
 def _check_same(now: ServerRequest, before: ServerRequest, *, directory: Path) -> None:
-    old_model, new_model = (
-        [(spec.kind, spec.shape) for spec in each.tensors] for each in (before, now)
-    )
-    names_known = bool(before.names and now.names)
-    for what, old, new in (
-        ("model", old_model, new_model),
-        ("model", before.names if names_known else (), now.names if names_known else ()),
-        ("rule", before.rule, now.rule),
-        ("exchange", before.exchange.chosen, now.exchange.chosen),
-        ("number of shards", before.n_shards, now.n_shards),
-    ):
-        if old != new:
+    names = bool(before.names and now.names)
+    differing = {
+        "model": first_difference(before.named(names=names), now.named(names=names)),
+        "rule": ", ".join(_differences(before.rule, now.rule)),
+        "exchange": ", ".join(_differences(before.exchange, now.exchange)),
+        "number of shards": ", ".join(_differences(before.n_shards, now.n_shards)),
+    }
+    for what, difference in differing.items():
+        if difference:
             raise JobError(
-                f"{directory} has another {what}: {old!s:.300} instead of {new!s:.300}. "
-                "Use the same, or a new directory"
+                f"{directory} has another {what}: {difference}: use the same, or a new directory"
             )
+
+
+def _differences(there: object, here: object, key: str = "") -> Iterator[str]:
+    if isinstance(there, msgspec.Struct):
+        there, here = msgspec.to_builtins((there, here))
+    if not (isinstance(there, dict) and isinstance(here, dict)):
+        if there != here:
+            yield f"{key} {toml.excerpt(there)}, not {toml.excerpt(here)}".lstrip()
+        return
+    keys = ("name",) if there.get("name") != here.get("name") else there | here
+    for each in keys:
+        yield from _differences(there.get(each), here.get(each), f"{key}.{each}".lstrip("."))
 
 
 @final

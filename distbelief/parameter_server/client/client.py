@@ -26,7 +26,7 @@ from distbelief.errors import JobError, LocalProtocolError
 from distbelief.parameter_server.client.fetches import FetchResult, ShardFetch, ShardReader, install
 from distbelief.parameter_server.client.primary import ShardMemory, ShardPrimary
 from distbelief.parameter_server.client.pushes import PushDraft, PushResult, ShardPush, StageTarget
-from distbelief.parameter_server.layout import PartialView
+from distbelief.parameter_server.layout import PartialView, first_difference
 from distbelief.parameter_server.lost_pushes import n_lost
 from distbelief.parameter_server.shard_config import ClientConfig, copy_names
 from distbelief.parameter_server.staleness import Staleness
@@ -223,7 +223,10 @@ class ShardLink:
         self, sender: rl.Address, message: pf.SessionRefused, now: rl.Seconds
     ) -> list[rl.Action]:
         if message.for_good:
-            raise JobError(f"{sender} refuses this client: {formatting.plain(message.reason)}")
+            difference = first_difference(message.tensors or (), self._layout.tensors)
+            why = [bool(message.tensors and difference) and f"it has {difference}", message.reason]
+            text = formatting.plain(formatting.joined("; ", why))
+            raise JobError(f"{sender} refuses this client: {text}")
         # A backup refuses clients; that means nothing here.
         if self.is_open and sender != self.primary.address:
             return []

@@ -202,13 +202,13 @@ def test_a_host_that_shares_nothing_needs_no_warning() -> None:
     assert (welcome.parameters_region, welcome.push_buffers_region) == ("", "")
 
 
-def test_another_layout_is_refused_for_good_with_both_fingerprints() -> None:
+def test_another_layout_is_refused_for_good_and_shown_what_is_here() -> None:
     alone = Alone()
     hello = pf.OpenSession(layout="abc", pushes=True, host="", next_sequence=1)
     refused = only(alone.receive(hello), pf.SessionRefused)
     assert refused.for_good
-    assert "abc" in refused.reason
-    assert LAYOUT.fingerprint in refused.reason
+    assert "your layout is another" in refused.reason
+    assert refused.tensors == tuple(map(str, LAYOUT.tensors))
 
 
 def test_no_more_clients_are_known_than_allowed() -> None:

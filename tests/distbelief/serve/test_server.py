@@ -149,7 +149,7 @@ def test_a_server_continues_from_what_it_has_saved(
         (nn.Linear(3, 2), {"shards": 2}, "number of shards"),
     ):
         every: dict[str, Any] = {"rule": SGD(learning_rate=0.1), **options}
-        with pytest.raises(JobError, match=f"another {what}: .*Use the same, or a new directory"):
+        with pytest.raises(JobError, match=f"another {what}: .*use the same, or a new directory"):
             ParameterServer(net.parameters(), directory=tmp_path, **every).start()
 
 

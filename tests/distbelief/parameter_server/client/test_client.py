@@ -255,6 +255,20 @@ def test_a_shard_that_refuses_for_good_is_named_with_its_reason() -> None:
         Alone().receive(pf.SessionRefused(reason="other layout", for_good=True))
 
 
+def test_the_first_tensor_in_which_two_layouts_differ_is_shown() -> None:
+    """It was two hashes."""
+    alone = Alone()
+    first = str(alone.client.view.tensors[0])
+    for tensors, said in [
+        ((first, "buffer x of shape [7]"), "client: it has buffer x of shape [7], not parameter "),
+        ((first,), "client: it has nothing more, not parameter .*; your layout is another$"),
+        (tuple(map(str, alone.client.view.tensors)), "client: your layout is another$"),
+    ]:
+        refused = pf.SessionRefused(reason="your layout is another", for_good=True, tensors=tensors)
+        with pytest.raises(JobError, match=said.replace("[7]", r"\[7\]")):
+            alone.receive(refused)
+
+
 def test_a_shard_that_does_not_know_the_client_gets_open_session_again() -> None:
     alone = Alone()
     refused = pf.SessionRefused(reason="open a session first", for_good=False)
