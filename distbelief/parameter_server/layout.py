@@ -30,6 +30,7 @@ from distbelief.graph.region import Region
 from distbelief.parameter_server.ranges import N_RANGES_MAX, N_STRIPES_MAX, IndexRanges
 from distbelief.parameter_server.slices import ShardSlice
 from distbelief.parameter_server.tensor_copies import Piece, TensorCopier
+from distbelief.protocol.push_fetch import N_SHOWN_MAX
 
 
 __all__ = [
@@ -227,6 +228,10 @@ class Layout:
     @property
     def dtype(self) -> np.dtype[np.float32] | np.dtype[np.float64]:
         return np.dtype(np.float64) if self.spec.dtype == "float64" else np.dtype(np.float32)
+
+    def shown(self) -> tuple[str, ...]:
+        """Return the first tensors as text, few enough for a message."""
+        return tuple(str(one)[:128] for one in self.tensors[:N_SHOWN_MAX])
 
     def shard_size(self, k: int) -> int:
         """Elements of shard k's vector, padding included: a multiple of 64."""

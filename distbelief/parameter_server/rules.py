@@ -85,6 +85,11 @@ class _Rule(
     groups: "Mapping[str, UpdateRule]" = {}
 
     def __post_init__(self) -> None:
+        if not isinstance(cast("object", self.groups), Mapping):
+            raise SettingError(
+                f"rule {self.name!r}: groups is {self.groups!r}; use a rule for each pattern of "
+                "names, as {'*.bias': SGD(learning_rate=0.1)}"
+            )
         for pattern, rule in self.groups.items():
             if not isinstance(cast("object", rule), _Rule) or rule.groups:
                 raise SettingError(

@@ -626,9 +626,7 @@ class Sessions:
         own = self._config.layout
         differs = layout is not None and layout != own.fingerprint
         refused = pf.SessionRefused(
-            reason=text,
-            for_good=for_good,
-            tensors=tuple(map(str, own.tensors)) if differs else msgspec.UNSET,
+            reason=text, for_good=for_good, tensors=own.shown() if differs else msgspec.UNSET
         )
         return Send(receiver=receiver, message=refused)
 

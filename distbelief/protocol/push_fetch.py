@@ -41,7 +41,8 @@ Dealt = tuple[Amount, Amount] | msgspec.UnsetType
 """Positions that are sent only where data are dealt; Unset takes no bytes."""
 
 
-Tensors = Annotated[tuple[Text, ...], msgspec.Meta(max_length=65536)] | msgspec.UnsetType
+N_SHOWN_MAX = 4096
+Tensors = Annotated[tuple[Name, ...], msgspec.Meta(max_length=N_SHOWN_MAX)] | msgspec.UnsetType
 """Name and shape of each."""
 
 

@@ -223,7 +223,7 @@ class ShardLink:
         self, sender: rl.Address, message: pf.SessionRefused, now: rl.Seconds
     ) -> list[rl.Action]:
         if message.for_good:
-            difference = first_difference(message.tensors or (), self._layout.tensors)
+            difference = first_difference(message.tensors or (), self._layout.shown())
             why = [bool(message.tensors and difference) and f"it has {difference}", message.reason]
             text = formatting.plain(formatting.joined("; ", why))
             raise JobError(f"{sender} refuses this client: {text}")

@@ -208,7 +208,7 @@ def test_another_layout_is_refused_for_good_and_shown_what_is_here() -> None:
     refused = only(alone.receive(hello), pf.SessionRefused)
     assert refused.for_good
     assert "your layout is another" in refused.reason
-    assert refused.tensors == tuple(map(str, LAYOUT.tensors))
+    assert refused.tensors == LAYOUT.shown()
 
 
 def test_no_more_clients_are_known_than_allowed() -> None:
