@@ -186,7 +186,7 @@ class Sessions:
         self.counts_ticks = config.policy.counts_ticks
         index, layout = config.index, config.layout
         self._buffers = layout.n_gradient(index), layout.shard_size(index)  # the elements
-        self.incarnation = 0  # of the shard, or its term, in replies; 0 before it serves
+        self.term = 0  # 0 before it serves
         self._clients: dict[Address, Session] = {}
         self._n_regions = 0
         self.queue: deque[Address] = deque()  # clients whose next push is complete
@@ -588,7 +588,7 @@ class Sessions:
         """Tell a new floor to the clients that could not begin a tick at the old one."""
         clients = self._clients.values()
         self.floor.rise(clients)
-        return self.floor.news(clients, incarnation=self.incarnation)
+        return self.floor.news(clients, term=self.term)
 
     def _told_floor(self, client: Session) -> tuple[pf.Ticks, str | msgspec.UnsetType]:
         if not self.counts_ticks:
@@ -601,7 +601,7 @@ class Sessions:
     def session_opened(self, client: Session) -> Send:
         floor, behind = self._told_floor(client)
         opened = pf.SessionOpened(
-            shard_incarnation=self.incarnation,
+            term=self.term,
             clock=self._values.clock,
             samples=client.samples,
             watermark=client.confirmed,
@@ -622,7 +622,7 @@ class Sessions:
 
         To a client with another `layout` than this shard's, show its tensors.
         """
-        text = f"shard {self._config.index}, incarnation {self.incarnation}: {reason}"
+        text = f"shard {self._config.index}, term {self.term}: {reason}"
         own = self._config.layout
         differs = layout is not None and layout != own.fingerprint
         refused = pf.SessionRefused(
@@ -634,7 +634,7 @@ class Sessions:
         floor, behind = self._told_floor(client)
         applied = pf.PushApplied(
             sequence=client.confirmed,
-            shard_incarnation=self.incarnation,
+            term=self.term,
             clock=self._values.clock,
             staleness=client.confirmed_staleness,
             floor=floor,
@@ -646,9 +646,7 @@ class Sessions:
         return Send(receiver=client.name, message=applied)
 
     def _block_ack(self, client: Session, sequence: int, received: int) -> Send:
-        ack = pf.PushBlockAck(
-            sequence=sequence, shard_incarnation=self.incarnation, received=received
-        )
+        ack = pf.PushBlockAck(sequence=sequence, term=self.term, received=received)
         return Send(receiver=client.name, message=ack)
 
     def validate(self) -> None:

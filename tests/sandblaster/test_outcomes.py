@@ -408,7 +408,7 @@ def test_nothing_else_can_be_pushed_while_a_coordinator_drives() -> None:
     run = replace(SMALL, latency_seconds=1e-3)
     run.cluster.run(until=0.05)
     stranger = rl.Address("stranger")
-    push = wire.Push(sequence=1, shard_incarnation=1, fetched_clock=0, n_gradients=1, samples=1)
+    push = wire.Push(sequence=1, term=1, fetched_clock=0, n_gradients=1, samples=1)
     run.tell(SHARDS[0], push, sender=stranger)
     run.tell(SHARDS[0], wire.SaveCheckpoint(label="00001"))
     run.cluster.run(until=0.1)

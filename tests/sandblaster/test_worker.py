@@ -183,9 +183,7 @@ def test_parameters_are_fetched_once_for_an_evaluation_and_of_its_version() -> N
 
 
 def push_of(sequence: int) -> wire.Push:
-    return wire.Push(
-        sequence=sequence, shard_incarnation=1, fetched_clock=0, n_gradients=1, samples=1
-    )
+    return wire.Push(sequence=sequence, term=1, fetched_clock=0, n_gradients=1, samples=1)
 
 
 def test_a_chunk_that_is_no_longer_named_is_dropped_half_way() -> None:

@@ -136,7 +136,7 @@ def acknowledged_before_it_is_applied(
     """A push is acknowledged as soon as it has arrived."""
     acknowledgement = wire.PushApplied(
         sequence=message.sequence,
-        shard_incarnation=message.shard_incarnation,
+        term=message.term,
         clock=self._values.clock,
         staleness=0,
     )
@@ -358,7 +358,7 @@ def demoted_primary_is_acknowledged(
         return whole(self, event, message, now)
     acknowledgement = wire.PushApplied(
         sequence=message.clock + 1,
-        shard_incarnation=message.term,
+        term=message.term,
         clock=message.clock + 1,
         staleness=0,
     )
@@ -393,7 +393,7 @@ def former_primaries_are_accepted(patch: Patch) -> None:
         self: ShardLink, event: Received, message: ShardReply, now: Seconds
     ) -> list[Action]:
         if not isinstance(message, wire.SessionRefused):
-            self.primary.term = min(self.primary.term, message.shard_incarnation)
+            self.primary.term = min(self.primary.term, message.term)
         return whole(self, event, message, now)
 
     hear = ShardPrimary.hear

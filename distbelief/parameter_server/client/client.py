@@ -131,7 +131,7 @@ class ShardLink:
 
     def receive(self, event: rl.Received, message: ShardReply, now: rl.Seconds) -> list[rl.Action]:
         primary, is_late = self.primary, False
-        term = None if isinstance(message, pf.SessionRefused) else message.shard_incarnation
+        term = None if isinstance(message, pf.SessionRefused) else message.term
         actions: list[rl.Action] = []
         if event.incarnation != primary.incarnations[event.sender] or term != primary.term:
             is_lost, is_late = primary.hear(event.sender, event.incarnation, term)
@@ -294,7 +294,7 @@ class ShardLink:
             holds=self._holds,
             entries=ticks.attendance.changes or msgspec.UNSET,
             tick=msgspec.UNSET if ticks.ended is None else ticks.ended,
-            known_incarnation=self.primary.term,
+            known_term=self.primary.term,
         )
         return [rl.Send(receiver=copy, message=request) for copy in copies]
 

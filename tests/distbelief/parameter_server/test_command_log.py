@@ -255,9 +255,7 @@ def test_a_push_outside_any_evaluation_is_accepted_and_dropped() -> None:
     bench = Bench()
     assert "chunks_refused" not in bench.shard.status()[1]
     commands = bench.begun().shard._commands
-    push = Push(
-        sequence=1, shard_incarnation=1, fetched_clock=0, n_gradients=1, samples=1, commit_token=5
-    )
+    push = Push(sequence=1, term=1, fetched_clock=0, n_gradients=1, samples=1, commit_token=5)
     client = Session(name=Address("replica-0"), incarnation=1)
     work, _ = commands.stage_work(PushInProgress(client, PushBuffer(np.zeros(64)), push, 0))
     work()

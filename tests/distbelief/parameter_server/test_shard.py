@@ -90,13 +90,11 @@ def opened(layout: Layout = LAYOUT, **settings: object) -> Alone:
 
 
 def fetch(request: int = 1, *, credit: int = 16) -> pf.Fetch:
-    return pf.Fetch(request=request, shard_incarnation=1, credit=credit)
+    return pf.Fetch(request=request, term=1, credit=credit)
 
 
 def credit(received: int, *, request: int = 1, limit: int = 64, again: bool = False) -> pf.FetchAck:
-    return pf.FetchAck(
-        request=request, shard_incarnation=1, received=received, limit=limit, again=again
-    )
+    return pf.FetchAck(request=request, term=1, received=received, limit=limit, again=again)
 
 
 def only(actions: Sequence[Action], kind: type[M]) -> M:
@@ -118,7 +116,7 @@ def test_an_early_open_session_is_answered_when_the_values_are_there() -> None:
     assert not refused.for_good
     alone.hello()  # asked again
     welcome = only(alone.work(alone.started), pf.SessionOpened)
-    assert (welcome.shard_incarnation, welcome.clock, welcome.samples) == (1, 0, 0)
+    assert (welcome.term, welcome.clock, welcome.samples) == (1, 0, 0)
     assert alone.shard.status()[0] == "serving"
 
 

@@ -40,7 +40,7 @@ def test_what_must_not_be_sent_twice_carries_the_receivers_incarnation() -> None
         "ReplicatePush",
     }  # fmt: skip
     for fence, expected in (
-        ("shard_incarnation", about_one_life),
+        ("term", about_one_life),
         ("term", about_one_pairing),
         ("receiver_incarnation", {"Promote", "StartSync"}),  # the first of each pairing
     ):
@@ -48,6 +48,6 @@ def test_what_must_not_be_sent_twice_carries_the_receivers_incarnation() -> None
 
 
 def test_messages_cannot_be_changed() -> None:
-    push = Push(sequence=1, shard_incarnation=1, fetched_clock=0, n_gradients=1, samples=1)
+    push = Push(sequence=1, term=1, fetched_clock=0, n_gradients=1, samples=1)
     with pytest.raises(AttributeError):
         push.sequence = 2  # type: ignore[misc]
