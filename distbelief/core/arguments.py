@@ -80,6 +80,17 @@ class CheckedArguments(msgspec.StructMeta):
         return super().__call__(*arguments, **options)
 
 
+class NamedTable(
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    forbid_unknown_fields=True,
+    tag_field="name",
+    metaclass=CheckedArguments,
+):
+    """Base of the structs of which a table of a job file chooses one by its key "name"."""
+
+
 def require(
     struct: msgspec.Struct, user: str, fields: str, fits: Callable[[float], bool], use: str
 ) -> None:

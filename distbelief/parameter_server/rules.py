@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from distbelief.core import torch_optimizers
-from distbelief.core.arguments import CheckedArguments, require
+from distbelief.core.arguments import NamedTable, require
 from distbelief.core.formatting import nearest
 from distbelief.core.vectors import ALIGNMENT, Vector, padded
 from distbelief.errors import SettingError
@@ -53,14 +53,7 @@ _DECAY: Final = "Give schedule, as in Cosine(n_pushes=1000)."
 _MOMENTUM: Final = "Use Momentum, whose options are momentum, dampening and nesterov."
 
 
-class _Rule(
-    msgspec.Struct,
-    frozen=True,
-    kw_only=True,
-    forbid_unknown_fields=True,
-    tag_field="name",
-    metaclass=CheckedArguments,
-):
+class _Rule(NamedTable, frozen=True, kw_only=True):
     # What options of torch's optimizers are here.
     elsewhere: ClassVar[Mapping[str, str]] = {
         "alpha": "It is smoothing.",
@@ -82,7 +75,7 @@ class _Rule(
     schedule: Schedule = _CONSTANT
     clip_value: float | None = None  # per element of the gradient as pushed
     # Rules of other tensors, by a pattern of their names, such as "*.bias": the first that matches.
-    groups: "Mapping[str, UpdateRule]" = {}
+    groups: "Mapping[str, UpdateRule]" = msgspec.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not isinstance(cast("object", self.groups), Mapping):
@@ -452,7 +445,7 @@ def _torch_rule(name: str, kind: type[Optimizer]) -> type[TorchRule]:
     keywords = tuple(key for key in types if key != "learning_rate")
     body = {"__annotations__": types, "__module__": __name__, "__doc__": kind.__doc__, **fields}
     body |= {"keywords": keywords, "elsewhere": {}, "adaptive": kind is not _SGD}
-    made = CheckedArguments(name, (TorchRule,), body, tag=name, frozen=True, kw_only=True)
+    made = type(TorchRule)(name, (TorchRule,), body, tag=name, frozen=True, kw_only=True)
     return cast("type[TorchRule]", made)
 
 
