@@ -43,7 +43,7 @@ _NAME: Final = re.compile(r"(replica-\d+)\.(\d+)|(evaluator)(?:\.([1-9]\d*))?")
 @dataclass(frozen=True, slots=True)
 class GroupRank:
     group: str  # "replica-3" or "evaluator"
-    machine: int  # the rank within the group; 0 leads
+    index: int  # within the group; 0 leads
 
     @property
     def replica(self) -> int | None:
@@ -119,14 +119,14 @@ class GroupLeader:
 
     def __init__(
         self,
-        n_machines: int,  # ranks of the group, rank 0 included
+        n_ranks: int,  # rank 0 included
         *,
         plan: str = "",  # its hash
         limits: Limits | None = None,
         deal: DealtPlan | None = None,  # where samples are dealt
         begins: bool = False,  # without being asked to
     ) -> None:
-        self._n_ranks = n_machines
+        self._n_ranks = n_ranks
         self._plan = plan
         self._limits = limits or Limits()
         self._deal = deal

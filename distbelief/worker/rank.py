@@ -57,7 +57,7 @@ class Rank(Course):
         self.leader = leader
         self._names = member_names(rank.group, n_ranks)
         self._ranks = {name: index for index, name in enumerate(self._names)}
-        self._rank = rank.machine
+        self._rank = rank.index
         self._plan = plan
         self._executor = executor
         self._incarnation = 0

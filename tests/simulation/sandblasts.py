@@ -306,7 +306,7 @@ class RunChecker:
         groups = {place.group if place else name for name, place in zip(names, places, strict=True)}
         assert len(groups) == 1, f"shards count different replicas: {names}"
         ranks = self.ranks(int(shard.removeprefix("shard-")))
-        assert {place.machine if place else 0 for place in places} == ranks, (names, ranks)
+        assert {place.index if place else 0 for place in places} == ranks, (names, ranks)
 
     def _check_gradient(self, opened: tuple[int, int], sealed: dict[int, Vector]) -> None:
         """Compare what is sealed, once every shard has."""
