@@ -18,7 +18,6 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import repeat
 from pathlib import Path
 from typing import Final, final
 
@@ -81,11 +80,6 @@ class ServerRequest(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def file(self) -> Path:
         return Path(self.directory) / "request.json"
-
-    def named(self, *, names: bool) -> Iterator[TensorSpec]:
-        """Return the tensors, by name or by position."""
-        for spec, name in zip(self.tensors, self.names or repeat(""), strict=False):
-            yield msgspec.structs.replace(spec, name=name) if names else spec
 
     @property
     def has_checkpoints(self) -> bool:
@@ -409,9 +403,10 @@ def _read(file: Path) -> ServerRequest:
 
 
 def _check_same(now: ServerRequest, before: ServerRequest, *, directory: Path) -> None:
-    names = bool(before.names and now.names)
+    knows_names = before.names and now.names
+    names = first_difference(before.names, now.names) if knows_names else ""
     differing = {
-        "model": first_difference(before.named(names=names), now.named(names=names)),
+        "model": first_difference(before.tensors, now.tensors) or names,
         "rule": ", ".join(_differences(before.rule, now.rule)),
         "exchange": ", ".join(_differences(before.exchange, now.exchange)),
         "number of shards": ", ".join(_differences(before.n_shards, now.n_shards)),
