@@ -120,7 +120,7 @@ class ChunkStaged(AnyMessage, frozen=True):
 
 
 class TransferBlock(AnyMessage, frozen=True):
-    """Rank -> rank: one block of one message of the plan's program.
+    """Rank -> rank: one block of one of the plan's messages.
 
     Sent again until `taken` covers it.
     """

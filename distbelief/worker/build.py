@@ -1,7 +1,7 @@
 """Builds the roles of a job: shards, evaluator, and the ranks of a partitioned model.
 
 Each role is built in its own process. A rank never builds the whole model: it compiles its
-program and allocates the regions that it keeps; their values come from the shards.
+dataflow and allocates the regions that it keeps; their values come from the shards.
 """
 
 import hashlib
