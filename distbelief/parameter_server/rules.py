@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from distbelief.core import torch_optimizers
-from distbelief.core.arguments import NamedTable, require
+from distbelief.core.arguments import CheckedArguments, NamedTable, require
 from distbelief.core.formatting import nearest
 from distbelief.core.vectors import ALIGNMENT, Vector, padded
 from distbelief.errors import SettingError
@@ -445,7 +445,7 @@ def _torch_rule(name: str, kind: type[Optimizer]) -> type[TorchRule]:
     keywords = tuple(key for key in types if key != "learning_rate")
     body = {"__annotations__": types, "__module__": __name__, "__doc__": kind.__doc__, **fields}
     body |= {"keywords": keywords, "elsewhere": {}, "adaptive": kind is not _SGD}
-    made = type(TorchRule)(name, (TorchRule,), body, tag=name, frozen=True, kw_only=True)
+    made = CheckedArguments(name, (TorchRule,), body, tag=name, frozen=True, kw_only=True)
     return cast("type[TorchRule]", made)
 
 
