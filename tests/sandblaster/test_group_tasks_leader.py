@@ -155,7 +155,7 @@ def test_a_chunk_that_is_no_longer_assigned_is_dropped_at_once() -> None:
     assert bench.report() == []
 
 
-def test_attempts_of_different_seriess_differ() -> None:
+def test_attempts_of_different_series_differ() -> None:
     """Of 170 seeds three hung: a new coordinator counts attempts from 1 again.
 
     The ranks continued the chunk of an earlier coordinator, and waited for

@@ -42,25 +42,25 @@ VARIANTS: Final = Variants[Callable[[], Sandblast]]()
 
 
 @VARIANTS.replacing(CommandExecutor, "take", caught_by=partial(drawn, 10))
-def an_order_performed_again(
-    whole: Whole[list[Action]], self: CommandExecutor, event: Received, order: ShardCommand
+def a_command_performed_again(
+    whole: Whole[list[Action]], self: CommandExecutor, event: Received, command: ShardCommand
 ) -> list[Action]:
     """A repeated command is executed again."""
     last = self._answer
     if (command.series, command.number) == (last.series, last.number) and last.number > 1:
         self._answer = msgspec.structs.replace(last, number=last.number - 1)
-    return whole(self, event, order)
+    return whole(self, event, command)
 
 
 @VARIANTS.replacing(CommandExecutor, "take", caught_by=partial(drawn, 4))
-def no_seriess(
-    whole: Whole[list[Action]], self: CommandExecutor, event: Received, order: ShardCommand
+def no_series(
+    whole: Whole[list[Action]], self: CommandExecutor, event: Received, command: ShardCommand
 ) -> list[Action]:
     """A shard obeys the coordinator that sent the last command."""
     if command.series < self._series:
         self._series = command.series
         self._answer = CommandDone(series=command.series, number=command.number - 1)
-    return whole(self, event, order)
+    return whole(self, event, command)
 
 
 @VARIANTS.replacing(CommandBroadcast, "receive", caught_by=half_pushed)
@@ -133,7 +133,7 @@ def counted_twice(patch: Patch) -> None:
 
     patch.setattr(GradientSums, "check", check)
     patch.setattr(GradientSums, "commit", commit)
-    VARIANTS["an order performed again"](patch)
+    VARIANTS["a command performed again"](patch)
 
 
 # --- workers ---

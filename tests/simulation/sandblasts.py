@@ -226,8 +226,8 @@ class RunChecker:
         event = happening.event
         if happening.name == COORDINATOR:
             self._coordinator_lives(event)
-        order = heard(event, ShardCommand)
-        if order is not None:
+        command = heard(event, ShardCommand)
+        if command is not None:
             known = self.tasks.setdefault((command.series, command.number), command.task)
             assert known == command.task, "shards get different commands"
         for action in happening.actions:
