@@ -107,12 +107,6 @@ class Exchange(ServerLoop, torch.optim.Optimizer):
             )
         if isinstance(inner, DownpourSGD):
             raise JobError("Exchange: inner is a DownpourSGD, which has a server of its own")
-        if every not in (None, "auto") and (not isinstance(every, int) or every < 1):
-            raise JobError(
-                f'Exchange: every is {every!r}; use a whole number, 1 or more, or "auto"'
-            )
-        if numbers not in (None, "float32", "bfloat16"):
-            raise JobError(f'Exchange: numbers is {numbers!r}; use "float32" or "bfloat16"')
         address = ServerAddress.parse(server)
         policy = _policy(address, preset, every=every, numbers=numbers)
         self.inner = inner

@@ -23,6 +23,7 @@ import torch
 from typing_extensions import override
 
 from distbelief.core.arguments import checked
+from distbelief.core.formatting import nearest
 from distbelief.errors import JobError
 from distbelief.serve.address import ServerAddress, Tensors
 from distbelief.server_loop import ELSEWHERE, ServerLoop, is_of_model, number_of_samples
@@ -350,7 +351,8 @@ _GROUP_KEYS = {"params", "param_names", "learning_rate"}
 
 
 def _refusal(key: str) -> JobError:
-    why = _OF_THE_SERVER
+    close = "" if key in _OF_THE_RULE else nearest(key, _GROUP_KEYS, only_close=True)
+    why = close or _OF_THE_SERVER
     if key in {"lr", "initial_lr"}:
         why = "torch's schedulers do not work: give the server's rule learning_rate= and schedule="
     return JobError(f"DownpourSGD: parameter groups have no {key!r}: {why}")

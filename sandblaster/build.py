@@ -211,7 +211,7 @@ def build_rank(
         shards=view.shards,
         client=parts.client,
         names=member_names(place.group, n_machines),
-        await_begin=None if place.machine else context.await_begin,
+        await_begin=None if place.index else context.await_begin,
     )
     return wb.assemble(
         place,

@@ -1,7 +1,7 @@
 """Coordinator's protocol on the leader of a worker: its attempts at chunks, one after the other.
 
     coordinator     leader                               ranks
-      | Assignment -> | StartEpoch, GrantSteps ----------> |  one generation per chunk
+      | Assignment -> | StartGeneration, GrantSteps -----> |  one generation per chunk
       | <- WorkReport | <------------- all steps are done  |
       | Assignment -> | PushChunk -----------------------> |  with the commit token
       | <- WorkReport | <------------------- ChunkStaged   |  of all ranks
@@ -53,27 +53,27 @@ class ChunkBatchPlan:
 
     def __init__(self, samples: Samples, *, mini_batch_size: int) -> None:
         # The chunk of the present generation; None if there is none.
-        self.order: wire.ChunkOrder | None = None
+        self.chunk: wire.GroupChunk | None = None
         # Where known, positions [start, stop) of the chunks that come after it.
         self.ahead: Sequence[tuple[int, int]] = ()
         self._samples = samples
         self._mini_batch_size = mini_batch_size
         self._generation = 0
-        self._next: wire.ChunkOrder | None = None  # of the generation that begins
+        self._next: wire.GroupChunk | None = None  # of the generation that begins
 
-    def set_order(self, generation: int, order: wire.ChunkOrder | None) -> None:
+    def set_chunk(self, generation: int, chunk: wire.GroupChunk | None) -> None:
         """Note a generation's chunk, unless it is old, or raise RemoteProtocolError."""
         n_samples = self._samples.n_samples
-        if order is not None and not 0 < order.stop - order.start <= n_samples:
+        if chunk is not None and not 0 < chunk.stop - chunk.start <= n_samples:
             raise RemoteProtocolError(
-                f"invalid chunk: positions {order.start} to {order.stop} of {n_samples} samples"
+                f"invalid chunk: positions {chunk.start} to {chunk.stop} of {n_samples} samples"
             )
         if generation > self._generation:
-            self._generation, self._next = generation, order
+            self._generation, self._next = generation, chunk
 
     def start(self, position: int) -> None:
-        del position  # the order has it
-        self.order = self._next
+        del position  # the chunk has it
+        self.chunk = self._next
 
     def n_steps(self, start: int, stop: int) -> int:
         return -(-(stop - start) // self._mini_batch_size)
@@ -83,14 +83,14 @@ class ChunkBatchPlan:
         return min(n_steps * self._mini_batch_size, stop - start)
 
     def is_last(self, step: int) -> bool:
-        order = self.order
-        return order is not None and step == self.n_steps(order.start, order.stop) - 1
+        chunk = self.chunk
+        return chunk is not None and step == self.n_steps(chunk.start, chunk.stop) - 1
 
     def bounds(self, step: int) -> tuple[int, int]:
         """Return the positions [start, stop) of a step; steps after the last are read ahead."""
-        if self.order is None:
+        if self.chunk is None:
             return 0, 0
-        for start, stop in ((self.order.start, self.order.stop), *self.ahead):
+        for start, stop in ((self.chunk.start, self.chunk.stop), *self.ahead):
             n_steps = self.n_steps(start, stop)
             if step < n_steps:
                 first = start + step * self._mini_batch_size
@@ -129,7 +129,7 @@ class ChunkAttempts:
         self._chunk_sizes = chunk_sizes
         self._version = 0
         self._attempts: dict[int, ChunkAttempt] = {}  # by attempt, in the order to compute
-        self.epoch = 0  # of the coordinator
+        self.series = 0  # of the coordinator
         self.evaluation = 0  # its number
         # Versions of the shards' values at which it is computed.
         self.versions: tuple[wire.ShardVersion, ...] = ()
@@ -137,7 +137,7 @@ class ChunkAttempts:
 
     @property
     def key(self) -> tuple[int, int]:
-        return self.epoch, self.evaluation
+        return self.series, self.evaluation
 
     def __iter__(self) -> Iterator[ChunkAttempt]:
         return iter(self._attempts.values())
@@ -146,14 +146,14 @@ class ChunkAttempts:
         return len(self._attempts)
 
     def __contains__(self, one: ChunkAttempt) -> bool:
-        # Each epoch counts attempts from 1: the same number may be another attempt.
+        # Each series counts attempts from 1: the same number may be another attempt.
         return self._attempts.get(one.attempt) is one
 
     def update(self, message: wire.Assignment) -> bool:
         """Take an assignment; return whether it is newer. ValueError if a chunk does not exist."""
-        if (message.epoch, message.version) <= (self.epoch, self._version):
+        if (message.series, message.version) <= (self.series, self._version):
             return False
-        is_new = (message.epoch, message.evaluation) != self.key
+        is_new = (message.series, message.evaluation) != self.key
         attempts: dict[int, ChunkAttempt] = {}
         for task in message.tasks:
             # An attempt that is already here keeps what it has computed.
@@ -166,7 +166,7 @@ class ChunkAttempts:
         self._attempts = attempts
         if is_new:
             self.n_computed = 0
-        self.epoch, self._version = message.epoch, message.version
+        self.series, self._version = message.series, message.version
         self.evaluation, self.versions = message.evaluation, message.versions
         return True
 
@@ -202,7 +202,7 @@ class ChunkAttempts:
         )
         return wire.WorkReport(
             generation=generation,
-            epoch=self.epoch,
+            series=self.series,
             version=self._version,
             evaluation=self.evaluation,
             n_computed=self.n_computed,
@@ -281,7 +281,7 @@ class GroupTasks:
         generation = message.replica_incarnation, message.replica_generation
         if generation != (self._incarnation, self._replica_generation):
             return  # for another incarnation of the leader, or before a rank restarted
-        if message.epoch < attempts.epoch:
+        if message.series < attempts.series:
             return  # from an earlier coordinator
         try:
             attempts.update(message)
@@ -385,8 +385,8 @@ class GroupTasks:
         one = self._current = attempts.to_compute[0]
         self._began_at = self._outcome = None
         self._n_counted = 0
-        order = wire.ChunkOrder(
-            epoch=attempts.epoch,
+        chunk = wire.GroupChunk(
+            series=attempts.series,
             evaluation=attempts.evaluation,
             versions=attempts.versions,
             attempt=one.attempt,
@@ -395,7 +395,7 @@ class GroupTasks:
             keeps=tuple(held.attempt for held in attempts.held),
         )
         self._look_ahead()
-        return self._new_generation(leader, now, order)
+        return self._new_generation(leader, now, chunk)
 
     def _look_ahead(self) -> None:
         # Other ranks know no chunk but the current one, and all read the same.
@@ -404,14 +404,14 @@ class GroupTasks:
             self._plan.ahead = [(one.start, one.stop) for one in left]
 
     def _new_generation(
-        self, leader: Leader, now: Seconds, order: wire.ChunkOrder | None
+        self, leader: Leader, now: Seconds, chunk: wire.GroupChunk | None
     ) -> Outgoing:
         plan = self._plan
-        n_steps = 0 if order is None else plan.n_steps(order.start, order.stop)
-        position = 0 if order is None else order.start
-        out = leader.new_generation(now, position=position, limit=n_steps, order=order)
+        n_steps = 0 if chunk is None else plan.n_steps(chunk.start, chunk.stop)
+        position = 0 if chunk is None else chunk.start
+        out = leader.new_generation(now, position=position, limit=n_steps, chunk=chunk)
         self._generation = leader.generation
-        plan.set_order(self._generation, order)
+        plan.set_chunk(self._generation, chunk)
         return out
 
     # --- pushes ---
@@ -430,7 +430,7 @@ class GroupTasks:
 
     def _push(self, one: ChunkAttempt) -> Outgoing:
         message = wire.PushChunk(
-            epoch=self._attempts.epoch, attempt=one.attempt, commit_token=one.commit_token
+            series=self._attempts.series, attempt=one.attempt, commit_token=one.commit_token
         )
         return [(m, message) for m in sorted(self._waiting[one.commit_token])]
 

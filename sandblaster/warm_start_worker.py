@@ -120,7 +120,7 @@ class WarmStartWorker:
     def _report(self, now: rl.Seconds) -> list[rl.Action]:
         if not self._begun or self._part not in {_Part.WAITING, _Part.TRAINING}:
             return []
-        here = WorkReport(epoch=0, version=0, evaluation=0, n_computed=0, results=())
+        here = WorkReport(series=0, version=0, evaluation=0, n_computed=0, results=())
         actions: list[rl.Action] = [rl.Send(receiver=COORDINATOR, message=here)]
         if self._part is _Part.WAITING:
             actions.append(rl.SetTimer(name=_REPORT_TIMER, at=now + self._retry_seconds))

@@ -2,11 +2,11 @@
 
 Algorithm 1.2 of Dean et al. 2012, `ProcessPortion`:
 
-    coordinator -> leader    Assignment     for its group tasks
-    leader -> rank           StartEpoch     with the chunk of the generation
-                             PushChunk      push the sum of an attempt
-    rank -> leader           ChunkStaged    all shards hold this rank's part; repeated
-    leader -> coordinator    WorkReport     computed, or staged by all ranks; repeated
+    coordinator -> leader    Assignment       for its group tasks
+    leader -> rank           StartGeneration  with its chunk
+                             PushChunk        push the sum of an attempt
+    rank -> leader           ChunkStaged      all shards hold this rank's part; repeated
+    leader -> coordinator    WorkReport       computed, or staged by all ranks; repeated
 
 A rank pushes each sum once, under one commit token. At most `N_CHUNKS_HELD` sums are held.
 """
@@ -44,7 +44,7 @@ STAGED_TIMER: Final = "rank:report"
 N_STAGED_REPEATED: Final = 32
 """Tokens that each `ChunkStaged` repeats: more than can be open at once."""
 
-Key = tuple[int, int]  # epoch, attempt
+Key = tuple[int, int]  # series, attempt
 
 
 @final
@@ -92,7 +92,7 @@ class ChunkPushes:
 
     def request_push(self, message: wire.PushChunk) -> None:
         # The leader repeats `PushChunk`: a sum is pushed once for each token.
-        key, commit_token = (message.epoch, message.attempt), message.commit_token
+        key, commit_token = (message.series, message.attempt), message.commit_token
         pushing = () if self._pushing is None else self._pushing[:1]
         known = (*self.staged, *self._pushed, *self._to_push, *pushing)
         if commit_token in known or key not in self._sums:
@@ -207,7 +207,7 @@ class ChunkProgram(Program):
     def idle(self) -> str | None:
         if self._group_tasks is not None:
             return self._group_tasks.idle
-        return "waiting for work" if self._plan.order is None else None
+        return "waiting for work" if self._plan.chunk is None else None
 
     @override
     def steps(self, steps: Steps) -> Waiting[None]:
@@ -230,12 +230,12 @@ class ChunkProgram(Program):
     def begin(self) -> None:
         self._collect()
         self._opened = False
-        order = self._plan.order
-        if order is None:
+        chunk = self._plan.chunk
+        if chunk is None:
             return
         # Nobody can ask for the other sums any more.
-        self.pushes.retain({(order.epoch, attempt) for attempt in order.keeps})
-        if (order.epoch, order.evaluation) != self._installed:
+        self.pushes.retain({(chunk.series, attempt) for attempt in chunk.keeps})
+        if (chunk.series, chunk.evaluation) != self._installed:
             self._installed = None
 
     def _collect(self) -> None:
@@ -273,31 +273,31 @@ class ChunkProgram(Program):
 
     def lacks(self, step: int) -> bool:
         """Return whether parameters must come before a step."""
-        return step == 0 and self._plan.order is not None and self._installed is None
+        return step == 0 and self._plan.chunk is not None and self._installed is None
 
     def is_fetched(self) -> bool:
         """Note an installed fetch; return whether it is of this evaluation (DB-16)."""
-        order = self._plan.order
-        assert order is not None
+        chunk = self._plan.chunk
+        assert chunk is not None
         wanted = tuple(
             (version.incarnation, version.clock)
-            for index, version in enumerate(order.versions)
+            for index, version in enumerate(chunk.versions)
             if self._shards is None or index in self._shards
         )
         if self._client.versions != wanted:
             return False
-        self._installed = order.epoch, order.evaluation
+        self._installed = chunk.series, chunk.evaluation
         self._fetched = [self.values[item].clone() for item in self._buffers]
         return True
 
     # --- mini-batches ---
 
     def open(self, step: int, batch_slice: BatchSlice) -> None:
-        order = self._plan.order
-        assert order is not None
+        chunk = self._plan.chunk
+        assert chunk is not None
         if step == 0:
             self._opened = True
-            self._key = order.epoch, order.attempt
+            self._key = chunk.series, chunk.attempt
             self._total.drop()
             self._losses.clear()
             self._bad = None
@@ -324,17 +324,17 @@ class ChunkProgram(Program):
                 self._note_bad(self._positions)
         if not self._is_last:
             return self._bad is None
-        order = self._plan.order
-        assert order is not None
+        chunk = self._plan.chunk
+        assert chunk is not None
         buffers = {i: self.values[i] for i in self._buffers}
         if not (self._total.is_finite and is_finite(buffers)):
-            self._note_bad((order.start, order.stop))
+            self._note_bad((chunk.start, chunk.stop))
         if self._bad is None:
             kept = KeptChunk(
                 gradients=tuple(self._total.sums),
                 values=self._values(),
-                n_mini_batches=self._plan.n_steps(order.start, order.stop),
-                n_examples=order.stop - order.start,
+                n_mini_batches=self._plan.n_steps(chunk.start, chunk.stop),
+                n_examples=chunk.stop - chunk.start,
             )
             self._done = self._key, kept
         self._total.drop()
@@ -438,8 +438,8 @@ class ChunkProgram(Program):
         return [(rank, m) for rank, m in out if not (isinstance(m, wire.PushChunk) and rank == 0)]
 
     @override
-    def prepare(self, message: wire.StartEpoch) -> None:
-        self._plan.set_order(message.generation, message.order)
+    def prepare(self, message: wire.StartGeneration) -> None:
+        self._plan.set_chunk(message.generation, message.chunk)
 
     @override
     def has_news(self) -> bool:

@@ -39,8 +39,8 @@ _JSON_TYPES: dict[type[inspect.Type], str] = {
 }
 _BOUNDS = {">=": "at least", ">": "above", "<=": "at most", "<": "below"}
 _EXPECTED = re.compile(
-    r"Expected `(?P<type>[^`]*)`"
-    r"(?: (?P<relation>[<>]=?) (?P<bound>\S+))?(?:, got `[^`]*`)?"
+    r"Expected `(?P<type>[^`]*)`(?: (?P<relation>[<>]=?) (?P<bound>\S+))?"
+    r"(?: of length (?P<length>[<>=]*\d+))?(?:, got \S+)?"
 )
 
 
@@ -143,6 +143,14 @@ def decode(value: object, struct: type[S], *, path: Path) -> S:
         raise TableError(path, _headed(str(error), path)) from None
 
 
+def convert(table: Mapping[str, object], struct: type[S], *, user: str) -> S:
+    """Return arguments of a call as a struct; or raise JobError, in the words of a job file."""
+    try:
+        return decode(table, struct, path=())
+    except TableError as error:
+        raise JobError(f"{user}: {error.text.removeprefix(f'{header(())} ')}") from None
+
+
 def encode(struct: msgspec.Struct) -> dict[str, object]:
     """Return a struct as the table that `decode` reads; what is None is left out."""
     table = cast("dict[str, object]", _without_none(msgspec.to_builtins(struct)))
@@ -227,9 +235,13 @@ def _check_keys(value: object, kind: inspect.Type, path: Path) -> None:
         return
     if isinstance(kind, inspect.DictType):  # of tables, by names of the user's
         for key, item in value.items():
+            here = (*path, str(key))
             if isinstance(kind.value_type, inspect.UnionType) and _tags(kind.value_type):
-                as_table(item, (*path, str(key)))
-            _check_keys(item, kind.value_type, (*path, str(key)))
+                # msgspec would not say which of them has an error.
+                table = as_table(item, here)
+                decode(table, _chosen(table, _tags(kind.value_type), here).cls, path=here)
+            else:
+                _check_keys(item, kind.value_type, here)
         return
     if isinstance(kind, inspect.UnionType):
         structs: list[inspect.Type] = [
@@ -298,12 +310,18 @@ def _explained(error: msgspec.ValidationError, table: dict[str, object], path: P
         return TableError(path, _headed(text, (*path, *below)))
     value = _at(table, below)
     where = f"{header((*path, *below[:-1]))} {below[-1]}" if below else header(path)
+    item = re.search(r"\[\d+\]`$", place)
+    if item is not None and isinstance(value, list | tuple):
+        where += item[0][:-1]
+        value = value[int(item[0][1:-2])]
     options = [option for option in match["type"].split(" | ") if option != "null"]
     wants = " or ".join(_WORDS.get(option, option) for option in options)
     if match["relation"]:
         if isinstance(value, str):  # it had a unit
             wants = "a quantity"
         wants += f", {_BOUNDS[match['relation']]} {match['bound'].removesuffix('.0')}"
+    if match["length"]:
+        wants += f", of length {match['length']}"
     return TableError((*path, *below), f"{where} = {toml.excerpt(value)}: wants {wants}")
 
 

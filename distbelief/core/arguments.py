@@ -80,6 +80,17 @@ class CheckedArguments(msgspec.StructMeta):
         return super().__call__(*arguments, **options)
 
 
+class NamedTable(
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    forbid_unknown_fields=True,
+    tag_field="name",
+    metaclass=CheckedArguments,
+):
+    """Base of the structs of which a table of a job file chooses one by its key "name"."""
+
+
 def require(
     struct: msgspec.Struct, user: str, fields: str, fits: Callable[[float], bool], use: str
 ) -> None:
@@ -88,4 +99,9 @@ def require(
         value = getattr(struct, field, None)
         is_number = isinstance(value, int | float)
         if value is not None and not (is_number and fits(value)):
-            raise SettingError(f"{user}: {field} is {value!r}; use {use}")
+            raise SettingError(f"{user}: {key_of(struct, field)} is {value!r}; use {use}")
+
+
+def key_of(struct: msgspec.Struct, field: str) -> str:
+    """Return what a table calls this field."""
+    return struct.__struct_encode_fields__[struct.__struct_fields__.index(field)]

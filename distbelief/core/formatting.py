@@ -206,11 +206,14 @@ def nearest(word: str, known: Iterable[str], *, only_close: bool = False) -> str
     for name in known:  # as in other libraries, or "adamw"
         if name == here or SYNONYMS.get(name) == word or name.lower() == word:
             return f"Did you mean '{name}'?"
-    near = get_close_matches(word, known, n=1, cutoff=0.6)
-    begun = [name for name in known if name.startswith(word)]  # "tol" of "tolerance"
+    lower = {SYNONYMS[name]: name for name in known if name in SYNONYMS}
+    lower |= {name.lower(): name for name in reversed(known)}
+    near = [name for name in lower if sorted(name) == sorted(word)]  # "AdaWm"
+    near = near or get_close_matches(word, lower, n=1, cutoff=0.6)
+    begun = [name for name in lower if name.startswith(word)]  # "tol" of "tolerance"
     if not near and len(begun) == 1:
         near = begun
     if near:
-        return f"Did you mean '{near[0]}'?"
+        return f"Did you mean '{lower[near[0]]}'?"
     few = ", ".join(known[:N_KNOWN_MAX]) + (", ..." if len(known) > N_KNOWN_MAX else "")
     return "" if only_close else f"It knows {few}."

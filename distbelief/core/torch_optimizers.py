@@ -25,6 +25,7 @@ Table = Mapping[str, object]
 # They need the loss, a second pass, sparse gradients, matrices only, or a function.
 _UNFIT: Final = {"LBFGS", "SparseAdam", "Muon", "ReduceLROnPlateau", "LambdaLR", "MultiplicativeLR"}
 _WRAPPED: Final = ("add_param_group", "step", "zero_grad")
+_RAISED: Final = TypeError, ValueError, AssertionError, LookupError, RuntimeError, ArithmeticError
 OF_WHOLE_TENSORS: Final = {"Adafactor"}  # the others treat each element by itself
 
 
@@ -42,7 +43,9 @@ def made(
 ) -> tuple[Optimizer, LRScheduler | None]:
     """Return the optimizer of a table, and its scheduler if it has one; or raise SettingError."""
     keywords = {key: value for key, value in table.items() if key != "schedule"}
-    name = _known(keywords.pop("name", None), kinds_of(torch.optim, Optimizer), where=where)
+    kinds = kinds_of(torch.optim, Optimizer)
+    name = _known(keywords.pop("name", None), kinds, where=where)
+    _check_keywords(kinds[name], keywords, where=f"{where} {name}")
     with explaining(name, keywords, where=f"{where} {name}"):
         one = optimizer(name, parameters, keywords)
     if keywords.get("lr") == 0:
@@ -59,11 +62,9 @@ def check(table: Table, *, where: str) -> None:
     """Raise SettingError unless the table makes an optimizer, and a scheduler if it has one."""
     _, scheduler = made(table, [nn.Parameter(torch.zeros(1))], where=where)
     if scheduler is not None:
-        try:
+        name, keywords = type(scheduler).__name__, cast("Table", table["schedule"])
+        with explaining(name, keywords, where=f"{where}.schedule {name}"):
             advance(scheduler, 1)
-        except (TypeError, ValueError, ArithmeticError) as error:
-            name = type(scheduler).__name__
-            raise SettingError(f"{where}.schedule {name}: {error}") from None
 
 
 def advance(scheduler: LRScheduler, n_steps: int) -> None:
@@ -94,10 +95,13 @@ def explaining(name: str, keywords: Table, *, where: str) -> Iterator[None]:
     """Turn what torch raises about keywords of this class into a SettingError."""
     try:
         yield
-    except (TypeError, ValueError, AssertionError, IndexError, RuntimeError) as error:
+    except _RAISED as error:
         text = str(error).replace(f"{name}.__init__() ", "")
-        if isinstance(error, TypeError) and text == str(error):  # of an operation on a value
-            given = ", ".join(f"{key} = {value!r}" for key, value in keywords.items())
+        # Of an operation on a value.
+        if isinstance(error, TypeError | LookupError) and text == str(error):
+            given = ", ".join(
+                f"{key} = {value!r}" for key, value in keywords.items() if key != "name"
+            )
             text = f"torch does not accept {given}: use values of the types that it documents"
         raise SettingError(f"{where}: {text or type(error).__name__}") from None
 
@@ -116,9 +120,19 @@ def _scheduler(table: object, optimizer: Optimizer, *, where: str) -> LRSchedule
     name = _known(keywords.pop("name", None), kinds, where=where)
     # A chain of schedulers gets its optimizer from them.
     arguments = () if name == "ChainedScheduler" else (optimizer,)
+    _check_keywords(kinds[name], keywords, where=f"{where} {name}")
     with explaining(name, keywords, where=f"{where} {name}"):
         scheduler: LRScheduler = kinds[name](*arguments, **keywords)
     return scheduler
+
+
+def _check_keywords(kind: type, keywords: Table, *, where: str) -> None:
+    known = [
+        key for key in inspect.signature(kind).parameters if key not in {"params", "optimizer"}
+    ]
+    for key in keywords:
+        if key not in known:
+            raise SettingError(f"{where} has no keyword {key!r}. {nearest(key, known)}")
 
 
 def _known(name: object, kinds: Mapping[str, type], *, where: str) -> str:

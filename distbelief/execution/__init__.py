@@ -1,1 +1,1 @@
-"""Runs one rank's program: micro-batches forward and backward, as activations arrive."""
+"""Runs one rank's dataflow: micro-batches forward and backward, as activations arrive."""

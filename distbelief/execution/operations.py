@@ -1,4 +1,4 @@
-"""A rank's program: operations on slots, each written once or, if a gradient, added to.
+"""A rank's dataflow: operations on slots, each written once or, if a gradient, added to.
 
     operation                         reads                   writes
     InputOp: fetch, read, receive     nothing                 one slot per region
@@ -8,7 +8,7 @@
     OutputOp: send, push              one tensor per region   nothing
 
 A slot holds one region for one micro-batch; slots of parameters and their gradients exist
-once for all. An operation waits only for the writers of its slots; program order is priority.
+once for all. An operation waits only for the writers of its slots; their order is priority.
 """
 
 from collections.abc import Mapping

@@ -2,7 +2,7 @@
 
 Instance j * n + i is operation i of n in micro-batch j; operations that run once belong to
 micro-batch 0. Of the ready ones the smallest instance runs first: earlier micro-batches, so
-that backward passes begin early, then program order.
+that backward passes begin early, then the order of operations.
 
 A *chain* is what can run without further input. It ends before a long operation if something
 is ready to send, so that messages travel while the rank computes. What can wait runs last,

@@ -3,8 +3,8 @@
     wanted   [0:10, 4:8]         piece in slot 3   [0:6, 0:8]     cut [0:6, 4:8]
                                  piece in slot 5   [6:10, 4:8]    all of it
 
-`gather` plans once per program; `gathered` runs at every step. A single piece that covers
-the wanted region is a view. Pieces are added in program order, never in order of arrival.
+`gather` plans once per dataflow; `gathered` runs at every step. A single piece that covers
+the wanted region is a view. Pieces are added in the order of operations, never in order of arrival.
 """
 
 import math
@@ -46,7 +46,7 @@ class Gather:
 def gather(
     wanted: Region, known: Known, *, how: How, samples: bool, joined: bool = False, what: str
 ) -> Gather:
-    """Plan how `wanted` is assembled from known slots; GraphError if the program has a gap."""
+    """Plan how `wanted` is assembled from known slots; GraphError if the dataflow has a gap."""
     pieces: list[Piece] = []
     n_found = 0
     for slot, region in known:
@@ -62,7 +62,7 @@ def gather(
             )
         )
     if how != "sum" and n_found < wanted.n_elements:
-        raise GraphError(f"{what} {wanted} is not there: the program has a gap")
+        raise GraphError(f"{what} {wanted} is not there: the dataflow has a gap")
     if how == "cut" and n_found > wanted.n_elements:
         raise GraphError(f"{what} {wanted} is there twice")
     # A sum that begins with a piece that covers it needs no zeros. The choice is fixed here,

@@ -55,8 +55,8 @@ COLUMNS: Final[Mapping[str, tuple[str, Show]]] = {
     "training_seconds": ("training", formatting.duration),
     "staleness_mean": ("staleness", _small),
     "staleness_p95": ("p95", _small),
-    "pushed_bytes": ("pushed", formatting.size),
-    "fetched_bytes": ("fetched", formatting.size),
+    "bytes_in": ("pushed", formatting.size),
+    "bytes_out": ("fetched", formatting.size),
     "steps_per_push": ("steps/push", _small),
     "clock_gap_max": ("gap", _small),
     "seconds_waited": ("waited", formatting.duration),
@@ -115,7 +115,7 @@ def spread_text(spread: Spread | None, show: Show, *, n_runs: int) -> str:
 def details_of(variant: Variant) -> RenderableType:
     """Return details of a single variant: why it ended, utilization, traffic, counters."""
     outcome = variant.outcomes[0]
-    lines = [Text(f"ended: {outcome.error or outcome.ended}")]
+    lines = [Text(f"ended: {outcome.error or outcome.stop_reason}")]
     if outcome.utilisation:
         busy = ", ".join(f"{kind} {_share(share)}" for kind, share in outcome.utilisation.items())
         lines.append(Text(f"utilization: {busy}"))

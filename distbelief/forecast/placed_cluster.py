@@ -221,7 +221,7 @@ def memory_of(prepared: PreparedJob, *, by_blocks: bool) -> dict[Address, float]
     bytes_of = {
         "shard": n_vectors * whole / n_shards,
         "replica": VECTORS_OF_REPLICA * whole,
-        "machine": VECTORS_OF_REPLICA * whole,
+        "rank": VECTORS_OF_REPLICA * whole,
         "evaluator": whole,
     }
     return {name: bytes_of.get(kind, 0.0) / ranks.get(name, 1) for name, kind in kinds.items()}

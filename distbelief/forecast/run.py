@@ -163,19 +163,14 @@ def _outcome(
     n_trainers = 1 if together else prepared.job.cluster.n_replicas
     own: dict[str, object] = {
         "seed": seed,
-        "ended": view.stop_reason,
         "error": simulation.halted[SUPERVISOR],
         "n_machines": n_machines,
-        "steps": view.step,
         "step_seconds": step_seconds(view, n_trainers=n_trainers),
         "samples_per_second": view.samples / training if training else None,
         "target_seconds": reached_at(prepared.job, view),
-        "pushed_bytes": view.bytes_in,
-        "fetched_bytes": view.bytes_out,
         "traffic": traffic_of(simulation, kinds={first_word(name) for name in kinds}),
         "utilisation": _utilisation(simulation, kinds),
         "machine_hours": n_machines * view.seconds / 3600.0,
-        "pushes_lost": view.pushes_lost or 0,  # None only in a resumed run
         "restarts": sum(role.restarts for role in view.roles),
         "n_messages": simulation.counts.delivered,
         "digest": simulation.trace.digest,

@@ -25,39 +25,25 @@ from distbelief.config.job import Job, StopTable
 from distbelief.errors import JobError
 from distbelief.roles.role import Seconds
 from distbelief.supervisor.stop_rules import StopRules
-from distbelief.supervisor.view import JobView, Point
+from distbelief.supervisor.view import JobView, Point, Totals
 
 
 @final
-class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+class Outcome(Totals, frozen=True, kw_only=True):
+    """What a run in virtual time ends with; `samples_per_second` is a mean over its training."""
+
     seed: int
-    ended: str | None  # stop reason of the supervisor
-    error: str | None  # why it failed
-    seconds: Seconds  # virtual, of the whole job
     training_seconds: Seconds  # since the first replica began to train
     n_machines: int  # of the cluster, used by the job
-    samples: int  # of all replicas
-    steps: int  # of all replicas; iterations of a job with a coordinator
     step_seconds: Seconds | None  # of one replica; of one iteration
-    samples_per_second: float | None  # mean over the training time
     target_seconds: Seconds | None  # None: not reached, or no target
-    metric_name: str
-    metric: float | None  # last evaluation on held-out data
-    held_out_loss: float | None  # last evaluation on held-out data
-    loss: float | None  # last training loss
-    staleness_mean: float | None  # in pushes
-    staleness_p95: float | None
-    pushed_bytes: int  # from replicas to shards
-    fetched_bytes: int  # from shards to replicas and the evaluator
     traffic: Mapping[str, float]  # bytes of messages, by the kinds of the two roles
     utilisation: Mapping[str, float]  # by kind of role
     machine_hours: float
-    pushes_lost: int  # acknowledged, then lost
     restarts: int  # of all roles
     n_messages: int  # delivered
     digest: str  # of the trace: equal runs have equal digests
     history: tuple[Point, ...] = ()
-    figures: Mapping[str, float] = {}  # other metrics of the algorithm
 
 
 @final
@@ -89,8 +75,8 @@ FIGURES: Final = (
     "loss",
     "staleness_mean",
     "staleness_p95",
-    "pushed_bytes",
-    "fetched_bytes",
+    "bytes_in",
+    "bytes_out",
     "machine_hours",
     "pushes_lost",
     # Of the algorithm, if it counts them.

@@ -1,10 +1,10 @@
 """Shard commands: a coordinator's numbered commands, each executed once and in order.
 
-    command n of this epoch, n = last + 1     executed as one piece of work -> CommandDone
+    command n of this series, n = last + 1    executed as one piece of work -> CommandDone
     command n = last                          the same answer again
-    command of an older epoch                 answered with the current epoch: you are replaced
-    BeginEpoch of a higher epoch              drops what another epoch started
-    other command of a higher epoch           answered with the known epoch: begin it first
+    command of an older series                answered with the current one: you are replaced
+    BeginSeries of a higher series            drops what another series began
+    other command of a higher series          answered with the known series: begin it first
 
 A command that fails changes nothing, and the answer has the error. The published values change by
 `BeginEvaluation`, `Publish` and `Checkpoint` only, so between two of them every reader sees one
@@ -48,21 +48,21 @@ class CommandExecutor:
             n_elements=layout.shard_size(index), n_gradient=self._n_gradient, dtype=layout.dtype
         )
         self._buffers: Vector | None = None  # of the last chunk, for the next `BeginEvaluation`
-        self._epoch = 0
-        self._answer = bt.CommandDone(epoch=0, number=0)
-        self.is_driven = False  # from `BeginEpoch` to `Publish`
+        self._series = 0
+        self._answer = bt.CommandDone(series=0, number=0)
+        self.is_driven = False  # from `BeginSeries` to `Publish`
         self.waiting: tuple[rl.Address, bt.ShardCommand] | None = None
         self.running: tuple[rl.Address, bt.ShardCommand] | None = None
 
     @property
     def was_driven(self) -> bool:
-        return bool(self._epoch)
+        return bool(self._series)
 
     def counters(self) -> Mapping[str, float]:
-        if not self._epoch:
+        if not self._series:
             return {}
         return {
-            "epoch": float(self._epoch),
+            "series": float(self._series),
             "commands": float(self._answer.number),
             "chunks_committed": float(self._sums.n_committed),
             "chunks_refused": float(self._sums.n_refused),
@@ -83,21 +83,21 @@ class CommandExecutor:
         self._savepoints.begin_at(self._values.clock)
 
     def take(self, event: rl.Received, command: bt.ShardCommand) -> list[rl.Action]:
-        answer, is_current = self._answer, command.epoch == self._epoch
+        answer, is_current = self._answer, command.series == self._series
         if self._config.is_replicated:
             error = (
                 f"{self._config.name} has two copies, without named vectors: set shard_copies = 1"
             )
-            answer = bt.CommandDone(epoch=command.epoch, number=command.number, error=error)
-        elif command.epoch > self._epoch and isinstance(command.task, bt.BeginEpoch):
-            self._epoch, self.is_driven = command.epoch, True
-            self._answer = bt.CommandDone(epoch=command.epoch, number=0)
+            answer = bt.CommandDone(series=command.series, number=command.number, error=error)
+        elif command.series > self._series and isinstance(command.task, bt.BeginSeries):
+            self._series, self.is_driven = command.series, True
+            self._answer = bt.CommandDone(series=command.series, number=0)
             self.waiting = event.sender, command
             return []
         elif is_current and command.number == answer.number + 1:
             # A repetition of the pending or running command gets the last answer: a sign of life.
             pending = [one for one in (self.waiting, self.running) if one is not None]
-            if not any(known.epoch == command.epoch for _, known in pending):
+            if not any(known.series == command.series for _, known in pending):
                 self.waiting = event.sender, command
                 return []
         elif is_current and command.number != answer.number:
@@ -158,12 +158,12 @@ class CommandExecutor:
     def _end(self, scalars: Scalars, error: str | None) -> list[rl.Action]:
         assert self.running is not None
         (sender, command), self.running = self.running, None
-        if command.epoch != self._epoch:
+        if command.series != self._series:
             return []  # its coordinator was replaced
         if isinstance(command.task, bt.Publish):
             self.is_driven = False
         self._answer = bt.CommandDone(
-            epoch=command.epoch,
+            series=command.series,
             number=command.number,
             clock=self._values.clock,
             scalars=scalars,
@@ -171,7 +171,7 @@ class CommandExecutor:
             n_examples=self._sums.n_examples,
             digest=self._sums.digest,
             savepoints=self._savepoints.records()
-            if isinstance(command.task, bt.BeginEpoch)
+            if isinstance(command.task, bt.BeginSeries)
             else (),
             error=error,
         )
@@ -195,7 +195,7 @@ class CommandExecutor:
                 )
             case bt.FinishEvaluation() as task:
                 scalars = self._finish_evaluation(task)
-            case bt.BeginEpoch():
+            case bt.BeginSeries():
                 self._sums.close()
             case bt.Restore(savepoint=savepoint, whole=whole):
                 self._savepoints.return_to(savepoint, whole=whole, values=self._parameters)
@@ -246,7 +246,7 @@ class CommandExecutor:
     def _cost(self, task: bt.Task) -> rl.Cost:
         if isinstance(task, bt.Execute):
             return self._vector_store.cost(task.commands)
-        if isinstance(task, bt.BeginEpoch):
+        if isinstance(task, bt.BeginSeries):
             return rl.Cost()
         n_passes = 3 * len(task.chunks) if isinstance(task, bt.Commit) else 3
         return rl.Cost(n_bytes=float(n_passes * self._values.vector.nbytes))

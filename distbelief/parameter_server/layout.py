@@ -15,22 +15,34 @@ counters.
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Literal, final
 
 import msgspec
 import numpy as np
 import torch
+from typing_extensions import override
 
 from distbelief.core.vectors import ALIGNMENT, Vector, padded
 from distbelief.graph.region import Region
 from distbelief.parameter_server.ranges import N_RANGES_MAX, N_STRIPES_MAX, IndexRanges
 from distbelief.parameter_server.slices import ShardSlice
 from distbelief.parameter_server.tensor_copies import Piece, TensorCopier
+from distbelief.protocol.push_fetch import N_SHOWN_MAX
 
 
-__all__ = ["ElementType", "Layout", "LayoutSpec", "PartialView", "Segment", "TensorSpec", "kind_of"]
+__all__ = [
+    "ElementType",
+    "Layout",
+    "LayoutSpec",
+    "PartialView",
+    "Segment",
+    "TensorSpec",
+    "first_difference",
+    "kind_of",
+]
 
 
 # --- tensors ---
@@ -56,9 +68,22 @@ class TensorSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         if any(size < 0 for size in self.shape):
             raise ValueError(f"tensor {self.name!r} has shape {self.shape}; sizes are 0 or more")
 
+    @override
+    def __str__(self) -> str:
+        name = int(self.name) if self.name.isdecimal() else self.name  # of own loops: a position
+        return f"{self.kind} {name} of shape {list(self.shape)}"
+
     @property
     def n_elements(self) -> int:
         return math.prod(self.shape)
+
+
+def first_difference(there: Iterable[object], here: Iterable[object]) -> str:
+    """Return where two lists of tensors, as text, differ first; or ""."""
+    for one, other in zip_longest(map(str, there), map(str, here), fillvalue="nothing more"):
+        if one != other:
+            return f"{one}, not {other}"
+    return ""
 
 
 def kind_of(tensor: torch.Tensor) -> Kind:
@@ -203,6 +228,10 @@ class Layout:
     @property
     def dtype(self) -> np.dtype[np.float32] | np.dtype[np.float64]:
         return np.dtype(np.float64) if self.spec.dtype == "float64" else np.dtype(np.float32)
+
+    def shown(self) -> tuple[str, ...]:
+        """Return the first tensors as text, few enough for a message."""
+        return tuple(str(one)[:128] for one in self.tensors[:N_SHOWN_MAX])
 
     def shard_size(self, k: int) -> int:
         """Elements of shard k's vector, padding included: a multiple of 64."""

@@ -243,7 +243,7 @@ class PinnedVersions:
             self.bytes_out += values.nbytes
             message = pf.ParameterBlock(
                 request=client.request,
-                shard_incarnation=self._sessions.incarnation,
+                term=self._sessions.term,
                 block_index=index,
                 clock=version.clock,
                 values=values,

@@ -117,8 +117,7 @@ class Backup:
     def handle(self, sender: Address, message: FromPrimary) -> list[Action]:
         if isinstance(message, rp.StartSync):
             return self._start_sync(sender, message)
-        term = message.shard_incarnation if isinstance(message, pf.PushBlock) else message.term
-        if not self._obeys(sender, term):
+        if not self._obeys(sender, message.term):
             return []
         match message:
             case rp.StateBlock():
@@ -303,13 +302,11 @@ class Backup:
     def _push_applied(self, sequence: int) -> Action:
         clock = self._values.clock
         return self._answer(
-            pf.PushApplied(sequence=sequence, shard_incarnation=self.term, clock=clock, staleness=0)
+            pf.PushApplied(sequence=sequence, term=self.term, clock=clock, staleness=0)
         )
 
     def _block_ack(self, sequence: int, received: int) -> Action:
-        return self._answer(
-            pf.PushBlockAck(sequence=sequence, shard_incarnation=self.term, received=received)
-        )
+        return self._answer(pf.PushBlockAck(sequence=sequence, term=self.term, received=received))
 
     def _answer(self, message: Message) -> Action:
         assert self.primary is not None
@@ -444,8 +441,7 @@ class Primary:
     # ------------------------------------------------------------ from the backup
 
     def handle(self, event: Received, message: FromBackup, now: Seconds) -> list[Action]:
-        term = message.term if isinstance(message, rp.StateAck) else message.shard_incarnation
-        is_current = event.incarnation == self._incarnation and term == self.term
+        is_current = event.incarnation == self._incarnation and message.term == self.term
         if event.sender != self.backup or not is_current:
             return []
         match message:
@@ -572,7 +568,7 @@ class Primary:
                 client.shard_slice,
                 out.values,
                 sequence=out.message.clock + 1,
-                shard_incarnation=self.term,
+                term=self.term,
             )
             messages = out.due(block, credit=WINDOW_BLOCKS)
             actions += map(self._to_backup, messages)

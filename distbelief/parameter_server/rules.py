@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from distbelief.core import torch_optimizers
-from distbelief.core.arguments import CheckedArguments, require
+from distbelief.core.arguments import CheckedArguments, NamedTable, require
 from distbelief.core.formatting import nearest
 from distbelief.core.vectors import ALIGNMENT, Vector, padded
 from distbelief.errors import SettingError
@@ -53,14 +53,7 @@ _DECAY: Final = "Give schedule, as in Cosine(n_pushes=1000)."
 _MOMENTUM: Final = "Use Momentum, whose options are momentum, dampening and nesterov."
 
 
-class _Rule(
-    msgspec.Struct,
-    frozen=True,
-    kw_only=True,
-    forbid_unknown_fields=True,
-    tag_field="name",
-    metaclass=CheckedArguments,
-):
+class _Rule(NamedTable, frozen=True, kw_only=True):
     # What options of torch's optimizers are here.
     elsewhere: ClassVar[Mapping[str, str]] = {
         "alpha": "It is smoothing.",
@@ -82,9 +75,14 @@ class _Rule(
     schedule: Schedule = _CONSTANT
     clip_value: float | None = None  # per element of the gradient as pushed
     # Rules of other tensors, by a pattern of their names, such as "*.bias": the first that matches.
-    groups: "Mapping[str, UpdateRule]" = {}
+    groups: "Mapping[str, UpdateRule]" = msgspec.field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if not isinstance(cast("object", self.groups), Mapping):
+            raise SettingError(
+                f"rule {self.name!r}: groups is {self.groups!r}; use a rule for each pattern of "
+                "names, as {'*.bias': SGD(learning_rate=0.1)}"
+            )
         for pattern, rule in self.groups.items():
             if not isinstance(cast("object", rule), _Rule) or rule.groups:
                 raise SettingError(

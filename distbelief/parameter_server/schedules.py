@@ -19,20 +19,12 @@ each replica's steps.
 import math
 from typing import final
 
-import msgspec
 from typing_extensions import override
 
-from distbelief.core.arguments import CheckedArguments, require
+from distbelief.core.arguments import NamedTable, require
 
 
-class _Schedule(
-    msgspec.Struct,
-    frozen=True,
-    kw_only=True,
-    forbid_unknown_fields=True,
-    tag_field="name",
-    metaclass=CheckedArguments,
-):
+class _Schedule(NamedTable, frozen=True, kw_only=True):
     n_warm_up: int = 0  # pushes over which the rate first rises
 
     def __post_init__(self) -> None:

@@ -186,7 +186,7 @@ class Sessions:
         self.counts_ticks = config.policy.counts_ticks
         index, layout = config.index, config.layout
         self._buffers = layout.n_gradient(index), layout.shard_size(index)  # the elements
-        self.incarnation = 0  # of the shard, or its term, in replies; 0 before it serves
+        self.term = 0  # 0 before it serves
         self._clients: dict[Address, Session] = {}
         self._n_regions = 0
         self.queue: deque[Address] = deque()  # clients whose next push is complete
@@ -232,12 +232,8 @@ class Sessions:
     def why_not(self, event: Received, request: pf.OpenSession) -> str | None:
         """Return why this session can never be opened, or None."""
         self.floor.check(event.sender, self._clients.get(event.sender), request.tick)
-        fingerprint = self._config.layout.fingerprint
-        if request.layout != fingerprint:
-            return (
-                f"your layout is {request.layout}, the shard's {fingerprint}: use one model and "
-                "number of shards on both sides"
-            )
+        if request.layout != self._config.layout.fingerprint:
+            return "your layout is another: use one model and number of shards on both sides"
         try:
             shard_slice = self._values.slice_table.get(request.holds)
         except RemoteProtocolError as error:
@@ -592,7 +588,7 @@ class Sessions:
         """Tell a new floor to the clients that could not begin a tick at the old one."""
         clients = self._clients.values()
         self.floor.rise(clients)
-        return self.floor.news(clients, incarnation=self.incarnation)
+        return self.floor.news(clients, term=self.term)
 
     def _told_floor(self, client: Session) -> tuple[pf.Ticks, str | msgspec.UnsetType]:
         if not self.counts_ticks:
@@ -605,7 +601,7 @@ class Sessions:
     def session_opened(self, client: Session) -> Send:
         floor, behind = self._told_floor(client)
         opened = pf.SessionOpened(
-            shard_incarnation=self.incarnation,
+            term=self.term,
             clock=self._values.clock,
             samples=client.samples,
             watermark=client.confirmed,
@@ -619,16 +615,26 @@ class Sessions:
         )
         return Send(receiver=client.name, message=opened)
 
-    def refuse(self, receiver: Address, reason: str, *, for_good: bool = False) -> Send:
-        """Refuse with a reason; unless `for_good`, the client opens a session and tries again."""
-        text = f"shard {self._config.index}, incarnation {self.incarnation}: {reason}"
-        return Send(receiver=receiver, message=pf.SessionRefused(reason=text, for_good=for_good))
+    def refuse(
+        self, receiver: Address, reason: str, *, for_good: bool = False, layout: str | None = None
+    ) -> Send:
+        """Refuse with a reason; unless `for_good`, the client opens a session and tries again.
+
+        To a client with another `layout` than this shard's, show its tensors.
+        """
+        text = f"shard {self._config.index}, term {self.term}: {reason}"
+        own = self._config.layout
+        differs = layout is not None and layout != own.fingerprint
+        refused = pf.SessionRefused(
+            reason=text, for_good=for_good, tensors=own.shown() if differs else msgspec.UNSET
+        )
+        return Send(receiver=receiver, message=refused)
 
     def _push_applied(self, client: Session) -> Send:
         floor, behind = self._told_floor(client)
         applied = pf.PushApplied(
             sequence=client.confirmed,
-            shard_incarnation=self.incarnation,
+            term=self.term,
             clock=self._values.clock,
             staleness=client.confirmed_staleness,
             floor=floor,
@@ -640,9 +646,7 @@ class Sessions:
         return Send(receiver=client.name, message=applied)
 
     def _block_ack(self, client: Session, sequence: int, received: int) -> Send:
-        ack = pf.PushBlockAck(
-            sequence=sequence, shard_incarnation=self.incarnation, received=received
-        )
+        ack = pf.PushBlockAck(sequence=sequence, term=self.term, received=received)
         return Send(receiver=client.name, message=ack)
 
     def validate(self) -> None:

@@ -206,7 +206,7 @@ class Shard:
         self._incarnation, self._unrestored = event.incarnation, event.unrestored
         self._region = f"{self._name}.{event.incarnation}"
         if is_primary:
-            self._sessions.incarnation = event.incarnation
+            self._sessions.term = event.incarnation
         why_not = self._values.publish(f"{self._region}.values")
         restored, restore_vectors = self._commands.restore_work(event.restored)
         initialise, cost = self._values.initialise_work(
@@ -306,7 +306,7 @@ class Shard:
         self._sessions.restore(clients)
         self._serves = True
         actions: list[rl.Action] = []
-        if self._sessions.counts_ticks and self._sessions.incarnation > 1:
+        if self._sessions.counts_ticks and self._sessions.term > 1:
             self._sessions.floor.awaits_clients = True
             actions.append(rl.SetTimer(name=_RETURNED, at=now + self._config.return_seconds))
         if self._config.deals:
@@ -339,11 +339,11 @@ class Shard:
             return []
         # A later primary may have acknowledged pushes that are not here: their ticks would raise
         # the floor for clients that read these values.
-        if sessions.counts_ticks and request.known_incarnation > sessions.incarnation:
+        if sessions.counts_ticks and request.known_term > sessions.term:
             return []
         reason = sessions.why_not(event, request)
         if reason is not None:
-            return [sessions.refuse(sender, reason, for_good=True)]
+            return [sessions.refuse(sender, reason, for_good=True, layout=request.layout)]
         if not self._serves or sessions.must_wait(event, request):
             self._defer(event, request)
             return [sessions.refuse(sender, "busy; the session opens later")]
@@ -422,7 +422,7 @@ class Shard:
             client is None
             or not client.opened
             or event.incarnation != client.incarnation
-            or message.shard_incarnation != sessions.incarnation
+            or message.term != sessions.term
         ):
             # The client repeats the message in its next session, so nothing is lost.
             return [sessions.refuse(sender, "open a session first")]
@@ -512,10 +512,10 @@ class Shard:
         self._backup = self._promotion = None
         self._former_primary = backup.primary
         backup.release()
-        self._sessions.incarnation = promote.term
+        self._sessions.term = promote.term
         clients = tuple(backup.clients.values())
         unheard = [rl.Address(one.name) for one in clients if one.name not in self._deferred]
-        changed = rp.PrimaryChanged(shard_incarnation=promote.term)
+        changed = rp.PrimaryChanged(term=promote.term)
         text = f"becomes primary in term {promote.term} at clock {self._values.clock}"
         return [
             rl.Report(text=text),
@@ -689,7 +689,7 @@ class Shard:
 
     def _snapshot(self, label: str) -> rl.Snapshot:
         state = ShardState(
-            incarnation=self._sessions.incarnation,
+            incarnation=self._sessions.term,
             clock=self._values.clock,
             values=self._values.vector,
             state=self._values.state,

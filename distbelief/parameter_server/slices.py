@@ -205,12 +205,12 @@ def push_block(
     index: int,
     *,
     sequence: int,
-    shard_incarnation: int,
+    term: int,
     answer: bool = True,
 ) -> pf.PushBlock:
     return pf.PushBlock(
         sequence=sequence,
-        shard_incarnation=shard_incarnation,
+        term=term,
         block_index=index,
         answer=answer,
         values=values[slice(*held.sent_bounds(index, values.dtype))],

@@ -274,7 +274,7 @@ class Floor:
         member.told = self.value
         return self.value, "" if self._behind == member.name else self._behind
 
-    def news(self, members: Collection[Member], *, incarnation: int) -> list[Action]:
+    def news(self, members: Collection[Member], *, term: int) -> list[Action]:
         """Tell a new floor to the clients that could not begin a tick at the old one."""
         staleness = self._staleness
         actions: list[Action] = []
@@ -284,9 +284,7 @@ class Floor:
             assert member.tick is not msgspec.UNSET
             if member.tick - staleness > member.told:
                 member.told = self.value
-                floor = pf.Floor(
-                    shard_incarnation=incarnation, floor=self.value, behind=self._behind
-                )
+                floor = pf.Floor(term=term, floor=self.value, behind=self._behind)
                 actions.append(Send(receiver=member.name, message=floor))
         return actions
 

@@ -40,7 +40,7 @@ class GrantedChunk(msgspec.Struct, frozen=True, kw_only=True):
 class Savepoint(msgspec.Struct, frozen=True, kw_only=True):
     """A point to return to: these vectors, as they are before the command that carries it."""
 
-    number: Count  # rises over all epochs
+    number: Count  # rises over all series
     vectors: Annotated[tuple[VectorName, ...], msgspec.Meta(max_length=4096)]
 
 
@@ -56,8 +56,8 @@ class _Task(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Base of what a coordinator commands."""
 
 
-class BeginEpoch(_Task, frozen=True):
-    """First command of an epoch: drop what an earlier coordinator began; list your savepoints."""
+class BeginSeries(_Task, frozen=True):
+    """First command of a series: drop what an earlier coordinator began; list your savepoints."""
 
 
 class Restore(_Task, frozen=True):
@@ -114,7 +114,7 @@ class Checkpoint(_Task, frozen=True):
 
 
 Task = (
-    BeginEpoch
+    BeginSeries
     | Restore
     | Execute
     | BeginEvaluation
@@ -132,8 +132,8 @@ class ShardCommand(AnyMessage, frozen=True):
     follows when every shard has answered.
     """
 
-    epoch: Count  # of the coordinator; shards refuse an older one
-    number: Count  # 1, 2, ... in each epoch
+    series: Count  # of the coordinator; shards refuse an older one
+    number: Count  # 1, 2, ... in each series
     task: Task
     savepoint: Savepoint | None = None
     settled: Count = 0  # savepoints before this one are not needed any more
@@ -143,7 +143,7 @@ class ShardCommand(AnyMessage, frozen=True):
 class CommandDone(AnyMessage, frozen=True):
     """Shard -> coordinator: the last command that I executed, and its result."""
 
-    epoch: Count
+    series: Count
     number: Count
     clock: Count = 0
     scalars: Scalars = ()
@@ -176,7 +176,7 @@ class Assignment(AnyMessage, frozen=True):
     Drop what it does not name. Repeated until a `WorkReport` carries its version.
     """
 
-    epoch: Count
+    series: Count
     replica_incarnation: Count
     version: Count  # rises; an older one is ignored
     evaluation: Count
@@ -189,7 +189,7 @@ class Assignment(AnyMessage, frozen=True):
 class WorkReport(AnyMessage, frozen=True):
     """Worker -> coordinator: the last assignment that I got, and its results so far."""
 
-    epoch: Count
+    series: Count
     version: Count
     evaluation: Count
     n_computed: Amount  # examples, for this evaluation

@@ -1,7 +1,7 @@
 """Messages between the ranks of one model-parallel replica; rank 0 is the group leader.
 
     rank             leader                        shards
-      | <--- StartEpoch|                             |   a new generation begins here
+      | <- StartGeneration                           |   a new generation begins here
       | RankReady ---> |                             |   nothing of the old one is under way
       | <-- GrantSteps |                             |   compute up to this step
       | TransferBlock, TransferAck between ranks     |   activations and gradients
@@ -22,10 +22,10 @@ from distbelief.protocol.batch import ShardVersion
 from distbelief.protocol.fields import Amount, AnyMessage, Count, Name
 
 
-class ChunkOrder(msgspec.Struct, frozen=True, kw_only=True):
+class GroupChunk(msgspec.Struct, frozen=True, kw_only=True):
     """The chunk of the batch that one generation of a group computes, for a coordinator."""
 
-    epoch: Count
+    series: Count
     evaluation: Count
     versions: Annotated[tuple[ShardVersion, ...], msgspec.Meta(max_length=65536)]
     attempt: Count
@@ -45,7 +45,7 @@ class DealtRanges(msgspec.Struct, frozen=True, kw_only=True):
     ranges: Annotated[tuple[tuple[Count, Count], ...], msgspec.Meta(max_length=4096)]
 
 
-class StartEpoch(AnyMessage, frozen=True):
+class StartGeneration(AnyMessage, frozen=True):
     """Leader -> rank: a new generation of the group begins; drop the old one.
 
     Idempotent: repeated until `RankReady` comes.
@@ -53,13 +53,13 @@ class StartEpoch(AnyMessage, frozen=True):
 
     generation: Count  # rises: the leader's incarnation, then a counter
     plan: Name  # hash of the plan; all ranks must have the same
-    order: ChunkOrder | None = None  # with a coordinator: the work of this generation
+    chunk: GroupChunk | None = None  # with a coordinator: the work of this generation
 
 
 class RankReady(AnyMessage, frozen=True):
     """Rank -> leader: what I pushed is applied, and nothing is under way.
 
-    With generation 0, repeated until `StartEpoch` comes: I am in no generation.
+    With generation 0, repeated until `StartGeneration` comes: I am in no generation.
     """
 
     generation: Count
@@ -105,7 +105,7 @@ class PushChunk(AnyMessage, frozen=True):
     restarted since, and pushes nothing.
     """
 
-    epoch: Count
+    series: Count
     attempt: Count
     commit_token: Count
 
@@ -120,7 +120,7 @@ class ChunkStaged(AnyMessage, frozen=True):
 
 
 class TransferBlock(AnyMessage, frozen=True):
-    """Rank -> rank: one block of one message of the plan's program.
+    """Rank -> rank: one block of one of the plan's messages.
 
     Sent again until `taken` covers it.
     """

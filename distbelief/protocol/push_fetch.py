@@ -18,7 +18,7 @@ A tick of a worker is one exchange, from a fetch to a push. Where shards count t
 enters before its first one and leaves when it has nothing to do: others wait for those that are in.
 """
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -41,6 +41,11 @@ Dealt = tuple[Amount, Amount] | msgspec.UnsetType
 """Positions that are sent only where data are dealt; Unset takes no bytes."""
 
 
+N_SHOWN_MAX = 4096
+Tensors = Annotated[tuple[Name, ...], msgspec.Meta(max_length=N_SHOWN_MAX)] | msgspec.UnsetType
+"""Name and shape of each."""
+
+
 class OpenSession(AnyMessage, frozen=True):
     """Client -> shard: open a session, or open it again.
 
@@ -56,13 +61,13 @@ class OpenSession(AnyMessage, frozen=True):
     holds: Vector | None = None  # (4 n,) stripes of the shard's vector; None: all of it
     entries: Ticks = msgspec.UNSET  # how often this incarnation has entered or left; odd: it is in
     tick: Ticks = msgspec.UNSET  # ticks ended by acknowledged pushes; Unset: begin at the floor
-    known_incarnation: Count = 0  # the highest `shard_incarnation` that the client knows
+    known_term: Count = 0  # the highest that the client knows
 
 
 class SessionOpened(AnyMessage, frozen=True):
     """Shard -> client: answer to `OpenSession`."""
 
-    shard_incarnation: Count
+    term: Count
     clock: Count
     samples: Amount  # of this client, in the last of its pushes applied here
     watermark: Count  # pushes of this incarnation up to it are never applied from now on
@@ -80,13 +85,14 @@ class SessionRefused(AnyMessage, frozen=True):
 
     reason: Text
     for_good: bool  # asking again will not help
+    tensors: Tensors = msgspec.UNSET  # of the shard, if the client's layout differs
 
 
 class Fetch(AnyMessage, frozen=True):
     """Client -> shard: send me one consistent version of your values, block by block."""
 
     request: Count  # rises with each fetch of this client, over its incarnations too
-    shard_incarnation: Count
+    term: Count
     credit: Count  # blocks that may be under way
     payload: Payload = msgspec.UNSET  # that the blocks should have
     # (4 n,) stripes of the shard's vector, of a fetch of more than what the client holds: with the
@@ -98,7 +104,7 @@ class ParameterBlock(AnyMessage, frozen=True):
     """Shard -> client: one block of the version pinned for `request`."""
 
     request: Count
-    shard_incarnation: Count
+    term: Count
     block_index: Count
     clock: Count  # of that version
     values: Vector  # (block_size,)
@@ -113,7 +119,7 @@ class FetchAck(AnyMessage, frozen=True):
     """
 
     request: Count
-    shard_incarnation: Count
+    term: Count
     received: Count
     limit: Count
     again: bool  # blocks seem lost: begin again at `received`
@@ -123,7 +129,7 @@ class PushBlock(AnyMessage, frozen=True):
     """Client -> shard: one block of the push of this sequence."""
 
     sequence: Count
-    shard_incarnation: Count
+    term: Count
     block_index: Count
     values: Vector  # (block_size,)
     payload: Payload = msgspec.UNSET  # what `values` are
@@ -134,7 +140,7 @@ class PushBlockAck(AnyMessage, frozen=True):
     """Shard -> client: I hold blocks [0, received) of that push."""
 
     sequence: Count
-    shard_incarnation: Count
+    term: Count
     received: Count
 
 
@@ -147,7 +153,7 @@ class Push(AnyMessage, frozen=True):
     """
 
     sequence: Count
-    shard_incarnation: Count
+    term: Count
     fetched_clock: Count  # this shard's clock when the gradient's parameters were read
     n_gradients: Amount  # how many were summed
     samples: Amount  # the client's total, these gradients included
@@ -172,7 +178,7 @@ class PushApplied(AnyMessage, frozen=True):
     """
 
     sequence: Count
-    shard_incarnation: Count
+    term: Count
     clock: Count
     staleness: Count
     floor: Ticks = msgspec.UNSET
@@ -186,6 +192,6 @@ class Floor(AnyMessage, frozen=True):
     It never falls within one incarnation of the shard.
     """
 
-    shard_incarnation: Count
+    term: Count
     floor: Count
     behind: Name  # the first of the clients that have ended no more; "": none is in

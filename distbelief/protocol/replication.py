@@ -111,9 +111,8 @@ class StateAck(AnyMessage, frozen=True):
 class ReplicatePush(AnyMessage, frozen=True):
     """Primary -> backup: the push that I apply at `clock`; apply it too.
 
-    Answered by `PushApplied` with `sequence` clock + 1 and the term as
-    `shard_incarnation`. The pushed values lie in buffer `slot` of `push_buffers_region`, or come
-    before this as `PushBlock`s of sequence clock + 1.
+    Answered by `PushApplied` with `sequence` clock + 1 and the term. The pushed values lie in
+    buffer `slot` of `push_buffers_region`, or come before this as `PushBlock`s of that sequence.
     """
 
     term: Count
@@ -133,4 +132,4 @@ class ReplicatePush(AnyMessage, frozen=True):
 class PrimaryChanged(AnyMessage, frozen=True):
     """Shard -> client: I am the primary now; open your session here."""
 
-    shard_incarnation: Count
+    term: Count

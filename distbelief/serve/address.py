@@ -11,6 +11,7 @@ import msgspec
 import torch
 from typing_extensions import override
 
+from distbelief.config import tables
 from distbelief.config.presets import expand
 from distbelief.errors import JobError, JobFileError
 from distbelief.parameter_server.layout import TensorSpec, kind_of
@@ -192,13 +193,22 @@ def exchange_policy(
 ) -> ExchangePolicy:
     """Return the usual choices, replaced by a preset's, then by those given; or raise JobError."""
     table = dict(usual)
-    try:
-        if preset is not None:
+    if preset is not None:
+        try:
             table |= cast("dict[str, object]", expand({"preset": preset}).get("exchange", {}))
-        table |= {key: value for key, value in given.items() if value is not None}
-        return msgspec.convert(table, type=ExchangePolicy)
-    except (msgspec.ValidationError, JobFileError) as error:
-        raise JobError(f"{user}: {error}") from None
+        except JobFileError as error:
+            raise JobError(f"{user}: {error}") from None
+    table |= {key: value for key, value in given.items() if value is not None}
+    return tables.convert(table, ExchangePolicy, user=user)
+
+
+class _Given(msgspec.Struct, frozen=True):
+    rule: UpdateRule
+
+
+def rule_from(table: Mapping[str, object], *, user: str) -> UpdateRule:
+    """Return the update rule of a table, or raise JobError."""
+    return tables.convert({"rule": table}, _Given, user=user).rule
 
 
 def by_position(rule: UpdateRule, names: Sequence[str]) -> UpdateRule:

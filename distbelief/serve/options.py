@@ -14,7 +14,7 @@ from distbelief.cluster.listen import JoinServer
 from distbelief.config.presets import expand
 from distbelief.errors import JobError, JobFileError
 from distbelief.parameter_server.rules import TORCH_RULES, UpdateRule
-from distbelief.serve.address import by_position
+from distbelief.serve.address import by_position, rule_from
 from distbelief.task.task import ModelSpec, build_model
 from distbelief.transport.address import is_loopback, number_of
 from distbelief.transport.keys import new_secret
@@ -60,11 +60,9 @@ def rule(
         whole = table
         if preset is not None:
             whole = cast("dict[str, object]", expand({"preset": preset, "rule": table})["rule"])
-        made: UpdateRule = msgspec.convert({rate_key: 0.01, **whole}, type=UpdateRule)
-    except msgspec.ValidationError as error:
-        raise JobError(f"--rule {table.get('name')}: {error}") from None
     except JobFileError as error:
         raise JobError(f"--{error}") from None
+    made = rule_from({rate_key: 0.01, **whole}, user=f"--rule {whole['name']}")
     return by_position(made, names)
 
 

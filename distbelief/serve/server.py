@@ -29,6 +29,7 @@ from distbelief.serve.address import (
     exchange_policy,
     named,
     parameter_specs,
+    rule_from,
 )
 from distbelief.serve.server_process import ServerReady, ServerRequest
 from distbelief.serve.session import in_order, set_values
@@ -275,10 +276,7 @@ def _rule(given: UpdateRule | Mapping[str, object] | None, preset: str | None) -
     if given is None and preset is not None:
         given = cast("Mapping[str, object]", expand({"preset": preset})["rule"])
     if isinstance(given, Mapping):
-        try:
-            given = cast("UpdateRule", msgspec.convert(given, type=UpdateRule))
-        except msgspec.ValidationError as error:
-            raise JobError(f"ParameterServer: rule: {error}") from None
+        given = rule_from(given, user="ParameterServer")
     if not isinstance(given, UpdateRule):
         raise JobError(
             f"ParameterServer: rule is {' '.join(repr(given).split())[:60]}; use one, as "

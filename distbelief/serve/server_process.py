@@ -16,7 +16,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Final, final
@@ -25,13 +25,13 @@ import msgspec
 import torch
 from safetensors.torch import save_file
 
-from distbelief.config import job as jobs
+from distbelief.config import job as jobs, tables, toml
 from distbelief.core import files, formatting
 from distbelief.core.signals import REASONS, caught_signals
 from distbelief.errors import DistBeliefError, JobError
 from distbelief.launch.local import IMPORT_SECONDS_MAX, LocalLauncher
 from distbelief.launch.role_process import RoleSpec
-from distbelief.parameter_server.layout import Layout, TensorSpec
+from distbelief.parameter_server.layout import Layout, TensorSpec, first_difference
 from distbelief.parameter_server.policy import DOWNPOUR, ExchangePolicy
 from distbelief.parameter_server.rules import UpdateRule
 from distbelief.parameter_server.shard_config import copy_names
@@ -115,12 +115,10 @@ class ServerRequest(msgspec.Struct, frozen=True, kw_only=True):
     def check(self, user: str) -> None:
         """Raise JobError if the processes of the server would refuse it."""
         try:
-            msgspec.json.decode(msgspec.json.encode(self), type=ServerRequest)
-            self.settings()
+            plain = msgspec.json.decode(msgspec.json.encode(self))
+            tables.convert(plain, ServerRequest, user=user).settings()
         except (msgspec.MsgspecError, ValueError, TypeError) as error:
-            text, _, place = str(error).partition(" - at `$.")
-            place = f"{place.rstrip('`')}: " if place else ""
-            raise JobError(f"{user}: {place}{text}") from None
+            raise JobError(f"{user}: {error}") from None
 
     def write_initial(self, parameters: Iterable[torch.Tensor]) -> None:
         values = {
@@ -405,22 +403,31 @@ def _read(file: Path) -> ServerRequest:
 
 
 def _check_same(now: ServerRequest, before: ServerRequest, *, directory: Path) -> None:
-    old_model, new_model = (
-        [(spec.kind, spec.shape) for spec in each.tensors] for each in (before, now)
-    )
-    names_known = bool(before.names and now.names)
-    for what, old, new in (
-        ("model", old_model, new_model),
-        ("model", before.names if names_known else (), now.names if names_known else ()),
-        ("rule", before.rule, now.rule),
-        ("exchange", before.exchange.chosen, now.exchange.chosen),
-        ("number of shards", before.n_shards, now.n_shards),
-    ):
-        if old != new:
+    knows_names = before.names and now.names
+    names = first_difference(before.names, now.names) if knows_names else ""
+    differing = {
+        "model": first_difference(before.tensors, now.tensors) or names,
+        "rule": ", ".join(_differences(before.rule, now.rule)),
+        "exchange": ", ".join(_differences(before.exchange, now.exchange)),
+        "number of shards": ", ".join(_differences(before.n_shards, now.n_shards)),
+    }
+    for what, difference in differing.items():
+        if difference:
             raise JobError(
-                f"{directory} has another {what}: {old!s:.300} instead of {new!s:.300}. "
-                "Use the same, or a new directory"
+                f"{directory} has another {what}: {difference}: use the same, or a new directory"
             )
+
+
+def _differences(there: object, here: object, key: str = "") -> Iterator[str]:
+    if isinstance(there, msgspec.Struct):
+        there, here = msgspec.to_builtins((there, here))
+    if not (isinstance(there, dict) and isinstance(here, dict)):
+        if there != here:
+            yield f"{key} {toml.excerpt(there)}, not {toml.excerpt(here)}".lstrip()
+        return
+    keys = ("name",) if there.get("name") != here.get("name") else there | here
+    for each in keys:
+        yield from _differences(there.get(each), here.get(each), f"{key}.{each}".lstrip("."))
 
 
 @final

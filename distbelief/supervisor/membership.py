@@ -8,7 +8,7 @@
                                +-------------------> left out   it died too often
 
 Where hosts may join, an incarnation may wait for a slot before it is launched. Rank 0 of a
-model-parallel group is its "replica" or "evaluator"; the other ranks are "machine"s.
+model-parallel group is its "replica" or "evaluator"; the other ranks are "rank"s.
 """
 
 import sys
@@ -25,7 +25,7 @@ from distbelief.roles.role import Address, Seconds
 from distbelief.worker.group import group_rank_of
 
 
-Kind = Literal["shard", "replica", "evaluator", "machine", "coordinator", "guest"]
+Kind = Literal["shard", "replica", "evaluator", "rank", "coordinator", "guest"]
 
 N_GUESTS_MAX = 2048  # all guests must fit into the header of one `Peers` message
 
@@ -114,7 +114,7 @@ class RoleRecord:
         self.shard = shard_of(self.name)
         place = group_rank_of(self.name)
         self.group = self.name if place is None else place.group
-        of_replica = self.kind == "machine" and self.group.startswith("replica")
+        of_replica = self.kind == "rank" and self.group.startswith("replica")
         self.trains = of_replica or self.kind in {"replica", "coordinator"}
 
     def needs(self, other: "RoleRecord") -> bool:
@@ -263,7 +263,7 @@ class Membership:
         """Return the roles that this one needs, and the ranks of its group that are gone."""
         needed = [other for other in self if other.has_joined and record.needs(other)]
         gone: list[Address] = []
-        if record.kind in {"replica", "evaluator", "machine"}:
+        if record.kind in {"replica", "evaluator", "rank"}:
             gone = [other.name for other in self.ranks_with(record) if not other.is_alive]
         entries = tuple(other.entry for other in needed if other.entry is not None)
         return Peers(entries=entries, gone=tuple(gone))
@@ -275,7 +275,7 @@ class Membership:
             if place is not None:
                 n = max(n_ranks) if place.replica is None else n_ranks[place.replica]
                 record.ranks = n
-                if place.machine >= n:
+                if place.index >= n:
                     self.leave(record)
 
     def add_delay(self, seconds: Seconds) -> None:

@@ -612,7 +612,7 @@ class Supervisor:
         self.shutdown.begin(error, self._now, error=error)
 
     def _cancel_requests(self, record: RoleRecord) -> None:
-        if record.kind in {"evaluator", "machine"} and not record.trains:
+        if record.kind in {"evaluator", "rank"} and not record.trains:
             self.evaluations.give_up()
         if not any(copy.is_alive for copy in self.failover.copies(record.shard)):
             self.checkpoints.forget(record.shard)
@@ -656,7 +656,7 @@ class Supervisor:
         if any(replica.presence is Presence.FINISHED for replica in replicas):
             self.shutdown.begin("every replica has taken all its steps", self._now)
             return
-        ranks = [*replicas, *self.members.of("machine")]
+        ranks = [*replicas, *self.members.of("rank")]
         whys = sorted({rank.failure for rank in ranks if rank.failure})
         error = ": ".join(["every replica is lost", *([", ".join(whys)] if whys else [])])
         self.shutdown.begin(error, self._now, error=error)

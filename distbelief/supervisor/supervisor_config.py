@@ -64,7 +64,7 @@ class SupervisorConfig:
         match kind:
             case "shard" | "coordinator":
                 return self.shard_restarts_max
-            case "replica" | "evaluator" | "machine":
+            case "replica" | "evaluator" | "rank":
                 return self.replica_restarts_max if trains else self.evaluator_restarts_max
             case "guest":
                 return 0

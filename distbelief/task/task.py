@@ -82,8 +82,8 @@ class TaskSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 # --- roles ---
 
 
-# "machine": a rank above 0 of a replica or the evaluator
-Kind = Literal["shard", "replica", "evaluator", "machine", "coordinator"]
+# "rank": a rank above 0 of a replica or the evaluator
+Kind = Literal["shard", "replica", "evaluator", "rank", "coordinator"]
 
 
 class RosterEntry(NamedTuple):

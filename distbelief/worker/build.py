@@ -1,7 +1,7 @@
 """Builds the roles of a job: shards, evaluator, and the ranks of a partitioned model.
 
 Each role is built in its own process. A rank never builds the whole model: it compiles its
-program and allocates the regions that it keeps; their values come from the shards.
+dataflow and allocates the regions that it keeps; their values come from the shards.
 """
 
 import hashlib
@@ -80,7 +80,7 @@ def roster(
             entries.append(RosterEntry(group, kind))
             continue
         leader, *others = member_names(group, [*ranks, max(ranks)][index])
-        entries += [RosterEntry(leader, kind), *(RosterEntry(name, "machine") for name in others)]
+        entries += [RosterEntry(leader, kind), *(RosterEntry(name, "rank") for name in others)]
     return entries
 
 
@@ -396,7 +396,7 @@ def rank_in(name: str, *, context: BuildContext, split: Split) -> GroupRank:
     rank = group_rank_of(name)
     n_machines = split.plan.cluster.n_machines
     n_replicas = context.n_replicas
-    if rank is None or rank.machine >= n_machines or (rank.replica or 0) >= n_replicas:
+    if rank is None or rank.index >= n_machines or (rank.replica or 0) >= n_replicas:
         raise LocalProtocolError(f"no rank {name!r} in a job of {n_replicas} x {n_machines} ranks")
     return rank
 
@@ -450,7 +450,7 @@ def assemble(  # noqa: PLR0913 -- one call describes a rank
     course: Course = Alone(limits=limits, begins=begins)
     if n_ranks > 1:
         plan, leader = split.fingerprint, None
-        if rank.machine == 0:
+        if rank.index == 0:
             leader = GroupLeader(n_ranks, plan=plan, limits=limits, deal=deal, begins=begins)
         course = Rank(rank, n_ranks=n_ranks, plan=plan, executor=executor, leader=leader)
     steps = Steps(
@@ -471,7 +471,7 @@ def evaluating_rank(rank: GroupRank, *, context: BuildContext, split: Split) -> 
         n_machines=n_machines,
     )
     outputs = frozenset(compiled.graph.outputs)
-    flow = dataflow(compiled, rank.machine, training=False, outputs=outputs)
+    flow = dataflow(compiled, rank.index, training=False, outputs=outputs)
     dtype = dtype_of(context)
     client = build_client(context, pushes=False, frozen=split.frozen, flow=flow)
     kinds = held_out(len(dataset), subset=context.evaluation_subset, seed=context.seed)
@@ -481,7 +481,7 @@ def evaluating_rank(rank: GroupRank, *, context: BuildContext, split: Split) -> 
         graph=graph,
         reads=flow.reads,
         dtype=dtype,
-        keeps_targets=rank.machine == 0,
+        keeps_targets=rank.index == 0,
         table="data.test",
     )
     program = Evaluation(
@@ -554,7 +554,7 @@ def replica_parts(
             f"[algorithm] {key} is {n_samples}, and the plan is for batches of "
             f"{split.plan.batch}: plan again, or use that"
         )
-    flow = kept_by(rank.machine, split, context.layout)
+    flow = kept_by(rank.index, split, context.layout)
     dtype, dataset = dtype_of(context), context.train_data()
     return RankBuild(
         flow=flow,
@@ -588,7 +588,7 @@ def build_rank(name: str, *, config: DownpourSettings, context: BuildContext, sp
         shapes=[region.shape for _, region in flow.items],
         n_steps=batch_plan.n_steps,
         dealt=_dealt(batch_plan),
-        part=rank.machine,
+        part=rank.index,
         progress_seconds=progress_seconds(context),
     )
     return assemble(

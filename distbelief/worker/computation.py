@@ -200,7 +200,7 @@ def build_computing_rank(name: str, computation: Computation, context: BuildCont
     outputs = outputs_of(graph, has_loss=trains)
     flow = dataflow(
         split.compiled(),
-        rank.machine,
+        rank.index,
         training=trains,
         loss=graph.outputs[-1] if trains else None,
         outputs=frozenset(outputs),

@@ -7,6 +7,7 @@ from typing import Literal
 import msgspec
 
 from distbelief.core import torch_optimizers
+from distbelief.core.arguments import key_of
 from distbelief.core.spans import Epochs
 from distbelief.data import DataShard
 from distbelief.parameter_server.policy import DOWNPOUR, ExchangePolicy
@@ -65,7 +66,8 @@ class DownpourSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
             if value is not None and not 0.0 < value < math.inf:
                 raise ValueError(f"{name} is {value}; use a number above 0, or leave it out")
         if not any(rule.learning_rate for rule in self.rule.rules):
-            raise ValueError(f"rule {self.rule.name!r}: learning_rate is 0; use a number above 0")
+            rate = key_of(self.rule, "learning_rate")
+            raise ValueError(f"rule {self.rule.name!r}: {rate} is 0; use a number above 0")
         if self.inner is not None:
             torch_optimizers.check(self.inner, where="inner")
         if not 0.0 < self.epoch_share <= 1.0:

@@ -4,7 +4,7 @@ Rank M of replica R is called "replica-R.M". The ranks that evaluate form a grou
 "evaluator" (which the supervisor asks), "evaluator.1", "evaluator.2", ...
 
     leader (on rank 0)         every rank (itself too)
-      | StartEpoch ----------->  |   new generation: drop the current step
+      | StartGeneration ------>  |   new generation: drop the current step
       | <------------ RankReady  |   all my pushes up to this sample are applied
       | GrantSteps ----------->  |   begin at this position, take two steps
       | <------------ StepsDone  |   one is done; its gradient has this sum of squares here
@@ -23,7 +23,14 @@ import msgspec
 
 from distbelief.core.reliable import Silence
 from distbelief.errors import RemoteProtocolError
-from distbelief.protocol import ChunkOrder, GrantSteps, Message, RankReady, StartEpoch, StepsDone
+from distbelief.protocol import (
+    GrantSteps,
+    GroupChunk,
+    Message,
+    RankReady,
+    StartGeneration,
+    StepsDone,
+)
 from distbelief.roles.role import Address, Seconds
 from distbelief.worker.batches import DealtPlan, Limits
 
@@ -36,7 +43,7 @@ _NAME: Final = re.compile(r"(replica-\d+)\.(\d+)|(evaluator)(?:\.([1-9]\d*))?")
 @dataclass(frozen=True, slots=True)
 class GroupRank:
     group: str  # "replica-3" or "evaluator"
-    machine: int  # the rank within the group; 0 leads
+    index: int  # within the group; 0 leads
 
     @property
     def replica(self) -> int | None:
@@ -93,7 +100,7 @@ class _Wanted:
     """What a generation is for."""
 
     position: int | None = None  # where to begin; None: where the shortest of the pushes end
-    order: ChunkOrder | None = None  # the chunk to compute instead of the next samples
+    chunk: GroupChunk | None = None  # the chunk to compute instead of the next samples
 
 
 @final
@@ -112,14 +119,14 @@ class GroupLeader:
 
     def __init__(
         self,
-        n_machines: int,  # ranks of the group, rank 0 included
+        n_ranks: int,  # rank 0 included
         *,
         plan: str = "",  # its hash
         limits: Limits | None = None,
         deal: DealtPlan | None = None,  # where samples are dealt
         begins: bool = False,  # without being asked to
     ) -> None:
-        self._n_ranks = n_machines
+        self._n_ranks = n_ranks
         self._plan = plan
         self._limits = limits or Limits()
         self._deal = deal
@@ -150,7 +157,7 @@ class GroupLeader:
         *,
         position: int | None = None,  # where to begin; None: where the shortest of the pushes end
         limit: int | None = None,  # steps of this generation
-        order: ChunkOrder | None = None,  # the chunk to compute instead of the next samples
+        chunk: GroupChunk | None = None,  # the chunk to compute instead of the next samples
     ) -> Outgoing:
         """Start a new generation: ask all ranks to drop their step and report ready.
 
@@ -162,7 +169,7 @@ class GroupLeader:
         self._reduced = _Reduced()
         self._limits.last_step = 0 if self.is_stopping else None
         self._limits.generation = limit
-        self._wanted = _Wanted(position=position, order=order)
+        self._wanted = _Wanted(position=position, chunk=chunk)
         self._silence.start(now)
         self._ready.clear()
         self._done.clear()
@@ -352,7 +359,9 @@ class GroupLeader:
 
     def _start_epoch(self, ranks: set[int] | None = None) -> Outgoing:
         wanted = self.waiting_for if ranks is None else ranks
-        message = StartEpoch(generation=self.generation, plan=self._plan, order=self._wanted.order)
+        message = StartGeneration(
+            generation=self.generation, plan=self._plan, chunk=self._wanted.chunk
+        )
         return [(rank, message) for rank in sorted(wanted)]
 
     def _grant_if_ready(self, now: Seconds) -> Outgoing:

@@ -1,4 +1,4 @@
-"""All ranks of a plan in one process: their programs and the messages between them.
+"""All ranks of a plan in one process: their dataflows and the messages between them.
 
 Computes what a partitioned job computes, without network and roles. Each rank has its own
 executor and sees only what it has read, received or computed.

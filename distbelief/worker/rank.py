@@ -1,6 +1,6 @@
 """The course of one rank of a split replica: its steps are granted by its group's leader.
 
-    StartEpoch   new generation: drop the current step    -> RankReady, once idle
+    StartGeneration   new generation: drop the current step    -> RankReady, once idle
     GrantSteps   take this many steps in total            -> StepsDone, after each
 
 Its operations run as their inputs arrive, and a training step ends after a reduction of the
@@ -31,7 +31,7 @@ END_SECONDS: Final = 30.0  # a rank that has ended exits after so long without i
 RankMessage = (
     wire.RankReady
     | wire.StepsDone
-    | wire.StartEpoch
+    | wire.StartGeneration
     | wire.GrantSteps
     | wire.TransferBlock
     | wire.TransferAck
@@ -57,7 +57,7 @@ class Rank(Course):
         self.leader = leader
         self._names = member_names(rank.group, n_ranks)
         self._ranks = {name: index for index, name in enumerate(self._names)}
-        self._rank = rank.machine
+        self._rank = rank.index
         self._plan = plan
         self._executor = executor
         self._incarnation = 0
@@ -159,7 +159,7 @@ class Rank(Course):
             case wire.RankReady() | wire.StepsDone() if self.leader and rank is not None:
                 heard = self.leader.hear(rank, event.incarnation, message, now)
                 return self._deliver(heard, now)
-            case wire.StartEpoch() | wire.GrantSteps() if rank == 0:
+            case wire.StartGeneration() | wire.GrantSteps() if rank == 0:
                 return self._follow(message, now)
             case wire.TransferBlock() | wire.TransferAck() if rank in self._executor.links:
                 assert rank is not None
@@ -184,7 +184,7 @@ class Rank(Course):
             if rank != self._rank:
                 actions.append(rl.Send(receiver=self._names[rank], message=message))
             else:
-                assert isinstance(message, wire.StartEpoch | wire.GrantSteps), message
+                assert isinstance(message, wire.StartGeneration | wire.GrantSteps), message
                 actions += self._follow(message, now)
         return actions
 
@@ -196,7 +196,7 @@ class Rank(Course):
         return self._deliver(self.leader.hear(0, self._incarnation, message, now), now)
 
     def _follow(
-        self, message: wire.StartEpoch | wire.GrantSteps, now: rl.Seconds
+        self, message: wire.StartGeneration | wire.GrantSteps, now: rl.Seconds
     ) -> list[rl.Action]:
         name, generation = self._names[self._rank], self._executor.generation
         if message.generation < generation:

@@ -135,8 +135,8 @@ class Program:
         del event, rank, now
         return None
 
-    def prepare(self, message: wire.StartEpoch) -> None:
-        """The leader begins a generation; RemoteProtocolError if its order is invalid."""
+    def prepare(self, message: wire.StartGeneration) -> None:
+        """The leader begins a generation; RemoteProtocolError if its chunk is invalid."""
 
     def granted(self, message: wire.GrantSteps, *, is_first: bool) -> None:
         """The leader grants steps; `is_first`: of a generation."""
@@ -619,10 +619,10 @@ class Alone(Course):
         *,
         position: int | None = None,  # where to begin; None: where the pushes end
         limit: int | None = None,  # steps of this generation
-        order: wire.ChunkOrder | None = None,
+        chunk: wire.GroupChunk | None = None,
     ) -> Outgoing:
         """Start a new generation: drop the current step."""
-        del now, order
+        del now, chunk
         self.generation += 1
         self.is_running, self.steps = False, 0
         self._limits.last_step = 0 if self.is_cut else None

@@ -1,7 +1,7 @@
 """Runs the steps of one rank of a partition: which operations can run, and what must be sent.
 
 Ranks send each other blocks of messages, numbered and acknowledged (`RankLink`, `Reassembly`). The
-size of each message is known from the program and checked before memory is allocated.
+size of each message is known from the dataflow and checked before memory is allocated.
 
 take      a transfer from another rank: kept for its step, rejected if unexpected
 open      the step begins
@@ -301,7 +301,7 @@ class StepRunner:
     def take(self, sender: int, message: TransferBlock, now: Seconds) -> list[Action]:
         """Handle a transfer from another rank.
 
-        RemoteProtocolError if its generation, key or size is not what the program expects.
+        RemoteProtocolError if its generation, key or size is not what the dataflow expects.
         """
         if message.generation != self.generation:
             raise RemoteProtocolError(

@@ -158,7 +158,7 @@ report_every = "{every} s"
         seconds=round(outcome.training_seconds * entry.time_scale, 1),
         samples=outcome.samples,
         staleness=outcome.staleness_mean,
-        ended=outcome.error or outcome.ended or "",
+        ended=outcome.error or outcome.stop_reason or "",
     )
 
 

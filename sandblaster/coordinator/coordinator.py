@@ -1,16 +1,16 @@
 """Coordinator: drives an optimizer over shards and workers (Dean et al. 2012, Algorithm 1.2).
 
-It holds names of vectors, scalars and counts, never a parameter. One epoch:
+It holds names of vectors, scalars and counts, never a parameter. One series:
 
-    BeginEpoch --> choose a savepoint --> Restore --> requests of the optimizer:
+    BeginSeries --> choose a savepoint --> Restore --> requests of the optimizer:
                        VectorOps        Execute
                        Evaluate         BeginEvaluation, Commit*, FinishEvaluation
                        IterationDone    a savepoint with the next command,
                                         and Checkpoint if one is requested
                    the optimizer ends --> Publish
 
-When a shard restarts, another epoch begins, with a higher number, from the newest savepoint
-that all shards share; shards obey the highest epoch only.
+When a shard restarts, another series begins, with a higher number, from the newest savepoint
+that all shards share; shards obey the highest series only.
 """
 
 import math
@@ -28,7 +28,7 @@ from distbelief.roles import role as rl
 from sandblaster.coordinator.journal import CheckpointEntry, Journal
 from sandblaster.coordinator.shard_commands import TIMER as COMMANDS_TIMER, CommandBroadcast
 from sandblaster.coordinator.warm_start import TIMER as WARM_TIMER, WarmStart
-from sandblaster.coordinator.work_queue import N_VOID_MAX, EpochCounters, WorkQueue
+from sandblaster.coordinator.work_queue import N_VOID_MAX, SeriesCounters, WorkQueue
 from sandblaster.coordinator.workers import CoordinatorConfig, TimeShares, WorkerPool
 from sandblaster.optimizers import base
 from sandblaster.optimizers.termination import Reason
@@ -47,17 +47,17 @@ _TICK_SECONDS_MIN: Final = 0.02
 _TICK_SECONDS_PER_WORKER: Final = 2.5e-4
 """Bounds how often workers are looked at, all of them: 2,000 took a third of a core."""
 
-_EPOCH_BITS: Final = 12
-"""Epochs of incarnation i begin at i << 12, so they rise; this bounds lost shards."""
+_SERIES_BITS: Final = 12
+"""Series of incarnation i begin at i << 12, so they rise; this bounds lost shards."""
 
 _TOKEN_BITS: Final = 28
-"""Tokens and savepoints of epoch e begin at e << 28: no number is used twice."""
+"""Tokens and savepoints of series e begin at e << 28: no number is used twice."""
 
 _N_SAVES_MAX: Final = 8
 
 
 class Wait(Enum):
-    """What an epoch waits for, other than the shards."""
+    """What a series waits for, other than the shards."""
 
     CHUNKS = "computing"  # a chunk is on every shard, or the loss is not finite
     SAVED = "saving"  # the journal is on disk
@@ -67,7 +67,7 @@ Answers = Sequence[wire.CommandDone]
 """What the shards answered to a command, shard 0 first."""
 
 T = TypeVar("T")
-EpochSteps = Generator[wire.Task | Wait, Answers, T]
+SeriesSteps = Generator[wire.Task | Wait, Answers, T]
 """Yields a task for the shards, and resumes when all have answered, or what it waits for."""
 
 CoordinatorMessage = (
@@ -99,10 +99,10 @@ class CoordinatorMetrics:
 
 @final
 @dataclass(slots=True, kw_only=True)
-class _Epoch:
+class _Series:
     """What begins anew when a shard was lost."""
 
-    counters: EpochCounters
+    counters: SeriesCounters
     last_savepoint: int
     savepoint_iteration: base.IterationDone | None = None  # the point of the last savepoint
     savepoint: wire.Savepoint | None = None  # to be sent with the next command
@@ -144,9 +144,9 @@ class Coordinator:
         self._now: rl.Seconds = 0.0
         self._ticks = Silence()  # of all workers together; its timer runs while there is work
         self._incarnation = 0
-        self._n_epochs = 0
-        self._epoch = _Epoch(counters=EpochCounters(), last_savepoint=0)
-        self._steps: EpochSteps[Reason] | None = None  # of the epoch; None before the first
+        self._n_series = 0
+        self._series = _Series(counters=SeriesCounters(), last_savepoint=0)
+        self._steps: SeriesSteps[Reason] | None = None  # of the series; None before the first
         self._saving: int | None = None  # the savepoint whose journal is being saved
         self._save_labels: deque[str] = deque()  # of checkpoints to take
         self._save_again_at: rl.Seconds = 0.0  # when the next checkpoint may be taken
@@ -180,7 +180,7 @@ class Coordinator:
 
     def status(self) -> tuple[str, Mapping[str, float]]:
         """Return state and counters; `wasted`: examples computed again, of ended evaluations."""
-        metrics, queue = self.metrics, self._epoch.queue
+        metrics, queue = self.metrics, self._series.queue
         last, reasons = metrics.iterated, list(Reason)
         return self._state(), {
             "iteration": float(metrics.iteration),
@@ -194,7 +194,7 @@ class Coordinator:
             "replicas": float(len(self._pool)),
             "sets": float(queue.n_chunks) if queue else 0.0,
             "sets_done": float(queue.n_counted) if queue else 0.0,
-            "epoch": float(self._commands.epoch),
+            "series": float(self._commands.series),
             "orders": float(self._commands.n_commands),
             "reason": -1.0 if self.reason is None else float(reasons.index(self.reason)),
             **metrics.shares.counters(),
@@ -205,7 +205,7 @@ class Coordinator:
             return "warm start" if self._is_warm and self._begun else "waiting for begin"
         if (waiting := self._commands.waiting_for) is not None:
             return f"waiting for {waiting}"
-        wait = self._epoch.wait
+        wait = self._series.wait
         if wait is Wait.CHUNKS and not len(self._pool):
             return "waiting for replicas"
         return "commanding shards" if wait is None else wait.value
@@ -273,10 +273,10 @@ class Coordinator:
             return self._end() if self._stopped_by else []
         actions: list[rl.Action] = []
         if self._steps is None or self._commands.lost is not None:
-            actions += self._begin_epoch(now)
+            actions += self._begin_series(now)
         while self.reason is None and self._commands.complete:
             actions += self._step(now)
-            if self._epoch.wait is not None:
+            if self._series.wait is not None:
                 break
         if self.reason is not None:
             return [*actions, *self._end()]
@@ -296,7 +296,7 @@ class Coordinator:
         if self._pool.has_restarted(event, report):
             self._remove(event.sender, now, is_over=True)
         worker = self._pool.take_report(event, report, now)
-        if (queue := self._epoch.queue) is None:
+        if (queue := self._series.queue) is None:
             return
         if worker is not None:
             queue.take_report(worker, report, now)
@@ -306,11 +306,11 @@ class Coordinator:
     def _remove(self, name: rl.Address, now: rl.Seconds, *, is_over: bool) -> None:
         """Put a worker's chunks back; if its incarnation `is_over`, ignore it from now on."""
         worker = self._pool.remove(name, is_over=is_over)
-        if worker is not None and self._epoch.queue is not None:
-            self._epoch.queue.lost(worker, now)
+        if worker is not None and self._series.queue is not None:
+            self._series.queue.lost(worker, now)
 
     def _assign(self, now: rl.Seconds) -> list[rl.Action]:
-        if (queue := self._epoch.queue) is None:
+        if (queue := self._series.queue) is None:
             self._ticks = Silence()
             return []
         if queue.is_finite:
@@ -325,7 +325,7 @@ class Coordinator:
 
     def _tick(self, now: rl.Seconds) -> list[rl.Action]:
         """Remove silent workers; resend assignments that are not answered."""
-        if self._ticks.timer_at is None or (queue := self._epoch.queue) is None:
+        if self._ticks.timer_at is None or (queue := self._series.queue) is None:
             return []
         # If our own timer came late, this process stood still: do not blame the workers.
         if late := self._ticks.woke(now):
@@ -349,40 +349,40 @@ class Coordinator:
         least = max(_TICK_SECONDS_MIN, _TICK_SECONDS_PER_WORKER * len(self._pool))
         return rl.SetTimer(name=TICK, at=self._ticks.expect(now + max(pace, least)))
 
-    # --- epochs ---
+    # --- series ---
 
-    def _begin_epoch(self, now: rl.Seconds) -> Sequence[rl.Action]:
+    def _begin_series(self, now: rl.Seconds) -> Sequence[rl.Action]:
         actions: list[rl.Action] = []
         if self._commands.lost is not None:
             text = f"{self._commands.lost} has restarted: continuing from a savepoint"
             actions.append(rl.Report(text=text, level="warning"))
-        self._n_epochs += 1
-        if self._n_epochs >> _EPOCH_BITS:
-            raise DistBeliefError(f"shards restarted {self._n_epochs} times: check their logs")
-        number = (self._incarnation << _EPOCH_BITS) + self._n_epochs
-        actions += self._commands.begin_epoch(number, now)
+        self._n_series += 1
+        if self._n_series >> _SERIES_BITS:
+            raise DistBeliefError(f"shards restarted {self._n_series} times: check their logs")
+        number = (self._incarnation << _SERIES_BITS) + self._n_series
+        actions += self._commands.begin_series(number, now)
         first = number << _TOKEN_BITS
-        self._epoch = _Epoch(counters=EpochCounters(commit_token=first), last_savepoint=first)
+        self._series = _Series(counters=SeriesCounters(commit_token=first), last_savepoint=first)
         self._pool.clear_tasks()
         self.metrics.shares.run_begins()
-        self._steps = self._epoch_steps()
-        next(self._steps)  # it waits for what the shards answer to `BeginEpoch`
+        self._steps = self._series_steps()
+        next(self._steps)  # it waits for what the shards answer to `BeginSeries`
         return actions
 
     def _step(self, now: rl.Seconds) -> Sequence[rl.Action]:
-        epoch, steps = self._epoch, self._steps
+        series, steps = self._series, self._steps
         assert steps is not None
         actions: list[rl.Action] = []
         # Every shard has taken the newest savepoint, unless it goes with the next command.
-        if epoch.wait is None and epoch.savepoint is None and epoch.save_error is None:
+        if series.wait is None and series.savepoint is None and series.save_error is None:
             actions += self._save_journal()
-        had_queue = epoch.queue is not None
+        had_queue = series.queue is not None
         try:
-            # An epoch that has just begun must reach a point first: until it publishes one,
+            # A series that has just begun must reach a point first: until it publishes one,
             # the shards stay bound to it and cannot be saved.
-            is_saving = epoch.wait is Wait.SAVED and self._awaits_journal
-            if self._stopped_by and epoch.has_point and not (epoch.is_ending or is_saving):
-                epoch.is_ending = True
+            is_saving = series.wait is Wait.SAVED and self._awaits_journal
+            if self._stopped_by and series.has_point and not (series.is_ending or is_saving):
+                series.is_ending = True
                 steps.close()
                 steps = self._steps = self._end_early()
                 step = next(steps)
@@ -391,27 +391,27 @@ class Coordinator:
         except StopIteration as end:
             self.reason = end.value
             return actions
-        if had_queue and epoch.queue is None:
+        if had_queue and series.queue is None:
             actions += self._pool.cancel_all(now)
-        epoch.wait = step if isinstance(step, Wait) else None
+        series.wait = step if isinstance(step, Wait) else None
         if isinstance(step, Wait):
             return actions
-        savepoint, epoch.savepoint = epoch.savepoint, None
+        savepoint, series.savepoint = series.savepoint, None
         on_disk = self._journal.on_disk
         return [
             *actions,
             *self._commands.send(
-                step, now, savepoint=savepoint, settled=epoch.settled, on_disk=on_disk
+                step, now, savepoint=savepoint, settled=series.settled, on_disk=on_disk
             ),
         ]
 
-    def _epoch_steps(self) -> EpochSteps[Reason]:
-        epoch, journal, metrics = self._epoch, self._journal, self.metrics
-        held = yield wire.BeginEpoch()
+    def _series_steps(self) -> SeriesSteps[Reason]:
+        series, journal, metrics = self._series, self._journal, self.metrics
+        held = yield wire.BeginSeries()
         resume_point = journal.choose([answer.savepoints for answer in held])
         if resume_point.savepoint == 0 and journal.base_clocks is None:
             journal.base_clocks = tuple(answer.savepoints[0].clock for answer in held)
-            epoch.unsaved = 0
+            series.unsaved = 0
         yield wire.Restore(savepoint=resume_point.savepoint, whole=resume_point.whole)
         state = None
         metrics.offset, metrics.iterated = 0, None
@@ -423,7 +423,7 @@ class Coordinator:
             metrics.n_backups = max(metrics.n_backups, entry.backups)
             metrics.shares.resume(entry.seconds)
             if resume_point.whole:
-                state, epoch.unsaved, metrics.offset = (
+                state, series.unsaved, metrics.offset = (
                     entry.state,
                     resume_point.savepoint,
                     entry.offset,
@@ -438,44 +438,44 @@ class Coordinator:
         elif resume_point.savepoint and not resume_point.whole:
             text = "only parameters could be restored: the method restarts there"
             self._reports.append(rl.Report(text=text, level="warning"))
-        epoch.has_point = True
+        series.has_point = True
         result = yield from self._drive(self._method.steps(state))
         if metrics.iterated is None:  # it ended at its starting point
             self._report_progress(result)
         yield from self._publish()
         return result.reason
 
-    def _end_early(self) -> EpochSteps[Reason]:
+    def _end_early(self) -> SeriesSteps[Reason]:
         """Publish the last accepted point; to be run instead of the remaining steps."""
-        epoch, last = self._epoch, self.metrics.iterated
-        epoch.queue = None
-        if epoch.savepoint is None and last is not None and epoch.savepoint_iteration is last:
+        series, last = self._series, self.metrics.iterated
+        series.queue = None
+        if series.savepoint is None and last is not None and series.savepoint_iteration is last:
             # The optimizer may be in the middle of the next iteration: restore its history.
-            yield wire.Restore(savepoint=epoch.last_savepoint, whole=True)
+            yield wire.Restore(savepoint=series.last_savepoint, whole=True)
         yield from self._publish()
         return Reason.STOPPED
 
-    def _publish(self) -> EpochSteps[None]:
-        epoch = self._epoch
+    def _publish(self) -> SeriesSteps[None]:
+        series = self._series
         published = yield wire.Publish(point=PARAMETERS)
         yield from self._until_saved()
         entry = self._entry(0, iteration=self.metrics.iteration, state="")
         self._journal.end([answer.clock for answer in published], entry)
-        if epoch.save_error is None:
-            epoch.unsaved = epoch.last_savepoint
+        if series.save_error is None:
+            series.unsaved = series.last_savepoint
             yield wire.Execute(commands=())  # carries the savepoint, so that the journal is saved
         yield from self._until_saved()
         self._save_labels.clear()  # the supervisor sees the end, and saves the shards itself
 
-    def _until_saved(self) -> EpochSteps[None]:
+    def _until_saved(self) -> SeriesSteps[None]:
         while self._awaits_journal:
             yield Wait.SAVED
 
     @property
     def _awaits_journal(self) -> bool:
-        return self._epoch.unsaved is not None and self._epoch.save_error is None
+        return self._series.unsaved is not None and self._series.save_error is None
 
-    def _drive(self, steps: base.Steps[base.Result]) -> EpochSteps[base.Result]:
+    def _drive(self, steps: base.Steps[base.Result]) -> SeriesSteps[base.Result]:
         try:
             request = next(steps)
             while True:
@@ -495,8 +495,8 @@ class Coordinator:
             result: base.Result = end.value
             return result
 
-    def _evaluate(self, request: base.Evaluate) -> EpochSteps[base.Evaluation]:
-        config, metrics, counters = self._config, self.metrics, self._epoch.counters
+    def _evaluate(self, request: base.Evaluate) -> SeriesSteps[base.Evaluation]:
+        config, metrics, counters = self._config, self.metrics, self._series.counters
         opened = yield wire.BeginEvaluation(
             point=request.point,
             before=request.before,
@@ -506,13 +506,13 @@ class Coordinator:
         metrics.n_evaluations += 1
         metrics.shares.evaluation_begins(self._pool, self._now)
         self._pool.begin(
-            epoch=self._commands.epoch,
+            series=self._commands.series,
             evaluation=metrics.n_evaluations,
             versions=self._commands.versions,
             n_examples=self._n_examples,
         )
         queue = WorkQueue(config, pool=self._pool, n_examples=self._n_examples, counters=counters)
-        self._epoch.queue = queue
+        self._series.queue = queue
         while queue.is_finite and not queue.is_complete:
             if queue.has_staged:
                 chunks, void = queue.to_commit()
@@ -520,7 +520,7 @@ class Coordinator:
                 queue.committed(chunks, void, self._now)
             else:
                 yield Wait.CHUNKS
-        self._epoch.queue = None
+        self._series.queue = None
         metrics.shares.evaluation_ends(self._pool, self._now)
         metrics.n_backups += queue.n_backups
         metrics.n_wasted += max(self._pool.n_computed - self._n_examples, 0)
@@ -537,14 +537,14 @@ class Coordinator:
             loss=queue.loss / n_examples if n_examples else math.nan, scalars=(*before, *after)
         )
 
-    def _iterated(self, request: base.IterationDone) -> EpochSteps[None]:
+    def _iterated(self, request: base.IterationDone) -> SeriesSteps[None]:
         self._report_progress(request)
-        epoch, since = self._epoch, self._now
+        series, since = self._series, self._now
         while self._save_labels and self._now >= self._save_again_at:
-            if epoch.savepoint is None:
+            if series.savepoint is None:
                 yield from self._until_saved()
-            label = self._save_labels[0]  # stays in place if this epoch ends
-            error = epoch.save_error
+            label = self._save_labels[0]  # stays in place if this series ends
+            error = series.save_error
             if error is None:
                 error = yield from self._save(label, request)
             taken = self._now - since
@@ -553,7 +553,7 @@ class Coordinator:
             self._report_saved(label, error)
         self.metrics.shares.saved(self._pool, since=since, now=self._now)
         # One savepoint at a time: a point is skipped while the last one is not safe.
-        if epoch.unsaved is None:
+        if series.unsaved is None:
             self._take_savepoint(request)
 
     def _report_progress(self, iterated: base.IterationDone) -> None:
@@ -571,13 +571,13 @@ class Coordinator:
     # --- savepoints and checkpoints ---
 
     def _take_savepoint(self, request: base.IterationDone) -> int:
-        epoch = self._epoch
-        epoch.last_savepoint += 1
-        epoch.savepoint_iteration = request
-        number = epoch.unsaved = epoch.last_savepoint
+        series = self._series
+        series.last_savepoint += 1
+        series.savepoint_iteration = request
+        number = series.unsaved = series.last_savepoint
         iteration = self.metrics.offset + request.iteration
         self._journal.write(self._entry(number, iteration=iteration, state=request.state))
-        epoch.savepoint = wire.Savepoint(number=number, vectors=request.vectors)
+        series.savepoint = wire.Savepoint(number=number, vectors=request.vectors)
         return number
 
     def _entry(self, savepoint: int, *, iteration: int, state: str) -> CheckpointEntry:
@@ -607,9 +607,9 @@ class Coordinator:
         saved = wire.CheckpointSaved(label=label, clock=self.metrics.iteration, error=error)
         self._reports.append(rl.Send(receiver=rl.SUPERVISOR, message=saved))
 
-    def _save(self, label: str, request: base.IterationDone) -> EpochSteps[str | None]:
-        epoch = self._epoch
-        savepoint = epoch.unsaved if epoch.unsaved is not None else self._take_savepoint(request)
+    def _save(self, label: str, request: base.IterationDone) -> SeriesSteps[str | None]:
+        series = self._series
+        savepoint = series.unsaved if series.unsaved is not None else self._take_savepoint(request)
         answers = yield wire.Checkpoint(label=label, savepoint=savepoint)
         errors = [
             f"shard {k}: {answer.error}"
@@ -619,30 +619,30 @@ class Coordinator:
         if not errors:
             self._journal.checkpointed(savepoint)
         yield from self._until_saved()
-        return "; ".join(errors) or epoch.save_error
+        return "; ".join(errors) or series.save_error
 
     def _save_journal(self) -> list[rl.Action]:
-        epoch = self._epoch
-        if epoch.unsaved is None or self._saving is not None:
+        series = self._series
+        if series.unsaved is None or self._saving is not None:
             return []
-        epoch.save_error = None
-        self._saving = epoch.unsaved
+        series.save_error = None
+        self._saving = series.unsaved
         return [rl.Persist(snapshot=self._journal.snapshot(incarnation=self._incarnation))]
 
     def _persisted(self, event: rl.Persisted, now: rl.Seconds) -> Sequence[rl.Action]:
         saved, self._saving = self._saving, None
-        epoch = self._epoch
-        if epoch.unsaved is None:
+        series = self._series
+        if series.unsaved is None:
             return []
-        if saved != epoch.unsaved:  # of an earlier epoch
-            return [] if epoch.savepoint is not None else self._save_journal()
+        if saved != series.unsaved:  # of an earlier series
+            return [] if series.savepoint is not None else self._save_journal()
         if event.error is not None:
-            epoch.save_error = event.error
+            series.save_error = event.error
             text = f"the coordinator's journal could not be saved: {event.error}; retrying"
             retry = rl.SetTimer(name=SAVE, at=now + self._config.retry_seconds_max)
             return [rl.Report(text=text, level="warning"), retry]
         # Every shard has taken the savepoint and its journal is on disk: older ones may go.
-        epoch.unsaved, epoch.settled = None, max(saved, epoch.settled)
+        series.unsaved, series.settled = None, max(saved, series.settled)
         self._journal.confirm(saved)
         return []
 

@@ -28,7 +28,7 @@ _UNWATCHED_SHARE: Final = 0.25
 
 @final
 class CommandBroadcast:
-    """The commands of one epoch after the other."""
+    """The commands of one series after the other."""
 
     def __init__(self, config: CoordinatorConfig, *, shards: Sequence[Address]) -> None:
         self._config = config
@@ -36,16 +36,16 @@ class CommandBroadcast:
         self._command: wire.ShardCommand | None = None  # the last one; None before the first
         self._n_scalars = 0  # in each answer to it
         self._answers: dict[Address, wire.CommandDone] = {}
-        self._incarnations: dict[Address, int] = {}  # at the start of the epoch
+        self._incarnations: dict[Address, int] = {}  # at the start of the series
         self._newest: dict[Address, int] = {}  # the newest known
         self._silences = {shard: Silence() for shard in self.shards}
         self._backoff = Backoff(config.retry_seconds, config.retry_seconds_max)
         self.answers: tuple[wire.CommandDone, ...] = ()  # to the last command that is complete
-        self.epoch = 0  # the present epoch
+        self.series = 0  # the present series
         self.number = 0  # of the last command sent in it
-        # A shard that has restarted in this epoch and lost its state, or None.
+        # A shard that has restarted in this series and lost its state, or None.
         self.lost: Address | None = None
-        self.n_commands = 0  # commands sent, in all epochs
+        self.n_commands = 0  # commands sent, in all series
 
     @property
     def complete(self) -> bool:
@@ -62,10 +62,10 @@ class CommandBroadcast:
             for shard, answer in zip(self.shards, self.answers, strict=True)
         )
 
-    def begin_epoch(self, epoch: int, now: Seconds) -> list[Action]:
-        self.epoch, self.number, self.lost = epoch, 0, None
+    def begin_series(self, series: int, now: Seconds) -> list[Action]:
+        self.series, self.number, self.lost = series, 0, None
         self._incarnations = {}
-        return self.send(wire.BeginEpoch(), now)
+        return self.send(wire.BeginSeries(), now)
 
     def send(
         self,
@@ -80,7 +80,7 @@ class CommandBroadcast:
         self.number += 1
         self.n_commands += 1
         self._command = wire.ShardCommand(
-            epoch=self.epoch,
+            series=self.series,
             number=self.number,
             task=task,
             savepoint=savepoint,
@@ -99,19 +99,19 @@ class CommandBroadcast:
         self._note_incarnation(shard, event.incarnation)
         if event.incarnation < self._newest[shard]:
             return
-        if message.epoch > self.epoch:
+        if message.series > self.series:
             raise DistBeliefError(
-                f"{shard} is in epoch {message.epoch}, this coordinator in {self.epoch}: "
+                f"{shard} is in series {message.series}, this coordinator in {self.series}: "
                 "another coordinator has taken over"
             )
-        is_due = command is not None and (message.epoch, message.number) == (
-            command.epoch,
+        is_due = command is not None and (message.series, message.number) == (
+            command.series,
             command.number,
         )
         n = self._n_scalars if is_due and message.error is None else len(message.scalars)
         if len(message.scalars) != n:  # no sign of life either
             raise RemoteProtocolError(
-                f"{shard} answers command {message.number} of epoch {message.epoch} with "
+                f"{shard} answers command {message.number} of series {message.series} with "
                 f"{len(message.scalars)} numbers, not {n}"
             )
         self._silences[shard].heard(now)
@@ -121,7 +121,7 @@ class CommandBroadcast:
         if message.error is not None and not isinstance(command.task, wire.Checkpoint):
             raise DistBeliefError(
                 f"{shard} cannot execute {type(command.task).__name__}, command "
-                f"{command.number} of epoch {command.epoch}: {message.error}"
+                f"{command.number} of series {command.series}: {message.error}"
             )
         self._incarnations.setdefault(shard, event.incarnation)
         self._answers[shard] = message
@@ -173,7 +173,7 @@ class CommandBroadcast:
     def _note_incarnation(self, shard: Address, incarnation: int) -> None:
         self._newest[shard] = max(incarnation, self._newest.get(shard, 0))
         known = self._incarnations.get(shard)
-        # A restarted shard has lost the state of this epoch.
+        # A restarted shard has lost the state of this series.
         if known is not None and incarnation > known:
             self.lost = shard
 

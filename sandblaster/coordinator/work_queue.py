@@ -66,8 +66,8 @@ _N_UNDIVIDED_MAX: Final = 512
 
 @final
 @dataclass(slots=True)
-class EpochCounters:
-    """Counters and averages that live through all evaluations of an epoch."""
+class SeriesCounters:
+    """Counters and averages that live through all evaluations of a series."""
 
     attempt: int = 0
     commit_token: int = 0
@@ -179,7 +179,7 @@ class WorkQueue:
         *,
         pool: WorkerPool,
         n_examples: int,  # of the batch
-        counters: EpochCounters,
+        counters: SeriesCounters,
     ) -> None:
         self._config = config
         self._pool = pool

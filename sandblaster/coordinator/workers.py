@@ -108,7 +108,7 @@ class WorkerPool:
         self._gone: dict[Address, tuple[int, int]] = {}
         # Last version sent to each removed worker: the assignment may still arrive there.
         self._last_versions: dict[Address, int] = {}
-        self._epoch = 0
+        self._series = 0
         self._evaluation = 0
         self._versions: tuple[ShardVersion, ...] = ()
         self._n_examples = 0  # of the batch
@@ -159,10 +159,10 @@ class WorkerPool:
         return self._workers.get(name)
 
     def begin(
-        self, *, epoch: int, evaluation: int, versions: tuple[ShardVersion, ...], n_examples: int
+        self, *, series: int, evaluation: int, versions: tuple[ShardVersion, ...], n_examples: int
     ) -> None:
         """Begin an evaluation; no worker has anything to do."""
-        self._epoch, self._evaluation = epoch, evaluation
+        self._series, self._evaluation = series, evaluation
         self._versions, self._n_examples = versions, n_examples
         self._n_of_removed = 0
         for worker in self:
@@ -187,7 +187,7 @@ class WorkerPool:
         if generation != worker.generation:
             return None  # from an older incarnation
         worker.silence.heard(now)
-        if report.epoch != self._epoch:
+        if report.series != self._series:
             return None
         if report.version > worker.known:
             worker.known = report.version
@@ -268,7 +268,7 @@ class WorkerPool:
         worker.sent_at = now
         incarnation, generation = worker.generation
         assignment = Assignment(
-            epoch=self._epoch,
+            series=self._series,
             replica_incarnation=incarnation,
             replica_generation=generation,
             version=worker.version,

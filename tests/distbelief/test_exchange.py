@@ -261,8 +261,12 @@ def test_ctrl_c_within_an_exchange_leaves_nothing_half_done(
 def test_wrong_arguments_are_rejected(monkeypatch: pytest.MonkeyPatch, model: nn.Module) -> None:
     server = Server(list(model.parameters()), rule=SUM, n_loops=2)
     inner = torch.optim.SGD(model.parameters(), lr=RATE)
-    for every in (0, 2.5, "3"):
-        with pytest.raises(distbelief.JobError, match=f"every is {every!r}; use a whole number"):
+    for every, said in [
+        (0, "Exchange: every is 0; use 1 or more"),
+        (2.5, 'Exchange: every = 2.5: wants a whole number or "auto"'),
+        ("3", 'Exchange: every = "3": wants a whole number or "auto"'),
+    ]:
+        with pytest.raises(distbelief.JobError, match=said):
             server.exchange(monkeypatch, inner, every=every)
     with pytest.raises(distbelief.JobError, match="use an optimizer such as torch"):
         server.exchange(monkeypatch, model.parameters())  # type: ignore[arg-type]
@@ -345,8 +349,9 @@ def test_what_is_sent_as_bfloat16_ends_in_the_exact_values_of_the_server(
 
 def test_numbers_are_of_two_kinds(model: nn.Module) -> None:
     inner = torch.optim.SGD(model.parameters(), lr=RATE)
-    with pytest.raises(distbelief.JobError, match='use "float32" or "bfloat16"'):
-        distbelief.Exchange(inner, server="nowhere", numbers="float16")  # type: ignore[arg-type]
+    server = "ipc:///x/.supervisor.1?run=t&shards=1"
+    with pytest.raises(distbelief.JobError, match='"float16": wants "bfloat16" or "float32"'):
+        distbelief.Exchange(inner, server=server, numbers="float16")  # type: ignore[arg-type]
 
 
 # ------------------------------------------------------------ policies

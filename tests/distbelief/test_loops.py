@@ -329,6 +329,15 @@ def test_a_group_with_an_option_of_the_servers_rule_is_rejected(
         optimizer.param_groups[0][key] = 0.1
 
 
+def test_a_wrong_key_of_a_group_is_answered_with_the_right_one(
+    optimizer: distbelief.DownpourSGD,
+) -> None:
+    with pytest.raises(
+        distbelief.JobError, match="no 'learning_rat': Did you mean 'learning_rate'"
+    ):
+        optimizer.param_groups[0]["learning_rat"] = 0.1
+
+
 def test_groups_may_have_their_own_rates_for_local_steps(
     monkeypatch: pytest.MonkeyPatch, model: nn.Module
 ) -> None:

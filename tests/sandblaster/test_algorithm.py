@@ -151,7 +151,7 @@ def test_a_replica_may_have_several_ranks() -> None:
         ("shard-0", "shard"),
         ("coordinator", "coordinator"),
         ("replica-0.0", "replica"),
-        ("replica-0.1", "machine"),
+        ("replica-0.1", "rank"),
     ]
 
 

@@ -8,20 +8,20 @@ from torch.nn import functional
 
 from distbelief.data import Samples
 from distbelief.errors import JobError
-from distbelief.protocol import ChunkOrder
+from distbelief.protocol import GroupChunk
 from distbelief.worker.local_executor import summed
 from sandblaster.chunks import ChunkSizes
 from sandblaster.group_tasks import ChunkBatchPlan
 
 
-def order(start: int, stop: int, *, attempt: int = 1) -> ChunkOrder:
-    return ChunkOrder(
-        epoch=1, evaluation=1, versions=(), attempt=attempt, start=start, stop=stop, keeps=()
+def chunk(start: int, stop: int, *, attempt: int = 1) -> GroupChunk:
+    return GroupChunk(
+        series=1, evaluation=1, versions=(), attempt=attempt, start=start, stop=stop, keeps=()
     )
 
 
 def attempt_of(plan: ChunkBatchPlan) -> int | None:
-    return None if plan.order is None else plan.order.attempt
+    return None if plan.chunk is None else plan.chunk.attempt
 
 
 cuttings = st.builds(
@@ -37,7 +37,7 @@ def test_every_position_is_in_one_mini_batch_of_one_chunk(
     for chunk_index in range(chunk_sizes.n_chunks(n_examples)):
         start, stop = chunk_sizes.chunk_bounds(chunk_index, n_examples)
         plan = ChunkBatchPlan(Samples(60), mini_batch_size=chunk_sizes.mini_batch_size)
-        plan.set_order(1, order(start, stop))
+        plan.set_chunk(1, chunk(start, stop))
         plan.start(start)
         mini_batches = [plan.bounds(step) for step in range(plan.n_steps(start, stop))]
         assert len(mini_batches) <= chunk_sizes.mini_batches_per_chunk
@@ -83,10 +83,10 @@ def test_a_summed_loss_is_the_mean_times_the_number_of_samples() -> None:
 def test_a_chunk_is_computed_by_mini_batches() -> None:
     plan = ChunkBatchPlan(Samples(10), mini_batch_size=3)
     assert plan.n_steps(7, 15) == 3
-    plan.set_order(1, order(7, 15))
+    plan.set_chunk(1, chunk(7, 15))
     assert not len(plan.batch(0).indices)  # the generation has not begun
     plan.start(7)
-    assert plan.order is not None
+    assert plan.chunk is not None
     portions = [plan.batch(step) for step in range(4)]
     assert [portion.position for portion in portions] == [7, 0, 3, 5]
     assert [list(portion.indices) for portion in portions] == [[7, 8, 9], [0, 1, 2], [3, 4], []]
@@ -95,11 +95,11 @@ def test_a_chunk_is_computed_by_mini_batches() -> None:
 
 def test_late_messages_of_older_incarnations_change_nothing() -> None:
     plan = ChunkBatchPlan(Samples(10, seed=3), mini_batch_size=3)
-    plan.set_order(5, order(0, 3, attempt=2))
-    plan.set_order(4, order(0, 3, attempt=1))
+    plan.set_chunk(5, chunk(0, 3, attempt=2))
+    plan.set_chunk(4, chunk(0, 3, attempt=1))
     plan.start(0)
     assert attempt_of(plan) == 2
-    plan.set_order(6, None)
+    plan.set_chunk(6, None)
     plan.start(0)
     assert attempt_of(plan) is None
     assert not plan.is_last(0)

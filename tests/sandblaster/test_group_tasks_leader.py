@@ -24,7 +24,7 @@ def assignment(
 ) -> wire.Assignment:
     """Return an assignment of these (chunk, attempt, token)."""
     return wire.Assignment(
-        **{"epoch": 1, "replica_incarnation": 1, "evaluation": 1, "n_examples": 11, **keys},
+        **{"series": 1, "replica_incarnation": 1, "evaluation": 1, "n_examples": 11, **keys},
         version=version,
         versions=VERSIONS,
         tasks=tuple(wire.ChunkTask(chunk_index=s, attempt=a, commit_token=g) for s, a, g in tasks),
@@ -95,8 +95,8 @@ class Bench:
         return messages[0] if messages else None  # type: ignore[return-value] # seen
 
 
-def gathers(out: Outgoing) -> list[wire.StartEpoch]:
-    return [m for machine, m in out if machine == 1 and isinstance(m, wire.StartEpoch)]
+def gathers(out: Outgoing) -> list[wire.StartGeneration]:
+    return [m for machine, m in out if machine == 1 and isinstance(m, wire.StartGeneration)]
 
 
 def test_a_chunk_is_one_generation_from_assignment_to_staging() -> None:
@@ -107,18 +107,18 @@ def test_a_chunk_is_one_generation_from_assignment_to_staging() -> None:
     assert bench.work_report() is None  # reported once
     bench.group_tasks.take(assignment(1, (1, 5, 0), (2, 6, 0)))
     (gather,) = gathers(bench.report())
-    order = gather.order
-    assert order is not None
-    assert (order.epoch, order.evaluation, order.attempt) == (1, 1, 5)
-    assert (order.start, order.stop, order.keeps) == (4, 8, ())
-    assert order.versions == VERSIONS
+    chunk = gather.chunk
+    assert chunk is not None
+    assert (chunk.series, chunk.evaluation, chunk.attempt) == (1, 1, 5)
+    assert (chunk.start, chunk.stop, chunk.keeps) == (4, 8, ())
+    assert chunk.versions == VERSIONS
     assert bench.gather() == []
     bench.report(now=3.0, has_opened=True)
     assert bench.step(1) == []
     (gather,) = gathers(bench.step(2, now=4.5))
-    assert gather.order is not None
-    assert (gather.order.attempt, gather.order.keeps) == (6, (5,))
-    assert (gather.order.start, gather.order.stop) == (8, 11)
+    assert gather.chunk is not None
+    assert (gather.chunk.attempt, gather.chunk.keeps) == (6, (5,))
+    assert (gather.chunk.start, gather.chunk.stop) == (8, 11)
     said = bench.work_report()
     assert said is not None
     (result,) = said.results
@@ -126,7 +126,7 @@ def test_a_chunk_is_one_generation_from_assignment_to_staging() -> None:
     assert (result.seconds, result.staged, said.n_computed) == (1.5, False, 4)
     # With a token, and pushed by both.
     bench.group_tasks.take(assignment(2, (1, 5, 77), (2, 6, 0)))
-    push = wire.PushChunk(epoch=1, attempt=5, commit_token=77)
+    push = wire.PushChunk(series=1, attempt=5, commit_token=77)
     assert repr(bench.report()) == repr([(0, push), (1, push)])
     assert bench.report() == []
     bench.group_tasks.staged(0, (77,))
@@ -146,16 +146,16 @@ def test_a_chunk_that_is_no_longer_assigned_is_dropped_at_once() -> None:
     bench.gather()
     bench.group_tasks.take(assignment(2, (1, 2, 0)))
     (gather,) = gathers(bench.report())
-    assert gather.order is not None
-    assert gather.order.attempt == 2
+    assert gather.chunk is not None
+    assert gather.chunk.attempt == 2
     bench.group_tasks.take(assignment(3))
     (gather,) = gathers(bench.report())
-    assert gather.order is None
+    assert gather.chunk is None
     bench.gather()
     assert bench.report() == []
 
 
-def test_attempts_of_different_epochs_differ() -> None:
+def test_attempts_of_different_series_differ() -> None:
     """Of 170 seeds three hung: a new coordinator counts attempts from 1 again.
 
     The ranks continued the chunk of an earlier coordinator, and waited for
@@ -165,11 +165,11 @@ def test_attempts_of_different_epochs_differ() -> None:
     bench.group_tasks.take(assignment(1, (0, 1, 0)))
     bench.report()
     bench.gather()
-    bench.group_tasks.take(assignment(1, (2, 1, 0), epoch=2))
+    bench.group_tasks.take(assignment(1, (2, 1, 0), series=2))
     (gather,) = gathers(bench.report())
-    order = gather.order
-    assert order is not None
-    assert (order.epoch, order.attempt, order.start) == (2, 1, 8)
+    chunk = gather.chunk
+    assert chunk is not None
+    assert (chunk.series, chunk.attempt, chunk.start) == (2, 1, 8)
 
 
 def test_a_token_that_is_no_longer_assigned_is_not_repeated() -> None:
@@ -196,7 +196,7 @@ def test_a_restarted_rank_makes_it_another_replica() -> None:
     assert bench.work_report() is not None
     bench.leader.joined(1, 2, 0.0)
     (gather,) = gathers(bench.report())
-    assert gather.order is None
+    assert gather.chunk is None
     bench.group_tasks.request_report()
     assert bench.work_report() is None  # not before all have gathered
     bench.group_tasks.take(assignment(2, (0, 1, 5)))  # meant for what it was
@@ -206,8 +206,8 @@ def test_a_restarted_rank_makes_it_another_replica() -> None:
     assert (said.generation, said.results, said.n_computed) == (1, (), 0)
     bench.group_tasks.take(assignment(3, (0, 9, 0), generation=1))
     (gather,) = gathers(bench.report())
-    assert gather.order is not None
-    assert gather.order.attempt == 9
+    assert gather.chunk is not None
+    assert gather.chunk.attempt == 9
 
 
 @pytest.mark.parametrize(

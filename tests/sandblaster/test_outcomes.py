@@ -19,7 +19,7 @@ from distbelief.simulation.faults import DiskFull, Kill, Slow
 from distbelief.task.losses import Loss
 from sandblaster.chunks import COORDINATOR
 from sandblaster.coordinator.coordinator import Coordinator, _check
-from sandblaster.coordinator.work_queue import EpochCounters, WorkQueue
+from sandblaster.coordinator.work_queue import SeriesCounters, WorkQueue
 from sandblaster.coordinator.workers import CoordinatorConfig, WorkerPool
 from sandblaster.optimizers import base
 from sandblaster.optimizers.termination import Reason
@@ -138,7 +138,7 @@ def test_a_run_that_is_stopped_while_a_shard_comes_back_leaves_a_point() -> None
     """
     kill = Kill(at=0.1, role=SHARDS[0], restart_after=0.01)
     run = replace(SMALL, saves=(0.03,), faults=(kill,))
-    run.cluster.run_until(lambda: run.coordinator.status()[1]["epoch"] == 4098.0)
+    run.cluster.run_until(lambda: run.coordinator.status()[1]["series"] == 4098.0)
     run.tell(COORDINATOR, wire.Stop(reason="enough"))
     assert ended(run) is None
     assert run.coordinator.reason is Reason.STOPPED
@@ -267,8 +267,8 @@ def test_an_evaluation_begins_beyond_all_tokens_before_it() -> None:
 
 def test_a_shard_that_counts_otherwise_is_named() -> None:
     config = CoordinatorConfig(chunk_sizes=SMALL.chunk_sizes)
-    queue = WorkQueue(config, pool=WorkerPool(config), n_examples=4, counters=EpochCounters())
-    answers = [wire.CommandDone(epoch=1, number=1, n_chunks=n) for n in (1, 2)]
+    queue = WorkQueue(config, pool=WorkerPool(config), n_examples=4, counters=SeriesCounters())
+    answers = [wire.CommandDone(series=1, number=1, n_chunks=n) for n in (1, 2)]
     with pytest.raises(DistBeliefError, match="shard 1 counts 2 chunks of 0 examples"):
         _check(answers, queue)
 
@@ -408,7 +408,7 @@ def test_nothing_else_can_be_pushed_while_a_coordinator_drives() -> None:
     run = replace(SMALL, latency_seconds=1e-3)
     run.cluster.run(until=0.05)
     stranger = rl.Address("stranger")
-    push = wire.Push(sequence=1, shard_incarnation=1, fetched_clock=0, n_gradients=1, samples=1)
+    push = wire.Push(sequence=1, term=1, fetched_clock=0, n_gradients=1, samples=1)
     run.tell(SHARDS[0], push, sender=stranger)
     run.tell(SHARDS[0], wire.SaveCheckpoint(label="00001"))
     run.cluster.run(until=0.1)

@@ -43,7 +43,13 @@ def sent(actions: Sequence[rl.Action], receiver: rl.Address = COORDINATOR) -> li
 
 def assignment() -> Assignment:
     return Assignment(
-        epoch=1, replica_incarnation=2, version=1, evaluation=0, versions=(), n_examples=0, tasks=()
+        series=1,
+        replica_incarnation=2,
+        version=1,
+        evaluation=0,
+        versions=(),
+        n_examples=0,
+        tasks=(),
     )
 
 

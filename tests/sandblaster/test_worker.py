@@ -100,13 +100,13 @@ class Bench(RoleBench):
         version: int,
         *tasks: tuple[int, int, int],
         evaluation: int = 1,
-        epoch: int = 1,
+        series: int = 1,
         clock: int = 0,
         incarnation: int = 1,
     ) -> None:
         """Assign these (chunk index, attempt, token)."""
         message = wire.Assignment(
-            epoch=epoch,
+            series=series,
             replica_incarnation=incarnation,
             version=version,
             evaluation=evaluation,
@@ -183,9 +183,7 @@ def test_parameters_are_fetched_once_for_an_evaluation_and_of_its_version() -> N
 
 
 def push_of(sequence: int) -> wire.Push:
-    return wire.Push(
-        sequence=sequence, shard_incarnation=1, fetched_clock=0, n_gradients=1, samples=1
-    )
+    return wire.Push(sequence=sequence, term=1, fetched_clock=0, n_gradients=1, samples=1)
 
 
 def test_a_chunk_that_is_no_longer_named_is_dropped_half_way() -> None:
@@ -230,7 +228,7 @@ def test_old_and_foreign_assignments_change_nothing() -> None:
     bench.assign(5, (0, 1, 0))
     n_said = len(bench.accounts)
     bench.assign(6, (0, 1, 0), incarnation=2)
-    bench.assign(6, (0, 1, 0), epoch=0)
+    bench.assign(6, (0, 1, 0), series=0)
     assert len(bench.accounts) == n_said
     bench.assign(4)  # superseded: it gets a report
     assert len(bench.accounts) == n_said + 1

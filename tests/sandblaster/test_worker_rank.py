@@ -63,7 +63,7 @@ def test_a_rank_reports_periodically() -> None:
 
 def test_staged_tokens_are_reported_again() -> None:
     worker = machine(WORKER)
-    push = wire.PushChunk(epoch=1, attempt=1, commit_token=9)
+    push = wire.PushChunk(series=1, attempt=1, commit_token=9)
     assert sent(worker.handle(says(LEADER, push), 1.0), wire.ChunkStaged) == []
     assert isinstance(worker.program, ChunkProgram)
     worker.program.pushes.staged.append(9)
@@ -73,7 +73,7 @@ def test_staged_tokens_are_reported_again() -> None:
 def test_a_leader_resends_what_ranks_have_not_answered() -> None:
     leader = machine(LEADER)
     actions = leader.handle(rl.PeerJoined(peer=WORKER, incarnation=1), 0.0)
-    assert sent(actions, wire.StartEpoch) == [WORKER]
+    assert sent(actions, wire.StartGeneration) == [WORKER]
     actions = leader.handle(rl.TimerFired(name=TIMER), 1.0)
     assert sent(actions, wire.WorkReport) == []  # they have not gathered
     actions = leader.handle(rl.PeerJoined(peer=COORDINATOR, incarnation=1), 1.0)
@@ -92,22 +92,28 @@ def test_a_worker_does_not_ask_for_work() -> None:
 )
 def test_messages_for_other_roles_are_rejected(sender: rl.Address, message: str) -> None:
     assignment = wire.Assignment(
-        epoch=1, replica_incarnation=1, version=1, evaluation=1, versions=(), n_examples=4, tasks=()
+        series=1,
+        replica_incarnation=1,
+        version=1,
+        evaluation=1,
+        versions=(),
+        n_examples=4,
+        tasks=(),
     )
     due_report = {
         "assignment": assignment,
         "staged": wire.ChunkStaged(commit_tokens=()),
-        "push": wire.PushChunk(epoch=1, attempt=1, commit_token=1),
+        "push": wire.PushChunk(series=1, attempt=1, commit_token=1),
     }
     with pytest.raises(RemoteProtocolError, match="which is not for it"):
         machine(WORKER).handle(says(sender, due_report[message]), 0.0)
 
 
 def test_an_invalid_chunk_is_rejected_before_it_begins() -> None:
-    order = wire.ChunkOrder(
-        epoch=1, evaluation=1, versions=(), attempt=1, start=0, stop=99, keeps=()
+    chunk = wire.GroupChunk(
+        series=1, evaluation=1, versions=(), attempt=1, start=0, stop=99, keeps=()
     )
-    gather = wire.StartEpoch(generation=1 << 33, plan="p", order=order)
+    gather = wire.StartGeneration(generation=1 << 33, plan="p", chunk=chunk)
     with pytest.raises(RemoteProtocolError, match="0 to 99 of 26 samp"):
         machine(WORKER).handle(says(LEADER, gather), 0.0)
 

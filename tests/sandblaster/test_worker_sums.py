@@ -13,7 +13,7 @@ from distbelief.errors import JobError, LocalProtocolError
 from distbelief.execution.executor import StepResult
 from distbelief.parameter_server.client.client import ParameterClient
 from distbelief.parameter_server.client.pushes import PushResult
-from distbelief.protocol import ChunkOrder, PushChunk, ShardVersion
+from distbelief.protocol import GroupChunk, PushChunk, ShardVersion
 from distbelief.roles.role import Action, Address, Computed, Report
 from distbelief.worker.batches import BatchSlice
 from distbelief.worker.replica import Steps
@@ -82,8 +82,8 @@ class Bench:
     def begin(self, attempt: int, *, evaluation: int = 1, keeps: Sequence[int] = ()) -> None:
         """Begin a generation for a chunk of two mini-batches, of 2 samples and 1."""
         self._life += 1
-        order = ChunkOrder(
-            epoch=1,
+        chunk = GroupChunk(
+            series=1,
             evaluation=evaluation,
             versions=(VERSION, VERSION, VERSION),
             attempt=attempt,
@@ -91,7 +91,7 @@ class Bench:
             stop=3,
             keeps=tuple(keeps),
         )
-        self.plan.set_order(self._life, order)
+        self.plan.set_chunk(self._life, chunk)
         self.plan.start(0)
         self.sums.begin()
 
@@ -127,7 +127,7 @@ class Bench:
         return [work.name]
 
     def push(self, attempt: int, commit_token: int) -> None:
-        self.sums.push(PushChunk(epoch=1, attempt=attempt, commit_token=commit_token))
+        self.sums.push(PushChunk(series=1, attempt=attempt, commit_token=commit_token))
 
 
 def computed() -> Bench:
@@ -225,7 +225,7 @@ def test_a_sum_that_is_not_named_any_more_is_dropped() -> None:
 def test_a_named_sum_is_kept_and_idle_generations_drop_none() -> None:
     bench = computed()
     bench.begin(5, keeps=[4])
-    bench.plan.set_order(9, None)
+    bench.plan.set_chunk(9, None)
     bench.plan.start(0)
     bench.sums.begin()
     assert not bench.sums.lacks(0)

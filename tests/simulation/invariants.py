@@ -352,7 +352,7 @@ class OneLeader(Invariant):
             if receiver in self.seen.workers and isinstance(
                 message, PushApplied | PrimaryChanged | SessionOpened
             ):
-                key = index, message.shard_incarnation
+                key = index, message.term
                 leader = self._leaders.setdefault(key, life)
                 assert leader == life, f"{life} and {leader} both lead as {key}"
 
@@ -370,7 +370,7 @@ class TwinsAreEqual(Invariant):
             return
         index, backup = self.seen.shards[happening.name], shard._backup
         if backup is None:
-            leads_as = shard._sessions.incarnation
+            leads_as = shard._sessions.term
         elif backup.primary is not None:
             leads_as = self.seen.leader_under(index, backup.term)
         else:
@@ -429,7 +429,7 @@ class Observer:
     def _note_shard(self, shard: Shard, happening: HandledEvent) -> None:
         """Note who serves, and whether that one could know what was acknowledged."""
         seen, index = self.seen, self.seen.shards[happening.name]
-        number = shard._sessions.incarnation
+        number = shard._sessions.term
         if number <= seen.leads_as[index][-1] or shard._backup is not None:
             return
         # The first to lead has nothing to know; a backup has it from its primary.

@@ -42,25 +42,25 @@ VARIANTS: Final = Variants[Callable[[], Sandblast]]()
 
 
 @VARIANTS.replacing(CommandExecutor, "take", caught_by=partial(drawn, 10))
-def an_order_performed_again(
-    whole: Whole[list[Action]], self: CommandExecutor, event: Received, order: ShardCommand
+def a_command_performed_again(
+    whole: Whole[list[Action]], self: CommandExecutor, event: Received, command: ShardCommand
 ) -> list[Action]:
     """A repeated command is executed again."""
     last = self._answer
-    if (order.epoch, order.number) == (last.epoch, last.number) and last.number > 1:
+    if (command.series, command.number) == (last.series, last.number) and last.number > 1:
         self._answer = msgspec.structs.replace(last, number=last.number - 1)
-    return whole(self, event, order)
+    return whole(self, event, command)
 
 
 @VARIANTS.replacing(CommandExecutor, "take", caught_by=partial(drawn, 4))
-def no_epochs(
-    whole: Whole[list[Action]], self: CommandExecutor, event: Received, order: ShardCommand
+def no_series(
+    whole: Whole[list[Action]], self: CommandExecutor, event: Received, command: ShardCommand
 ) -> list[Action]:
     """A shard obeys the coordinator that sent the last command."""
-    if order.epoch < self._epoch:
-        self._epoch = order.epoch
-        self._answer = CommandDone(epoch=order.epoch, number=order.number - 1)
-    return whole(self, event, order)
+    if command.series < self._series:
+        self._series = command.series
+        self._answer = CommandDone(series=command.series, number=command.number - 1)
+    return whole(self, event, command)
 
 
 @VARIANTS.replacing(CommandBroadcast, "receive", caught_by=half_pushed)
@@ -68,7 +68,7 @@ def answers_of_any_order(
     whole: Whole[None], self: CommandBroadcast, event: Received, message: CommandDone, now: Seconds
 ) -> None:
     """Any answer of a shard counts for the present command."""
-    if self._command is not None and message.epoch == self.epoch:
+    if self._command is not None and message.series == self.series:
         message = msgspec.structs.replace(message, number=self.number)
     whole(self, event, message, now)
 
@@ -133,7 +133,7 @@ def counted_twice(patch: Patch) -> None:
 
     patch.setattr(GradientSums, "check", check)
     patch.setattr(GradientSums, "commit", commit)
-    VARIANTS["an order performed again"](patch)
+    VARIANTS["a command performed again"](patch)
 
 
 # --- workers ---
@@ -172,7 +172,7 @@ def settled_before_durable(patch: Patch) -> None:
 
     def mark(self: Coordinator, request: IterationDone) -> int:
         savepoint = whole(self, request)
-        self._epoch.settled = savepoint
+        self._series.settled = savepoint
         return savepoint
 
     patch.setattr(Coordinator, "_take_savepoint", mark)
@@ -193,7 +193,7 @@ def forgotten_too_early(whole: Whole[None], self: Savepoints, savepoint: int) ->
 
 
 @VARIANTS.replacing(CommandBroadcast, "_note_incarnation", caught_by=shard_dies_while_saving)
-def the_same_epoch(
+def the_same_series(
     whole: Whole[None], self: CommandBroadcast, shard: object, incarnation: int
 ) -> None:
     """A coordinator continues after a shard was lost."""

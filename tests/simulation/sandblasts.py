@@ -226,10 +226,10 @@ class RunChecker:
         event = happening.event
         if happening.name == COORDINATOR:
             self._coordinator_lives(event)
-        order = heard(event, ShardCommand)
-        if order is not None:
-            known = self.tasks.setdefault((order.epoch, order.number), order.task)
-            assert known == order.task, "shards get different commands"
+        command = heard(event, ShardCommand)
+        if command is not None:
+            known = self.tasks.setdefault((command.series, command.number), command.task)
+            assert known == command.task, "shards get different commands"
         for action in happening.actions:
             if isinstance(action, Compute) and action.name == "collect":
                 self._staging(happening)
@@ -267,30 +267,30 @@ class RunChecker:
                 self.on_saved(message.label)
 
     def _performed(self, happening: HandledEvent, message: CommandDone) -> None:
-        task = self.tasks.get((message.epoch, message.number))
+        task = self.tasks.get((message.series, message.number))
         if message.error is not None:
             self.sights["orders that failed"] += 1
             return
         name, shard = happening.name, happening.role
         assert isinstance(shard, Shard)
         index = int(name.removeprefix("shard-"))
-        key = message.epoch, message.number
+        key = message.series, message.number
         match task:
             case BeginEvaluation():
-                self.opened[message.epoch, name] = message.number
+                self.opened[message.series, name] = message.number
                 self.points.setdefault(key, {})[index] = shard.values.vector.copy()
             case Commit():
-                evaluation = self.opened[message.epoch, name]
+                evaluation = self.opened[message.series, name]
                 self.n_void += len(task.void)
                 for one in task.chunks:
-                    place = message.epoch, evaluation, one.chunk_index
+                    place = message.series, evaluation, one.chunk_index
                     commit_token = self.committed.setdefault(place, one.commit_token)
                     assert commit_token == one.commit_token, "shards count different attempts"
                     self._check_parts(name, happening.incarnation, commit_token)
                     before = self.counted.setdefault((name, *place), key[1])
                     assert before == key[1], f"{name} counts {place} twice"
             case FinishEvaluation() if task.n_examples:
-                opened = message.epoch, self.opened[message.epoch, name]
+                opened = message.series, self.opened[message.series, name]
                 vectors = shard._commands._vector_store.export((task.gradient,))
                 known = self.sealed.setdefault(key, {})
                 if index not in known:
@@ -306,7 +306,7 @@ class RunChecker:
         groups = {place.group if place else name for name, place in zip(names, places, strict=True)}
         assert len(groups) == 1, f"shards count different replicas: {names}"
         ranks = self.ranks(int(shard.removeprefix("shard-")))
-        assert {place.machine if place else 0 for place in places} == ranks, (names, ranks)
+        assert {place.index if place else 0 for place in places} == ranks, (names, ranks)
 
     def _check_gradient(self, opened: tuple[int, int], sealed: dict[int, Vector]) -> None:
         """Compare what is sealed, once every shard has."""

@@ -101,10 +101,10 @@ def said_once(patch: Patch) -> None:
 @VARIANTS.replacing(ChunkProgram, "begin", caught_by=SplitSandblast)
 def parameters_are_kept(whole: Whole[None], self: ChunkProgram) -> None:
     """Another evaluation uses the parameters that are installed already."""
-    installed, order = self._installed, self._plan.order
+    installed, chunk = self._installed, self._plan.chunk
     whole(self)
-    if installed is not None and order is not None:
-        self._installed = order.epoch, order.evaluation
+    if installed is not None and chunk is not None:
+        self._installed = chunk.series, chunk.evaluation
 
 
 @VARIANTS.replacing(ChunkProgram, "open", caught_by=SplitSandblast)

@@ -105,7 +105,7 @@ def test_a_protocol_without_one_of_its_rules_is_caught(variant: str) -> None:
 # --- work and messages ---
 
 
-def orders_to(shard: Address, happening: HandledEvent) -> list[ShardCommand]:
+def commands_to(shard: Address, happening: HandledEvent) -> list[ShardCommand]:
     """Return the commands just sent to this shard."""
     return [one for receiver, one in sends(happening, ShardCommand) if receiver == shard]
 
@@ -118,9 +118,9 @@ def seconds_of_evaluations(scene: Sandblast) -> tuple[Sandblast, list[Seconds]]:
     known: set[tuple[int, int]] = set()
 
     def see(happening: HandledEvent) -> None:
-        for order in orders_to(Address("shard-0"), happening):
-            key = order.epoch, order.number
-            if isinstance(order.task, BeginEvaluation | FinishEvaluation) and key not in known:
+        for command in commands_to(Address("shard-0"), happening):
+            key = command.series, command.number
+            if isinstance(command.task, BeginEvaluation | FinishEvaluation) and key not in known:
                 known.add(key)
                 times.append(run.cluster.now)
 
@@ -216,20 +216,20 @@ def figures_backups(run: Sandblast) -> int:
 
 
 def test_two_commands_per_iteration_and_two_per_evaluation() -> None:
-    """Commands to each shard, without Commit, BeginEpoch and Restore."""
+    """Commands to each shard, without Commit, BeginSeries and Restore."""
     run = Sandblast(method=METHOD)
     given: dict[int, str] = {}
 
     def see(happening: HandledEvent) -> None:
-        for order in orders_to(Address("shard-0"), happening):
-            given[order.number] = type(order.task).__name__
+        for command in commands_to(Address("shard-0"), happening):
+            given[command.number] = type(command.task).__name__
 
     run.cluster.observe(see)
     run.play()
     tasks = list(given.values())
     count, last = Counter(tasks), run.coordinator.metrics.iterated
     assert last is not None
-    assert count["BeginEpoch"] == count["Restore"] == count["Publish"] == 1
+    assert count["BeginSeries"] == count["Restore"] == count["Publish"] == 1
     assert count["BeginEvaluation"] == count["FinishEvaluation"] == last.n_evaluations
     assert count["Execute"] <= 2 * (last.iteration + 1)
     assert all(pair != ("Execute", "Execute") for pair in pairwise(tasks)), (

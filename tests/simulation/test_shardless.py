@@ -20,7 +20,7 @@ from tests.simulation.jobs import JobScene
 
 
 REPLICAS: tuple[tuple[str, Kind], ...] = (("replica-0", "replica"), ("replica-1", "replica"))
-GROUP: tuple[tuple[str, Kind], ...] = (("replica-0.0", "replica"), ("replica-0.1", "machine"))
+GROUP: tuple[tuple[str, Kind], ...] = (("replica-0.0", "replica"), ("replica-0.1", "rank"))
 
 
 class Pieces:

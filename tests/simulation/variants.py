@@ -135,10 +135,7 @@ def acknowledged_before_it_is_applied(
 ) -> list[Action]:
     """A push is acknowledged as soon as it has arrived."""
     acknowledgement = wire.PushApplied(
-        sequence=message.sequence,
-        shard_incarnation=message.shard_incarnation,
-        clock=self._values.clock,
-        staleness=0,
+        sequence=message.sequence, term=message.term, clock=self._values.clock, staleness=0
     )
     actions = whole(self, client, message)
     return [*actions, Send(receiver=client.name, message=acknowledgement)]
@@ -357,10 +354,7 @@ def demoted_primary_is_acknowledged(
     if self._backup is not None or not isinstance(message, wire.ReplicatePush):
         return whole(self, event, message, now)
     acknowledgement = wire.PushApplied(
-        sequence=message.clock + 1,
-        shard_incarnation=message.term,
-        clock=message.clock + 1,
-        staleness=0,
+        sequence=message.clock + 1, term=message.term, clock=message.clock + 1, staleness=0
     )
     return [Send(receiver=event.sender, message=acknowledgement)]
 
@@ -393,7 +387,7 @@ def former_primaries_are_accepted(patch: Patch) -> None:
         self: ShardLink, event: Received, message: ShardReply, now: Seconds
     ) -> list[Action]:
         if not isinstance(message, wire.SessionRefused):
-            self.primary.term = min(self.primary.term, message.shard_incarnation)
+            self.primary.term = min(self.primary.term, message.term)
         return whole(self, event, message, now)
 
     hear = ShardPrimary.hear

@@ -26,7 +26,7 @@ from distbelief.errors import JobError, LocalProtocolError
 from distbelief.parameter_server.client.fetches import FetchResult, ShardFetch, ShardReader, install
 from distbelief.parameter_server.client.primary import ShardMemory, ShardPrimary
 from distbelief.parameter_server.client.pushes import PushDraft, PushResult, ShardPush, StageTarget
-from distbelief.parameter_server.layout import PartialView
+from distbelief.parameter_server.layout import PartialView, first_difference
 from distbelief.parameter_server.lost_pushes import n_lost
 from distbelief.parameter_server.shard_config import ClientConfig, copy_names
 from distbelief.parameter_server.staleness import Staleness
@@ -131,7 +131,7 @@ class ShardLink:
 
     def receive(self, event: rl.Received, message: ShardReply, now: rl.Seconds) -> list[rl.Action]:
         primary, is_late = self.primary, False
-        term = None if isinstance(message, pf.SessionRefused) else message.shard_incarnation
+        term = None if isinstance(message, pf.SessionRefused) else message.term
         actions: list[rl.Action] = []
         if event.incarnation != primary.incarnations[event.sender] or term != primary.term:
             is_lost, is_late = primary.hear(event.sender, event.incarnation, term)
@@ -223,7 +223,10 @@ class ShardLink:
         self, sender: rl.Address, message: pf.SessionRefused, now: rl.Seconds
     ) -> list[rl.Action]:
         if message.for_good:
-            raise JobError(f"{sender} refuses this client: {formatting.plain(message.reason)}")
+            difference = first_difference(message.tensors or (), self._layout.shown())
+            why = [bool(message.tensors and difference) and f"it has {difference}", message.reason]
+            text = formatting.plain(formatting.joined("; ", why))
+            raise JobError(f"{sender} refuses this client: {text}")
         # A backup refuses clients; that means nothing here.
         if self.is_open and sender != self.primary.address:
             return []
@@ -291,7 +294,7 @@ class ShardLink:
             holds=self._holds,
             entries=ticks.attendance.changes or msgspec.UNSET,
             tick=msgspec.UNSET if ticks.ended is None else ticks.ended,
-            known_incarnation=self.primary.term,
+            known_term=self.primary.term,
         )
         return [rl.Send(receiver=copy, message=request) for copy in copies]
 

@@ -37,7 +37,7 @@ class ShardReader:
     copy: Callable[[Sequence[torch.Tensor]], None]
     published: SeqlockVector | None  # where it reads; None: blocks
     clock: int | None  # of the blocks; None if there are more to come
-    shard_incarnation: int  # that the values come from
+    term: int  # that the values come from
     blocks: Sequence[Vector] = ()
 
     @property
@@ -63,14 +63,14 @@ class ShardFetch:
         self._later, self._index = view, index  # once frozen tensors are here
         self._view, self._slice = view.first, view.first.slices[index]
         self._payload: pf.Payload = msgspec.UNSET  # of this request
-        self._shard_incarnation = 0
+        self._term = 0
         self._first_clock = 0  # of that incarnation, as far as known
         self._copier: TensorCopier | None = None  # of the published values, once there are some
         self._block_copiers: dict[int, TensorCopier] = {}  # of the blocks that have come
         self._per_answer = config.blocks_per_answer
         self._request = 0
         self._block_clock = 0
-        self._block_incarnation = 0
+        self._block_term = 0
         self._acked = 0  # blocks of this request the shard was told of
         self._by_blocks = True
         self._torn_since: Seconds | None = None
@@ -94,11 +94,11 @@ class ShardFetch:
 
     def session_opened(self, opened: pf.SessionOpened) -> list[pf.Fetch]:
         """Read from this shard incarnation; restart an incomplete fetch."""
-        if opened.shard_incarnation != self._shard_incarnation:
+        if opened.term != self._term:
             # Staleness is counted within one incarnation of the shard.
             self.clock = min(self.clock, opened.clock)
             self._first_clock = opened.clock
-        self._shard_incarnation = opened.shard_incarnation
+        self._term = opened.term
         if self._memory.published is not None and self._copier is None:
             self._copier = self._view.copier(self._index)
         if self.wanted and not (self._by_blocks and self.complete):
@@ -136,7 +136,7 @@ class ShardFetch:
                 f"{sender} mixes blocks of clocks {self._block_clock} and {block.clock}"
             )
         self._block_clock = block.clock
-        self._block_incarnation = self._shard_incarnation
+        self._block_term = self._term
         self._blocks.append(block.values)
         self.received += 1
         self.complete = self.received == len(self._slice.bounds)
@@ -165,11 +165,11 @@ class ShardFetch:
                     copiers[index].scatter(block, tensors)
 
             clock = self._block_clock if self.complete else None
-            return ShardReader(copy, None, clock, self._block_incarnation, blocks)
+            return ShardReader(copy, None, clock, self._block_term, blocks)
         assert published is not None
         assert self._copier is not None
         copy_all = partial(self._copier.scatter, published.values)
-        return ShardReader(copy_all, published, 0, self._shard_incarnation)
+        return ShardReader(copy_all, published, 0, self._term)
 
     def part_installed(self, reader: ShardReader) -> None:
         """Let go of installed blocks, unless the fetch has begun anew."""
@@ -180,8 +180,8 @@ class ShardFetch:
     def installed(self, clock: int, reader: ShardReader) -> None:
         self.wanted, self.complete = False, True
         self._blocks.clear()
-        self.version = reader.shard_incarnation, clock
-        if reader.shard_incarnation != self._shard_incarnation:
+        self.version = reader.term, clock
+        if reader.term != self._term:
             clock = min(clock, self._first_clock)
         self.clock = clock
         if reader.published is not None:
@@ -214,7 +214,7 @@ class ShardFetch:
     def _fetch(self) -> pf.Fetch:
         return pf.Fetch(
             request=self._request,
-            shard_incarnation=self._shard_incarnation,
+            term=self._term,
             credit=self._config.credit_blocks,
             payload=self._payload,
             holds=msgspec.UNSET if self._view is self._later else self._slice.all_stripes,
@@ -224,7 +224,7 @@ class ShardFetch:
         self._acked = self.received
         return pf.FetchAck(
             request=self._request,
-            shard_incarnation=self._shard_incarnation,
+            term=self._term,
             received=self._acked,
             limit=self._acked + self._config.credit_blocks,
             again=again,

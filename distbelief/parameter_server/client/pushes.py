@@ -62,7 +62,7 @@ class ShardPush:
     ) -> None:
         self._config, self._memory, self._ticks = config, memory, ticks
         self._view, self._index, self._slice = view, index, view.slices[index]
-        self._shard_incarnation = 0
+        self._term = 0
         self._first_clock = 0  # of that primary, when it opened the session
         self._push_buffers: PushBuffers | None = None
         self._copier = view.copier(index, compact=True)
@@ -98,8 +98,8 @@ class ShardPush:
 
         Pushes in flight are moved there; `again` sends them.
         """
-        if opened.shard_incarnation != self._shard_incarnation:
-            self._shard_incarnation = opened.shard_incarnation
+        if opened.term != self._term:
+            self._term = opened.term
             self._first_clock = self.clock = opened.clock
         self.clock = max(self.clock, opened.clock)
         self._settle(opened.watermark)
@@ -131,7 +131,7 @@ class ShardPush:
             values=values,
             push=pf.Push(
                 sequence=self.issued + 1,
-                shard_incarnation=self._shard_incarnation,
+                term=self._term,
                 fetched_clock=fetched_clock,
                 n_gradients=0,
                 samples=0,
@@ -196,12 +196,10 @@ class ShardPush:
             convert(in_flight.values, buffer, n_parameters=self._slice.n_parameters)
             in_flight.values = buffer
             push = in_flight.message = msgspec.structs.replace(push, payload=self._payload)
-        if push.shard_incarnation != self._shard_incarnation:
+        if push.term != self._term:
             # Staleness is counted within one incarnation of the shard.
             in_flight.message = msgspec.structs.replace(
-                push,
-                shard_incarnation=self._shard_incarnation,
-                fetched_clock=min(push.fetched_clock, self._first_clock),
+                push, term=self._term, fetched_clock=min(push.fetched_clock, self._first_clock)
             )
 
     def _send(self, in_flight: Transfer[pf.Push]) -> list[pf.PushBlock | pf.Push]:
@@ -219,7 +217,7 @@ class ShardPush:
             in_flight.values,
             index,
             sequence=in_flight.message.sequence,
-            shard_incarnation=self._shard_incarnation,
+            term=self._term,
             answer=(index + 1) % self._per_answer == 0,
         )
 

@@ -64,7 +64,7 @@ DELTA = {"rule": {"name": "sgd", "learning_rate": 1}, "exchange": {"send": "delt
         ({"rule": {"name": "sgd", "learning_rate": 0}}, "rule 'sgd': learning_rate is 0; use"),
         (DELTA | {"inner": {"name": "SGD", "lr": 0}}, "inner.lr is 0: no local step would move"),
         (DELTA | {"inner": {"name": "SGD", "lr": "fast"}}, "torch does not accept lr = 'fast':"),
-        (DELTA | {"inner": {"name": "SGD", "lrr": 1}}, "got an unexpected keyword argument 'lrr'"),
+        (DELTA | {"inner": {"name": "SGD", "lrr": 1}}, "inner SGD has no keyword 'lrr'"),
         ({"n_fetch": 5}, "n_fetch is 5 and rule 'adagrad' adapts its rate on the shar"),
         ({"n_fetch": 5}, "give local_learning_rate, or use n_fetch = 1"),
     ],

@@ -129,8 +129,13 @@ def test_a_given_key_replaces_that_of_the_preset_and_another_name_all_of_them() 
     ("override", "message"),
     [
         ("preset=locl", "preset = \"locl\" is not known. Did you mean 'local'? Known: downpour, "),
-        ("inner.lrr=3", "inner AdamW: got an unexpected keyword argument 'lrr'"),
+        ("inner.lrr=3", "inner AdamW has no keyword 'lrr'. Did you mean 'lr'?"),
         ("inner.name=adamw", "name = 'adamw', which torch has not. Did you mean 'AdamW'?"),
+        ("inner.learning_rate=1", "inner AdamW has no keyword 'learning_rate'. Did you mean 'lr'?"),
+        ("inner.betas=[0.9]", "torch does not accept lr = 0.001, betas = [0.9]: use values of the"),
+        ("inner.schedule={name='StpLR'}", "which torch has not. Did you mean 'StepLR'?"),
+        ("inner.schedule={name='StepLR', step_siz=3}", "Did you mean 'step_size'?"),
+        ("inner.schedule={name='StepLR', step_size='3'}", "torch does not accept step_size = '3'"),
         ("inner.name=LBFGS", "inner has name = 'LBFGS', which does not fit here. It knows ASGD, "),
         ("inner.lr=-1", "inner AdamW: Invalid learning rate: -1"),
         ("inner.schedule=3", "inner.schedule is 3; use a table, such as { name = "),
@@ -139,7 +144,7 @@ def test_a_given_key_replaces_that_of_the_preset_and_another_name_all_of_them() 
         ('inner.schedule={name="StepLR", step_size=0}', "inner.schedule StepLR: integer modulo"),
         (
             'inner.schedule={name="CosineAnnealingLR", T_max="x"}',
-            "inner.schedule CosineAnnealingLR: unsupported operand",
+            "inner.schedule CosineAnnealingLR: torch does not accept T_max = 'x'",
         ),
         (
             "inner={foreach=true, fused=true}",
@@ -163,6 +168,10 @@ def test_a_given_key_replaces_that_of_the_preset_and_another_name_all_of_them() 
         (
             'rule.groups={"b"={name="sgd", learning_rat=3}}',
             "[algorithm.rule.groups.b] has no key 'learning_rat'. Did you mean 'learning_rate'?",
+        ),
+        (
+            'rule.groups={"b"={name="sgd", learning_rate="x"}}',
+            '[algorithm.rule.groups.b] learning_rate = "x": wants a number',
         ),
         (
             "overwrite_local_steps=true",
@@ -514,7 +523,12 @@ def test_a_rule_of_torch_has_the_name_and_the_keywords_of_its_class() -> None:
         ("{name='NAdam', lr='x'}", '[algorithm.rule] lr = "x": wants a number'),
         ("{name='NAdam', betas=[1, 1]}", "rule 'NAdam': Invalid beta parameter at index 0: 1.0"),
         ("{name='NAdam', eps=0}", "rule 'NAdam': eps is 0.0; use a finite number above 0"),
-        ("{name='NAdam', lr=-1}", "rule 'NAdam': learning_rate is -1.0; use a finite number"),
+        ("{name='NAdam', lr=-1}", "rule 'NAdam': lr is -1.0; use a finite number"),
+        ("{name='NAdam', lr=0}", "rule 'NAdam': lr is 0; use a number above 0"),
+        ("{name='NAdam', learning_rat=1}", "has no key 'learning_rat'. Did you mean 'lr'?"),
+        ("{name='AdaWm'}", "Did you mean 'AdamW'?"),
+        ("{name='NAdam', betas=[0.9]}", "betas = [0.9]: wants a list: [...], of length 2"),
+        ("{name='NAdam', betas=[0.9, 'x']}", '[algorithm.rule] betas[1] = "x": wants a number'),
         ("{name='AdamW', fused=true, foreach=true}", "`fused` and `foreach` cannot be `True`"),
         ("{name='AdamW', capturable=true}", "has no key 'capturable'"),
     ],

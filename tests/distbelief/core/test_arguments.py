@@ -66,6 +66,10 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
         lambda: public.SGD(learning_rate=-1.0),
         "rule 'sgd': learning_rate is -1.0; use a finite number, 0 or more",
     ),
+    "groups that are none": (
+        lambda: public.SGD(learning_rate=0.1, groups=3),
+        "rule 'sgd': groups is 3; use a rule for each pattern of names",
+    ),
     "lr of DownpourSGD": (
         lambda: public.DownpourSGD(net().parameters(), lr=0.1),
         "DownpourSGD has no option 'lr': it belongs to the rule of the server",

@@ -1,4 +1,4 @@
-"""Compiled programs, executed and compared with the graph itself."""
+"""Compiled dataflows, executed and compared with the graph itself."""
 
 import copy
 from collections.abc import Callable, Mapping

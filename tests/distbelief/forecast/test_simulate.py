@@ -60,12 +60,12 @@ def test_a_run_has_all_figures_and_its_seed_gives_it_again() -> None:
     (run,) = variant.outcomes
     assert run.error is None
     assert run.samples >= 120
-    assert run.steps == run.samples // 4
-    assert run.step_seconds == pytest.approx(2 * run.training_seconds / run.steps)
+    assert run.step == run.samples // 4
+    assert run.step_seconds == pytest.approx(2 * run.training_seconds / run.step)
     assert run.staleness_mean is not None
-    assert run.pushed_bytes > 0 < run.fetched_bytes
+    assert run.bytes_in > 0 < run.bytes_out
     assert {"replica", "shard", "evaluator"} == set(run.utilisation)
-    assert run.traffic["replica - shard"] > run.pushed_bytes
+    assert run.traffic["replica - shard"] > run.bytes_in
     assert run.n_machines == 5
     assert run.machine_hours == pytest.approx(5 * run.seconds / 3600)
     again = forecast(small()).variants[0].outcomes[0]
@@ -99,7 +99,7 @@ def test_a_target_met_by_the_last_measurement_was_reached() -> None:
     """
     job = small("evaluation.every=1 h", "stop.accuracy=0.001")
     run = forecast(job).variants[0].outcomes[0]
-    assert run.ended == "120 samples done"
+    assert run.stop_reason == "120 samples done"
     assert run.metric is not None
     assert run.metric >= 0.001
     assert run.target_seconds == run.training_seconds

@@ -162,7 +162,7 @@ class OneCopy:
             holds=holds,
             entries=msgspec.UNSET if tick is msgspec.UNSET else 1,
             tick=tick,
-            known_incarnation=number,
+            known_term=number,
         )
         return self.receive(message, sender, life=life)
 
@@ -209,9 +209,7 @@ class OneCopy:
 
 
 def block(sequence: int, index: int, values: Vector, *, number: int = 1) -> pf.PushBlock:
-    return pf.PushBlock(
-        sequence=sequence, shard_incarnation=number, block_index=index, values=values
-    )
+    return pf.PushBlock(sequence=sequence, term=number, block_index=index, values=values)
 
 
 def said(
@@ -224,7 +222,7 @@ def said(
 ) -> pf.Push:
     return pf.Push(
         sequence=sequence,
-        shard_incarnation=number,
+        term=number,
         fetched_clock=fetched_clock,
         n_gradients=1,
         samples=10 * sequence if samples is None else samples,

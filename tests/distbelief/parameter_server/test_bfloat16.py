@@ -628,18 +628,12 @@ def word_block(
     n: int = 64, *, sequence: int = 1, dtype: type = np.uint16, payload: pf.Payload = "bfloat16"
 ) -> pf.PushBlock:
     return pf.PushBlock(
-        sequence=sequence,
-        shard_incarnation=1,
-        block_index=0,
-        values=np.zeros(n, dtype),
-        payload=payload,
+        sequence=sequence, term=1, block_index=0, values=np.zeros(n, dtype), payload=payload
     )
 
 
 def push_of(payload: pf.Payload) -> pf.Push:
-    return pf.Push(
-        sequence=1, shard_incarnation=1, fetched_clock=0, n_gradients=1, samples=1, payload=payload
-    )
+    return pf.Push(sequence=1, term=1, fetched_clock=0, n_gradients=1, samples=1, payload=payload)
 
 
 @pytest.mark.parametrize(
@@ -676,7 +670,7 @@ def test_shards_of_float64_know_no_words() -> None:
     alone.hello()
     with pytest.raises(RemoteProtocolError, match="bfloat16 for a vector of float64"):
         alone.receive(word_block(192), CLIENT)
-    fetch = pf.Fetch(request=1, shard_incarnation=1, credit=1, payload="bfloat16")
+    fetch = pf.Fetch(request=1, term=1, credit=1, payload="bfloat16")
     with pytest.raises(RemoteProtocolError, match="bfloat16 of values of float64"):
         alone.receive(fetch, CLIENT)
 
@@ -689,7 +683,7 @@ def test_a_client_refuses_blocks_of_another_payload_than_it_asked_for() -> None:
     start, stop = PartialView(bench.layout).slices[0].bounds[0]
     block = pf.ParameterBlock(
         request=asked.request,
-        shard_incarnation=1,
+        term=1,
         block_index=0,
         clock=0,
         values=np.zeros(stop - start, np.float32),

@@ -19,13 +19,7 @@ MOST = 1 << 53
 
 def push_of(dealt: Span, *, sequence: int = 1, tick: pf.Ticks = msgspec.UNSET) -> pf.Push:
     return pf.Push(
-        sequence=sequence,
-        shard_incarnation=1,
-        fetched_clock=0,
-        n_gradients=1,
-        samples=8,
-        dealt=dealt,
-        tick=tick,
+        sequence=sequence, term=1, fetched_clock=0, n_gradients=1, samples=8, dealt=dealt, tick=tick
     )
 
 

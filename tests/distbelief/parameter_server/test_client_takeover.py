@@ -36,7 +36,7 @@ def alone_of(*, memory: Memory | None = None, welcome: bool = True) -> Alone:
 
 
 def acknowledge(alone: Alone, sequence: int, number: int, *, sender: Address = SHARD) -> None:
-    message = pf.PushApplied(sequence=sequence, shard_incarnation=number, clock=1, staleness=0)
+    message = pf.PushApplied(sequence=sequence, term=number, clock=1, staleness=0)
     assert alone.receive(message, sender=sender) == []
 
 
@@ -51,7 +51,7 @@ def receivers(actions: Sequence[Action], kind: type[Message]) -> list[Address]:
 def pushed(actions: Sequence[Action]) -> list[tuple[Address, int, int, float]]:
     """Receiver, sequence, number and largest value of each block that is sent."""
     return [
-        (a.receiver, m.sequence, m.shard_incarnation, float(m.values.max()))
+        (a.receiver, m.sequence, m.term, float(m.values.max()))
         for a in actions
         if isinstance(a, Send) and isinstance(m := a.message, pf.PushBlock)
     ]
@@ -87,10 +87,10 @@ def test_messages_of_a_demoted_primary_have_no_effect() -> None:
     alone.push()
     alone.welcome(term=5, sender=SECOND)
     late: list[Message] = [
-        pf.PushApplied(sequence=FIRST, shard_incarnation=3, clock=9, staleness=0),
-        pf.PushBlockAck(sequence=FIRST, shard_incarnation=3, received=1),
-        PrimaryChanged(shard_incarnation=3),
-        PrimaryChanged(shard_incarnation=4),
+        pf.PushApplied(sequence=FIRST, term=3, clock=9, staleness=0),
+        pf.PushBlockAck(sequence=FIRST, term=3, received=1),
+        PrimaryChanged(term=3),
+        PrimaryChanged(term=4),
         BUSY,
     ]
     for message in late:
@@ -115,10 +115,10 @@ def test_primary_changed_is_answered_with_one_open_session() -> None:
     alone.push()
     acknowledge(alone, FIRST, 3)
     alone.push()
-    leading = PrimaryChanged(shard_incarnation=5)
+    leading = PrimaryChanged(term=5)
     actions = alone.receive(leading, sender=SECOND)
     assert receivers(actions, pf.OpenSession) == [SHARD, SECOND]
-    told = [(h.next_sequence, h.known_incarnation) for h in sent(actions, pf.OpenSession)]
+    told = [(h.next_sequence, h.known_term) for h in sent(actions, pf.OpenSession)]
     assert told == [(FIRST + 1, 5)] * 2
     assert not alone.can_push()
     assert alone.receive(leading, sender=SECOND) == []
@@ -173,7 +173,7 @@ def test_pushes_in_flight_in_a_dead_primarys_buffers_are_copied_and_sent_again(
     alone.push(4.0)
     work = partial(alone.client.draft().put_all, full_of(LAYOUT, 6.0), zeros_of(LAYOUT))
     first.release_all()  # it is dead, and the next incarnation has begun
-    alone.receive(PrimaryChanged(shard_incarnation=4), sender=SECOND)
+    alone.receive(PrimaryChanged(term=4), sender=SECOND)
     region = "" if to_blocks else "slots-b"
     actions = alone.welcome(term=4, sender=SECOND, push_buffers_region=region)
     assert [push.sequence for push in sent(actions, pf.Push)] == [FIRST]
@@ -183,7 +183,7 @@ def test_pushes_in_flight_in_a_dead_primarys_buffers_are_copied_and_sent_again(
     assert host.n_bytes == push_buffer_bytes(N, itemsize=8)
     pushes = sent(actions, pf.Push)
     assert [p.sequence for p in pushes] == [FIRST, FIRST + 1]
-    assert {p.shard_incarnation for p in pushes} == {4}
+    assert {p.term for p in pushes} == {4}
     assert (pushes[1].n_gradients, pushes[1].samples) == (2, 8)
     if to_blocks:
         assert [values for *_, values in pushed(actions)] == [4.0, 6.0]
@@ -213,7 +213,7 @@ def test_memory_with_pushes_in_it_is_kept_until_there_is_somewhere_else() -> Non
         alone.welcome(term=4, sender=SECOND, push_buffers_region="slots-c")
     slots = second.create("slots-b", n_bytes=push_buffer_bytes(N, itemsize=8))
     (push,) = sent(alone.welcome(term=4, sender=SECOND, **regions), pf.Push)  # type: ignore[arg-type]
-    assert (push.sequence, push.shard_incarnation) == (FIRST, 4)
+    assert (push.sequence, push.term) == (FIRST, 4)
     views = push_buffer_views(slots, n_elements=N, dtype=LAYOUT.dtype)
     assert views[FIRST % 2].max() == 4.0
     assert host.n_bytes == n_bytes + 8 + push_buffer_bytes(N, itemsize=8)

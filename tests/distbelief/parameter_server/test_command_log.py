@@ -10,8 +10,8 @@ from distbelief.parameter_server.layout import Layout, TensorSpec
 from distbelief.parameter_server.sessions import PushInProgress, Session
 from distbelief.parameter_server.tensor_copies import PushBuffer
 from distbelief.protocol import (
-    BeginEpoch,
     BeginEvaluation,
+    BeginSeries,
     Checkpoint,
     CheckpointSaved,
     CommandDone,
@@ -67,11 +67,11 @@ class Bench(OneCopy):
         actions = self._note(self.shard.handle(event, self.now))
         return actions if self.holds else self.work_all(actions)
 
-    def order(
-        self, number: int, task: Task, *, epoch: int = 1, savepoint: Savepoint | None = None
+    def command(
+        self, number: int, task: Task, *, series: int = 1, savepoint: Savepoint | None = None
     ) -> CommandDone | None:
-        """Give an order; return the answer."""
-        message = ShardCommand(epoch=epoch, number=number, task=task, savepoint=savepoint)
+        """Give a command; return the answer."""
+        message = ShardCommand(series=series, number=number, task=task, savepoint=savepoint)
         answers = answers_in(
             self.happen(Received(sender=COORDINATOR, incarnation=1, message=message))
         )
@@ -79,9 +79,9 @@ class Bench(OneCopy):
         return answers[0] if answers else None
 
     def answer(
-        self, number: int, task: Task, *, epoch: int = 1, savepoint: Savepoint | None = None
+        self, number: int, task: Task, *, series: int = 1, savepoint: Savepoint | None = None
     ) -> CommandDone:
-        answer = self.order(number, task, epoch=epoch, savepoint=savepoint)
+        answer = self.command(number, task, series=series, savepoint=savepoint)
         assert answer is not None
         return answer
 
@@ -91,8 +91,8 @@ class Bench(OneCopy):
         return error
 
     def begun(self) -> "Bench":
-        self.order(1, BeginEpoch())
-        self.order(2, Restore(savepoint=0, whole=False))
+        self.command(1, BeginSeries())
+        self.command(2, Restore(savepoint=0, whole=False))
         return self
 
 
@@ -114,10 +114,10 @@ DOUBLE = Execute(commands=(Axpy(target="parameters", a=1.0, x="parameters"),))
 
 def test_a_repeated_command_is_answered_again_and_not_executed_again() -> None:
     bench = Bench().begun()
-    first, again = bench.order(3, DOUBLE), bench.order(3, DOUBLE)
+    first, again = bench.command(3, DOUBLE), bench.command(3, DOUBLE)
     assert first == again
-    assert bench.order(2, MEASURE) is None  # an older one
-    assert bench.order(5, DOUBLE) is None  # one that came before its predecessor
+    assert bench.command(2, MEASURE) is None  # an older one
+    assert bench.command(5, DOUBLE) is None  # one that came before its predecessor
     measured = bench.answer(4, MEASURE)
     assert measured.scalars == (4.0 * 64,)
 
@@ -125,7 +125,7 @@ def test_a_repeated_command_is_answered_again_and_not_executed_again() -> None:
 def test_a_running_command_is_answered_with_the_last_answer() -> None:
     bench = Bench().begun()
     bench.holds = True
-    assert bench.order(3, DOUBLE) is None
+    assert bench.command(3, DOUBLE) is None
     alive = bench.answer(3, DOUBLE)
     assert alive.number == 2
     (answer,) = answers_in(bench.work())
@@ -136,8 +136,8 @@ def test_a_command_waits_for_running_work() -> None:
     bench = Bench()
     bench.holds = True
     bench.happen(Received(sender=SUPERVISOR, incarnation=1, message=SaveCheckpoint(label="1")))
-    assert bench.order(1, BeginEpoch()) is None
-    alive = bench.answer(1, BeginEpoch())
+    assert bench.command(1, BeginSeries()) is None
+    alive = bench.answer(1, BeginSeries())
     assert alive.number == 0
     actions = bench.work_all()
     assert any(isinstance(a, Send) and isinstance(a.message, CheckpointSaved) for a in actions)
@@ -146,25 +146,25 @@ def test_a_command_waits_for_running_work() -> None:
     assert [record.savepoint for record in answer.savepoints] == [0]
 
 
-def test_an_older_epoch_is_answered_with_the_current_one() -> None:
+def test_an_older_series_is_answered_with_the_current_one() -> None:
     bench = Bench().begun()
-    bench.order(1, BeginEpoch(), epoch=5)
+    bench.command(1, BeginSeries(), series=5)
     answer = bench.answer(3, DOUBLE)
-    assert (answer.epoch, answer.number) == (5, 1)
+    assert (answer.series, answer.number) == (5, 1)
 
 
-def test_no_command_runs_before_begin_epoch() -> None:
+def test_no_command_runs_before_begin_series() -> None:
     answer = Bench().answer(4, DOUBLE)
-    assert (answer.epoch, answer.number) == (0, 0)
+    assert (answer.series, answer.number) == (0, 0)
 
 
-def test_what_another_epoch_began_is_not_answered() -> None:
+def test_what_another_series_began_is_not_answered() -> None:
     bench = Bench().begun()
     bench.holds = True
-    bench.order(3, DOUBLE)
-    assert bench.order(1, BeginEpoch(), epoch=2) is None
+    bench.command(3, DOUBLE)
+    assert bench.command(1, BeginSeries(), series=2) is None
     (answer,) = answers_in(bench.work_all())
-    assert (answer.epoch, answer.number) == (2, 1)
+    assert (answer.series, answer.number) == (2, 1)
 
 
 def test_a_command_that_fails_changes_nothing() -> None:
@@ -210,26 +210,26 @@ def test_what_is_not_there_cannot_be_published() -> None:
 def test_publish_ends_the_coordinators_control() -> None:
     bench = Bench().begun()
     assert drives(bench)
-    bench.order(3, DOUBLE)
-    bench.order(4, Publish(point="parameters"))
+    bench.command(3, DOUBLE)
+    bench.command(4, Publish(point="parameters"))
     assert not drives(bench)
     assert bench.shard.values.vector[0] == 2.0
 
 
 def test_a_savepoint_is_saved_with_its_vectors_and_restored() -> None:
     bench = Bench().begun()
-    bench.order(3, DOUBLE)
+    bench.command(3, DOUBLE)
     savepoint = Savepoint(number=9, vectors=("parameters",))
     kept = bench.answer(4, Checkpoint(label="00001", savepoint=9), savepoint=savepoint)
     assert kept.error is None
     (snapshot,) = bench.snapshots
     assert snapshot.arrays["values"][0] == 2.0  # the parameters, not a trial point
     other = Bench(restored=snapshot)
-    attached = other.answer(1, BeginEpoch(), epoch=2)
+    attached = other.answer(1, BeginSeries(), series=2)
     held = [(9, True), (0, False), (9, False)]
     assert [(r.savepoint, r.whole) for r in attached.savepoints] == held
-    other.order(2, Restore(savepoint=9, whole=True), epoch=2)
-    measured = other.answer(3, MEASURE, epoch=2)
+    other.command(2, Restore(savepoint=9, whole=True), series=2)
+    measured = other.answer(3, MEASURE, series=2)
     assert measured.scalars == (4.0 * 64,)
 
 
@@ -240,7 +240,7 @@ def test_a_failed_save_of_a_savepoint_is_reported() -> None:
     kept = bench.answer(3, Checkpoint(label="00001", savepoint=9), savepoint=savepoint)
     assert kept.error == "no space"
     bench.error(4, Checkpoint(label="00002", savepoint=8))
-    begun = bench.answer(1, BeginEpoch(), epoch=2)
+    begun = bench.answer(1, BeginSeries(), series=2)
     assert [(one.savepoint, one.whole) for one in begun.savepoints] == [
         (9, True),
         (0, False),
@@ -248,16 +248,14 @@ def test_a_failed_save_of_a_savepoint_is_reported() -> None:
 
 
 def test_one_of_two_copies_cannot_be_driven() -> None:
-    assert "set shard_copies = 1" in Bench(is_replicated=True).error(1, BeginEpoch())
+    assert "set shard_copies = 1" in Bench(is_replicated=True).error(1, BeginSeries())
 
 
 def test_a_push_outside_any_evaluation_is_accepted_and_dropped() -> None:
     bench = Bench()
     assert "chunks_refused" not in bench.shard.status()[1]
     commands = bench.begun().shard._commands
-    push = Push(
-        sequence=1, shard_incarnation=1, fetched_clock=0, n_gradients=1, samples=1, commit_token=5
-    )
+    push = Push(sequence=1, term=1, fetched_clock=0, n_gradients=1, samples=1, commit_token=5)
     client = Session(name=Address("replica-0"), incarnation=1)
     work, _ = commands.stage_work(PushInProgress(client, PushBuffer(np.zeros(64)), push, 0))
     work()
@@ -268,13 +266,13 @@ def test_a_push_outside_any_evaluation_is_accepted_and_dropped() -> None:
 def test_no_command_starts_after_stop() -> None:
     bench = Bench().begun()
     bench.happen(Received(sender=SUPERVISOR, incarnation=1, message=Stop(reason="")))
-    assert bench.order(3, DOUBLE) is None
+    assert bench.command(3, DOUBLE) is None
 
 
 def test_without_a_supervisor_a_driven_shard_saves_no_point_on_trial() -> None:
     """Only snapshots that the coordinator has asked all shards for fit together."""
     bench = Bench().begun()
-    bench.order(3, DOUBLE)
+    bench.command(3, DOUBLE)
     gone = PeerLost(peer=SUPERVISOR, incarnation=0, reason="gone", for_good=True)
     assert bench.happen(gone)[-1] == Exit(error="gone")
     assert bench.snapshots == []

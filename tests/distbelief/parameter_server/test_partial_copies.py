@@ -78,7 +78,7 @@ class Pair:
     def push(self, name: Address, seed: int, *, touches: Vector | None = None) -> list[Action]:
         self.sequences[name] += 1
         sequence = self.sequences[name]
-        number = self.a.shard._sessions.incarnation
+        number = self.a.shard._sessions.term
         client = self.a.shard._sessions.get(name)
         assert client is not None
         n = client.shard_slice.n_elements
@@ -90,15 +90,12 @@ class Pair:
         else:
             for index, (start, stop) in enumerate(client.shard_slice.bounds):
                 block = pf.PushBlock(
-                    sequence=sequence,
-                    shard_incarnation=number,
-                    block_index=index,
-                    values=values[start:stop],
+                    sequence=sequence, term=number, block_index=index, values=values[start:stop]
                 )
                 self.pump(self.a.receive(block, name))
         push = pf.Push(
             sequence=sequence,
-            shard_incarnation=number,
+            term=number,
             fetched_clock=0,
             n_gradients=1,
             samples=1,

@@ -91,7 +91,7 @@ def forward(
 
 def block(clock: int, *, term: int = 2, size: int = N) -> pf.PushBlock:
     values = np.full(size, -1.0)
-    return pf.PushBlock(sequence=clock + 1, shard_incarnation=term, block_index=0, values=values)
+    return pf.PushBlock(sequence=clock + 1, term=term, block_index=0, values=values)
 
 
 def whole_second() -> OneCopy:
@@ -119,9 +119,9 @@ def test_it_answers_no_client_until_it_is_primary_and_then_all() -> None:
     actions = copy.lead(3)
     assert copy.activity == "serving"
     welcome = only(actions, pf.SessionOpened)
-    assert (welcome.shard_incarnation, welcome.clock) == (3, 5)
+    assert (welcome.term, welcome.clock) == (3, 5)
     assert (welcome.watermark, welcome.applied, welcome.samples) == (1, 1, 10)
-    assert only(actions, rp.PrimaryChanged).shard_incarnation == 3
+    assert only(actions, rp.PrimaryChanged).term == 3
     assert kinds(actions, OTHER) == ["PrimaryChanged"]
 
 
@@ -180,7 +180,7 @@ def test_pushes_are_applied_in_the_order_of_clocks_each_once() -> None:
     assert pushed(copy, 6) == []  # the one before is missing
     pushed(copy, 5)
     answer = only(copy.work(), pf.PushApplied)
-    assert (answer.sequence, answer.shard_incarnation, answer.clock) == (6, 2, 6)
+    assert (answer.sequence, answer.term, answer.clock) == (6, 2, 6)
     pushed(copy, 6, watermark=2)
     copy.work()
     assert (copy.values[:100] == 9.0).all()
@@ -225,9 +225,7 @@ def test_pushes_in_unreachable_memory_are_requested_in_blocks() -> None:
 @pytest.mark.parametrize("index", [0, 1])
 def test_an_invalid_block_is_refused(index: int) -> None:
     copy = whole_second()
-    message = pf.PushBlock(
-        sequence=6, shard_incarnation=2, block_index=index, values=np.zeros(N + 1)
-    )
+    message = pf.PushBlock(sequence=6, term=2, block_index=index, values=np.zeros(N + 1))
     with pytest.raises(RemoteProtocolError, match="shard-0 sent"):
         copy.receive(message, A)
 
@@ -310,7 +308,7 @@ def test_it_becomes_primary_once_all_accepted_pushes_are_applied() -> None:
     assert copy.lead(3) == []
     assert sent(copy.work(), pf.PushApplied) == []
     actions = copy.work()
-    assert only(actions, rp.PrimaryChanged).shard_incarnation == 3
+    assert only(actions, rp.PrimaryChanged).term == 3
     assert (copy.counters()["clock"], copy.counters()["primary"]) == (7, 1)
     welcome = only(copy.hello(), pf.SessionOpened)
     assert (welcome.watermark, welcome.applied) == (2, 2)
@@ -433,7 +431,7 @@ def test_a_backup_refuses_a_checkpoint_request() -> None:
     [
         rp.Promote(term=1, receiver_incarnation=1, backup="", backup_incarnation=0),
         following(1, clock=0),
-        pf.PushApplied(sequence=1, shard_incarnation=1, clock=1, staleness=0),
+        pf.PushApplied(sequence=1, term=1, clock=1, staleness=0),
     ],
 )
 def test_a_shard_of_one_copy_gets_no_replication_messages(message: Message) -> None:

@@ -29,9 +29,7 @@ def credit(
 
 def acknowledge(copy: OneCopy, clock: int, *, term: int = 2, life: int = 1) -> list[Action]:
     """Say that the backup has applied the push of that clock."""
-    message = pf.PushApplied(
-        sequence=clock + 1, shard_incarnation=term, clock=clock + 1, staleness=0
-    )
+    message = pf.PushApplied(sequence=clock + 1, term=term, clock=clock + 1, staleness=0)
     return copy.receive(message, B, life=life)
 
 
@@ -134,7 +132,7 @@ def test_a_push_is_acknowledged_when_it_is_applied_on_both_sides() -> None:
             assert sent(copy.work(), pf.PushApplied) == []
             actions = acknowledge(copy, 0)
         told = only(actions, pf.PushApplied)
-        assert (told.sequence, told.shard_incarnation, told.clock) == (1, 1, 1)
+        assert (told.sequence, told.term, told.clock) == (1, 1, 1)
 
 
 def test_unconfirmed_pushes_are_reported_to_no_client() -> None:
@@ -155,9 +153,7 @@ def test_unconfirmed_pushes_are_reported_to_no_client() -> None:
 def test_a_block_of_an_unconfirmed_push_is_answered_with_a_sign_of_life() -> None:
     """Its push buffer is not lent again, and the client does not take the shard for dead."""
     copy = half_applied()
-    block = pf.PushBlock(
-        sequence=1, shard_incarnation=1, block_index=0, values=np.zeros(N), answer=True
-    )
+    block = pf.PushBlock(sequence=1, term=1, block_index=0, values=np.zeros(N), answer=True)
     answer = copy.receive(block, CLIENT)
     assert kinds(answer, CLIENT) == ["PushBlockAck"]
     assert only(answer, pf.PushBlockAck).received == 1
@@ -196,7 +192,7 @@ def test_a_shared_push_buffer_is_named_and_unchanged_while_unconfirmed() -> None
     copy.work()
     assert (slots[1] == -1.0).all()
     # The backup cannot reach it.
-    answer = pf.PushBlockAck(sequence=1, shard_incarnation=2, received=0)
+    answer = pf.PushBlockAck(sequence=1, term=2, received=0)
     assert kinds(copy.receive(answer, B), B) == ["PushBlock", "ReplicatePush"]
     acknowledge(copy, 0)
     slots[0][:] = -1.0
@@ -213,7 +209,7 @@ def test_blocks_go_out_within_the_window_of_the_backup() -> None:
     credit(copy, n_state_blocks)
     actions = pushed(copy, 1)
     assert kinds(actions, B) == ["PushBlock"] * 3 + ["ReplicatePush"]
-    taken = pf.PushBlockAck(sequence=1, shard_incarnation=2, received=2)
+    taken = pf.PushBlockAck(sequence=1, term=2, received=2)
     copy.receive(taken, B)
     again = copy.wait(2 * TICK_SECONDS)
     assert [b.block_index for b in sent(again, pf.PushBlock)][:1] == [2]
@@ -225,9 +221,9 @@ def test_messages_of_others_and_of_other_terms_are_ignored() -> None:
     assert acknowledge(copy, 0, term=1) == []
     assert acknowledge(copy, 0, life=2) == []
     strangers: list[Message] = [
-        pf.PushApplied(sequence=1, shard_incarnation=2, clock=1, staleness=0),
+        pf.PushApplied(sequence=1, term=2, clock=1, staleness=0),
         rp.StateAck(term=2, clock=0, received=1),
-        pf.PushBlockAck(sequence=1, shard_incarnation=2, received=0),
+        pf.PushBlockAck(sequence=1, term=2, received=0),
     ]
     for message in strangers:
         assert copy.receive(message, CLIENT) == []
@@ -261,7 +257,7 @@ def test_a_silent_backup_gets_messages_again_and_is_then_reported() -> None:
 
 def test_a_backup_without_progress_is_reported_in_the_end() -> None:
     copy = half_applied()
-    alive = pf.PushBlockAck(sequence=1, shard_incarnation=2, received=1)
+    alive = pf.PushBlockAck(sequence=1, term=2, received=1)
     n_alone = 0
     for _ in range(int(STALL_SECONDS / 0.25) + 4):
         copy.receive(alive, B)
@@ -289,7 +285,7 @@ def test_a_later_promote_drops_the_backup_and_a_late_one_does_nothing() -> None:
     # The second push was being applied, and is not held.
     assert only(copy.work(), pf.PushApplied).sequence == 2
     assert copy.counters()["term"] == 4
-    assert only(copy.hello(), pf.SessionOpened).shard_incarnation == 1  # as it began to lead
+    assert only(copy.hello(), pf.SessionOpened).term == 1  # as it began to lead
 
 
 def test_a_deposed_primary_does_not_raise_its_floor() -> None:

@@ -124,7 +124,7 @@ def test_a_push_that_is_not_replicated_keeps_its_buffer_and_is_not_taken_again(
 # --- weights ---
 
 LAYOUT = Layout.of([TensorSpec(name="w", shape=(SIZE,))], n_shards=1)
-PUSH = pf.Push(sequence=1, shard_incarnation=1, fetched_clock=0, n_gradients=1, samples=1)
+PUSH = pf.Push(sequence=1, term=1, fetched_clock=0, n_gradients=1, samples=1)
 
 
 class Company:

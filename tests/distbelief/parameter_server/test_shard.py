@@ -90,13 +90,11 @@ def opened(layout: Layout = LAYOUT, **settings: object) -> Alone:
 
 
 def fetch(request: int = 1, *, credit: int = 16) -> pf.Fetch:
-    return pf.Fetch(request=request, shard_incarnation=1, credit=credit)
+    return pf.Fetch(request=request, term=1, credit=credit)
 
 
 def credit(received: int, *, request: int = 1, limit: int = 64, again: bool = False) -> pf.FetchAck:
-    return pf.FetchAck(
-        request=request, shard_incarnation=1, received=received, limit=limit, again=again
-    )
+    return pf.FetchAck(request=request, term=1, received=received, limit=limit, again=again)
 
 
 def only(actions: Sequence[Action], kind: type[M]) -> M:
@@ -118,7 +116,7 @@ def test_an_early_open_session_is_answered_when_the_values_are_there() -> None:
     assert not refused.for_good
     alone.hello()  # asked again
     welcome = only(alone.work(alone.started), pf.SessionOpened)
-    assert (welcome.shard_incarnation, welcome.clock, welcome.samples) == (1, 0, 0)
+    assert (welcome.term, welcome.clock, welcome.samples) == (1, 0, 0)
     assert alone.shard.status()[0] == "serving"
 
 
@@ -202,13 +200,13 @@ def test_a_host_that_shares_nothing_needs_no_warning() -> None:
     assert (welcome.parameters_region, welcome.push_buffers_region) == ("", "")
 
 
-def test_another_layout_is_refused_for_good_with_both_fingerprints() -> None:
+def test_another_layout_is_refused_for_good_and_shown_what_is_here() -> None:
     alone = Alone()
     hello = pf.OpenSession(layout="abc", pushes=True, host="", next_sequence=1)
     refused = only(alone.receive(hello), pf.SessionRefused)
     assert refused.for_good
-    assert "abc" in refused.reason
-    assert LAYOUT.fingerprint in refused.reason
+    assert "your layout is another" in refused.reason
+    assert refused.tensors == LAYOUT.shown()
 
 
 def test_no_more_clients_are_known_than_allowed() -> None:

@@ -29,7 +29,7 @@ from tests.distbelief.protocol.message_strategies import (
 
 
 def block(values: Vector) -> PushBlock:
-    return PushBlock(sequence=1, shard_incarnation=1, block_index=0, values=values)
+    return PushBlock(sequence=1, term=1, block_index=0, values=values)
 
 
 def sent(message: Message, run: str = "run") -> list[bytes]:

@@ -30,24 +30,21 @@ def test_each_kind_of_message(kind: type[Message]) -> None:
     assert all(Vector not in get_args(hint) for hint in hints if hint not in optional)
 
 
-def test_what_must_not_be_sent_twice_carries_the_receivers_incarnation() -> None:
-    about_one_life = {
+def test_what_must_not_be_sent_twice_carries_the_term_or_the_receivers_incarnation() -> None:
+    of_a_term = {
         "Fetch", "ParameterBlock", "FetchAck", "PushBlock", "PushBlockAck", "Push",
-        "PushApplied", "Floor", "SessionOpened", "PrimaryChanged",
-    }  # fmt: skip
-    about_one_pairing = {
-        "Promote", "BackupUnresponsive", "BackupInSync", "StartSync", "StateBlock", "StateAck",
+        "PushApplied", "Floor", "SessionOpened", "PrimaryChanged", "Promote",
+        "BackupUnresponsive", "BackupInSync", "StartSync", "StateBlock", "StateAck",
         "ReplicatePush",
     }  # fmt: skip
     for fence, expected in (
-        ("shard_incarnation", about_one_life),
-        ("term", about_one_pairing),
-        ("receiver_incarnation", {"Promote", "StartSync"}),  # the first of each pairing
+        ("term", of_a_term),
+        ("receiver_incarnation", {"Promote", "StartSync"}),  # the first of a term
     ):
         assert {kind.__name__ for kind in MESSAGES if fence in kind.__struct_fields__} == expected
 
 
 def test_messages_cannot_be_changed() -> None:
-    push = Push(sequence=1, shard_incarnation=1, fetched_clock=0, n_gradients=1, samples=1)
+    push = Push(sequence=1, term=1, fetched_clock=0, n_gradients=1, samples=1)
     with pytest.raises(AttributeError):
         push.sequence = 2  # type: ignore[misc]

@@ -46,7 +46,8 @@ def test_a_rule_has_its_options() -> None:
     with pytest.raises(JobError, match=r"^--preset = .*dilocco.* is not known"):
         rule(None, None, [], preset="dilocco")
     for name, settings, said in [
-        ("king", [], "--rule king"),
+        ("king", [], "--rule king: .*It knows sgd, momentum"),
+        ("AdaWm", [], "Did you mean 'AdamW'"),
         ("sgd", ["momentum=0.5"], "momentum"),
         ("sgd", ["momentum"], "write KEY=VALUE"),
         ("momentum", ["momentum=7.0"], "momentum is 7"),

@@ -149,7 +149,7 @@ def test_a_server_continues_from_what_it_has_saved(
         (nn.Linear(3, 2), {"shards": 2}, "number of shards"),
     ):
         every: dict[str, Any] = {"rule": SGD(learning_rate=0.1), **options}
-        with pytest.raises(JobError, match=f"another {what}: .*Use the same, or a new directory"):
+        with pytest.raises(JobError, match=f"another {what}: .*use the same, or a new directory"):
             ParameterServer(net.parameters(), directory=tmp_path, **every).start()
 
 
@@ -202,10 +202,10 @@ def test_what_a_killed_server_left_in_memory_is_swept(
         ({"start_seconds_max": 0}, "start_seconds_max is 0; use seconds, more than 0"),
         ({"directory": 3}, "directory is 3; use a path"),
         ({"rule": SGD(learning_rate=0.0)}, "rule 'sgd': learning_rate is 0; use a number above 0"),
-        ({"rule": SGD(learning_rate=True)}, "rule.learning_rate: Expected `float`, got `bool`"),
+        ({"rule": SGD(learning_rate=True)}, "[rule] learning_rate = true: wants a number"),
         (
             {"rule": SGD(learning_rate=0.1, schedule=Step(n_pushes=1.5, decay=0.1))},  # type: ignore[arg-type]
-            "rule.schedule.n_pushes: Expected `int`, got `float`",
+            "[rule.schedule] n_pushes = 1.5: wants a whole number",
         ),
     ],
 )
@@ -216,6 +216,29 @@ def test_numbers_that_are_none_are_refused_before_anything_starts(
     net = nn.Linear(2, 1)
     with pytest.raises(JobError, match=re.escape(error)):
         ParameterServer(net.parameters(), **{"rule": SGD(learning_rate=0.1), **options})
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"rule": {"name": "AdaWm"}}, "[rule] name = \"AdaWm\": unknown. Did you mean 'AdamW'?"),
+        ({"rule": {"name": "Adafactor"}}, "Its steps depend on whole tensors"),
+        ({"rule": {"lr": 0.1}}, "[rule] lacks the key 'name': give it \"sgd\" or"),
+        ({"rule": {"name": "NAdam", "learning_rate": 0.1}}, "Did you mean 'lr'?"),
+        ({"rule": {"name": "NAdam", "lr": -1}}, "rule 'NAdam': lr is -1.0; use a finite"),
+        ({"rule": {"name": "NAdam", "betas": [0.9]}}, "betas = [0.9]: wants a list: [...], of len"),
+        ({"round": {"quorm": 0.7}}, "[round] has no key 'quorm'. Did you mean 'quorum'?"),
+        ({"weight": "men"}, 'weight = "men": wants "mean" or "samples" or "sum"'),
+        ({"staleness": "2"}, 'ParameterServer: staleness = "2": wants a whole number'),
+        ({"staleness": -1}, "ParameterServer: staleness is -1; use 0 or more"),
+    ],
+)
+def test_a_mistake_in_a_table_is_told_in_the_words_of_a_job_file(
+    options: dict[str, Any], error: str
+) -> None:
+    """It showed msgspec's own: "Invalid value 'AdaWm' - at `$.name`"."""
+    with pytest.raises(JobError, match=re.escape(error)):
+        ParameterServer(nn.Linear(2, 1), **{"rule": SGD(learning_rate=0.1), **options})
 
 
 def test_a_start_that_takes_too_long_names_the_option(

@@ -1,6 +1,7 @@
 """The directory of a standalone server, and when it does not continue from it."""
 
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ from torch import nn
 
 from distbelief.errors import JobError, StorageError
 from distbelief.parameter_server.rules import SGD, Momentum, UpdateRule
+from distbelief.parameter_server.schedules import Cosine
 from distbelief.run_log import RunLog
 from distbelief.serve import server_process
 from distbelief.serve.address import ServerAddress, parameter_specs
@@ -156,16 +158,24 @@ def test_a_server_of_which_all_is_damaged_does_not_begin_anew(
 @pytest.mark.parametrize(
     ("other", "what"),
     [
-        ({"model": nn.Linear(4, 2)}, "another model"),
-        ({"rule": Momentum(learning_rate=0.1)}, "another rule"),
-        ({"shards": 3}, "another number of shards"),
+        (
+            {"model": nn.Linear(4, 2)},
+            "model: parameter 0 of shape [2, 3], not parameter 0 of shape [2, 4]",
+        ),
+        ({"rule": Momentum(learning_rate=0.1)}, 'rule: name "sgd", not "momentum"'),
+        ({"rule": SGD(learning_rate=0.2)}, "rule: learning_rate 0.1, not 0.2"),
+        (
+            {"rule": SGD(learning_rate=0.1, schedule=Cosine(n_pushes=9))},
+            'rule: schedule.name "constant", not "cosine"',
+        ),
+        ({"shards": 3}, "number of shards: 2, not 3"),
     ],
 )
 def test_another_thing_is_not_gone_on_with(
     tmp_path: Path, served: list[ServerRequest], other: dict[str, Any], what: str
 ) -> None:
     serve(tmp_path / "server")
-    with pytest.raises(JobError, match=f"has {what}: "):
+    with pytest.raises(JobError, match=re.escape(f"has another {what}: use the same")):
         serve(tmp_path / "server", **other)
     assert len(served) == 1
 

@@ -31,7 +31,7 @@ def test_of_two_ends_the_shard_counts() -> None:
 def test_virtual_time_and_bytes_are_those_of_the_large_net() -> None:
     work = Compute(name="work", work=lambda: None, cost=Cost(flops=1.0))
     values = np.zeros(100, np.float32)
-    message = PushBlock(sequence=1, shard_incarnation=1, block_index=0, values=values)
+    message = PushBlock(sequence=1, term=1, block_index=0, values=values)
     actions = on_start(work, Send(receiver=B, message=message))
     options = ClusterOptions(
         introduce=True,
@@ -53,7 +53,7 @@ def test_virtual_time_and_bytes_are_those_of_the_large_net() -> None:
 def test_every_array_arrives_as_a_copy(lent: bool, codec: bool) -> None:  # noqa: FBT001
     """What is lent is read when it arrives, as late as a network may; anything else when sent."""
     values = np.zeros(4, np.float32)
-    message = PushBlock(sequence=1, shard_incarnation=1, block_index=0, values=values)
+    message = PushBlock(sequence=1, term=1, block_index=0, values=values)
     send = Send(receiver=B, message=message, lent=lent)
     change = Compute(name="change", work=lambda: values.fill(7.0))
     machine = replace(STEADY, host="", flops_per_second=1e12)

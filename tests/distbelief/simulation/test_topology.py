@@ -34,10 +34,7 @@ def options(of: SwitchedNetwork) -> ClusterOptions:
 
 def block(sequence: int) -> PushBlock:
     return PushBlock(
-        sequence=sequence,
-        shard_incarnation=1,
-        block_index=0,
-        values=np.zeros(BLOCK // 4, np.float32),
+        sequence=sequence, term=1, block_index=0, values=np.zeros(BLOCK // 4, np.float32)
     )
 
 

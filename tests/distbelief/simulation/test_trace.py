@@ -123,7 +123,7 @@ def test_texts_of_events_are_short_and_hold_no_addresses() -> None:
         rl.Started(incarnation=2, restored=counted(1)),
     ) == [
         (
-            "ParameterBlock(request=1, shard_incarnation=1, block_index=0, clock=0, "
+            "ParameterBlock(request=1, term=1, block_index=0, clock=0, "
             "values='float32[3]:30c8bc70') from a#2"
         ),
         "TimerFired(name='retry')",

@@ -68,10 +68,7 @@ class Echo:
             rl.Send(
                 receiver=event.sender,
                 message=PushApplied(
-                    sequence=event.message.sequence,
-                    shard_incarnation=1,
-                    clock=self.n_received,
-                    staleness=0,
+                    sequence=event.message.sequence, term=1, clock=self.n_received, staleness=0
                 ),
             )
         ]
@@ -177,13 +174,11 @@ class Summer:
 
 
 def push(sequence: int) -> Push:
-    return Push(
-        sequence=sequence, shard_incarnation=1, fetched_clock=0, n_gradients=1, samples=sequence
-    )
+    return Push(sequence=sequence, term=1, fetched_clock=0, n_gradients=1, samples=sequence)
 
 
 def block(values: Vector) -> ParameterBlock:
-    return ParameterBlock(request=1, shard_incarnation=1, block_index=0, clock=0, values=values)
+    return ParameterBlock(request=1, term=1, block_index=0, clock=0, values=values)
 
 
 def heartbeat(state: str) -> Heartbeat:

@@ -21,11 +21,11 @@ from tests.distbelief.supervisor.test_supervisor import (
 ROSTER: tuple[tuple[str, Kind], ...] = (
     ("shard-0", "shard"),
     ("replica-0.0", "replica"),
-    ("replica-0.1", "machine"),
+    ("replica-0.1", "rank"),
     ("replica-1.0", "replica"),
-    ("replica-1.1", "machine"),
+    ("replica-1.1", "rank"),
     ("evaluator", "evaluator"),
-    ("evaluator.1", "machine"),
+    ("evaluator.1", "rank"),
 )
 EVERYBODY = [name for name, _ in ROSTER]
 

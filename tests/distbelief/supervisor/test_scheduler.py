@@ -28,7 +28,7 @@ def roster(n_replicas: int, n_machines: int = 1) -> list[tuple[str, Kind]]:
             replicas.append((f"replica-{r}", "replica"))
             continue
         replicas.append((f"replica-{r}.0", "replica"))
-        replicas += [(f"replica-{r}.{m}", "machine") for m in range(1, n_machines)]
+        replicas += [(f"replica-{r}.{m}", "rank") for m in range(1, n_machines)]
     return [("shard-0", "shard"), *replicas, ("evaluator", "evaluator")]
 
 

@@ -152,8 +152,7 @@ def test_peers_with_keys_speak_both_ways(world: World) -> None:
     values = np.arange(FRAME_BYTES_MAX // 4, dtype=np.float32)  # the largest frame
     for start in range(0, values.size, values.size // 4):
         worker.send(
-            "supervisor",
-            PushBlock(sequence=1, shard_incarnation=1, block_index=0, values=values[start:]),
+            "supervisor", PushBlock(sequence=1, term=1, block_index=0, values=values[start:])
         )
     for envelope in take(server, 4):
         assert isinstance(envelope.message, PushBlock)

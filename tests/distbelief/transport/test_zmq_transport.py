@@ -130,7 +130,7 @@ def test_the_sender_may_change_an_array_as_soon_as_it_is_sent(make: Make) -> Non
     a, b = make("a"), make("b")
     a.connect("b", 1, b.endpoint)
     values = np.ones(BLOCK_BYTES // 4, np.float32)
-    a.send("b", PushBlock(sequence=1, shard_incarnation=1, block_index=0, values=values))
+    a.send("b", PushBlock(sequence=1, term=1, block_index=0, values=values))
     values.fill(np.nan)
     (envelope,) = take(b, 1)
     assert isinstance(envelope.message, PushBlock)
@@ -143,7 +143,7 @@ def test_what_is_lent_arrives_as_it_is(make: Make) -> None:
     for n in (BLOCK_BYTES // 4, 0):
         values = np.arange(n, dtype=np.float32)
         values.flags.writeable = False
-        message = PushBlock(sequence=1, shard_incarnation=1, block_index=0, values=values)
+        message = PushBlock(sequence=1, term=1, block_index=0, values=values)
         a.send("b", message, lent=True)
         a.send("b", SaveCheckpoint(label="no array"), lent=True)
         envelope, after = take(b, 2)
@@ -214,7 +214,7 @@ def test_a_peer_that_reads_nothing_holds_a_bounded_number(make: Make) -> None:
     a.send("b", HeartbeatAck())
     take(b, 1)
     values = np.ones(BLOCK_BYTES // 4, np.float32)
-    message = PushBlock(sequence=1, shard_incarnation=1, block_index=0, values=values)
+    message = PushBlock(sequence=1, term=1, block_index=0, values=values)
     n_taken = 0
     n_refused_running = 0
     while n_refused_running < 3:  # full, and still so after b had time to take more

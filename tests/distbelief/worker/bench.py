@@ -47,7 +47,7 @@ class Shard:
             case wire.OpenSession():
                 return [
                     wire.SessionOpened(
-                        shard_incarnation=1,
+                        term=1,
                         clock=0,
                         samples=self.samples,
                         watermark=message.next_sequence - 1,
@@ -61,7 +61,7 @@ class Shard:
                 return [
                     wire.ParameterBlock(
                         request=message.request,
-                        shard_incarnation=1,
+                        term=1,
                         block_index=0,
                         clock=self.clock + len(self.pushed),
                         values=self.values.copy(),
@@ -69,9 +69,7 @@ class Shard:
                 ]
             case wire.PushBlock():
                 self._blocks[message.sequence] = message.values.copy()
-                return [
-                    wire.PushBlockAck(sequence=message.sequence, shard_incarnation=1, received=1)
-                ]
+                return [wire.PushBlockAck(sequence=message.sequence, term=1, received=1)]
             case wire.Push():
                 self.pushed.append((message, self._blocks[message.sequence]))
                 return self.acknowledge() if self.acknowledges else []
@@ -81,10 +79,7 @@ class Shard:
     def acknowledge(self) -> list[wire.Message]:
         return [
             wire.PushApplied(
-                sequence=self.pushed[-1][0].sequence,
-                shard_incarnation=1,
-                clock=len(self.pushed),
-                staleness=0,
+                sequence=self.pushed[-1][0].sequence, term=1, clock=len(self.pushed), staleness=0
             )
         ]
 

@@ -482,7 +482,7 @@ def test_a_rank_rejects_messages_it_does_not_accept() -> None:
     machine._is_gone = False
     wrong: list[tuple[str, wire.Message]] = [
         ("replica-0.0", wire.HeartbeatAck()),
-        ("replica-0.1", wire.StartEpoch(generation=1 << 40, plan="p")),
+        ("replica-0.1", wire.StartGeneration(generation=1 << 40, plan="p")),
         ("stranger", wire.TransferAck(generation=1, taken=0)),
     ]
     for sender, message in wrong:
@@ -522,17 +522,17 @@ def test_a_rank_rejects_what_the_leader_sent_earlier_or_too_early() -> None:
     grant = wire.GrantSteps(generation=5, position=0, steps=2, is_last=False, ended=False)
     with pytest.raises(RemoteProtocolError, match="granted steps of generation 5 before it was"):
         lead(grant)
-    lead(wire.StartEpoch(generation=5, plan=plan))
+    lead(wire.StartGeneration(generation=5, plan=plan))
     with pytest.raises(RemoteProtocolError, match="granted steps of generation 5 before it was"):
         lead(grant)
     for early in (
         msgspec.structs.replace(grant, generation=4),
-        wire.StartEpoch(generation=4, plan=plan),
+        wire.StartGeneration(generation=4, plan=plan),
     ):
         with pytest.raises(RemoteProtocolError, match="of generation 4, after generation 5 had"):
             lead(early)
     with pytest.raises(JobError, match=r"has plan q, replica-0\.1 has .*: start all ranks"):
-        lead(wire.StartEpoch(generation=6, plan="q"))
+        lead(wire.StartGeneration(generation=6, plan="q"))
 
 
 def test_a_rank_is_not_ready_before_its_pushes_are_applied(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -543,7 +543,7 @@ def test_a_rank_is_not_ready_before_its_pushes_are_applied(monkeypatch: pytest.M
     group = learning()
     machine = build(group, "replica-0.1")
     machine.handle(Started(incarnation=1), 0.0)
-    begins = wire.StartEpoch(generation=5, plan=group.split.fingerprint)
+    begins = wire.StartGeneration(generation=5, plan=group.split.fingerprint)
 
     def is_ready() -> bool:
         event = Received(sender=Address("replica-0.0"), incarnation=1, message=begins)
@@ -566,7 +566,7 @@ def test_a_late_grant_takes_back_no_step(monkeypatch: pytest.MonkeyPatch) -> Non
         sender = Address("replica-0.0")
         machine.handle(Received(sender=sender, incarnation=1, message=message), 0.0)
 
-    lead(wire.StartEpoch(generation=5, plan=group.split.fingerprint))
+    lead(wire.StartGeneration(generation=5, plan=group.split.fingerprint))
     for steps in (3, 1):
         lead(wire.GrantSteps(generation=5, position=0, steps=steps, is_last=False, ended=False))
         assert isinstance(machine, Replica)

@@ -21,12 +21,14 @@ FIRST = (1 << GENERATION_BITS) + 1  # generation of a leader's first incarnation
 
 
 def shown(out: Outgoing) -> list[str]:
-    """Return messages as "RANK: epoch N" and "RANK: grant STEPS at POSITION ..."."""
+    """Return messages as "RANK: generation N" and "RANK: grant STEPS at POSITION ..."."""
     found = []
     for rank, message in out:
-        if isinstance(message, wire.StartEpoch):
+        if isinstance(message, wire.StartGeneration):
             assert message.plan == "p"
-            text = f"epoch {message.generation - FIRST}" + (" of a chunk" if message.order else "")
+            text = f"generation {message.generation - FIRST}" + (
+                " of a chunk" if message.chunk else ""
+            )
         else:
             assert isinstance(message, wire.GrantSteps)
             text = f"{message.generation - FIRST}: {message.steps} steps at {message.position}"
@@ -106,8 +108,8 @@ def pair(*, steps_max: int | None = None) -> Ranks:
     leader = GroupLeader(2, plan="p", limits=Limits(steps_max=steps_max))
     ranks = Ranks(leader)
     leader.joined(0, 1, 0.0)
-    assert shown(leader.start(1, 0.0)) == both("epoch 0")
-    assert shown(leader.joined(1, 5, 0.0)) == ["1: epoch 0"]
+    assert shown(leader.start(1, 0.0)) == both("generation 0")
+    assert shown(leader.joined(1, 5, 0.0)) == ["1: generation 0"]
     assert not leader.begin(0.0)
     assert ranks.ready(0, 8) == []
     assert leader.waiting_for == {1}
@@ -182,16 +184,16 @@ def test_a_new_incarnation_begins_a_new_generation() -> None:
     leader = ranks.leader
     ranks.done(0, 1)
     ranks.incarnations[1] = 6
-    assert ranks.ready(1, generation=-FIRST) == [*both("epoch 1"), "1: epoch 1"]
+    assert ranks.ready(1, generation=-FIRST) == [*both("generation 1"), "1: generation 1"]
     assert not leader.is_running
     assert leader.granted == leader.steps == 0
     assert leader.slowest is None
-    assert ranks.remind() == both("epoch 1")
+    assert ranks.remind() == both("generation 1")
     ranks.incarnations[1] = 5
     assert ranks.ready(1, generation=1) == []  # an earlier incarnation
     ranks.incarnations[1] = 6
     ranks.ready(0, 12, generation=1)
-    assert ranks.remind() == ["1: epoch 1"]
+    assert ranks.remind() == ["1: generation 1"]
     assert ranks.ready(1, 8, generation=1) == both("1: 2 steps at 8")
 
 
@@ -228,7 +230,7 @@ def test_the_group_ends_without_a_silent_rank() -> None:
     ranks = pair()
     ranks.leader.stop(1.0)
     assert ranks.remind(after=STOP_SECONDS) == []
-    assert ranks.remind(after=1.0) == both("epoch 1")
+    assert ranks.remind(after=1.0) == both("generation 1")
     assert ranks.ready(0, 12, generation=1) == []
     assert ranks.remind(after=STOP_SECONDS + 1) == ["0: 1: 0 steps at 12, last"]
     assert ranks.leader.missing == {1}
@@ -253,7 +255,7 @@ def test_after_a_stop_no_rank_waits_for_one_lost_for_good() -> None:
     """Regression: a paused rank delayed the end by 40 s after the supervisor had given it up."""
     ranks = pair()
     ranks.leader.stop(1.0)
-    assert shown(ranks.leader.lost(1, 2.0)) == ["0: epoch 1"]
+    assert shown(ranks.leader.lost(1, 2.0)) == ["0: generation 1"]
     assert ranks.leader.lost(1, 2.0) == []
     assert ranks.ready(0, 12, generation=1) == ["0: 1: 0 steps at 12, last"]
     ranks.done(0, 0, generation=1, ended=True)
@@ -278,7 +280,7 @@ def test_a_leader_that_restarts_after_the_others_have_ended_ends_too() -> None:
     ranks.leader.joined(0, 1, 0.0)
     ranks.leader.start(1, 0.0)
     ranks.leader.begin(0.0)
-    assert shown(ranks.leader.lost(1, 0.0)) == ["0: epoch 1"]
+    assert shown(ranks.leader.lost(1, 0.0)) == ["0: generation 1"]
     assert ranks.ready(0, 4, generation=1) == ["0: 1: 0 steps at 4, last"]
     ranks.done(0, 0, generation=1, ended=True)
     assert ranks.is_ended()
@@ -310,12 +312,12 @@ def test_a_leader_rejects_other_messages() -> None:
 
 def test_a_generation_for_a_chunk_carries_its_order_until_a_rank_is_lost() -> None:
     ranks = pair()
-    order = wire.ChunkOrder(
-        epoch=1, evaluation=1, versions=(), attempt=3, start=0, stop=4, keeps=()
+    chunk = wire.GroupChunk(
+        series=1, evaluation=1, versions=(), attempt=3, start=0, stop=4, keeps=()
     )
-    out = ranks.leader.new_generation(1.0, position=0, limit=2, order=order)
-    assert shown(out) == ranks.remind() == both("epoch 1 of a chunk")
-    assert shown(ranks.leader.joined(1, 6, 1.2)) == both("epoch 2")
+    out = ranks.leader.new_generation(1.0, position=0, limit=2, chunk=chunk)
+    assert shown(out) == ranks.remind() == both("generation 1 of a chunk")
+    assert shown(ranks.leader.joined(1, 6, 1.2)) == both("generation 2")
 
 
 def test_grants_stop_at_the_allowed_samples() -> None:

@@ -27,7 +27,7 @@ CONFIG = CoordinatorConfig(
 )
 
 
-def orders_in(actions: list[rl.Action]) -> list[tuple[rl.Address, wire.ShardCommand]]:
+def commands_in(actions: list[rl.Action]) -> list[tuple[rl.Address, wire.ShardCommand]]:
     return [
         (action.receiver, action.message)
         for action in actions
@@ -47,23 +47,23 @@ def says(
 # --- commands ---
 
 
-class Orders:
+class Commanding:
     """Commands to two shards."""
 
     def __init__(self) -> None:
         self.commands = CommandBroadcast(CONFIG, shards=SHARDS)
-        self.commands.begin_epoch(4097, 0.0)
+        self.commands.begin_series(4097, 0.0)
 
     def answer(
         self,
         shard: rl.Address,
         *,
         number: int = 1,
-        epoch: int = 4097,
+        series: int = 4097,
         incarnation: int = 1,
         error: str | None = None,
     ) -> None:
-        performed = wire.CommandDone(epoch=epoch, number=number, error=error)
+        performed = wire.CommandDone(series=series, number=number, error=error)
         event = says(shard, performed, incarnation=incarnation)
         self.commands.receive(event, performed, 0.0)
 
@@ -77,7 +77,7 @@ class Orders:
 
 
 def test_a_command_is_complete_when_every_shard_has_answered() -> None:
-    bench = Orders()
+    bench = Commanding()
     assert bench.waiting_for() == SHARDS[0]
     bench.answer(SHARDS[1])
     assert bench.waiting_for() == SHARDS[0]
@@ -91,41 +91,41 @@ def test_a_command_is_complete_when_every_shard_has_answered() -> None:
 
 
 def test_only_shards_that_have_not_answered_get_the_command_again() -> None:
-    bench = Orders()
+    bench = Commanding()
     bench.answer(SHARDS[0])
-    assert [shard for shard, _ in orders_in(bench.commands.timer(1.0))] == [SHARDS[1]]
+    assert [shard for shard, _ in commands_in(bench.commands.timer(1.0))] == [SHARDS[1]]
     joined = bench.commands.joined(SHARDS[1], 1)
-    assert [shard for shard, _ in orders_in(joined)] == [SHARDS[1]]
+    assert [shard for shard, _ in commands_in(joined)] == [SHARDS[1]]
     assert bench.commands.joined(SHARDS[0], 1) == []
 
 
 def test_the_coordinators_own_delay_is_no_silence_of_shards() -> None:
-    bench = Orders()
-    assert orders_in(bench.commands.timer(500.0))
+    bench = Commanding()
+    assert commands_in(bench.commands.timer(500.0))
 
 
-def test_a_restarted_shard_ends_the_epoch() -> None:
-    bench = Orders()
+def test_a_restarted_shard_ends_the_series() -> None:
+    bench = Commanding()
     bench.answer(SHARDS[0])
     bench.answer(SHARDS[0], incarnation=2)
     assert bench.lost() == SHARDS[0]
     bench.answer(SHARDS[1], incarnation=1)
     assert not bench.commands.complete
     assert bench.commands.joined(SHARDS[1], 1) == []
-    bench.commands.begin_epoch(4098, 0.0)
+    bench.commands.begin_series(4098, 0.0)
     assert bench.lost() is None
-    bench.answer(SHARDS[0], incarnation=1, epoch=4098)  # the former incarnation
+    bench.answer(SHARDS[0], incarnation=1, series=4098)  # the former incarnation
     assert bench.commands.waiting_for == SHARDS[0]
 
 
-def test_a_coordinator_with_an_older_epoch_ends() -> None:
+def test_a_coordinator_with_an_older_series_ends() -> None:
     with pytest.raises(DistBeliefError, match="another coordinator has taken over"):
-        Orders().answer(SHARDS[0], epoch=9000)
+        Commanding().answer(SHARDS[0], series=9000)
 
 
 def test_an_answer_that_does_not_fit_its_command_is_refused() -> None:
     """Regression: the method's generator ended with it, and the coordinator stepped for ever."""
-    bench = Orders()
+    bench = Commanding()
     for shard in SHARDS:
         bench.answer(shard)
     bench.commands.send(
@@ -146,8 +146,8 @@ def test_an_answer_that_does_not_fit_its_command_is_refused() -> None:
 def coordinator() -> Coordinator:
     role = Coordinator(CONFIG, method=GradientDescent(), shards=SHARDS, n_examples=20)
     actions = role.handle(rl.Started(incarnation=1), 0.0)
-    begin_epoch = [order for _, order in orders_in(list(actions))]
-    assert [type(order.task) for order in begin_epoch] == [wire.BeginEpoch, wire.BeginEpoch]
+    begin_series = [command for _, command in commands_in(list(actions))]
+    assert [type(command.task) for command in begin_series] == [wire.BeginSeries, wire.BeginSeries]
     return role
 
 
@@ -155,7 +155,7 @@ def answer_all(role: Coordinator, number: int) -> list[rl.Action]:
     savepoints = (wire.CheckpointRecord(savepoint=0, whole=False, clock=0),) if number == 1 else ()
     done: list[rl.Action] = []
     for shard in SHARDS:
-        performed = wire.CommandDone(epoch=4097, number=number, savepoints=savepoints)
+        performed = wire.CommandDone(series=4097, number=number, savepoints=savepoints)
         done += role.handle(says(shard, performed), 0.0)
     return done
 
@@ -180,9 +180,9 @@ def test_a_shard_that_dies_while_no_answer_is_due_is_named() -> None:
         while now < until:
             now = next(a.at for a in actions if isinstance(a, rl.SetTimer) and "tick" in a.name)
             actions = list(role.handle(rl.TimerFired(name="coordinator:tick"), now))
-            for shard, command in orders_in(actions):
+            for shard, command in commands_in(actions):
                 asked.add(shard)
-                done = wire.CommandDone(epoch=4097, number=command.number)
+                done = wire.CommandDone(series=4097, number=command.number)
                 if shard in living:
                     role.handle(says(shard, done), now)
 
@@ -197,7 +197,7 @@ def test_a_shard_that_dies_while_no_answer_is_due_is_named() -> None:
 def test_other_senders_break_the_protocol() -> None:
     with pytest.raises(RemoteProtocolError, match="sent the coordinator HeartbeatAck"):
         coordinator().handle(says(rl.Address("stranger"), wire.HeartbeatAck()), 0.0)
-    performed = wire.CommandDone(epoch=1, number=1)
+    performed = wire.CommandDone(series=1, number=1)
     with pytest.raises(RemoteProtocolError, match="CommandDone"):
         coordinator().handle(says(rl.Address("stranger"), performed), 0.0)
 
@@ -205,11 +205,11 @@ def test_other_senders_break_the_protocol() -> None:
 def test_peers_come_and_go() -> None:
     role = coordinator()
     joined = role.handle(rl.PeerJoined(peer=SHARDS[0], incarnation=1), 0.0)
-    assert len(orders_in(list(joined))) == 1
+    assert len(commands_in(list(joined))) == 1
     for lost in (SHARDS[0], REPLICA):
         event = rl.PeerLost(peer=lost, incarnation=1, reason="gone")
         assert list(role.handle(event, 0.0)) == []
-    here = wire.WorkReport(epoch=0, version=0, evaluation=0, n_computed=0, results=())
+    here = wire.WorkReport(series=0, version=0, evaluation=0, n_computed=0, results=())
     role.handle(says(REPLICA, here), 0.0)
     assert role.status()[1]["replicas"] == 1.0
     role.handle(rl.PeerLost(peer=REPLICA, incarnation=1, reason="gone"), 0.0)
@@ -226,7 +226,7 @@ def test_nothing_is_ever_computed_there() -> None:
 
 def test_a_shard_that_is_lost_too_often_ends_the_run() -> None:
     role = coordinator()
-    role._n_epochs = (1 << 12) - 1
+    role._n_series = (1 << 12) - 1
     answer_all(role, 1)
     with pytest.raises(DistBeliefError, match="shards restarted 4096 times"):
         role.handle(rl.PeerJoined(peer=SHARDS[0], incarnation=2), 0.0)
@@ -240,7 +240,7 @@ def test_status_in_a_warm_start_and_the_end_on_request() -> None:
         n_examples=4,
     )
     coordinator.handle(rl.Started(incarnation=1, restored=None), 0.0)
-    here = wire.WorkReport(epoch=0, version=0, evaluation=0, n_computed=0, results=())
+    here = wire.WorkReport(series=0, version=0, evaluation=0, n_computed=0, results=())
     report = rl.Received(sender=REPLICA, incarnation=1, message=here)
     assert coordinator.handle(report, 0.1)
     assert coordinator.status()[0] == "warm start"

@@ -18,7 +18,7 @@ def crew_of(*names: str, now: Seconds = 0.0) -> WorkerPool:
 
 
 def join(pool: WorkerPool, name: str, *, now: Seconds) -> None:
-    report = WorkReport(epoch=0, version=0, evaluation=0, n_computed=0, results=())
+    report = WorkReport(series=0, version=0, evaluation=0, n_computed=0, results=())
     event = Received(sender=Address(name), incarnation=1, message=report)
     pool.take_report(event, report, now)
 
@@ -32,7 +32,7 @@ def computed(pool: WorkerPool, name: str, *, seconds: float, elapsed: float) -> 
 
 def begin(pool: WorkerPool, shares: TimeShares, *, now: Seconds) -> None:
     shares.evaluation_begins(pool, now)
-    pool.begin(epoch=1, evaluation=1, versions=(), n_examples=4)
+    pool.begin(series=1, evaluation=1, versions=(), n_examples=4)
 
 
 def test_every_second_of_an_evaluation_has_a_share() -> None:

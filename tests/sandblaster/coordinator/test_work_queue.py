@@ -11,7 +11,7 @@ from sandblaster.chunks import ChunkSizes
 from sandblaster.coordinator.work_queue import (
     N_ASSIGNED_MAX,
     N_VOID_MAX,
-    EpochCounters,
+    SeriesCounters,
     WorkQueue,
     end_divided,
     end_undivided,
@@ -33,20 +33,20 @@ class Table:
             chunk_sizes=CHUNK_SIZES, window_chunks=window_chunks, backups=backups
         )
         self.pool = WorkerPool(self.config)
-        self.counters = EpochCounters()
+        self.counters = SeriesCounters()
         self.n_examples = 10 * n_chunks
         self.begin()
         for name in names:
             self.join(name)
 
     def begin(self) -> None:
-        self.pool.begin(epoch=1, evaluation=1, versions=(), n_examples=self.n_examples)
+        self.pool.begin(series=1, evaluation=1, versions=(), n_examples=self.n_examples)
         self.queue = WorkQueue(
             self.config, pool=self.pool, n_examples=self.n_examples, counters=self.counters
         )
 
     def join(self, name: Address) -> None:
-        report = WorkReport(epoch=0, version=0, evaluation=0, n_computed=0, results=())
+        report = WorkReport(series=0, version=0, evaluation=0, n_computed=0, results=())
         event = Received(sender=name, incarnation=1, message=report)
         worker = self.pool.take_report(event, report, 0.0)
         assert worker is not None
@@ -77,7 +77,7 @@ class Table:
             ChunkResult(attempt=attempt, n_examples=10, loss=loss, seconds=seconds, staged=staged)
             for attempt in attempts
         )
-        report = WorkReport(epoch=1, version=1, evaluation=1, n_computed=10, results=results)
+        report = WorkReport(series=1, version=1, evaluation=1, n_computed=10, results=results)
         self.queue.take_report(self.worker(name), report, now)
 
     def computes(self, name: Address, *, now: Seconds) -> int:

@@ -32,13 +32,13 @@ def give(worker: WorkerState, number: int) -> None:
 
 
 class Bench:
-    """A pool, its worker in evaluation 1 of epoch 1, and what that worker has to do."""
+    """A pool, its worker in evaluation 1 of series 1, and what that worker has to do."""
 
     def __init__(self) -> None:
         self.pool = WorkerPool(CONFIG)
         self.attempts = ChunkAttempts(CHUNK_SIZES)
-        self.take_report(report(3, epoch=0))
-        self.pool.begin(epoch=1, evaluation=1, versions=(), n_examples=40)
+        self.take_report(report(3, series=0))
+        self.pool.begin(series=1, evaluation=1, versions=(), n_examples=40)
 
     def take_report(self, message: WorkReport, *, incarnation: int = 1, now: float = 0.0) -> bool:
         event = received(message, incarnation=incarnation)
@@ -89,8 +89,10 @@ def test_a_replica_takes_assignments_after_it_was_removed_for_silence(n_told: in
     assert bench.pool.resend(99.0) == []
 
 
-def report(version: int, *, epoch: int = 1, evaluation: int = 1) -> WorkReport:
-    return WorkReport(epoch=epoch, version=version, evaluation=evaluation, n_computed=5, results=())
+def report(version: int, *, series: int = 1, evaluation: int = 1) -> WorkReport:
+    return WorkReport(
+        series=series, version=version, evaluation=evaluation, n_computed=5, results=()
+    )
 
 
 def test_an_assignment_is_repeated_until_it_is_acknowledged() -> None:
@@ -109,7 +111,7 @@ def test_an_assignment_is_repeated_until_it_is_acknowledged() -> None:
 
 def test_reports_of_other_evaluations_and_incarnations_change_nothing() -> None:
     bench = Bench()
-    assert not bench.take_report(report(3, epoch=9))
+    assert not bench.take_report(report(3, series=9))
     assert not bench.take_report(report(3, evaluation=9))
     assert not bench.take_report(report(3), incarnation=0)
     assert bench.pool.has_restarted(received(report(0), incarnation=2), report(0))

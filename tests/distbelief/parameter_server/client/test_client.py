@@ -98,7 +98,7 @@ class Alone:
         sender: Address = SHARD,
     ) -> list[Action]:
         message = pf.SessionOpened(
-            shard_incarnation=life if term is None else term,
+            term=life if term is None else term,
             clock=clock,
             samples=samples,
             watermark=watermark,
@@ -168,7 +168,7 @@ class Alone:
         start, stop = bounds[min(index, len(bounds) - 1)]
         message = pf.ParameterBlock(
             request=request,
-            shard_incarnation=life,
+            term=life,
             block_index=index,
             clock=clock,
             values=np.full(stop - start if size is None else size, value, dtype),
@@ -176,9 +176,7 @@ class Alone:
         return self.receive(message, life=life)
 
     def acknowledge(self, sequence: int, *, staleness: int = 0, life: int = 1) -> list[Action]:
-        message = pf.PushApplied(
-            sequence=sequence, shard_incarnation=life, clock=1, staleness=staleness
-        )
+        message = pf.PushApplied(sequence=sequence, term=life, clock=1, staleness=staleness)
         return self.receive(message, life=life)
 
 
@@ -255,6 +253,20 @@ def test_a_shard_that_refuses_for_good_is_named_with_its_reason() -> None:
         Alone().receive(pf.SessionRefused(reason="other layout", for_good=True))
 
 
+def test_the_first_tensor_in_which_two_layouts_differ_is_shown() -> None:
+    """It was two hashes."""
+    alone = Alone()
+    first = str(alone.client.view.tensors[0])
+    for tensors, said in [
+        ((first, "buffer x of shape [7]"), "client: it has buffer x of shape [7], not parameter "),
+        ((first,), "client: it has nothing more, not parameter .*; your layout is another$"),
+        (tuple(map(str, alone.client.view.tensors)), "client: your layout is another$"),
+    ]:
+        refused = pf.SessionRefused(reason="your layout is another", for_good=True, tensors=tensors)
+        with pytest.raises(JobError, match=said.replace("[7]", r"\[7\]")):
+            alone.receive(refused)
+
+
 def test_a_shard_that_does_not_know_the_client_gets_open_session_again() -> None:
     alone = Alone()
     refused = pf.SessionRefused(reason="open a session first", for_good=False)
@@ -305,7 +317,7 @@ def test_pushes_in_flight_when_a_shard_restarts_go_to_its_next_incarnation(told_
     assert alone.unacknowledged() == 1
     # The snapshot had nothing: only what was acknowledged is lost.
     (block,) = sent(alone.welcome(life=2, watermark=FIRST), pf.PushBlock)
-    assert (block.sequence, block.shard_incarnation) == (FIRST + 1, 2)
+    assert (block.sequence, block.term) == (FIRST + 1, 2)
     assert block.values.max() == 5.0
     assert alone.ready()
     assert alone.client.counters()["pushes_lost"] == 1
@@ -349,8 +361,8 @@ def test_a_push_being_staged_when_the_shard_restarts_goes_to_its_next_incarnatio
         actions = alone.welcome(life=2)
     (block,) = sent(actions, pf.PushBlock)
     (push,) = sent(actions, pf.Push)
-    assert (block.sequence, block.shard_incarnation) == (FIRST, 2)
-    assert (push.sequence, push.shard_incarnation) == (FIRST, 2)
+    assert (block.sequence, block.term) == (FIRST, 2)
+    assert (push.sequence, push.term) == (FIRST, 2)
     assert block.values.max() == 3.0
     assert alone.can_push()
     alone.acknowledge(FIRST, life=2)
@@ -798,7 +810,7 @@ def test_a_gradient_goes_straight_into_the_shards_push_buffer() -> None:
     assert alone.client.counters()["bytes_out"] == 2 * 8 * N
     assert not alone.can_push()
     assert messages(alone.timer(0.5)) == ["Push", "Push"]
-    credit = pf.PushBlockAck(sequence=FIRST, shard_incarnation=1, received=1)
+    credit = pf.PushBlockAck(sequence=FIRST, term=1, received=1)
     assert alone.receive(credit) == []
 
 
@@ -883,7 +895,7 @@ def test_blocks_flow_within_a_window_and_the_push_follows_the_last() -> None:
     assert messages(actions) == ["PushBlock", "PushBlock"]
 
     def credited(received: int, sequence: int = FIRST) -> list[str]:
-        message = pf.PushBlockAck(sequence=sequence, shard_incarnation=1, received=received)
+        message = pf.PushBlockAck(sequence=sequence, term=1, received=received)
         return messages(alone.receive(message))
 
     assert credited(1) == ["PushBlock", "Push"]
@@ -899,7 +911,7 @@ def test_blocks_flow_within_a_window_and_the_push_follows_the_last() -> None:
 def test_blocks_that_were_lost_are_sent_again_from_where_the_shard_is() -> None:
     alone = Alone(layout_of(LARGE))
     alone.push()
-    alone.receive(pf.PushBlockAck(sequence=FIRST, shard_incarnation=1, received=1))
+    alone.receive(pf.PushBlockAck(sequence=FIRST, term=1, received=1))
     (at,) = timers(alone.timer(0.4))
     actions = alone.timer(at)
     assert [b.block_index for b in sent(actions, pf.PushBlock)] == [1, 2]
@@ -1021,7 +1033,7 @@ def test_an_answer_to_an_earlier_entry_does_not_tell_that_the_client_has_left() 
 
     def opened(entries: pf.Ticks, tick: pf.Ticks = msgspec.UNSET) -> pf.SessionOpened:
         return pf.SessionOpened(
-            shard_incarnation=1,
+            term=1,
             clock=0,
             samples=0,
             watermark=FIRST - 1,
