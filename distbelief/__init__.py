@@ -20,15 +20,13 @@ from typing import TYPE_CHECKING
 
 
 if TYPE_CHECKING:
-    from distbelief.errors import (
+    from distbelief.core.errors import (
         DistBeliefError as DistBeliefError,
         JobError as JobError,
         PeerLostError as PeerLostError,
         StorageError as StorageError,
     )
-    from distbelief.exchange import Exchange as Exchange
-    from distbelief.forecast.simulate import simulate as simulate
-    from distbelief.optimizer import DownpourSGD as DownpourSGD
+    from distbelief.job.trainer import Run as Run, train as train
     from distbelief.parameter_server.rules import (
         SGD as SGD,
         Adagrad as Adagrad,
@@ -37,16 +35,18 @@ if TYPE_CHECKING:
         Momentum as Momentum,
         RMSprop as RMSprop,
     )
-    from distbelief.partition.planning import plan as plan
+    from distbelief.plans.planner.planning import plan as plan
+    from distbelief.serve.exchange import Exchange as Exchange
+    from distbelief.serve.optimizer import DownpourSGD as DownpourSGD
     from distbelief.serve.server import ParameterServer as ParameterServer
-    from distbelief.trainer import Run as Run, train as train
+    from distbelief.simulation.forecast.simulate import simulate as simulate
 
 # Names are imported on first use, so that `import distbelief` alone does not load torch.
 _NAMES = {
-    "distbelief.errors": ("DistBeliefError", "JobError", "PeerLostError", "StorageError"),
-    "distbelief.forecast.simulate": ("simulate",),
-    "distbelief.exchange": ("Exchange",),
-    "distbelief.optimizer": ("DownpourSGD",),
+    "distbelief.core.errors": ("DistBeliefError", "JobError", "PeerLostError", "StorageError"),
+    "distbelief.simulation.forecast.simulate": ("simulate",),
+    "distbelief.serve.exchange": ("Exchange",),
+    "distbelief.serve.optimizer": ("DownpourSGD",),
     "distbelief.parameter_server.rules": (
         "SGD",
         "Adagrad",
@@ -55,9 +55,9 @@ _NAMES = {
         "Momentum",
         "RMSprop",
     ),
-    "distbelief.partition.planning": ("plan",),
+    "distbelief.plans.planner.planning": ("plan",),
     "distbelief.serve.server": ("ParameterServer",),
-    "distbelief.trainer": ("Run", "train"),
+    "distbelief.job.trainer": ("Run", "train"),
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names}
 

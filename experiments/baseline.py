@@ -19,8 +19,8 @@ from torch import nn
 
 from distbelief.config.job import Job
 from distbelief.config.load import load_job
-from distbelief.data import Dataset, read_batch
-from distbelief.errors import DistBeliefError, JobError
+from distbelief.core.errors import DistBeliefError, JobError
+from distbelief.task.data import Dataset, read_batch
 from distbelief.task.task import build_dataset, build_loss, build_metric, build_model, prepare_data
 from experiments.benchmarks.measuring.measurement import show
 

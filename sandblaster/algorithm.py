@@ -9,9 +9,9 @@ from typing import Final, final
 
 from distbelief.config.algorithms import Facts, Verdict
 from distbelief.config.job import ClusterTable
-from distbelief.errors import JobError
+from distbelief.core.errors import JobError
 from distbelief.parameter_server.rules import SGD
-from distbelief.roles.role import Role
+from distbelief.protocol.role import Role
 from distbelief.task.task import BuildContext
 from distbelief.worker import build as wb
 from sandblaster.build import build_coordinator, build_rank, build_replica

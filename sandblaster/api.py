@@ -23,14 +23,14 @@ from distbelief.config import toml
 from distbelief.config.job import Job
 from distbelief.config.load import load_job, parse_job
 from distbelief.core.arguments import checked
+from distbelief.core.errors import JobError, StorageError
 from distbelief.core.files import scratch
-from distbelief.errors import JobError, StorageError
-from distbelief.run.directory import RunDirectory
-from distbelief.run.resume import check_same
+from distbelief.job.run.directory import RunDirectory
+from distbelief.job.run.resume import check_same
+from distbelief.job.trainer import HeldCallback, Run, train
 from distbelief.supervisor.view import JobView
 from distbelief.task.imports import check_is_no_import
 from distbelief.task.task import build_model, check_shapes
-from distbelief.trainer import HeldCallback, Run, train
 from sandblaster.optimizers.termination import Reason
 from sandblaster.problem_files import Factory, Problem, import_path, own_problem, plain
 from sandblaster.settings import MethodName

@@ -8,10 +8,10 @@ import msgspec
 import numpy as np
 import torch
 
-from distbelief.data import DataShard, Samples
 from distbelief.parameter_server.client.client import ParameterClient
 from distbelief.parameter_server.layout import PartialView
-from distbelief.roles.role import Address, Role
+from distbelief.protocol.role import Address, Role
+from distbelief.task.data import DataShard, Samples
 from distbelief.task.task import BuildContext, build_model
 from distbelief.worker import build as wb
 from distbelief.worker.batches import SlicePrefetch

@@ -11,7 +11,7 @@ of the batch, has the same bits on every worker.
 from dataclasses import dataclass
 from typing import Final, final
 
-from distbelief.roles.role import Address
+from distbelief.protocol.role import Address
 
 
 COORDINATOR: Final = Address("coordinator")

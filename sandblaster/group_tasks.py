@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from typing import Final, final
 
 from distbelief import protocol as wire
+from distbelief.core.errors import RemoteProtocolError
 from distbelief.core.reliable import Backoff, Silence
-from distbelief.data import Samples
-from distbelief.errors import RemoteProtocolError
-from distbelief.roles.role import Action, Report, Seconds, Send, SetTimer
+from distbelief.protocol.role import Action, Report, Seconds, Send, SetTimer
+from distbelief.task.data import Samples
 from distbelief.worker.batches import BatchIndices
 from distbelief.worker.group import Outgoing
 from distbelief.worker.replica import Leader

@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from distbelief.core import files
-from distbelief.errors import JobError, StorageError
-from distbelief.run.directory import RunDirectory
+from distbelief.core.errors import JobError, StorageError
+from distbelief.job.run.directory import RunDirectory
 from distbelief.task.imports import call_factory
 from distbelief.worker.local_executor import FlatModel
 

@@ -16,8 +16,7 @@ from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Final, final
 
-from distbelief.protocol import Assignment, Finished, StartTraining, Stop, WorkReport
-from distbelief.roles import role as rl
+from distbelief.protocol import Assignment, Finished, StartTraining, Stop, WorkReport, role as rl
 from distbelief.worker.replica import Replica
 from sandblaster.chunks import COORDINATOR
 from sandblaster.worker import ChunkProgram

@@ -22,13 +22,13 @@ import torch
 from typing_extensions import override
 
 from distbelief import protocol as wire
-from distbelief.errors import JobError, LocalProtocolError
-from distbelief.execution.executor import StepResult
+from distbelief.core.errors import JobError, LocalProtocolError
 from distbelief.parameter_server.client.client import ParameterClient
 from distbelief.parameter_server.client.pushes import PushResult
-from distbelief.roles import role as rl
+from distbelief.protocol import role as rl
 from distbelief.worker.batches import BatchSlice, bad_sample, blame_of
 from distbelief.worker.exchange import GradientSum, is_finite
+from distbelief.worker.execution.executor import StepResult
 from distbelief.worker.group import Outgoing
 from distbelief.worker.replica import OTHER_RETRY_SECONDS, Leader, Program, Steps, Waiting
 from distbelief.worker.steps import LocalNorm

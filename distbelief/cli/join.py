@@ -73,8 +73,8 @@ def join(  # noqa: PLR0913 -- options
     Exit code: 0 the job has ended, 1 failed or rejected, 2 wrong usage, 130
     stopped by Ctrl+C.
     """
-    from distbelief.cluster import agent, join as join_module  # noqa: PLC0415 -- torch
     from distbelief.core import units  # noqa: PLC0415 -- start quickly
+    from distbelief.job.hosts import agent, join as join_module  # noqa: PLC0415 -- torch
 
     is_held = address == "-"
     options = agent.JoinOptions(

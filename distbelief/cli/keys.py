@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 import typer
 
 from distbelief.cli import options as o
-from distbelief.errors import JobError
+from distbelief.core.errors import JobError
 
 
 if TYPE_CHECKING:

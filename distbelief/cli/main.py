@@ -21,7 +21,7 @@ from distbelief.cli.serve import serve
 from distbelief.cli.simulate import chaos, simulate
 from distbelief.cli.slurm import slurm
 from distbelief.cli.status import status
-from distbelief.errors import JobError
+from distbelief.core.errors import JobError
 
 
 app = typer.Typer(
@@ -130,8 +130,8 @@ def train(  # noqa: PLR0913 -- options
     Exit code: 0 done, 1 failed, 2 wrong usage, 130 stopped by Ctrl+C.
     """
     job_file = _job_file(job_file, resume)
-    from distbelief.launch.forkserver import uncollected  # noqa: PLC0415 -- start quickly
-    from distbelief.launch.local import LocalLauncher  # noqa: PLC0415 -- start quickly
+    from distbelief.job.launch.forkserver import uncollected  # noqa: PLC0415 -- start quickly
+    from distbelief.job.launch.local import LocalLauncher  # noqa: PLC0415 -- start quickly
 
     # The launcher's fork server imports torch while this process does.
     with LocalLauncher() as launcher:
@@ -141,7 +141,7 @@ def train(  # noqa: PLR0913 -- options
             from distbelief.config.load import load_job  # noqa: PLC0415 -- start quickly
 
             job = load_job(job_file, overrides=overrides or ())
-            from distbelief import trainer  # noqa: PLC0415 -- torch
+            from distbelief.job import trainer  # noqa: PLC0415 -- torch
 
         hosting = None
         if listen is not None or on is not None:
@@ -212,7 +212,7 @@ def predict(
     plan: one process per machine, each of which reads only its part of the
     model.
     """
-    from distbelief import predict as predict_module  # noqa: PLC0415 -- torch
+    from distbelief.job import predict as predict_module  # noqa: PLC0415 -- torch
 
     done = predict_module.predict(
         run_directory, inputs, out=out, whole=whole, tell=lambda text: typer.echo(text, err=True)
@@ -310,13 +310,13 @@ def partition(  # noqa: PLR0913 -- options
             "no model to partition: name the function that makes it and the shape of "
             "its input, as in `distbelief partition nets:make --input 784`"
         )
-    from distbelief.launch.local import LocalLauncher  # noqa: PLC0415 -- numpy
+    from distbelief.job.launch.local import LocalLauncher  # noqa: PLC0415 -- numpy
 
     with closing(LocalLauncher()) as launcher:
         if verify:
             launcher.start()  # it imports torch while the plan is made
         from distbelief.cli import run_partition  # noqa: PLC0415 -- torch
-        from distbelief.partition import planner, planning  # noqa: PLC0415 -- torch
+        from distbelief.plans.planner import planner, planning  # noqa: PLC0415 -- torch
 
         o.look_up_modules_here()
         asked = planner.Request(
@@ -376,6 +376,6 @@ def _job_file(job_file: Path | None, resume: Path | None) -> Path:
             "no job to train: name a job file, as in `distbelief train speech.toml`, or a "
             "run to resume, as in `--resume runs/speech`"
         )
-    from distbelief.run.directory import RunDirectory  # noqa: PLC0415 -- torch
+    from distbelief.job.run.directory import RunDirectory  # noqa: PLC0415 -- torch
 
     return RunDirectory.open(resume, write=False).job_file

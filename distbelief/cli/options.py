@@ -13,8 +13,8 @@ from typing import Final, ParamSpec, TypeVar, cast
 
 import typer
 
+from distbelief.core.errors import DistBeliefError, JobError
 from distbelief.core.formatting import plain
-from distbelief.errors import DistBeliefError, JobError
 
 
 FAILED: Final = 1

@@ -9,14 +9,14 @@ from typing import Final
 
 from rich.console import Console
 
-from distbelief.display.progress import status_line
-from distbelief.errors import JobError
+from distbelief.core.errors import JobError
 from distbelief.graph.capture import InputSpec
 from distbelief.graph.graph import GraphError
-from distbelief.launch.local import LocalLauncher
-from distbelief.partition import plan_report
-from distbelief.partition.planner import Request, planning_request
-from distbelief.partition.planning import WIDTH, planning_result
+from distbelief.job.display.progress import status_line
+from distbelief.job.launch.local import LocalLauncher
+from distbelief.plans.planner import plan_report
+from distbelief.plans.planner.planner import Request, planning_request
+from distbelief.plans.planner.planning import WIDTH, planning_result
 from distbelief.task.task import ModelSpec, build_on_meta
 
 
@@ -59,7 +59,7 @@ def run(
         )
         explained = [result.explain(layer) for layer in explain]
         if launcher is not None:
-            from distbelief.verify import verify  # noqa: PLC0415 -- start quickly
+            from distbelief.job.verify import verify  # noqa: PLC0415 -- start quickly
 
             trial = verify(
                 result,

@@ -8,15 +8,15 @@ import msgspec
 from rich.console import Console
 from rich.text import Text
 
-from distbelief.chaos.chaos_report import rendered
-from distbelief.chaos.local_faults import run_local_chaos
-from distbelief.chaos.simulated import N_RUNS, run_simulated_chaos
 from distbelief.config.load import load_job
 from distbelief.core.signals import ended_by_signals
-from distbelief.display.progress import WaitProgress
-from distbelief.forecast import forecast_report as reports
-from distbelief.forecast.prepare import Preparation
-from distbelief.forecast.simulate import Forecast, SimulationRequest, run_request
+from distbelief.job.display.progress import WaitProgress
+from distbelief.simulation.chaos.chaos_report import rendered
+from distbelief.simulation.chaos.local_faults import run_local_chaos
+from distbelief.simulation.chaos.simulated import N_RUNS, run_simulated_chaos
+from distbelief.simulation.forecast import forecast_report as reports
+from distbelief.simulation.forecast.prepare import Preparation
+from distbelief.simulation.forecast.simulate import Forecast, SimulationRequest, run_request
 
 
 WIDTH: Final = 200  # columns of a table in a pipe or file

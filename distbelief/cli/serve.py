@@ -6,7 +6,7 @@ from typing import Final
 import typer
 
 from distbelief.cli import options as o
-from distbelief.errors import JobError
+from distbelief.core.errors import JobError
 
 
 RULES: Final = ("sgd", "momentum", "delayed_nesterov", "adagrad", "rmsprop", "adam")

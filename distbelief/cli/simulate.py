@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from distbelief.cli import options as o
-from distbelief.errors import JobError
+from distbelief.core.errors import JobError
 
 
 @o.reported
@@ -64,8 +64,8 @@ def simulate(  # noqa: PLR0913 -- options
     Exit code: 0 done, 1 the job failed, 2 wrong usage, 130 stopped by Ctrl+C.
     """
     from distbelief.cli import run_simulate  # noqa: PLC0415 -- torch
-    from distbelief.forecast.simulate import SimulationRequest  # noqa: PLC0415 -- start quickly
-    from distbelief.forecast.sweep import axes_of  # noqa: PLC0415 -- start quickly
+    from distbelief.simulation.forecast.simulate import SimulationRequest  # noqa: PLC0415 -- start quickly
+    from distbelief.simulation.forecast.sweep import axes_of  # noqa: PLC0415 -- start quickly
 
     request = SimulationRequest(
         job=_named(job_file, "simulate"),

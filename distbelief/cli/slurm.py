@@ -9,7 +9,7 @@ import typer
 
 from distbelief.cli import options as o
 from distbelief.cli.keys import DEFAULT
-from distbelief.errors import JobError
+from distbelief.core.errors import JobError
 
 
 SIGNAL_SECONDS: Final = 120  # from the signal to Slurm's time limit
@@ -79,7 +79,7 @@ def slurm(
     ends; submitted again, the script resumes its run.
     """
     from distbelief.config.load import load_job  # noqa: PLC0415 -- start quickly
-    from distbelief.launch.role_process import words_of_consent  # noqa: PLC0415 -- torch
+    from distbelief.job.launch.role_process import words_of_consent  # noqa: PLC0415 -- torch
     from distbelief.transport.keys import KeyFiles  # noqa: PLC0415 -- pyzmq
 
     if job_file is None:

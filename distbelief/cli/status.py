@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Final
 import typer
 
 from distbelief.cli.options import AS_JSON, argument, reported
+from distbelief.core.errors import JobError
 from distbelief.core.formatting import plain
-from distbelief.errors import JobError
 
 
 if TYPE_CHECKING:
-    from distbelief.run.directory import RunDirectory, Status
+    from distbelief.job.run.directory import RunDirectory, Status
 
 
 # A running job writes its status every second; older than this, something is wrong.
@@ -38,7 +38,7 @@ def status(
     A running job updates its status every second. For a job that has ended, the
     last status is shown.
     """
-    from distbelief.run.directory import RunDirectory  # noqa: PLC0415 -- torch
+    from distbelief.job.run.directory import RunDirectory  # noqa: PLC0415 -- torch
 
     run = RunDirectory.open(run_directory, write=False) if run_directory else _newest_run()
     now = dt.datetime.now(tz=dt.UTC).timestamp()
@@ -47,7 +47,7 @@ def status(
 
 def _newest_run() -> "RunDirectory":
     # A running one is preferred.
-    from distbelief.run.directory import RunDirectory  # noqa: PLC0415 -- torch
+    from distbelief.job.run.directory import RunDirectory  # noqa: PLC0415 -- torch
 
     files = sorted(RUNS.glob("*/job.toml"), key=lambda file: file.stat().st_mtime)
     runs = [RunDirectory(file.parent, lock=None) for file in reversed(files)]
@@ -66,7 +66,7 @@ def _show_status(run: "RunDirectory", *, pid: int | None, now: float, as_json: b
     from rich.console import Console  # noqa: PLC0415 -- start quickly
     from rich.text import Text  # noqa: PLC0415 -- start quickly
 
-    from distbelief.display.screen import Screen  # noqa: PLC0415 -- start quickly
+    from distbelief.job.display.screen import Screen  # noqa: PLC0415 -- start quickly
 
     last = run.read_status()
     if last is not None and pid is not None and last.pid != pid:

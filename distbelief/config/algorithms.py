@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Final, Protocol, TypeVar, cast, final
 import msgspec
 
 from distbelief.config import toml
+from distbelief.core.errors import JobFileError
 from distbelief.core.formatting import nearest
-from distbelief.errors import JobFileError
 
 
 if TYPE_CHECKING:  # these import torch
     from distbelief.config.job import ClusterTable, Job
     from distbelief.core.spans import Epochs
     from distbelief.parameter_server.rules import UpdateRule
-    from distbelief.roles.role import Role
+    from distbelief.protocol.role import Role
     from distbelief.task.task import BuildContext
 
 

@@ -14,7 +14,7 @@ import msgspec
 from distbelief.config import tables, toml
 from distbelief.config.algorithms import facts_of
 from distbelief.core import units
-from distbelief.errors import JobFileError
+from distbelief.core.errors import JobFileError
 
 
 if TYPE_CHECKING:  # it imports torch

@@ -27,7 +27,7 @@ import msgspec
 from distbelief.config import algorithms, job as jobs, presets, tables, toml
 from distbelief.config.job import Job
 from distbelief.config.tables import TableError
-from distbelief.errors import JobError, JobFileError
+from distbelief.core.errors import JobError, JobFileError
 
 
 __all__ = ["Job", "job_from_json", "load_job", "parse_job"]

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Final, cast
 
 from distbelief.config import toml
+from distbelief.core.errors import JobFileError
 from distbelief.core.formatting import nearest
-from distbelief.errors import JobFileError
 
 
 Table = Mapping[str, object]

@@ -14,8 +14,8 @@ from msgspec import inspect
 
 from distbelief.config import toml
 from distbelief.core import units
+from distbelief.core.errors import JobError, JobFileError
 from distbelief.core.formatting import SYNONYMS, nearest
-from distbelief.errors import JobError, JobFileError
 
 
 Path = tuple[str, ...]  # keys, from the top of the file

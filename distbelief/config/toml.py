@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Mapping
 
-from distbelief.errors import JobFileError
+from distbelief.core.errors import JobFileError
 
 
 Table = Mapping[str, object]

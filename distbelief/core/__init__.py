@@ -1,1 +1,1 @@
-"""Memory regions, files, units, signals and formatting, used by all other packages."""
+"""Errors, memory regions, files, units, signals and formatting, used by all other packages."""

@@ -12,8 +12,8 @@ from typing import ClassVar, ParamSpec, TypeVar
 import msgspec
 from typing_extensions import override
 
+from distbelief.core.errors import JobError, SettingError
 from distbelief.core.formatting import nearest
-from distbelief.errors import JobError, SettingError
 
 
 _P = ParamSpec("_P")

@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final, Self, final
 
-from distbelief.errors import StorageError
+from distbelief.core.errors import StorageError
 
 
 # The process that makes a temporary directory, and others that use it, hold a shared lock on it,

@@ -12,8 +12,8 @@ from typing import Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from distbelief.core.errors import LocalProtocolError, MemoryGoneError
 from distbelief.core.vectors import Vector
-from distbelief.errors import LocalProtocolError, MemoryGoneError
 
 
 # Every step allocates and frees gradients of the size of the model. By default, glibc maps

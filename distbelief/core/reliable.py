@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Final, Generic, TypeVar, final
 
+from distbelief.core.errors import PeerLostError, RemoteProtocolError
 from distbelief.core.vectors import Vector
-from distbelief.errors import PeerLostError, RemoteProtocolError
 
 
 Item = TypeVar("Item")

@@ -16,9 +16,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from distbelief.core.errors import StorageError
 from distbelief.core.folders import Folder, LocalFolder
 from distbelief.core.vectors import Vector
-from distbelief.errors import StorageError
 
 
 _ALIGNMENT: Final = 8  # of the data

@@ -16,8 +16,8 @@ from torch import nn
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
+from distbelief.core.errors import SettingError
 from distbelief.core.formatting import nearest
-from distbelief.errors import SettingError
 
 
 Table = Mapping[str, object]

@@ -18,7 +18,7 @@ from typing import Annotated, Final, Literal
 
 from msgspec import Meta
 
-from distbelief.errors import JobFileError
+from distbelief.core.errors import JobFileError
 
 
 Dimension = Literal["time", "bytes", "rate", "compute"]

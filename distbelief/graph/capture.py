@@ -34,7 +34,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from typing_extensions import override
 
-from distbelief.errors import JobError
+from distbelief.core.errors import JobError
 from distbelief.graph import lowering, ops  # noqa: F401 -- registers operators and lowering rules
 from distbelief.graph.graph import INPUT, Builder, GraphError, LayerGraph, TensorUse, as_real
 from distbelief.graph.lowering.fallback import per_sample

@@ -20,7 +20,7 @@ import msgspec
 import torch
 from torch import nn
 
-from distbelief.errors import JobError
+from distbelief.core.errors import JobError
 from distbelief.graph.region import Region, Shape
 
 

@@ -18,17 +18,16 @@ from typing import Final, final
 import msgspec
 import numpy as np
 
+from distbelief.core.errors import RemoteProtocolError, RestoreError
 from distbelief.core.spans import NOTHING, Spans
 from distbelief.core.vectors import Element, Vector
-from distbelief.errors import RemoteProtocolError, RestoreError
 from distbelief.parameter_server.layout import Layout, Segment
 from distbelief.parameter_server.ranges import IndexRanges
 from distbelief.parameter_server.rules import State, UpdateRule, initial_state
 from distbelief.parameter_server.shard_config import ShardConfig
 from distbelief.parameter_server.slices import ShardSlice
 from distbelief.parameter_server.step_counts import StepCounts
-from distbelief.protocol import CheckpointSaved, Count, SessionRecord
-from distbelief.roles import role as rl
+from distbelief.protocol import CheckpointSaved, Count, SessionRecord, role as rl
 
 
 @final

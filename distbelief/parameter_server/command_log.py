@@ -17,17 +17,16 @@ from typing import assert_never, cast, final
 
 import numpy as np
 
+from distbelief.core.errors import RemoteProtocolError
 from distbelief.core.vectors import Vector
-from distbelief.errors import RemoteProtocolError
 from distbelief.parameter_server.gradient_sums import GradientSums
 from distbelief.parameter_server.savepoints import PARAMETERS, Savepoints, split
 from distbelief.parameter_server.sessions import PushInProgress
 from distbelief.parameter_server.shard_config import ShardConfig
 from distbelief.parameter_server.store import ShardStore
 from distbelief.parameter_server.vector_store import VectorStore
-from distbelief.protocol import batch as bt
+from distbelief.protocol import batch as bt, role as rl
 from distbelief.protocol.vector_commands import Fill, Scalars
-from distbelief.roles import role as rl
 
 
 _Outcome = tuple[Scalars, str | None]  # what was measured, and the error

@@ -18,8 +18,8 @@ from typing import final
 import numpy as np
 import torch
 
+from distbelief.core.errors import RemoteProtocolError
 from distbelief.core.vectors import Element, Vector
-from distbelief.errors import RemoteProtocolError
 from distbelief.parameter_server.slices import ShardSlice
 
 

@@ -22,10 +22,10 @@ from typing import Final, final
 import msgspec
 import numpy as np
 
+from distbelief.core.errors import RemoteProtocolError
 from distbelief.core.memory import Memory
 from distbelief.core.reliable import Window
 from distbelief.core.vectors import Element, Vector
-from distbelief.errors import RemoteProtocolError
 from distbelief.parameter_server.sessions import Session, Sessions
 from distbelief.parameter_server.shard_config import ShardConfig
 from distbelief.parameter_server.slices import ShardSlice, payload_of
@@ -33,7 +33,7 @@ from distbelief.parameter_server.store import ShardStore
 from distbelief.parameter_server.tensor_copies import convert
 from distbelief.parameter_server.words import WORD
 from distbelief.protocol import push_fetch as pf
-from distbelief.roles.role import Action, Address, Cost, Seconds, Send, SetTimer
+from distbelief.protocol.role import Action, Address, Cost, Seconds, Send, SetTimer
 
 
 CREDIT_BLOCKS_MAX: Final = 64

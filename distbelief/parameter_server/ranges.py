@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from distbelief.core.errors import RemoteProtocolError
 from distbelief.core.vectors import Vector
-from distbelief.errors import RemoteProtocolError
 
 
 Indices = NDArray[np.int64]

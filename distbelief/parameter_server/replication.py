@@ -20,11 +20,11 @@ from typing import Final, assert_never, final
 import msgspec
 import numpy as np
 
+from distbelief.core.errors import MemoryGoneError, RemoteProtocolError
 from distbelief.core.memory import Memory
 from distbelief.core.reliable import Silence, Transfer, Window
 from distbelief.core.spans import Spans
 from distbelief.core.vectors import Vector
-from distbelief.errors import MemoryGoneError, RemoteProtocolError
 from distbelief.parameter_server.sessions import PushInProgress, Sessions
 from distbelief.parameter_server.slices import ShardSlice, push_block
 from distbelief.parameter_server.step_counts import StepCounts
@@ -32,7 +32,7 @@ from distbelief.parameter_server.store import ShardStore
 from distbelief.parameter_server.tensor_copies import N_PUSH_BUFFERS, PushBuffer, push_buffer_views
 from distbelief.parameter_server.words import WORD
 from distbelief.protocol import Message, SessionRecord, push_fetch as pf, replication as rp
-from distbelief.roles.role import SUPERVISOR, Action, Address, Received, Seconds, Send, SetTimer
+from distbelief.protocol.role import SUPERVISOR, Action, Address, Received, Seconds, Send, SetTimer
 
 
 FromPrimary = rp.StartSync | rp.StateBlock | rp.ReplicatePush | pf.PushBlock

@@ -31,9 +31,9 @@ from typing_extensions import override
 
 from distbelief.core import torch_optimizers
 from distbelief.core.arguments import CheckedArguments, NamedTable, require
+from distbelief.core.errors import SettingError
 from distbelief.core.formatting import nearest
 from distbelief.core.vectors import ALIGNMENT, Vector, padded
-from distbelief.errors import SettingError
 from distbelief.parameter_server.layout import Layout
 from distbelief.parameter_server.ranges import IndexRanges
 from distbelief.parameter_server.schedules import Constant, Schedule

@@ -16,11 +16,11 @@ from typing import Final, final
 
 import msgspec
 
+from distbelief.core.errors import RemoteProtocolError, RestoreError
 from distbelief.core.vectors import Vector
-from distbelief.errors import RemoteProtocolError, RestoreError
 from distbelief.parameter_server.vector_store import VectorStore
 from distbelief.protocol import CheckpointRecord, Savepoint
-from distbelief.roles.role import Snapshot
+from distbelief.protocol.role import Snapshot
 
 
 PARAMETERS: Final = "parameters"

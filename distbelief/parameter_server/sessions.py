@@ -20,10 +20,10 @@ from typing import final
 import msgspec
 import numpy as np
 
+from distbelief.core.errors import FalseClaimError, RemoteProtocolError, StorageError
 from distbelief.core.memory import Memory
 from distbelief.core.spans import dealt_of
 from distbelief.core.vectors import Vector
-from distbelief.errors import FalseClaimError, RemoteProtocolError, StorageError
 from distbelief.parameter_server.shard_config import ShardConfig
 from distbelief.parameter_server.slices import NOTHING, ShardSlice, n_holding
 from distbelief.parameter_server.staleness import PartialPushes, Staleness
@@ -36,7 +36,7 @@ from distbelief.parameter_server.tensor_copies import (
 )
 from distbelief.parameter_server.ticks import Attendance, Floor, Rounds
 from distbelief.protocol import SessionRecord, push_fetch as pf, replication as rp
-from distbelief.roles.role import Action, Address, Received, Seconds, Send
+from distbelief.protocol.role import Action, Address, Received, Seconds, Send
 
 
 # --- one client ---

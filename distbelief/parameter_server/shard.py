@@ -20,10 +20,15 @@ from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from typing import Final, assert_never, cast, final
 
+from distbelief.core.errors import (
+    DistBeliefError,
+    FalseClaimError,
+    RemoteProtocolError,
+    StorageError,
+)
 from distbelief.core.memory import Memory
 from distbelief.core.spans import Spans
 from distbelief.core.vectors import Vector
-from distbelief.errors import DistBeliefError, FalseClaimError, RemoteProtocolError, StorageError
 from distbelief.parameter_server.checkpoint import CheckpointWriter, ShardState, take
 from distbelief.parameter_server.command_log import CommandExecutor
 from distbelief.parameter_server.pinned_versions import TIMER as PINS_TIMER, PinnedVersions
@@ -38,8 +43,13 @@ from distbelief.parameter_server.sessions import PushInProgress, Session, Sessio
 from distbelief.parameter_server.shard_config import ShardConfig, other_copy
 from distbelief.parameter_server.slices import ShardSlice
 from distbelief.parameter_server.store import ShardStore
-from distbelief.protocol import batch as bt, membership as ms, push_fetch as pf, replication as rp
-from distbelief.roles import role as rl
+from distbelief.protocol import (
+    batch as bt,
+    membership as ms,
+    push_fetch as pf,
+    replication as rp,
+    role as rl,
+)
 
 
 __all__ = ["Shard", "ShardConfig"]

@@ -6,7 +6,7 @@ from typing import Final, Literal, final
 from distbelief.parameter_server.layout import Layout
 from distbelief.parameter_server.policy import DOWNPOUR, ExchangePolicy
 from distbelief.parameter_server.rules import UpdateRule
-from distbelief.roles.role import Address, Seconds
+from distbelief.protocol.role import Address, Seconds
 
 
 Numbers = Literal["float32", "bfloat16"]

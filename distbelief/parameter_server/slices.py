@@ -6,8 +6,8 @@ from typing import Final, final
 import msgspec
 import numpy as np
 
+from distbelief.core.errors import RemoteProtocolError
 from distbelief.core.vectors import Element, Vector, block_bounds
-from distbelief.errors import RemoteProtocolError
 from distbelief.parameter_server.ranges import IndexRanges, Indices, RangeCopier
 from distbelief.parameter_server.tensor_copies import parts
 from distbelief.parameter_server.words import WORD, as_tensor, word_count

@@ -13,8 +13,8 @@ from typing import final
 
 import numpy as np
 
+from distbelief.core.errors import RemoteProtocolError
 from distbelief.core.vectors import Vector
-from distbelief.errors import RemoteProtocolError
 from distbelief.parameter_server.ranges import (
     N_STRIPES_MAX as N_STRIPES_OF_ONE,
     IndexRanges,

@@ -19,10 +19,10 @@ import numpy as np
 import torch
 
 from distbelief.core import vectors
+from distbelief.core.errors import LocalProtocolError, RemoteProtocolError, StorageError
 from distbelief.core.memory import Memory
 from distbelief.core.spans import NOTHING, Spans
 from distbelief.core.vectors import ALIGNMENT, Element, Vector, padded
-from distbelief.errors import LocalProtocolError, RemoteProtocolError, StorageError
 from distbelief.parameter_server.checkpoint import ShardState, restore
 from distbelief.parameter_server.policy import ExchangePolicy
 from distbelief.parameter_server.ranges import IndexRanges, RangeCopier
@@ -33,7 +33,7 @@ from distbelief.parameter_server.step_counts import StepCounts
 from distbelief.parameter_server.tensor_copies import SeqlockVector, convert, parts
 from distbelief.parameter_server.words import as_tensor, decode
 from distbelief.protocol import push_fetch as pf, replication as rp
-from distbelief.roles.role import Cost, Snapshot
+from distbelief.protocol.role import Cost, Snapshot
 
 
 # --- updates of slices ---

@@ -16,10 +16,10 @@ from typing import Final, Protocol, final
 
 import msgspec
 
-from distbelief.errors import FalseClaimError
+from distbelief.core.errors import FalseClaimError
 from distbelief.parameter_server.policy import ExchangePolicy, Round
 from distbelief.protocol import push_fetch as pf
-from distbelief.roles.role import Action, Address, Seconds, Send
+from distbelief.protocol.role import Action, Address, Seconds, Send
 
 
 TICKS_AHEAD_MAX: Final = 1 << 32

@@ -14,12 +14,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from distbelief.core.errors import RemoteProtocolError, StorageError
 from distbelief.core.vectors import Vector
-from distbelief.errors import RemoteProtocolError, StorageError
 from distbelief.parameter_server.layout import Layout
 from distbelief.protocol import vector_commands as vc
+from distbelief.protocol.role import Cost
 from distbelief.protocol.vector_commands import Command, Scalars, Term, VectorName
-from distbelief.roles.role import Cost
 
 
 Doubles = NDArray[np.float64]

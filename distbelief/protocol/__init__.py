@@ -5,7 +5,7 @@ One module for each pair of roles: `membership` (supervisor and roles), `push_fe
 and batch workers), `groups` (the ranks of one replica), `hosts` (supervisor and hosts).
 Each message says "sender -> receiver: purpose". Headers are small and typed; arrays
 travel beside them, raw (`codec`). Roles declare which messages they accept; the drivers
-refuse all others (`distbelief.roles.role`).
+refuse all others (`role`: events in, actions out).
 
 The envelope names the sender and its incarnation. A message that makes sense for one
 incarnation of its receiver only carries that incarnation too.

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
+from distbelief.core.errors import LocalProtocolError, RemoteProtocolError
 from distbelief.core.vectors import BLOCK_BYTES, ELEMENT_TYPES, Vector
-from distbelief.errors import LocalProtocolError, RemoteProtocolError
 from distbelief.protocol import Blob, Count, Message, Name
 
 

@@ -14,7 +14,7 @@ from typing import Annotated, Final
 
 import msgspec
 
-from distbelief.errors import RemoteProtocolError
+from distbelief.core.errors import RemoteProtocolError
 from distbelief.protocol.fields import AnyMessage, Blob, Count, Name, Rate, Text
 
 

@@ -26,7 +26,7 @@ from typing import Annotated, Literal, assert_never
 
 import msgspec
 
-from distbelief.errors import RemoteProtocolError
+from distbelief.core.errors import RemoteProtocolError
 
 
 VectorName = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_.\-]{1,64}\Z")]

@@ -1,1 +1,1 @@
-"""The parameter server without a job, for `DownpourSGD` and `distbelief serve`."""
+"""Your own training loop (`DownpourSGD`, `Exchange`) and its parameter server, without a job."""

@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from distbelief.config import tables
 from distbelief.config.presets import expand
-from distbelief.errors import JobError, JobFileError
+from distbelief.core.errors import JobError, JobFileError
 from distbelief.parameter_server.layout import TensorSpec, kind_of
 from distbelief.parameter_server.policy import DOWNPOUR, ExchangePolicy
 from distbelief.parameter_server.rules import UpdateRule, check_groups, rule_of

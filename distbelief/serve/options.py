@@ -9,10 +9,10 @@ from typing import Final, cast
 import msgspec
 import torch
 
-from distbelief.cluster import ssh
-from distbelief.cluster.listen import JoinServer
 from distbelief.config.presets import expand
-from distbelief.errors import JobError, JobFileError
+from distbelief.core.errors import JobError, JobFileError
+from distbelief.job.hosts import ssh
+from distbelief.job.hosts.listen import JoinServer
 from distbelief.parameter_server.rules import TORCH_RULES, UpdateRule
 from distbelief.serve.address import by_position, rule_from
 from distbelief.task.task import ModelSpec, build_model

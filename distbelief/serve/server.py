@@ -15,12 +15,12 @@ import torch
 
 from distbelief.config.presets import expand
 from distbelief.core.arguments import checked
+from distbelief.core.errors import JobError, PeerLostError
 from distbelief.core.files import Scratch, explaining, make_directory
-from distbelief.errors import JobError, PeerLostError
-from distbelief.launch.local import THREAD_VARIABLES
+from distbelief.job.launch.local import THREAD_VARIABLES
+from distbelief.job.run.directory import RunDirectory
 from distbelief.parameter_server.rules import UpdateRule
 from distbelief.parameter_server.shard_config import COPIES_MAX
-from distbelief.run.directory import RunDirectory
 from distbelief.serve.address import (
     SHARDS_MAX,
     ServerAddress,

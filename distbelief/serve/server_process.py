@@ -27,19 +27,19 @@ from safetensors.torch import save_file
 
 from distbelief.config import job as jobs, tables, toml
 from distbelief.core import files, formatting
+from distbelief.core.errors import DistBeliefError, JobError
 from distbelief.core.signals import REASONS, caught_signals
-from distbelief.errors import DistBeliefError, JobError
-from distbelief.launch.local import IMPORT_SECONDS_MAX, LocalLauncher
-from distbelief.launch.role_process import RoleSpec
+from distbelief.job.launch.local import IMPORT_SECONDS_MAX, LocalLauncher
+from distbelief.job.launch.role_process import RoleSpec
+from distbelief.job.run.checkpoints import CheckpointStore
+from distbelief.job.run.directory import RunDirectory
+from distbelief.job.run.resume import PreviousRun, read_previous_run
+from distbelief.job.run_log import RunLog
 from distbelief.parameter_server.layout import Layout, TensorSpec, first_difference
 from distbelief.parameter_server.policy import DOWNPOUR, ExchangePolicy
 from distbelief.parameter_server.rules import UpdateRule
 from distbelief.parameter_server.shard_config import copy_names
-from distbelief.roles.role import SUPERVISOR
-from distbelief.run.checkpoints import CheckpointStore
-from distbelief.run.directory import RunDirectory
-from distbelief.run.resume import PreviousRun, read_previous_run
-from distbelief.run_log import RunLog
+from distbelief.protocol.role import SUPERVISOR
 from distbelief.serve.address import ServerAddress
 from distbelief.supervisor.metrics import PreviousTotals
 from distbelief.supervisor.supervisor import Supervisor

@@ -10,14 +10,14 @@ from typing import cast, final
 
 import torch
 
+from distbelief.core.errors import JobError, PeerLostError, TransportError
 from distbelief.core.memory import Memory, PrivateMemory
 from distbelief.core.signals import HeldInterrupt
-from distbelief.errors import JobError, PeerLostError, TransportError
 from distbelief.parameter_server.client.client import ParameterClient
 from distbelief.parameter_server.layout import Layout, PartialView
 from distbelief.parameter_server.shard_config import ClientConfig, Numbers
 from distbelief.protocol import Join
-from distbelief.roles.role import SUPERVISOR, Computed
+from distbelief.protocol.role import SUPERVISOR, Computed
 from distbelief.serve.address import ServerAddress, parameter_specs
 from distbelief.transport.node import BackgroundRunner, RoleRunner
 from distbelief.transport.shared_memory import FileMemory

@@ -1,1 +1,1 @@
-"""Runs the real roles on a simulated network, in virtual time, from a seed."""
+"""Runs the real roles on a simulated network, in virtual time, from a seed; forecasts, chaos."""

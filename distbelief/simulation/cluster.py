@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import assert_never
 
-from distbelief.roles.role import Address, Event, Received, Report, Role, Seconds
+from distbelief.protocol.role import Address, Event, Received, Report, Role, Seconds
 from distbelief.simulation.driver import Builder, Driver, Observer, SimulatedProcess
 from distbelief.simulation.faults import (
     CutOff,

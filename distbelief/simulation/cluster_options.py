@@ -17,8 +17,8 @@ import msgspec
 import numpy as np
 
 from distbelief.graph.graph import GraphError
-from distbelief.program.cluster import Cluster, Machine, Outages
-from distbelief.roles.role import Address, Seconds
+from distbelief.plans.cluster import Cluster, Machine, Outages
+from distbelief.protocol.role import Address, Seconds
 from distbelief.simulation.cpu import Processor
 from distbelief.simulation.faults import Outage
 from distbelief.simulation.machines import ClusterOptions, SimulatedMachine

@@ -16,7 +16,7 @@ from typing import final
 
 import msgspec
 
-from distbelief.roles.role import Event, Seconds
+from distbelief.protocol.role import Event, Seconds
 from distbelief.simulation.event_queue import Call, EventQueue
 
 

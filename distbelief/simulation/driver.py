@@ -17,10 +17,10 @@ from typing import assert_never
 
 import msgspec
 
+from distbelief.core.errors import DistBeliefError, LocalProtocolError, RemoteProtocolError
 from distbelief.core.memory import Memory
-from distbelief.errors import DistBeliefError, LocalProtocolError, RemoteProtocolError
-from distbelief.roles import role as rl
-from distbelief.roles.role import Address, Received, Role, Seconds, Send
+from distbelief.protocol import role as rl
+from distbelief.protocol.role import Address, Received, Role, Seconds, Send
 from distbelief.simulation.cpu import Demand, EventLoop, Host, SimulatedThread, Work
 from distbelief.simulation.event_queue import EventQueue, RandomStreams, Timers
 from distbelief.simulation.faults import Slow

@@ -13,8 +13,8 @@ from typing import TypeVarTuple
 
 import numpy as np
 
-from distbelief.errors import LocalProtocolError
-from distbelief.roles.role import Seconds
+from distbelief.core.errors import LocalProtocolError
+from distbelief.protocol.role import Seconds
 
 
 Call = Callable[[], None]

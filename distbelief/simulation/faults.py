@@ -7,7 +7,7 @@ A schedule is a tuple of faults. Message faults have a random stream of their ow
 import math
 from dataclasses import dataclass
 
-from distbelief.roles.role import Address, Seconds
+from distbelief.protocol.role import Address, Seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ from typing import Final, Literal
 import numpy as np
 
 from distbelief.parameter_server.shard_config import shard_of
-from distbelief.roles.role import Address, Cost, Seconds
+from distbelief.protocol.role import Address, Cost, Seconds
 from distbelief.simulation.cpu import Demand, Processor
 from distbelief.simulation.faults import Fault
 from distbelief.simulation.network import WITHIN_HOST, Link, SwitchedNetwork

@@ -38,7 +38,7 @@ from distbelief.protocol import (
     TransferBlock,
 )
 from distbelief.protocol.codec import Codec, Frame
-from distbelief.roles.role import Address, Received, Seconds, Send
+from distbelief.protocol.role import Address, Received, Seconds, Send
 from distbelief.simulation.event_queue import EventQueue, RandomStreams, draws
 from distbelief.simulation.faults import CutOff, Delay, Drop, Duplicate, MessageFault, NetworkFault
 

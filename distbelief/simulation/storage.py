@@ -9,11 +9,11 @@ region becomes NaN when no other role has it attached.
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from distbelief.core.errors import MemoryGoneError, StorageError
 from distbelief.core.memory import PrivateMemory, Region
 from distbelief.core.vectors import Vector
-from distbelief.errors import MemoryGoneError, StorageError
 from distbelief.parameter_server.shard_config import shard_of
-from distbelief.roles.role import FIRST_LABEL, NEWEST, Address, Snapshot
+from distbelief.protocol.role import FIRST_LABEL, NEWEST, Address, Snapshot
 from distbelief.simulation.trace import crc
 
 

@@ -14,9 +14,9 @@ from typing import Final, final
 import msgspec
 import numpy as np
 
+from distbelief.core.errors import DistBeliefError
 from distbelief.core.vectors import Vector
-from distbelief.errors import DistBeliefError
-from distbelief.roles.role import Address, Computed, Event, Received, Seconds, TimerFired
+from distbelief.protocol.role import Address, Computed, Event, Received, Seconds, TimerFired
 
 
 TEXT_MAX: Final = 240  # characters of one event

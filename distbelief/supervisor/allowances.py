@@ -16,7 +16,7 @@ import math
 from typing import Final, final
 
 from distbelief.protocol import Progress, StartTraining
-from distbelief.roles.role import Address
+from distbelief.protocol.role import Address
 from distbelief.supervisor.dealer import Dealer
 from distbelief.supervisor.membership import Membership, Presence, RoleRecord
 from distbelief.supervisor.metrics import JobMetrics

@@ -20,7 +20,7 @@ from typing import Final, final
 
 from distbelief.core.spans import NOTHING, Epochs, Span, Spans, in_part
 from distbelief.protocol import StartTraining
-from distbelief.roles.role import Address, Seconds
+from distbelief.protocol.role import Address, Seconds
 from distbelief.supervisor.membership import Membership, Presence, RoleRecord
 
 

@@ -20,8 +20,8 @@ import msgspec
 from distbelief.parameter_server.lost_pushes import Lost, lost_after, n_lost
 from distbelief.parameter_server.shard_config import other_copy
 from distbelief.protocol import BackupInSync, BackupUnresponsive, Promote
-from distbelief.roles.log_events import LogEvent
-from distbelief.roles.role import Action, Address, Seconds, Send, Terminate
+from distbelief.protocol.log_events import LogEvent
+from distbelief.protocol.role import Action, Address, Seconds, Send, Terminate
 from distbelief.supervisor.membership import Membership, RoleRecord
 from distbelief.supervisor.output import Output
 from distbelief.supervisor.rounds import Checkpoints

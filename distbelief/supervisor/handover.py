@@ -9,7 +9,7 @@ from typing import Final, Protocol
 import msgspec
 
 from distbelief.protocol import Offer
-from distbelief.roles.role import Address, Seconds, SetTimer
+from distbelief.protocol.role import Address, Seconds, SetTimer
 from distbelief.supervisor.allowances import Allowances
 from distbelief.supervisor.dealer import Hand
 from distbelief.supervisor.failover import ShardFailover, ShardState

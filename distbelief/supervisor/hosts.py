@@ -13,9 +13,9 @@ from distbelief.config.job import Job, ShardPlacement
 from distbelief.core import formatting
 from distbelief.core.reliable import Silence
 from distbelief.parameter_server.layout import Layout
-from distbelief.program.step_cost import PlanCost
+from distbelief.plans.step_cost import PlanCost
 from distbelief.protocol import Offer
-from distbelief.roles.role import Address, Seconds
+from distbelief.protocol.role import Address, Seconds
 from distbelief.supervisor.view import HostView
 
 

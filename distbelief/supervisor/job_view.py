@@ -5,7 +5,7 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from distbelief.roles.role import Seconds
+from distbelief.protocol.role import Seconds
 from distbelief.supervisor.failover import ShardFailover
 from distbelief.supervisor.hosts import HostTable
 from distbelief.supervisor.membership import COUNT_MAX, WAITS, Membership, Presence, RoleRecord

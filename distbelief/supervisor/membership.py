@@ -21,7 +21,7 @@ from typing import Final, Literal, final, get_args
 from distbelief.core.formatting import plain
 from distbelief.parameter_server.shard_config import shard_of
 from distbelief.protocol import Join, PeerEntry, Peers
-from distbelief.roles.role import Address, Seconds
+from distbelief.protocol.role import Address, Seconds
 from distbelief.worker.group import group_rank_of
 
 

@@ -11,7 +11,7 @@ from typing import final
 from msgspec.structs import replace
 
 from distbelief.protocol import EvaluationDone, Progress
-from distbelief.roles.role import Seconds
+from distbelief.protocol.role import Seconds
 from distbelief.supervisor.membership import Rate, RoleRecord
 from distbelief.supervisor.view import HISTORY_MAX, JobView, Point
 

@@ -4,8 +4,8 @@ from collections import deque
 from typing import final
 
 from distbelief.protocol import Message as WireMessage
-from distbelief.roles.log_events import LogEvent
-from distbelief.roles.role import Action, Address, Report, Seconds, Send
+from distbelief.protocol.log_events import LogEvent
+from distbelief.protocol.role import Action, Address, Report, Seconds, Send
 from distbelief.supervisor.metrics import JobMetrics
 from distbelief.supervisor.view import MESSAGES_MAX, Message
 

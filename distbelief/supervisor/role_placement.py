@@ -23,7 +23,7 @@ from typing import Final, Protocol, Self, final
 
 from distbelief.config.job import ShardPlacement
 from distbelief.parameter_server.shard_config import other_copy, shard_of
-from distbelief.roles.role import Address
+from distbelief.protocol.role import Address
 from distbelief.supervisor.hosts import ALIKE, ClusterConfig, Host, HostTable
 from distbelief.supervisor.membership import Membership, RoleRecord
 from distbelief.worker.group import rank_name

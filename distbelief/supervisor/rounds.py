@@ -11,7 +11,7 @@ from typing import Final, final
 
 from distbelief.core.reliable import Backoff
 from distbelief.protocol import CheckpointSaved, Evaluate, EvaluationDone, SaveCheckpoint
-from distbelief.roles.role import FIRST_LABEL, Address, Seconds
+from distbelief.protocol.role import FIRST_LABEL, Address, Seconds
 
 
 REPEAT_SECONDS: Final = 2.0  # until an unanswered request is repeated

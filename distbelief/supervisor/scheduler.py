@@ -19,11 +19,11 @@ from typing import Final, Protocol, final
 
 from distbelief import protocol as wire
 from distbelief.core import formatting
-from distbelief.errors import RemoteProtocolError
+from distbelief.core.errors import RemoteProtocolError
 from distbelief.parameter_server.shard_config import other_copy
+from distbelief.protocol import role as rl
 from distbelief.protocol.hosts import JOB_SPEC, PROBE, PROBE_BYTES
-from distbelief.roles import role as rl
-from distbelief.roles.log_events import LogEvent
+from distbelief.protocol.log_events import LogEvent
 from distbelief.supervisor.failover import ShardFailover
 from distbelief.supervisor.hosts import HERE, ClusterConfig, Host, HostTable
 from distbelief.supervisor.membership import Membership, Presence, RoleRecord

@@ -20,10 +20,10 @@ from msgspec.structs import replace
 
 from distbelief import protocol as wire
 from distbelief.core import formatting
+from distbelief.core.errors import RemoteProtocolError
 from distbelief.core.reliable import Silence
-from distbelief.errors import RemoteProtocolError
-from distbelief.roles import role as rl
-from distbelief.roles.log_events import LogEvent
+from distbelief.protocol import role as rl
+from distbelief.protocol.log_events import LogEvent
 from distbelief.supervisor.allowances import Allowances
 from distbelief.supervisor.failover import ShardFailover
 from distbelief.supervisor.handover import LOST, Handover, start_roles

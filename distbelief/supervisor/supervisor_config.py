@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from distbelief.config.algorithms import Verdict, done
 from distbelief.core.spans import Epochs
-from distbelief.roles.role import Address, Seconds
+from distbelief.protocol.role import Address, Seconds
 from distbelief.supervisor.membership import Kind, Presence, RoleRecord
 from distbelief.supervisor.metrics import PreviousTotals
 from distbelief.supervisor.stop_rules import StopRules

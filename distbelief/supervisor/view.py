@@ -12,7 +12,7 @@ from typing import Literal, TypeVar
 import msgspec
 
 
-Seconds = float  # as in `roles`, whose import takes a quarter second
+Seconds = float  # as in `role`, whose import takes a quarter second
 
 Phase = Literal[
     "waiting for hosts",  # hosts must join first

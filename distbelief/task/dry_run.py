@@ -16,11 +16,11 @@ from typing import Final
 import torch
 from torch import nn
 
-from distbelief.data import Batch, n_samples_of, shown_path, tensors_of
-from distbelief.errors import JobError
+from distbelief.core.errors import JobError
 from distbelief.graph.graph import GraphError, LayerGraph
 from distbelief.graph.ops.loss_layers import ClassSums, ElementwiseLoss
 from distbelief.graph.unsupported import refuse_bounded_tables
+from distbelief.task.data import Batch, n_samples_of, shown_path, tensors_of
 from distbelief.task.losses import CLASS_LOSSES, LOSSES, Loss, Metric, labels_of, scores_of
 
 

@@ -13,10 +13,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from typing_extensions import override
 
-from distbelief.data import Batch, Path, rebuilt, shown_path, tensors_of
-from distbelief.errors import JobError
+from distbelief.core.errors import JobError
 from distbelief.graph.capture import InputSpec, input_names, reason_of
 from distbelief.graph.graph import GraphError
+from distbelief.task.data import Batch, Path, rebuilt, shown_path, tensors_of
 from distbelief.task.dry_run import check_arguments
 from distbelief.task.imports import place
 from distbelief.task.losses import Loss, scores_path

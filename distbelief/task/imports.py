@@ -14,8 +14,8 @@ from pathlib import Path
 from traceback import extract_tb
 from typing import Protocol, cast
 
+from distbelief.core.errors import JobError
 from distbelief.core.formatting import nearest
-from distbelief.errors import JobError
 
 
 GUARD = "if __name__ == '__main__':"

@@ -16,9 +16,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
+from distbelief.core.errors import JobError, StorageError
 from distbelief.core.tensor_files import TensorFile
 from distbelief.core.vectors import Vector
-from distbelief.errors import JobError, StorageError
 from distbelief.parameter_server.initial_values import Initial
 from distbelief.parameter_server.layout import Layout
 

@@ -15,9 +15,9 @@ from typing import Final, NoReturn, cast
 import torch
 from torch.nn import functional
 
+from distbelief.core.errors import JobError
 from distbelief.core.formatting import nearest
-from distbelief.data import Path, shown_path, tensors_of
-from distbelief.errors import JobError
+from distbelief.task.data import Path, shown_path, tensors_of
 from distbelief.task.imports import resolve
 
 

@@ -14,10 +14,9 @@ import msgspec
 import torch
 from torch import nn
 
+from distbelief.core.errors import JobError
 from distbelief.core.memory import Memory
 from distbelief.core.tensor_files import TensorFile
-from distbelief.data import Dataset, Path, are_alike, marks_of, read_batch, shown_path
-from distbelief.errors import JobError
 from distbelief.graph.append_loss import append_loss
 from distbelief.graph.capture import capture
 from distbelief.graph.graph import INPUT, Builder, GraphError, LayerGraph, as_real
@@ -25,6 +24,7 @@ from distbelief.graph.module_calls import module_at
 from distbelief.parameter_server.initial_values import Initial
 from distbelief.parameter_server.layout import Layout, TensorSpec, kind_of
 from distbelief.task import dry_run, losses
+from distbelief.task.data import Dataset, Path, are_alike, marks_of, read_batch, shown_path
 from distbelief.task.forward import Forward, Sample, WholeLoss, input_specs
 from distbelief.task.imports import call_factory, place, resolve
 from distbelief.task.losses import Loss, Metric

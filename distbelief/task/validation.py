@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import torch
 
-from distbelief.data import Batch, Dataset, read_batch
-from distbelief.errors import JobError
+from distbelief.core.errors import JobError
 from distbelief.graph.capture import evaluation_difference
 from distbelief.task import dry_run, task as tasks
+from distbelief.task.data import Batch, Dataset, read_batch
 from distbelief.task.forward import Forward, Sample, input_specs
 from distbelief.task.losses import LOSS_METRIC, OWN, is_named, own_loss
 from distbelief.task.task import DataSpec, TaskSpec

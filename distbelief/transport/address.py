@@ -19,7 +19,7 @@ from typing import Final, Self, final
 
 from typing_extensions import override
 
-from distbelief.errors import JobError, TransportError
+from distbelief.core.errors import JobError, TransportError
 from distbelief.transport.keys import KEY_PATTERN
 
 

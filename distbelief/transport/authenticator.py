@@ -22,8 +22,8 @@ from typing import Final, final
 
 import zmq
 
-from distbelief.errors import DistBeliefError, RemoteProtocolError, TransportError
-from distbelief.roles.role import SUPERVISOR, Seconds
+from distbelief.core.errors import DistBeliefError, RemoteProtocolError, TransportError
+from distbelief.protocol.role import SUPERVISOR, Seconds
 from distbelief.transport.address import ENDPOINT_CHARACTERS_MAX, Endpoint
 from distbelief.transport.keys import KEY_BYTES, KeyFiles, KeyPair
 

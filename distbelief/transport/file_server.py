@@ -24,11 +24,11 @@ import msgspec
 import zmq
 
 from distbelief.core import files
+from distbelief.core.errors import LocalProtocolError, StorageError, TransportError
 from distbelief.core.folders import FILE, NAME, LocalFolder
 from distbelief.core.reliable import Backoff
-from distbelief.errors import LocalProtocolError, StorageError, TransportError
 from distbelief.protocol.fields import Count, Name, Text
-from distbelief.roles.role import SUPERVISOR
+from distbelief.protocol.role import SUPERVISOR
 from distbelief.transport import authenticator as auth
 from distbelief.transport.address import Endpoint, in_url, is_six
 from distbelief.transport.listen_config import ListenConfig

@@ -24,7 +24,7 @@ import zmq
 from zmq.utils import z85
 
 from distbelief.core import files
-from distbelief.errors import JobError
+from distbelief.core.errors import JobError
 
 
 KEY_BYTES: Final = 32

@@ -15,7 +15,7 @@ from typing import Literal, Self
 
 import msgspec
 
-from distbelief.errors import JobError
+from distbelief.core.errors import JobError
 from distbelief.transport import authenticator as auth
 from distbelief.transport.address import in_url, is_loopback
 from distbelief.transport.keys import KeyFiles, KeyPair

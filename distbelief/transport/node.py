@@ -23,15 +23,14 @@ from contextlib import suppress
 from functools import partial
 from typing import Protocol, Self, assert_never, final
 
-from distbelief.errors import (
+from distbelief.core.errors import (
     DistBeliefError,
     FalseClaimError,
     RemoteProtocolError,
     StorageError,
     TransportError,
 )
-from distbelief.protocol import Stop
-from distbelief.roles import role as rl
+from distbelief.protocol import Stop, role as rl
 from distbelief.transport.address import refuses
 from distbelief.transport.zmq_transport import Log, ZmqTransport
 

@@ -21,10 +21,10 @@ from typing import Self
 
 import numpy as np
 
+from distbelief.core.errors import LocalProtocolError, MemoryGoneError, StorageError
 from distbelief.core.files import Scratch, remove_if_free, sweep
 from distbelief.core.memory import Region
 from distbelief.core.vectors import Vector
-from distbelief.errors import LocalProtocolError, MemoryGoneError, StorageError
 
 
 _PREFIX = "distbelief-"

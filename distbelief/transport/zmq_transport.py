@@ -23,9 +23,9 @@ import zmq
 import zmq.utils.garbage
 from zmq.utils.monitor import parse_monitor_message
 
-from distbelief.errors import LocalProtocolError, RemoteProtocolError, TransportError
+from distbelief.core.errors import LocalProtocolError, RemoteProtocolError, TransportError
 from distbelief.protocol import Message, codec as wire
-from distbelief.roles.role import HOST, SUPERVISOR, USER
+from distbelief.protocol.role import HOST, SUPERVISOR, USER
 from distbelief.transport import authenticator as auth
 from distbelief.transport.address import LOOPBACK, Endpoint, is_six
 

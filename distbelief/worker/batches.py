@@ -14,8 +14,14 @@ from typing import Final, Protocol, TypeVar, final
 import numpy as np
 import torch
 
+from distbelief.core.errors import JobError
 from distbelief.core.spans import Epochs, Span
-from distbelief.data import (
+from distbelief.graph.graph import INPUT, LayerGraph
+from distbelief.graph.ops.call import ALONE
+from distbelief.graph.region import Region
+from distbelief.protocol import DealtRanges
+from distbelief.protocol.role import Action, Compute, Cost, Executor
+from distbelief.task.data import (
     Batch,
     BatchCursor,
     Dataset,
@@ -25,12 +31,6 @@ from distbelief.data import (
     read_batch,
     shown_path,
 )
-from distbelief.errors import JobError
-from distbelief.graph.graph import INPUT, LayerGraph
-from distbelief.graph.ops.call import ALONE
-from distbelief.graph.region import Region
-from distbelief.protocol import DealtRanges
-from distbelief.roles.role import Action, Compute, Cost, Executor
 from distbelief.task.dry_run import check_labels, class_counts
 
 

@@ -15,12 +15,8 @@ from torch import nn
 
 from distbelief.config.algorithms import coordinator_of
 from distbelief.config.job import Job
+from distbelief.core.errors import JobError, LocalProtocolError
 from distbelief.core.vectors import Vector
-from distbelief.data import DataShard, Indices, rebuilt
-from distbelief.errors import JobError, LocalProtocolError
-from distbelief.execution import executor as ex
-from distbelief.execution.dataflow import dataflow
-from distbelief.execution.operations import Dataflow
 from distbelief.graph.graph import LayerGraph
 from distbelief.parameter_server.client.client import ParameterClient
 from distbelief.parameter_server.initial_values import shard_values, shard_values_from
@@ -35,16 +31,20 @@ from distbelief.parameter_server.shard_config import (
     copy_names,
     shard_of,
 )
-from distbelief.program.compiler import Compiled, compile_plan
-from distbelief.program.plan import Plan, load
-from distbelief.roles.role import Address, Role, Seconds
+from distbelief.plans.compiler import Compiled, compile_plan
+from distbelief.plans.plan import Plan, load
+from distbelief.protocol.role import Address, Role, Seconds
 from distbelief.task import dry_run, task as tk
+from distbelief.task.data import DataShard, Indices, rebuilt
 from distbelief.task.initializers import reader
 from distbelief.task.losses import LOSS_METRIC, OWN, Metric
 from distbelief.task.task import BuildContext, Kind, RosterEntry
 from distbelief.worker import batches
 from distbelief.worker.downpour_settings import DownpourSettings
 from distbelief.worker.evaluator import CHUNK, Evaluation, Score, held_out
+from distbelief.worker.execution import executor as ex
+from distbelief.worker.execution.dataflow import dataflow
+from distbelief.worker.execution.operations import Dataflow
 from distbelief.worker.group import EVALUATORS, GroupLeader, GroupRank, group_rank_of, member_names
 from distbelief.worker.local_executor import FlatModel, LocalExecutor, frozen_of, loss_and_metric
 from distbelief.worker.rank import Rank

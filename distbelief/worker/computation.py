@@ -22,20 +22,20 @@ from safetensors import safe_open
 from typing_extensions import override
 
 from distbelief.core.memory import PrivateMemory
-from distbelief.data import Batch, Indices, Path as Keys, shown_path
-from distbelief.execution.dataflow import dataflow
-from distbelief.execution.executor import StepResult
-from distbelief.execution.operations import Dataflow
 from distbelief.graph.graph import LayerGraph, as_real
 from distbelief.graph.region import Shape
 from distbelief.parameter_server.client.client import ParameterClient
 from distbelief.parameter_server.layout import Layout, PartialView
 from distbelief.parameter_server.shard_config import ClientConfig
 from distbelief.protocol import Evaluate, StartTraining, Stop
-from distbelief.roles.role import Role, Seconds
+from distbelief.protocol.role import Role, Seconds
+from distbelief.task.data import Batch, Indices, Path as Keys, shown_path
 from distbelief.task.task import BuildContext
 from distbelief.worker.batches import BatchIndices, BatchPlan, EvaluationPlan, Limits, SliceReader
 from distbelief.worker.build import RankBuild, Split, assemble, rank_in
+from distbelief.worker.execution.dataflow import dataflow
+from distbelief.worker.execution.executor import StepResult
+from distbelief.worker.execution.operations import Dataflow
 from distbelief.worker.group import Outgoing
 from distbelief.worker.replica import Leader, Program, Steps, Waiting
 

@@ -9,9 +9,9 @@ import msgspec
 from distbelief.core import torch_optimizers
 from distbelief.core.arguments import key_of
 from distbelief.core.spans import Epochs
-from distbelief.data import DataShard
 from distbelief.parameter_server.policy import DOWNPOUR, ExchangePolicy
 from distbelief.parameter_server.rules import UpdateRule
+from distbelief.task.data import DataShard
 from distbelief.worker.batches import TrainingPlan
 from distbelief.worker.exchange import EVERY_MIN, Pace
 
@@ -46,7 +46,7 @@ class DownpourSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     # Who reads which samples. "parts": each replica a part of its own, also after others are lost.
     # "dealt": the supervisor deals ranges to those present, by speed, and what a lost one has not
     # pushed to others: each sample of an epoch counts exactly once. None: "dealt" where a job can
-    # (`algorithms.downpour`); without a supervisor there are parts.
+    # (`worker.downpour`); without a supervisor there are parts.
     order: Literal["parts", "dealt"] | None = None
     # Of an epoch of dealt samples: once so much of it is done, what is left is not waited for, and
     # dealt to nobody any more (Chilimbi et al. 2014: 0.75).

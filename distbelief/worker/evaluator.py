@@ -15,13 +15,13 @@ import numpy as np
 import torch
 from typing_extensions import override
 
-from distbelief.data import Indices
-from distbelief.errors import JobError, LocalProtocolError
-from distbelief.execution.executor import StepResult
+from distbelief.core.errors import JobError, LocalProtocolError
 from distbelief.protocol import Evaluate, EvaluationDone, StartTraining, Stop
-from distbelief.roles.role import SUPERVISOR, Action, Seconds, Send
+from distbelief.protocol.role import SUPERVISOR, Action, Seconds, Send
+from distbelief.task.data import Indices
 from distbelief.task.dry_run import shown
 from distbelief.worker.batches import EvaluationPlan
+from distbelief.worker.execution.executor import StepResult
 from distbelief.worker.group import Outgoing
 from distbelief.worker.replica import Leader, Program, Steps, Waiting
 

@@ -21,8 +21,8 @@ from typing import Final, final
 
 import msgspec
 
+from distbelief.core.errors import RemoteProtocolError
 from distbelief.core.reliable import Silence
-from distbelief.errors import RemoteProtocolError
 from distbelief.protocol import (
     GrantSteps,
     GroupChunk,
@@ -31,7 +31,7 @@ from distbelief.protocol import (
     StartGeneration,
     StepsDone,
 )
-from distbelief.roles.role import Address, Seconds
+from distbelief.protocol.role import Address, Seconds
 from distbelief.worker.batches import DealtPlan, Limits
 
 

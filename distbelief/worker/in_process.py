@@ -14,13 +14,18 @@ import torch
 from torch import nn
 
 from distbelief.core.vectors import Vector
-from distbelief.execution.dataflow import dataflow
-from distbelief.execution.executor import PartitionExecutor, Seed, StepInputs, mean_over_samples
-from distbelief.execution.operations import Dataflow
-from distbelief.execution.schedule import MicroBatchSchedule, ReadyQueue
 from distbelief.graph.region import Region
-from distbelief.program.compiler import Compiled
+from distbelief.plans.compiler import Compiled
 from distbelief.worker.batches import micro_sizes
+from distbelief.worker.execution.dataflow import dataflow
+from distbelief.worker.execution.executor import (
+    PartitionExecutor,
+    Seed,
+    StepInputs,
+    mean_over_samples,
+)
+from distbelief.worker.execution.operations import Dataflow
+from distbelief.worker.execution.schedule import MicroBatchSchedule, ReadyQueue
 
 
 @final

@@ -12,13 +12,12 @@ from typing import final
 import torch
 from torch import nn
 
-from distbelief.data import Batch, Dataset, n_samples_of
-from distbelief.errors import DistBeliefError, JobError
-from distbelief.execution.executor import Put, StepResult
+from distbelief.core.errors import DistBeliefError, JobError
 from distbelief.graph.graph import as_real
 from distbelief.parameter_server.layout import TensorSpec, kind_of
-from distbelief.roles.role import Action, Compute, Cost, Seconds
+from distbelief.protocol.role import Action, Compute, Cost, Seconds
 from distbelief.task import dry_run
+from distbelief.task.data import Batch, Dataset, n_samples_of
 from distbelief.task.losses import Loss, Metric
 from distbelief.worker.batches import (
     BatchIndices,
@@ -29,6 +28,7 @@ from distbelief.worker.batches import (
     step_seed,
 )
 from distbelief.worker.exchange import bind_again, bindings_of
+from distbelief.worker.execution.executor import Put, StepResult
 from distbelief.worker.steps import STEP, Close, StepOutcome
 
 

@@ -10,12 +10,12 @@ from typing import Final, final
 
 from distbelief import protocol as wire
 from distbelief.core import formatting
+from distbelief.core.errors import LocalProtocolError, PeerLostError
 from distbelief.core.reliable import Silence
-from distbelief.errors import LocalProtocolError, PeerLostError
 from distbelief.parameter_server.client.client import ParameterClient, ShardReply
 from distbelief.parameter_server.client.fetches import FetchResult
 from distbelief.parameter_server.client.pushes import PushResult
-from distbelief.roles import role as rl
+from distbelief.protocol import role as rl
 from distbelief.worker.member import new_peers
 
 

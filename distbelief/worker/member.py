@@ -19,15 +19,15 @@ from typing import Final, cast, final
 
 from distbelief import protocol as wire
 from distbelief.config.job import PATIENCE_SECONDS
-from distbelief.core.reliable import Silence
-from distbelief.errors import (
+from distbelief.core.errors import (
     DistBeliefError,
     JobError,
     LocalProtocolError,
     RemoteProtocolError,
     RestoreError,
 )
-from distbelief.roles import role as rl
+from distbelief.core.reliable import Silence
+from distbelief.protocol import role as rl
 
 
 TIMER = "member:heartbeat"

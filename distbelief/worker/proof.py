@@ -7,7 +7,7 @@
 Rules that turn operations into layers may be wrong in ways that nobody has thought of; a comparison
 on the job's own data finds them all. Two steps show what a forward keeps from one to the next, the
 smaller batch what depends on the number of samples. `distbelief partition --verify` and the
-preflight of jobs with split replicas (`launch.preflight`) share it.
+preflight of jobs with split replicas (`job.launch.preflight`) share it.
 """
 
 import math
@@ -27,8 +27,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
-from distbelief.data import Batch, n_samples_of, tensors_of
-from distbelief.errors import JobError
+from distbelief.core.errors import JobError
 from distbelief.graph.graph import INPUT, Layer, LayerGraph, as_real
 from distbelief.graph.lowering.operation import by_name
 from distbelief.graph.operator import Step, operator_of
@@ -36,9 +35,10 @@ from distbelief.graph.ops.attention import Attention, scores_shape
 from distbelief.graph.ops.call import default_dtype
 from distbelief.graph.ops.dropout import Dropout, mask
 from distbelief.graph.region import Region, Shape
-from distbelief.program.compiler import Compiled
-from distbelief.program.plan import Plan
+from distbelief.plans.compiler import Compiled
+from distbelief.plans.plan import Plan
 from distbelief.task import task as tk
+from distbelief.task.data import Batch, n_samples_of, tensors_of
 from distbelief.task.dry_run import Names, check_mean
 from distbelief.task.forward import Sample
 from distbelief.task.losses import Loss, is_named

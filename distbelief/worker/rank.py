@@ -15,8 +15,8 @@ from typing import Final, final
 from typing_extensions import override
 
 from distbelief import protocol as wire
-from distbelief.errors import JobError, RemoteProtocolError
-from distbelief.roles import role as rl
+from distbelief.core.errors import JobError, RemoteProtocolError
+from distbelief.protocol import role as rl
 from distbelief.worker.group import GroupLeader, GroupRank, Outgoing, member_names
 from distbelief.worker.replica import Command, Course, Phase
 from distbelief.worker.steps import StepRunner

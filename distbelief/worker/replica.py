@@ -25,12 +25,17 @@ import torch
 from typing_extensions import override
 
 from distbelief import protocol as wire
-from distbelief.errors import DistBeliefError, JobError, LocalProtocolError, RemoteProtocolError
-from distbelief.execution.executor import Put, StepResult
+from distbelief.core.errors import (
+    DistBeliefError,
+    JobError,
+    LocalProtocolError,
+    RemoteProtocolError,
+)
 from distbelief.parameter_server.client.client import ParameterClient, ShardReply
 from distbelief.parameter_server.client.fetches import FetchResult
-from distbelief.roles import role as rl
+from distbelief.protocol import role as rl
 from distbelief.worker.batches import READ, BatchIndices, BatchSlice, Limits, SlicePrefetch
+from distbelief.worker.execution.executor import Put, StepResult
 from distbelief.worker.group import GroupLeader, GroupProgress, Outgoing
 from distbelief.worker.local_executor import LocalExecutor
 from distbelief.worker.steps import STEP, Close, LocalNorm, StepOutcome, StepRunner

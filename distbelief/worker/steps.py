@@ -17,16 +17,16 @@ from typing import Final, NamedTuple, final
 import numpy as np
 import torch
 
+from distbelief.core.errors import LocalProtocolError, RemoteProtocolError
 from distbelief.core.reliable import Arrivals, Backoff, ReliableStream
 from distbelief.core.vectors import ELEMENT_TYPES, Element, Vector
-from distbelief.errors import LocalProtocolError, RemoteProtocolError
-from distbelief.execution.executor import PartitionExecutor, Put, StepInputs, StepResult
-from distbelief.execution.operations import Dataflow, InputOp
-from distbelief.execution.schedule import MicroBatchSchedule, ReadyQueue
 from distbelief.protocol import TransferAck, TransferBlock
 from distbelief.protocol.codec import FRAME_BYTES_MAX
-from distbelief.roles.role import Action, Address, Compute, Cost, Seconds, Send
+from distbelief.protocol.role import Action, Address, Compute, Cost, Seconds, Send
 from distbelief.worker.batches import BatchPlan, BatchSlice, micro_sizes, step_seed
+from distbelief.worker.execution.executor import PartitionExecutor, Put, StepInputs, StepResult
+from distbelief.worker.execution.operations import Dataflow, InputOp
+from distbelief.worker.execution.schedule import MicroBatchSchedule, ReadyQueue
 from distbelief.worker.group import AHEAD
 
 

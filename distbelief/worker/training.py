@@ -21,16 +21,15 @@ import msgspec
 import torch
 from typing_extensions import override
 
+from distbelief.core.errors import JobError
 from distbelief.core.formatting import duration
 from distbelief.core.spans import NOTHING, Span, Spans, of_part
-from distbelief.data import shown_samples
-from distbelief.errors import JobError
-from distbelief.execution.executor import Put, StepResult
 from distbelief.parameter_server.client.client import ParameterClient
 from distbelief.parameter_server.client.fetches import FetchResult
 from distbelief.parameter_server.client.pushes import PushDraft, PushResult
 from distbelief.protocol import Evaluate, GrantSteps, Progress, StartTraining, Stop
-from distbelief.roles.role import SUPERVISOR, Action, Compute, Cost, Report, Seconds, Send
+from distbelief.protocol.role import SUPERVISOR, Action, Compute, Cost, Report, Seconds, Send
+from distbelief.task.data import shown_samples
 from distbelief.worker.batches import (
     BatchIndices,
     BatchSlice,
@@ -41,6 +40,7 @@ from distbelief.worker.batches import (
 )
 from distbelief.worker.downpour_settings import DownpourSettings
 from distbelief.worker.exchange import ExchangeState, is_finite
+from distbelief.worker.execution.executor import Put, StepResult
 from distbelief.worker.group import GroupProgress, Outgoing
 from distbelief.worker.inner import InnerOptimizer
 from distbelief.worker.replica import Leader, Program, Steps, Taken, Waiting

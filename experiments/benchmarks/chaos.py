@@ -30,10 +30,10 @@ from tempfile import TemporaryDirectory
 import numpy as np
 import torch
 
-from distbelief.chaos.local_faults import ProcessFaults
-from distbelief.optimizer import DownpourSGD
 from distbelief.parameter_server.rules import SGD
+from distbelief.serve.optimizer import DownpourSGD
 from distbelief.serve.server import ParameterServer
+from distbelief.simulation.chaos.local_faults import ProcessFaults
 from experiments.benchmarks.marks import worker as marked_worker
 from experiments.benchmarks.marks.worker import (
     N_SHARDS,

@@ -40,8 +40,8 @@ from typing import Final, NamedTuple, Self, TypeVar
 
 import numpy as np
 
-from distbelief.chaos.local_faults import ProcessFaults
-from distbelief.run.directory import RunDirectory
+from distbelief.job.run.directory import RunDirectory
+from distbelief.simulation.chaos.local_faults import ProcessFaults
 from distbelief.supervisor.view import JobView, RoleView
 from experiments.benchmarks.marks import numbered
 from experiments.benchmarks.measuring import measurement

@@ -43,9 +43,9 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from distbelief.config.presets import PRESETS
-from distbelief.forecast.prepare import Preparation
-from distbelief.roles.role import Address
+from distbelief.protocol.role import Address
 from distbelief.simulation.faults import Kill, Slow
+from distbelief.simulation.forecast.prepare import Preparation
 from experiments.benchmarks.measuring import measurement
 from experiments.benchmarks.simulated.courses import (
     ALONE,

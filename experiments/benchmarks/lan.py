@@ -32,15 +32,15 @@ from typing import Final, NamedTuple
 import msgspec
 
 from distbelief.config.job import Job
-from distbelief.forecast.placed_cluster import PlacedCluster
-from distbelief.forecast.prepare import Preparation, PreparedJob
-from distbelief.forecast.run import run_simulated
-from distbelief.program.cluster import Machine, uniform
-from distbelief.roles.role import SUPERVISOR, Address
-from distbelief.run.directory import RunDirectory
+from distbelief.job.run.directory import RunDirectory
+from distbelief.plans.cluster import Machine, uniform
+from distbelief.protocol.role import SUPERVISOR, Address
 from distbelief.simulation.cluster_options import options_for
 from distbelief.simulation.driver import Builder
 from distbelief.simulation.faults import Fault
+from distbelief.simulation.forecast.placed_cluster import PlacedCluster
+from distbelief.simulation.forecast.prepare import Preparation, PreparedJob
+from distbelief.simulation.forecast.run import run_simulated
 from distbelief.simulation.machines import ClusterOptions
 from distbelief.simulation.trace import Traffic
 from distbelief.supervisor.view import JobView

@@ -43,9 +43,9 @@ from typing import Final, NamedTuple
 import torch
 
 from distbelief.core.memory import keep_memory
-from distbelief.partition.planner import plan
-from distbelief.partition.profiling.this_host import Network
-from distbelief.partition.search import PlanningRequest, PlanSimulator
+from distbelief.plans.planner.planner import plan
+from distbelief.plans.planner.profiling.this_host import Network
+from distbelief.plans.planner.search import PlanningRequest, PlanSimulator
 from experiments.benchmarks.measuring import measurement
 from experiments.benchmarks.measuring.workers import Workers, module
 from experiments.benchmarks.measuring.workload import NetName, Workload

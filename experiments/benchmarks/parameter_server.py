@@ -45,12 +45,12 @@ import msgspec
 import torch
 
 from distbelief.core.memory import keep_memory
-from distbelief.forecast.placed_cluster import vectors_of_shard
 from distbelief.parameter_server.rules import SGD, Adagrad, UpdateRule
-from distbelief.roles.role import Computed
+from distbelief.protocol.role import Computed
 from distbelief.serve.address import ServerAddress
 from distbelief.serve.server import ParameterServer
 from distbelief.serve.session import ClientSession
+from distbelief.simulation.forecast.placed_cluster import vectors_of_shard
 from distbelief.transport.keys import new_secret
 from distbelief.transport.listen_config import ListenConfig
 from distbelief.worker.loop_worker import FETCH, INSTALLED, PUSHED, StagedPush

@@ -31,12 +31,12 @@ from typing import Final
 import numpy as np
 import torch
 
-from distbelief.config.cluster_file import load_cluster
-from distbelief.partition.cost_model import Variance
-from distbelief.partition.planner import Planned, plan
-from distbelief.partition.search import PlanningRequest, PlanSimulator
-from distbelief.partition.solvers.problem import Choice, Problem
-from distbelief.program.cluster import Cluster
+from distbelief.plans.cluster import Cluster
+from distbelief.plans.cluster_file import load_cluster
+from distbelief.plans.planner.cost_model import Variance
+from distbelief.plans.planner.planner import Planned, plan
+from distbelief.plans.planner.search import PlanningRequest, PlanSimulator
+from distbelief.plans.planner.solvers.problem import Choice, Problem
 from experiments.benchmarks.measuring import measurement
 from experiments.benchmarks.plans.nets import IMAGES, NETS, SPEECH, Net
 

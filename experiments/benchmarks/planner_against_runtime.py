@@ -39,11 +39,11 @@ from msgspec.structs import replace
 from scipy.stats import spearmanr
 
 from distbelief.core.memory import keep_memory
-from distbelief.partition.profiling.layer_timer import profiled
-from distbelief.partition.profiling.profile import WHOLE, Profile, Slices
-from distbelief.partition.search import PlanningRequest, PlanSimulator, SimulatedPlan
-from distbelief.program.plan import Plan
-from distbelief.program.step_cost import StepCost
+from distbelief.plans.plan import Plan
+from distbelief.plans.planner.profile import WHOLE, Profile, Slices
+from distbelief.plans.planner.profiling.layer_timer import profiled
+from distbelief.plans.planner.search import PlanningRequest, PlanSimulator, SimulatedPlan
+from distbelief.plans.step_cost import StepCost
 from experiments.benchmarks.measuring import measurement, workers
 from experiments.benchmarks.measuring.workload import NetName, Workload
 from experiments.benchmarks.plans.machines import kept_network, machines, order_by, plan_of, ways

@@ -25,7 +25,7 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any, Final, cast
 
-from distbelief.run.directory import RunDirectory
+from distbelief.job.run.directory import RunDirectory
 from experiments.benchmarks.measuring import measurement
 from experiments.benchmarks.measuring.workers import Program, Workers
 from experiments.benchmarks.simulated.truth import JOB

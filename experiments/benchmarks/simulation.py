@@ -33,14 +33,13 @@ from typing import Final, TypeVar
 import msgspec
 import torch
 
-from distbelief.algorithms.downpour import DOWNPOUR
-from distbelief.config.cluster_file import load_cluster
 from distbelief.core import vectors
 from distbelief.core.memory import Memory
 from distbelief.core.vectors import BLOCK_BYTES
 from distbelief.parameter_server.layout import Layout, TensorSpec
 from distbelief.parameter_server.rules import Adagrad
-from distbelief.roles.role import Action, Address, Compute, Event, Role, Seconds
+from distbelief.plans.cluster_file import load_cluster
+from distbelief.protocol.role import Action, Address, Compute, Event, Role, Seconds
 from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.cluster_options import options_for, several
 from distbelief.simulation.driver import Builder
@@ -56,6 +55,7 @@ from distbelief.task.task import (
     build_model,
 )
 from distbelief.worker import build as wb
+from distbelief.worker.downpour import DOWNPOUR
 from distbelief.worker.downpour_settings import DownpourSettings
 from distbelief.worker.local_executor import FlatModel
 from experiments.benchmarks.measuring import measurement

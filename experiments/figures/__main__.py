@@ -19,9 +19,9 @@ import torch
 from rich.console import Console
 
 from distbelief.config.job import Job
-from distbelief.display.progress import WaitProgress
-from distbelief.forecast.prepare import Preparation
-from distbelief.forecast.run import FinishedRun, run_simulated
+from distbelief.job.display.progress import WaitProgress
+from distbelief.simulation.forecast.prepare import Preparation
+from distbelief.simulation.forecast.run import FinishedRun, run_simulated
 from experiments.figures.courses import (
     SEARCH_SEED,
     SEARCHED,

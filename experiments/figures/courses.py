@@ -23,8 +23,8 @@ import msgspec
 
 from distbelief.config.job import Job
 from distbelief.config.load import parse_job
-from distbelief.forecast.run import FinishedRun
-from distbelief.roles.role import Seconds
+from distbelief.protocol.role import Seconds
+from distbelief.simulation.forecast.run import FinishedRun
 from experiments.figures import task
 from experiments.figures.entries import FIGURE_4, FIGURE_5, LEARNER, N_SHARDS, Entry, ScaledMachines
 from experiments.figures.results import RESULTS, code_of, fingerprint, keep, kept, slug

@@ -17,13 +17,13 @@ from typing import Final, Literal
 
 import msgspec
 
-from distbelief.config.cluster_file import load_cluster
-from distbelief.forecast.prepare import PreparedJob
-from distbelief.program.cluster import Cluster, Machine
-from distbelief.roles.role import ALL_MESSAGES, SUPERVISOR, Action, Address, Event, Role, Seconds
+from distbelief.plans.cluster import Cluster, Machine
+from distbelief.plans.cluster_file import load_cluster
+from distbelief.protocol.role import ALL_MESSAGES, SUPERVISOR, Action, Address, Event, Role, Seconds
 from distbelief.simulation.cluster_options import options_for, several
 from distbelief.simulation.driver import Builder
 from distbelief.simulation.faults import Fault
+from distbelief.simulation.forecast.prepare import PreparedJob
 from distbelief.simulation.machines import ClusterOptions
 from experiments.figures.task import N_TRAIN
 

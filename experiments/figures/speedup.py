@@ -9,8 +9,8 @@ from typing import Final
 
 import msgspec
 
-from distbelief.config.cluster_file import load_cluster
-from distbelief.partition.planner import plan
+from distbelief.plans.cluster_file import load_cluster
+from distbelief.plans.planner.planner import plan
 from experiments.benchmarks.plans.nets import IMAGES, SPEECH, Net
 from experiments.figures.results import RESULTS
 from experiments.images.model import paper_net

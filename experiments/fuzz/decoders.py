@@ -29,35 +29,35 @@ import numpy as np
 import torch
 from torch import nn
 
-from distbelief.cluster.bootstrap import (
+from distbelief.config.load import job_from_json, parse_job
+from distbelief.core.errors import DistBeliefError, LocalProtocolError, RemoteProtocolError
+from distbelief.core.folders import Folder
+from distbelief.core.tensor_files import TensorFile, encoded
+from distbelief.core.vectors import Vector
+from distbelief.graph.append_loss import append_loss
+from distbelief.graph.capture import InputSpec, capture
+from distbelief.job.hosts.bootstrap import (
     FileDownload,
     JobAddress,
     localized,
     read_job_spec,
     write_job_spec,
 )
-from distbelief.config.load import job_from_json, parse_job
-from distbelief.core.folders import Folder
-from distbelief.core.tensor_files import TensorFile, encoded
-from distbelief.core.vectors import Vector
-from distbelief.errors import DistBeliefError, LocalProtocolError, RemoteProtocolError
-from distbelief.graph.append_loss import append_loss
-from distbelief.graph.capture import InputSpec, capture
-from distbelief.launch.role_process import RoleSpec
+from distbelief.job.launch.role_process import RoleSpec
+from distbelief.job.run.directory import Status, status_in
+from distbelief.job.run.metrics_file import Measurement, measurements_in
+from distbelief.job.run.resume import CheckpointSet, checkpoint_set_in
 from distbelief.parameter_server.checkpoint import ShardState, restore, take
 from distbelief.parameter_server.layout import Layout, TensorSpec
 from distbelief.parameter_server.rules import SGD
 from distbelief.parameter_server.shard_config import ShardConfig
 from distbelief.parameter_server.step_counts import StepCounts
-from distbelief.program.cluster import Machine, uniform
-from distbelief.program.placement import Placement
-from distbelief.program.plan import decode, encode, plan_for
+from distbelief.plans.cluster import Machine, uniform
+from distbelief.plans.placement import Placement
+from distbelief.plans.plan import decode, encode, plan_for
 from distbelief.protocol import Blob, FileChunk, Message
 from distbelief.protocol.codec import Codec, Frame
-from distbelief.roles.role import HOST
-from distbelief.run.directory import Status, status_in
-from distbelief.run.metrics_file import Measurement, measurements_in
-from distbelief.run.resume import CheckpointSet, checkpoint_set_in
+from distbelief.protocol.role import HOST
 from distbelief.serve.address import ServerAddress
 from distbelief.transport.address import Endpoint
 from distbelief.transport.file_server import FileCall, FileReply

@@ -19,17 +19,17 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from distbelief.config.cluster_file import load_cluster
 from distbelief.graph.append_loss import append_loss
 from distbelief.graph.capture import InputSpec, capture
 from distbelief.graph.graph import INPUT, Layer, LayerGraph
 from distbelief.graph.operator import Call, Step, operator_of
-from distbelief.launch.local import LocalLauncher
-from distbelief.partition.planner import Request, planning_request
-from distbelief.partition.planning import PlanningResult, planning_result
-from distbelief.program.cluster import Cluster, Machine
+from distbelief.job.launch.local import LocalLauncher
+from distbelief.job.verify import verify
+from distbelief.plans.cluster import Cluster, Machine
+from distbelief.plans.cluster_file import load_cluster
+from distbelief.plans.planner.planner import Request, planning_request
+from distbelief.plans.planner.planning import PlanningResult, planning_result
 from distbelief.task.task import ModelSpec, build_on_meta
-from distbelief.verify import verify
 from experiments.zoo.models import MODELS, Size
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from distbelief.errors import JobError
+from distbelief.core.errors import JobError
 from distbelief.graph.capture import InputSpec
 
 

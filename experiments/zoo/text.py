@@ -35,8 +35,8 @@ from torch.utils.data import TensorDataset
 import distbelief
 from distbelief.config.job import Job
 from distbelief.config.load import load_job
-from distbelief.data import BatchCursor, DataShard, read_batch
-from distbelief.errors import DistBeliefError
+from distbelief.core.errors import DistBeliefError
+from distbelief.task.data import BatchCursor, DataShard, read_batch
 from distbelief.task.task import build_dataset, build_loss, build_model
 from distbelief.worker.downpour_settings import DownpourSettings
 from experiments.benchmarks.measuring.measurement import conclude, show

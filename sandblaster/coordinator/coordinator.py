@@ -21,10 +21,10 @@ from enum import Enum
 from typing import Final, TypeVar, assert_never, final
 
 from distbelief import protocol as wire
+from distbelief.core.errors import DistBeliefError, PeerLostError, RemoteProtocolError, StorageError
 from distbelief.core.reliable import Silence
-from distbelief.errors import DistBeliefError, PeerLostError, RemoteProtocolError, StorageError
+from distbelief.protocol import role as rl
 from distbelief.protocol.vector_commands import Batch, Scalars, combine
-from distbelief.roles import role as rl
 from sandblaster.coordinator.journal import CheckpointEntry, Journal
 from sandblaster.coordinator.shard_commands import TIMER as COMMANDS_TIMER, CommandBroadcast
 from sandblaster.coordinator.warm_start import TIMER as WARM_TIMER, WarmStart

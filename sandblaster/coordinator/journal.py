@@ -18,9 +18,9 @@ from typing import Final, final
 
 import msgspec
 
-from distbelief.errors import RestoreError, StorageError
+from distbelief.core.errors import RestoreError, StorageError
 from distbelief.protocol import CheckpointRecord, Count
-from distbelief.roles.role import Snapshot
+from distbelief.protocol.role import Snapshot
 
 
 N_ON_DISK: Final = 3

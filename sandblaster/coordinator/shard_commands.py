@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from typing import Final, final
 
 from distbelief import protocol as wire
+from distbelief.core.errors import DistBeliefError, PeerLostError, RemoteProtocolError
 from distbelief.core.reliable import Backoff, Silence
-from distbelief.errors import DistBeliefError, PeerLostError, RemoteProtocolError
+from distbelief.protocol.role import Action, Address, Received, Seconds, Send, SetTimer
 from distbelief.protocol.vector_commands import n_scalars
-from distbelief.roles.role import Action, Address, Received, Seconds, Send, SetTimer
 from sandblaster.coordinator.workers import CoordinatorConfig
 
 

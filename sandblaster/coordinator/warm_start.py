@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Final, final
 
 from distbelief.protocol import CheckpointSaved, SaveCheckpoint, StartTraining, Stop
-from distbelief.roles.role import SUPERVISOR, Action, Address, Seconds, Send, SetTimer
+from distbelief.protocol.role import SUPERVISOR, Action, Address, Seconds, Send, SetTimer
 
 
 TIMER: Final = "coordinator:warm"

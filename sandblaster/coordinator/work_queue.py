@@ -24,7 +24,7 @@ from itertools import islice
 from typing import Final, final
 
 from distbelief.protocol import ChunkResult, GrantedChunk, WorkReport
-from distbelief.roles.role import Address, Seconds
+from distbelief.protocol.role import Address, Seconds
 from sandblaster.coordinator.workers import (
     Attempt,
     Chunk,

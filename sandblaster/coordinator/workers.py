@@ -14,7 +14,7 @@ from typing import Final, final
 
 from distbelief.core.reliable import Backoff, Silence
 from distbelief.protocol import Assignment, ChunkResult, ChunkTask, ShardVersion, WorkReport
-from distbelief.roles.role import Action, Address, Received, Seconds, Send
+from distbelief.protocol.role import Action, Address, Received, Seconds, Send
 from sandblaster.chunks import ChunkSizes
 
 

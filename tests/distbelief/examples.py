@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from distbelief.data import Batch
 from distbelief.graph.region import Shape
 from distbelief.parameter_server.initial_values import Initial
+from distbelief.task.data import Batch
 from distbelief.task.forward import Sample
 
 

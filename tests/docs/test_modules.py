@@ -5,10 +5,12 @@ from pathlib import Path
 
 import pytest
 
+import distbelief
 from tests.docs.pages import ROOT
 
 
 SECTIONS = {  # headings of CONTRIBUTING.md, and where the modules below them are
+    "`distbelief/job/`, `distbelief/simulation/` and `distbelief/plans/`": "distbelief",
     "`distbelief/parameter_server/`": "distbelief/parameter_server",
     "`distbelief/worker/` and `distbelief/supervisor/`": "distbelief",
     "`sandblaster/`": "sandblaster",
@@ -38,6 +40,13 @@ def test_the_rooms_are_where_the_first_table_says() -> None:
             assert any(exists(f"{folder}/{name}") for folder in folders), f"{first}: {name}"
 
 
+def test_every_room_of_the_library_has_a_row() -> None:
+    rooms = {path.parent.name for path in (ROOT / "distbelief").glob("*/__init__.py")}
+    table = (ROOT / "CONTRIBUTING.md").read_text().partition("\n### ")[0]
+    assert sorted(re.findall(r"^\| `distbelief/(\w+)/`", table, re.MULTILINE)) == sorted(rooms)
+    assert not rooms & {*distbelief.__all__}  # a package would hide the public name
+
+
 @pytest.mark.parametrize("heading", SECTIONS)
 def test_the_modules_are_where_the_other_tables_say(heading: str) -> None:
     for first, _ in rows(section((ROOT / "CONTRIBUTING.md").read_text(), heading)):
@@ -60,6 +69,6 @@ def test_files_named_under_where_to_add_exist() -> None:
     text = text.partition("\n## ")[0]
     for name in re.findall(r"`([\w/]+\.(?:py|toml))`", text):
         tried = [name, f"distbelief/{name}"]
-        beside = [f"distbelief/{d}/{name}" for d in ("cluster", "parameter_server")]
+        beside = [f"distbelief/{d}/{name}" for d in ("job/hosts", "parameter_server")]
         beside += [f"distbelief/parameter_server/client/{name}", f"sandblaster/optimizers/{name}"]
         assert any(map(exists, tried + beside)), name

@@ -17,7 +17,7 @@ from typing import Any, cast
 import numpy as np
 
 from distbelief.parameter_server.shard_config import shard_of
-from distbelief.roles.role import Address
+from distbelief.protocol.role import Address
 from tests.processes.nursery import Forked
 
 

@@ -4,7 +4,7 @@ Otherwise each of their garbage collections would look at all of torch, and copy
 that it is on.
 """
 
-from distbelief.launch import forkserver
+from distbelief.job.launch import forkserver
 from tests.processes.nursery import IMPORTED
 
 

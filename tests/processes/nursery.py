@@ -22,13 +22,13 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Self
 
-from distbelief.launch import forkserver, local
+from distbelief.job.launch import forkserver, local
 
 
 IMPORTED = (
     *forkserver.MODULES,
     *forkserver.MODULES_OF_RANKS,
-    *("distbelief.trainer", "distbelief.serve.server_process", "distbelief.cli.main"),
+    *("distbelief.job.trainer", "distbelief.serve.server_process", "distbelief.cli.main"),
     "pytest",
     *("matplotlib.figure", "matplotlib.backends.backend_agg"),
 )

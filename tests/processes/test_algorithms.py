@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from distbelief.algorithms.downpour import DOWNPOUR
 from distbelief.config.algorithms import Algorithm
+from distbelief.worker.downpour import DOWNPOUR
 from distbelief.worker.downpour_settings import DownpourSettings
 from sandblaster.algorithm import SANDBLASTER
 from sandblaster.settings import SandblasterSettings

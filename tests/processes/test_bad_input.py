@@ -18,7 +18,7 @@ from safetensors import safe_open
 from torch import nn
 
 import distbelief
-from distbelief.errors import DistBeliefError, JobError, StorageError
+from distbelief.core.errors import DistBeliefError, JobError, StorageError
 from distbelief.transport.shared_memory import FileMemory
 from tests.distbelief.jobs import small
 from tests.processes.commands import COMMAND, LONG, Command, alive, ended, poll, sets, train

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from distbelief.chaos.local_faults import run_local_chaos
+from distbelief.simulation.chaos.local_faults import run_local_chaos
 from experiments.benchmarks.simulated.truth import both_ways
-from tests.distbelief.forecast.jobs import TEXT, small
+from tests.distbelief.simulation.forecast.jobs import TEXT, small
 
 
 pytestmark = [pytest.mark.processes, pytest.mark.soak, pytest.mark.timeout(300)]

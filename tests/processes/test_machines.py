@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 import experiments.digits
-from distbelief.program.plan import load
+from distbelief.plans.plan import load
 from experiments.digits.digits import images, net
 from tests.distbelief.jobs import small
 from tests.processes.commands import COMMAND, Command, alive, ended, poll, said, sets, train

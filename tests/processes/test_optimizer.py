@@ -85,7 +85,9 @@ def test_a_loop_that_has_finished_needs_its_server_no_more(
 ) -> None:
     """The README's: its optimizer outlives its server until the script's end."""
     at_exit: list[Callable[[], None]] = []
-    monkeypatch.setattr("distbelief.server_loop.atexit", SimpleNamespace(register=at_exit.append))
+    monkeypatch.setattr(
+        "distbelief.serve.server_loop.atexit", SimpleNamespace(register=at_exit.append)
+    )
     with served(model) as server:
         optimizer = distbelief.DownpourSGD(model.parameters(), server=server.address)
         take_steps(model, optimizer, 3)

@@ -16,10 +16,10 @@ from safetensors.torch import save_file
 from distbelief import protocol as wire
 from distbelief.config.load import parse_job
 from distbelief.core.folders import LocalFolder
-from distbelief.launch.role_process import RoleSpec
+from distbelief.job.launch.role_process import RoleSpec
+from distbelief.job.run.checkpoints import CheckpointStore
 from distbelief.parameter_server.layout import Layout
-from distbelief.roles.role import Snapshot
-from distbelief.run.checkpoints import CheckpointStore
+from distbelief.protocol.role import Snapshot
 from distbelief.transport.file_server import FileServer
 from distbelief.transport.keys import new_secret
 from distbelief.transport.listen_config import ListenConfig
@@ -34,7 +34,10 @@ from tests.processes.commands import poll
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
 RUN = "run"
-MAIN = "import sys; from distbelief.launch.role_process import main; sys.exit(main(*{arguments!r}))"
+MAIN = """import sys
+from distbelief.job.launch.role_process import main
+sys.exit(main(*{arguments!r}))
+"""
 
 
 class Host:

@@ -14,8 +14,8 @@ from torch import nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import sandblaster
-from distbelief.errors import JobError
-from distbelief.program.plan import load
+from distbelief.core.errors import JobError
+from distbelief.plans.plan import load
 from sandblaster.api import MinimizeResult
 from sandblaster.optimizers.lbfgs import LBFGS
 from sandblaster.optimizers.termination import Reason

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from distbelief.run.checkpoints import CheckpointStore
+from distbelief.job.run.checkpoints import CheckpointStore
 from tests.processes.commands import (
     LONG,
     SHARED_MEMORY,

@@ -13,12 +13,12 @@ import torch
 from torch import nn
 
 import distbelief
-from distbelief import verify
 from distbelief.config.load import parse_job
-from distbelief.data import Batch
-from distbelief.errors import DistBeliefError
-from distbelief.launch.computation import compute
-from distbelief.launch.local import LocalLauncher
+from distbelief.core.errors import DistBeliefError
+from distbelief.job import verify
+from distbelief.job.launch.computation import compute
+from distbelief.job.launch.local import LocalLauncher
+from distbelief.task.data import Batch
 from distbelief.worker.computation import Computation
 from tests.distbelief.jobs import small
 from tests.processes.commands import poll, said

@@ -7,8 +7,8 @@ import pytest
 
 from distbelief.config.job import Job
 from distbelief.config.load import parse_job
+from distbelief.core.errors import JobFileError, LocalProtocolError
 from distbelief.core.memory import PrivateMemory
-from distbelief.errors import JobFileError, LocalProtocolError
 from distbelief.parameter_server.layout import Layout, TensorSpec
 from distbelief.parameter_server.shard import Shard
 from distbelief.task.task import BuildContext, DataSpec, ModelSpec, TaskSpec

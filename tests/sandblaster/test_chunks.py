@@ -6,9 +6,9 @@ import torch
 from hypothesis import given, strategies as st
 from torch.nn import functional
 
-from distbelief.data import Samples
-from distbelief.errors import JobError
+from distbelief.core.errors import JobError
 from distbelief.protocol import GroupChunk
+from distbelief.task.data import Samples
 from distbelief.worker.local_executor import summed
 from sandblaster.chunks import ChunkSizes
 from sandblaster.group_tasks import ChunkBatchPlan

@@ -7,8 +7,8 @@ import msgspec
 import pytest
 
 from distbelief import protocol as wire
-from distbelief.data import Samples
-from distbelief.roles.role import Action, Report, Send
+from distbelief.protocol.role import Action, Report, Send
+from distbelief.task.data import Samples
 from distbelief.worker.batches import Limits
 from distbelief.worker.group import GroupLeader, Outgoing
 from sandblaster.chunks import COORDINATOR, ChunkSizes

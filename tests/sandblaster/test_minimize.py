@@ -13,10 +13,10 @@ from torch.utils.data import TensorDataset
 
 import sandblaster
 from distbelief.core import files
-from distbelief.data import read_batch
-from distbelief.errors import JobError, StorageError
-from distbelief.run.directory import RunDirectory
+from distbelief.core.errors import JobError, StorageError
+from distbelief.job.run.directory import RunDirectory
 from distbelief.supervisor.view import JobView
+from distbelief.task.data import read_batch
 from experiments.digits.digits import images, net
 from sandblaster import problem_files as pf
 from sandblaster.api import CallbackWatch, MinimizeResult, minimize

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from distbelief import protocol as wire
-from distbelief.errors import DistBeliefError
+from distbelief.core.errors import DistBeliefError
 from distbelief.parameter_server.shard import Shard
+from distbelief.protocol import role as rl
 from distbelief.protocol.vector_commands import Axpy, Copy, Dot, Fill
-from distbelief.roles import role as rl
 from distbelief.simulation.driver import HandledEvent
 from distbelief.simulation.faults import DiskFull, Kill, Slow
 from distbelief.task.losses import Loss

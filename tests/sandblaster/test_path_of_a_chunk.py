@@ -7,7 +7,7 @@ from typing import Final
 
 import distbelief
 from distbelief.protocol import BeginEvaluation, CommandDone, ShardCommand, WorkReport
-from distbelief.roles.role import Received, Send
+from distbelief.protocol.role import Received, Send
 from distbelief.simulation.driver import HandledEvent
 from sandblaster.optimizers.base import Evaluate
 from tests.sandblaster.test_outcomes import Scripted

@@ -9,9 +9,9 @@ from safetensors.torch import save_file
 from torch import nn
 
 from distbelief.config.load import parse_job
-from distbelief.errors import JobError
-from distbelief.run.summary import Summary
-from distbelief.trainer import Run
+from distbelief.core.errors import JobError
+from distbelief.job.run.summary import Summary
+from distbelief.job.trainer import Run
 from sandblaster.api import result_of
 from sandblaster.optimizers.termination import Reason
 

@@ -5,8 +5,15 @@ from collections.abc import Sequence
 import pytest
 
 from distbelief.core.memory import PrivateMemory
-from distbelief.protocol import Assignment, Finished, Message, StartTraining, Stop, WorkReport
-from distbelief.roles import role as rl
+from distbelief.protocol import (
+    Assignment,
+    Finished,
+    Message,
+    StartTraining,
+    Stop,
+    WorkReport,
+    role as rl,
+)
 from sandblaster.chunks import COORDINATOR
 from sandblaster.warm_start_worker import WarmStartWorker
 from tests.simulation.sandblasts import Sandblast

@@ -9,10 +9,10 @@ from torch.nn import functional
 from typing_extensions import override
 
 from distbelief import protocol as wire
-from distbelief.data import Samples
-from distbelief.errors import JobError, LocalProtocolError, RemoteProtocolError
-from distbelief.roles import role as rl
+from distbelief.core.errors import JobError, LocalProtocolError, RemoteProtocolError
+from distbelief.protocol import role as rl
 from distbelief.task import dry_run
+from distbelief.task.data import Samples
 from distbelief.task.losses import Loss
 from distbelief.worker.local_executor import FlatModel, LocalExecutor
 from sandblaster.build import whole_worker

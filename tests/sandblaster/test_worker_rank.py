@@ -6,9 +6,9 @@ import msgspec
 import pytest
 
 from distbelief import protocol as wire
+from distbelief.core.errors import JobError, LocalProtocolError, RemoteProtocolError
 from distbelief.core.memory import PrivateMemory
-from distbelief.errors import JobError, LocalProtocolError, RemoteProtocolError
-from distbelief.roles import role as rl
+from distbelief.protocol import role as rl
 from distbelief.task.task import BuildContext, build_model
 from distbelief.worker.replica import Replica
 from sandblaster.build import build_rank

@@ -8,14 +8,14 @@ from typing import Self, cast
 import pytest
 import torch
 
-from distbelief.data import Samples
-from distbelief.errors import JobError, LocalProtocolError
-from distbelief.execution.executor import StepResult
+from distbelief.core.errors import JobError, LocalProtocolError
 from distbelief.parameter_server.client.client import ParameterClient
 from distbelief.parameter_server.client.pushes import PushResult
 from distbelief.protocol import GroupChunk, PushChunk, ShardVersion
-from distbelief.roles.role import Action, Address, Computed, Report
+from distbelief.protocol.role import Action, Address, Computed, Report
+from distbelief.task.data import Samples
 from distbelief.worker.batches import BatchSlice
+from distbelief.worker.execution.executor import StepResult
 from distbelief.worker.replica import Steps
 from distbelief.worker.steps import LocalNorm
 from distbelief.worker.training import PUSH, Items

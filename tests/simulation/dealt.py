@@ -20,15 +20,15 @@ import numpy as np
 
 from distbelief.config.job import StopTable
 from distbelief.core.spans import Span, Spans, in_part, of_part
-from distbelief.data import dealt_samples
 from distbelief.parameter_server.policy import DOWNPOUR, ExchangePolicy, Round
 from distbelief.parameter_server.rules import SGD, UpdateRule
 from distbelief.parameter_server.shard import Shard
 from distbelief.parameter_server.shard_config import copy_names, shard_of
-from distbelief.roles.role import SUPERVISOR, Address
+from distbelief.protocol.role import SUPERVISOR, Address
 from distbelief.simulation.driver import HandledEvent
 from distbelief.simulation.faults import Fault
 from distbelief.supervisor.scheduler import ShutdownStage
+from distbelief.task.data import dealt_samples
 from distbelief.task.task import (
     Captured,
     DataSpec,
@@ -42,7 +42,7 @@ from distbelief.worker.build import Split, kept_by
 from distbelief.worker.downpour_settings import DownpourSettings
 from distbelief.worker.group import rank_name
 from distbelief.worker.member import JobMember
-from tests.distbelief.program.plans import random_plan
+from tests.distbelief.plans.plans import random_plan
 from tests.simulation import groups
 from tests.simulation.jobs import EXAMPLES, JobCluster
 from tests.simulation.random_faults import random_faults

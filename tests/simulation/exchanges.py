@@ -25,7 +25,7 @@ from distbelief.parameter_server.shard import Shard
 from distbelief.parameter_server.store import ShardStore
 from distbelief.parameter_server.ticks import Floor, ShardTicks
 from distbelief.protocol import push_fetch as pf
-from distbelief.roles.role import Action, Address, PeerLost, Seconds
+from distbelief.protocol.role import Action, Address, PeerLost, Seconds
 from distbelief.simulation.driver import HandledEvent
 from distbelief.simulation.faults import Duplicate, Fault, Slow
 from distbelief.simulation.machines import TraceKind

@@ -11,16 +11,16 @@ from typing_extensions import override
 from distbelief.graph.graph import INPUT
 from distbelief.graph.region import Shape
 from distbelief.parameter_server.initial_values import shard_values
-from distbelief.program.placement import Placement
-from distbelief.program.plan import Plan, Target
+from distbelief.plans.placement import Placement
+from distbelief.plans.plan import Plan, Target
 from distbelief.protocol import Stop
-from distbelief.roles.role import Address, Role
+from distbelief.protocol.role import Address, Role
 from distbelief.task.forward import Sample
 from distbelief.task.task import BuildContext, Captured, TaskSpec, capture_task
 from distbelief.worker.build import Split, build_rank
 from distbelief.worker.group import member_names
 from tests.distbelief.examples import a_sample, initials_of
-from tests.distbelief.program.plans import random_plan
+from tests.distbelief.plans.plans import random_plan
 from tests.simulation.jobs import Direct, scattered
 
 

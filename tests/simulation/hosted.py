@@ -12,14 +12,13 @@ from functools import partial
 
 from typing_extensions import override
 
-from distbelief.cluster.agent import HostAgent, HostAgentConfig
 from distbelief.config.job import ShardPlacement, StopTable
 from distbelief.core.memory import Memory
-from distbelief.launch.local import PREPARE
+from distbelief.job.hosts.agent import HostAgent, HostAgentConfig
+from distbelief.job.launch.local import PREPARE
 from distbelief.parameter_server.shard_config import other_copy, shard_of
-from distbelief.protocol import Push, PushApplied, Stop
-from distbelief.roles import role as rl
-from distbelief.roles.role import HOST, SUPERVISOR, USER, Address
+from distbelief.protocol import Push, PushApplied, Stop, role as rl
+from distbelief.protocol.role import HOST, SUPERVISOR, USER, Address
 from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.driver import Builder, HandledEvent
 from distbelief.simulation.machines import SimulatedMachine

@@ -20,13 +20,12 @@ import numpy as np
 from msgspec import inspect
 
 from distbelief.core import formatting
+from distbelief.core.errors import RemoteProtocolError
 from distbelief.core.memory import PrivateMemory
-from distbelief.errors import RemoteProtocolError
 from distbelief.parameter_server.shard import Shard
 from distbelief.parameter_server.shard_config import other_copy
-from distbelief.protocol import Message, StartSync
+from distbelief.protocol import Message, StartSync, role as rl
 from distbelief.protocol.codec import Codec
-from distbelief.roles import role as rl
 from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.driver import Builder, HandledEvent
 from distbelief.supervisor.supervisor import Supervisor

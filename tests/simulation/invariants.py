@@ -33,7 +33,7 @@ from distbelief.parameter_server.lost_pushes import n_lost
 from distbelief.parameter_server.shard import Shard
 from distbelief.parameter_server.tensor_copies import N_PUSH_BUFFERS
 from distbelief.protocol import Message, PrimaryChanged, PushApplied, SessionOpened
-from distbelief.roles.role import Address, Computed, Role, Started
+from distbelief.protocol.role import Address, Computed, Role, Started
 from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.driver import HandledEvent
 from distbelief.supervisor.failover import PrimaryElection

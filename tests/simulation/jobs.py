@@ -9,7 +9,6 @@ import torch
 from _pytest.mark import ParameterSet
 from typing_extensions import override
 
-from distbelief.algorithms.downpour import DOWNPOUR
 from distbelief.config.job import PATIENCE_SECONDS, StopTable
 from distbelief.core.memory import Memory
 from distbelief.core.vectors import Vector
@@ -18,7 +17,7 @@ from distbelief.parameter_server.rules import Adagrad
 from distbelief.parameter_server.shard import Shard
 from distbelief.parameter_server.shard_config import copy_names
 from distbelief.protocol import Stop
-from distbelief.roles.role import SUPERVISOR, USER, Address, Received, Role
+from distbelief.protocol.role import SUPERVISOR, USER, Address, Received, Role
 from distbelief.simulation.driver import Builder
 from distbelief.simulation.machines import ClusterOptions, SimulatedMachine
 from distbelief.supervisor.hosts import ClusterConfig
@@ -38,6 +37,7 @@ from distbelief.task.task import (
     build_model,
 )
 from distbelief.worker import build as wb
+from distbelief.worker.downpour import DOWNPOUR
 from distbelief.worker.downpour_settings import DownpourSettings
 from distbelief.worker.group import group_rank_of
 from distbelief.worker.local_executor import FlatModel

@@ -16,9 +16,8 @@ from distbelief.parameter_server.policy import DOWNPOUR, ExchangePolicy
 from distbelief.parameter_server.rules import UpdateRule
 from distbelief.parameter_server.shard import Shard
 from distbelief.parameter_server.shard_config import ClientConfig, ShardConfig, copy_names
-from distbelief.protocol import SaveCheckpoint
-from distbelief.roles import role as rl
-from distbelief.roles.role import Address
+from distbelief.protocol import SaveCheckpoint, role as rl
+from distbelief.protocol.role import Address
 from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.driver import Builder
 from distbelief.simulation.faults import Supersede

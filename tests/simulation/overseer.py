@@ -5,8 +5,7 @@ from typing import Final
 
 from distbelief.parameter_server.shard import Shard
 from distbelief.parameter_server.shard_config import copy_names
-from distbelief.protocol import BackupInSync, BackupUnresponsive, Heartbeat
-from distbelief.roles import role as rl
+from distbelief.protocol import BackupInSync, BackupUnresponsive, Heartbeat, role as rl
 from distbelief.supervisor.failover import PrimaryElection
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from distbelief.roles.role import Address, Seconds
+from distbelief.protocol.role import Address, Seconds
 from distbelief.simulation.faults import (
     CutOff,
     Delay,

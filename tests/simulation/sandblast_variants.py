@@ -15,7 +15,7 @@ from distbelief.parameter_server.command_log import CommandExecutor
 from distbelief.parameter_server.gradient_sums import GradientSums
 from distbelief.parameter_server.savepoints import Savepoints
 from distbelief.protocol import CommandDone, Savepoint, ShardCommand
-from distbelief.roles.role import Action, Received, Seconds
+from distbelief.protocol.role import Action, Received, Seconds
 from distbelief.worker.batches import BatchSlice
 from distbelief.worker.exchange import GradientSum
 from sandblaster.coordinator.coordinator import Coordinator

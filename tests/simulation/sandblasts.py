@@ -23,7 +23,6 @@ from typing_extensions import override
 
 from distbelief.core.memory import Memory
 from distbelief.core.vectors import Vector
-from distbelief.data import DataShard, Samples, read_batch
 from distbelief.parameter_server.client.client import ParameterClient
 from distbelief.parameter_server.layout import Layout, PartialView
 from distbelief.parameter_server.rules import SGD
@@ -42,7 +41,7 @@ from distbelief.protocol import (
     ShardCommand,
     Task,
 )
-from distbelief.roles.role import (
+from distbelief.protocol.role import (
     SUPERVISOR,
     Address,
     Compute,
@@ -59,6 +58,7 @@ from distbelief.simulation.faults import CutOff, Kill, Supersede, TornSnapshot
 from distbelief.simulation.machines import ClusterOptions, CostScale, SimulatedMachine
 from distbelief.simulation.network import Link
 from distbelief.task import dry_run
+from distbelief.task.data import DataShard, Samples, read_batch
 from distbelief.task.losses import Loss
 from distbelief.worker.batches import TrainingPlan
 from distbelief.worker.build import whole_replica

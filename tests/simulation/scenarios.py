@@ -21,8 +21,7 @@ from distbelief.parameter_server import replication
 from distbelief.parameter_server.client.fetches import FetchResult
 from distbelief.parameter_server.policy import DOWNPOUR
 from distbelief.parameter_server.shard_config import ClientConfig, copy_names, other_copy
-from distbelief.protocol import PushApplied, SessionRefused
-from distbelief.roles import role as rl
+from distbelief.protocol import PushApplied, SessionRefused, role as rl
 from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.driver import HandledEvent
 from distbelief.simulation.faults import (

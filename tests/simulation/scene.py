@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import TypeVar
 
 from distbelief.protocol import Message
-from distbelief.roles.role import SUPERVISOR, Address, Event, Received, Seconds, Send, Snapshot
+from distbelief.protocol.role import SUPERVISOR, Address, Event, Received, Seconds, Send, Snapshot
 from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.driver import Builder, HandledEvent
 from distbelief.simulation.faults import Fault, Pause

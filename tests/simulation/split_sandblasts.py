@@ -16,10 +16,8 @@ from torch.nn import functional
 from typing_extensions import override
 
 from distbelief.core.memory import Memory
-from distbelief.execution.dataflow import dataflow
-from distbelief.execution.executor import with_counts
 from distbelief.parameter_server.layout import Layout, PartialView
-from distbelief.roles.role import Address, Role
+from distbelief.protocol.role import Address, Role
 from distbelief.simulation.driver import Builder
 from distbelief.task.task import (
     BuildContext,
@@ -31,6 +29,8 @@ from distbelief.task.task import (
     capture_task,
 )
 from distbelief.worker.build import Split
+from distbelief.worker.execution.dataflow import dataflow
+from distbelief.worker.execution.executor import with_counts
 from distbelief.worker.group import group_rank_of, rank_name
 from sandblaster.algorithm import SANDBLASTER
 from sandblaster.build import build_rank

@@ -11,7 +11,7 @@ from functools import cache
 import numpy as np
 
 from distbelief.protocol import Assignment, Message, PushChunk
-from distbelief.roles.role import Address, Seconds
+from distbelief.protocol.role import Address, Seconds
 from distbelief.simulation.driver import HandledEvent
 from distbelief.simulation.faults import CutOff, Kill, Pause, TornSnapshot
 from distbelief.worker.group import rank_name

@@ -12,7 +12,7 @@ import msgspec
 
 from distbelief.parameter_server.gradient_sums import GradientSums
 from distbelief.protocol import Assignment, WorkReport
-from distbelief.roles.role import Received, Seconds
+from distbelief.protocol.role import Received, Seconds
 from distbelief.worker.batches import BatchSlice
 from distbelief.worker.group import Outgoing
 from sandblaster.coordinator.workers import WorkerPool

@@ -13,7 +13,7 @@ from hypothesis import given, settings, strategies as st
 
 from distbelief.parameter_server.rules import UpdateRule
 from distbelief.parameter_server.shard_config import ClientConfig
-from distbelief.roles.role import Address
+from distbelief.protocol.role import Address
 from distbelief.simulation.faults import Delay, Drop, Duplicate, Fault, Kill, Pause
 from distbelief.simulation.machines import SimulatedMachine
 from tests.simulation.marks import Marks, apart, each_copy_apart, small, together

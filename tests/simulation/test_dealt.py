@@ -14,7 +14,7 @@ from distbelief.parameter_server.rules import SGD
 from distbelief.parameter_server.shard_config import ShardConfig
 from distbelief.parameter_server.store import ShardStore
 from distbelief.protocol import membership
-from distbelief.roles.role import SUPERVISOR, Address, Snapshot
+from distbelief.protocol.role import SUPERVISOR, Address, Snapshot
 from distbelief.simulation.faults import Drop, Fault, Kill, Pause, Slow
 from distbelief.supervisor.dealer import Dealer
 from distbelief.supervisor.membership import RoleRecord

@@ -16,14 +16,14 @@ from hypothesis import given, settings, strategies as st
 from torch import nn
 from typing_extensions import override
 
-from distbelief.data import BatchCursor, DataShard
 from distbelief.parameter_server.initial_values import shard_values
 from distbelief.parameter_server.layout import Layout
 from distbelief.parameter_server.rules import SGD, Adagrad, TorchRule, UpdateRule
 from distbelief.parameter_server.schedules import Cosine
 from distbelief.protocol import Evaluate, EvaluationDone, Finished, Progress, StartTraining, Stop
-from distbelief.roles.role import Address
+from distbelief.protocol.role import Address
 from distbelief.simulation.faults import Delay, Drop, Duplicate, Kill, Pause
+from distbelief.task.data import BatchCursor, DataShard
 from distbelief.task.losses import loss_function
 from distbelief.task.task import DataSpec, ModelSpec, TaskSpec, build_dataset, build_model
 from distbelief.worker.downpour_settings import DownpourSettings

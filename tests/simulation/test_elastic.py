@@ -13,7 +13,7 @@ import pytest
 from distbelief.config.job import ShardPlacement
 from distbelief.core.spans import NOTHING, Spans
 from distbelief.parameter_server.policy import ExchangePolicy, Round
-from distbelief.roles.role import SUPERVISOR, Address
+from distbelief.protocol.role import SUPERVISOR, Address
 from distbelief.simulation.faults import CutOff, Pause
 from distbelief.supervisor import role_placement as placement_module
 from distbelief.supervisor.dealer import Dealer

@@ -22,11 +22,11 @@ from distbelief.config.presets import PRESETS, expand
 from distbelief.parameter_server.policy import DOWNPOUR, ExchangePolicy, Round
 from distbelief.parameter_server.rules import UpdateRule
 from distbelief.protocol import push_fetch as pf
-from distbelief.roles.role import Address, Seconds
+from distbelief.protocol.role import Address, Seconds
 from distbelief.simulation.driver import HandledEvent
 from distbelief.simulation.faults import Fault, Kill, Pause, Slow
 from distbelief.worker.downpour_settings import DownpourSettings
-from tests.distbelief.loops import Server
+from tests.distbelief.serve.loops import Server
 from tests.simulation import test_downpour as td, test_local_steps as tl
 from tests.simulation.exchanges import FIRST, end, lose_first, quartet
 from tests.simulation.invariants import shard_in

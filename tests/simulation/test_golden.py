@@ -29,7 +29,7 @@ from distbelief.config.job import StopTable
 from distbelief.core.vectors import Vector
 from distbelief.parameter_server.client.fetches import FetchResult
 from distbelief.parameter_server.rules import SGD
-from distbelief.roles.role import Address, Computed, Role, Send
+from distbelief.protocol.role import Address, Computed, Role, Send
 from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.driver import HandledEvent
 from distbelief.simulation.faults import Kill, Pause

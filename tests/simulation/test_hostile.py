@@ -9,7 +9,7 @@ import pytest
 from distbelief.config.job import StopTable
 from distbelief.parameter_server.policy import ExchangePolicy, Round
 from distbelief.parameter_server.rules import Adagrad
-from distbelief.roles import role as rl
+from distbelief.protocol import role as rl
 from distbelief.simulation.driver import Builder
 from distbelief.simulation.machines import SimulatedMachine
 from distbelief.worker.downpour_settings import DownpourSettings

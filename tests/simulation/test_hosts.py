@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from distbelief.config.job import ShardPlacement
-from distbelief.roles.role import Address
+from distbelief.protocol.role import Address
 from distbelief.supervisor import role_placement as placement_module
 from distbelief.supervisor.hosts import HERE, Host, HostTable
 from distbelief.supervisor.scheduler import Scheduler

@@ -11,9 +11,9 @@ from torch import nn
 from torch.nn import functional
 from typing_extensions import override
 
-from distbelief.data import BatchCursor, DataShard, read_batch
 from distbelief.protocol import Evaluate, EvaluationDone
-from distbelief.roles.role import SUPERVISOR, Received
+from distbelief.protocol.role import SUPERVISOR, Received
+from distbelief.task.data import BatchCursor, DataShard, read_batch
 from distbelief.task.losses import loss_function
 from distbelief.task.task import (
     DataSpec,

@@ -9,7 +9,7 @@ import pytest
 from distbelief.config.job import StopTable
 from distbelief.parameter_server.shard_config import shard_of
 from distbelief.protocol import PushApplied
-from distbelief.roles.role import FIRST_LABEL, SUPERVISOR, Address
+from distbelief.protocol.role import FIRST_LABEL, SUPERVISOR, Address
 from distbelief.simulation.driver import HandledEvent
 from distbelief.simulation.faults import Delay, DiskFull, Drop, Fault, Kill, Pause
 from distbelief.simulation.storage import Disk

@@ -13,7 +13,7 @@ from distbelief.config.presets import PRESETS, expand
 from distbelief.parameter_server.policy import ExchangePolicy, Round
 from distbelief.parameter_server.rules import SGD, Momentum, UpdateRule
 from distbelief.protocol import StartTraining, Stop
-from distbelief.roles.role import Address
+from distbelief.protocol.role import Address
 from distbelief.simulation.faults import Delay, Drop, Duplicate, Fault, Kill, Pause
 from distbelief.task.losses import loss_function
 from distbelief.task.task import TaskSpec, build_dataset, build_model

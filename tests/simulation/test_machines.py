@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from distbelief.data import DataShard, read_batch
 from distbelief.parameter_server.rules import SGD
 from distbelief.protocol import Finished, Stop
-from distbelief.roles.role import Address, PeerLost
+from distbelief.protocol.role import Address, PeerLost
 from distbelief.simulation.faults import Delay, Drop, Duplicate, Fault, Kill, Pause
+from distbelief.task.data import DataShard, read_batch
 from distbelief.task.task import DataSpec, ModelSpec, TaskSpec, build_dataset
 from distbelief.worker.batches import TrainingPlan
 from distbelief.worker.group import rank_name

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from distbelief.roles.role import Address, PeerLost
+from distbelief.protocol.role import Address, PeerLost
 from distbelief.simulation.faults import (
     CutOff,
     Delay,

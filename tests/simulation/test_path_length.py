@@ -30,7 +30,7 @@ from distbelief.parameter_server.client.fetches import FetchResult
 from distbelief.parameter_server.client.pushes import PushResult
 from distbelief.protocol import Message, Push, PushApplied
 from distbelief.protocol.codec import Codec
-from distbelief.roles.role import Action, Compute, Computed, Event, Received, Send
+from distbelief.protocol.role import Action, Compute, Computed, Event, Received, Send
 from distbelief.worker.member import JobMember
 from tests.simulation.jobs import JobCluster
 

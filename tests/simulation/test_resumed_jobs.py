@@ -6,16 +6,16 @@ from typing import Any
 import pytest
 
 from distbelief.config.job import StopTable
-from distbelief.data import BatchCursor, DataShard
+from distbelief.job.run.checkpoints import CheckpointStore
+from distbelief.job.run.directory import RunDirectory, Status
+from distbelief.job.run.resume import read_previous_run
 from distbelief.parameter_server.policy import ExchangePolicy
 from distbelief.parameter_server.rules import SGD, Momentum
 from distbelief.parameter_server.schedules import Cosine
-from distbelief.roles.role import Address, Computed
-from distbelief.run.checkpoints import CheckpointStore
-from distbelief.run.directory import RunDirectory, Status
-from distbelief.run.resume import read_previous_run
+from distbelief.protocol.role import Address, Computed
 from distbelief.simulation.driver import HandledEvent
 from distbelief.simulation.faults import Kill
+from distbelief.task.data import BatchCursor, DataShard
 from distbelief.worker.batches import BatchSlice
 from distbelief.worker.downpour_settings import DownpourSettings
 from tests.simulation.dealt import DealtJob

@@ -7,11 +7,11 @@ import msgspec
 import pytest
 from torch import nn
 
+from distbelief.job.run.checkpoints import CheckpointStore
+from distbelief.job.run.resume import reshard_all
 from distbelief.parameter_server.layout import Layout
 from distbelief.parameter_server.rules import SGD, Adagrad, Adam, Momentum, UpdateRule
 from distbelief.protocol import SaveCheckpoint, SessionRecord
-from distbelief.run.checkpoints import CheckpointStore
-from distbelief.run.resume import reshard_all
 from distbelief.task.task import DataSpec, ModelSpec, TaskSpec
 from distbelief.worker.downpour_settings import DownpourSettings
 from tests.simulation.test_downpour import Cluster, downpour, same

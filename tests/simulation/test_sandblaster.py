@@ -23,7 +23,7 @@ from distbelief.protocol import (
     WorkReport,
 )
 from distbelief.protocol.codec import Codec
-from distbelief.roles.role import Address, Seconds
+from distbelief.protocol.role import Address, Seconds
 from distbelief.simulation.driver import HandledEvent
 from distbelief.simulation.faults import Kill, Pause, Slow
 from distbelief.simulation.trace import SimulationFailed

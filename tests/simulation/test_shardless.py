@@ -7,8 +7,7 @@ from functools import partial
 from typing_extensions import override
 
 from distbelief.core.memory import Memory
-from distbelief.protocol import Finished, Progress, StartTraining, Stop
-from distbelief.roles import role as rl
+from distbelief.protocol import Finished, Progress, StartTraining, Stop, role as rl
 from distbelief.simulation.driver import Builder
 from distbelief.simulation.faults import Kill, Pause
 from distbelief.simulation.machines import ClusterOptions

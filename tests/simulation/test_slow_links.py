@@ -6,7 +6,7 @@ from distbelief.core import vectors
 from distbelief.core.memory import Memory
 from distbelief.parameter_server.layout import Layout, TensorSpec
 from distbelief.protocol import PushBlock
-from distbelief.roles.role import Address
+from distbelief.protocol.role import Address
 from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.driver import Builder, HandledEvent
 from distbelief.simulation.machines import ClusterOptions, SimulatedMachine

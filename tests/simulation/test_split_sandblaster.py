@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from distbelief.protocol import Assignment, ChunkStaged, Message, PushChunk
-from distbelief.roles.role import Address, Seconds
+from distbelief.protocol.role import Address, Seconds
 from distbelief.simulation.driver import HandledEvent
 from distbelief.simulation.faults import Drop, Duplicate, Kill, Pause
 from tests.simulation.scene import sends

@@ -8,18 +8,18 @@ import pytest
 from rich.console import Console
 
 from distbelief.config.job import Job
+from distbelief.core.errors import JobFileError
 from distbelief.core.vectors import Vector
-from distbelief.errors import JobFileError
-from distbelief.forecast.placed_cluster import HostCosts
-from distbelief.forecast.prepare import Preparation
-from distbelief.forecast.run import FinishedRun, run_simulated
-from distbelief.forecast.simulate import SimulationRequest, run_request
 from distbelief.parameter_server.checkpoint import restore
 from distbelief.parameter_server.rules import SGD
 from distbelief.parameter_server.shard_config import ShardConfig
-from distbelief.roles.role import Address
+from distbelief.protocol.role import Address
 from distbelief.simulation.faults import Fault, Kill
-from tests.distbelief.forecast.jobs import small
+from distbelief.simulation.forecast.placed_cluster import HostCosts
+from distbelief.simulation.forecast.prepare import Preparation
+from distbelief.simulation.forecast.run import FinishedRun, run_simulated
+from distbelief.simulation.forecast.simulate import SimulationRequest, run_request
+from tests.distbelief.simulation.forecast.jobs import small
 
 
 RACK = """

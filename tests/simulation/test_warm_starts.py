@@ -6,7 +6,7 @@ from functools import cache
 import pytest
 
 from distbelief.protocol import Push, SaveCheckpoint, ShardCommand
-from distbelief.roles.role import Address
+from distbelief.protocol.role import Address
 from distbelief.simulation.driver import HandledEvent
 from distbelief.simulation.faults import Kill, Slow
 from sandblaster.chunks import COORDINATOR

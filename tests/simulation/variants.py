@@ -33,7 +33,7 @@ from distbelief.parameter_server.sessions import PushInProgress, Session, Sessio
 from distbelief.parameter_server.shard import ClientMessage, ReplicationMessage, Shard
 from distbelief.parameter_server.shard_config import ShardConfig
 from distbelief.parameter_server.tensor_copies import N_PUSH_BUFFERS, PushBuffer, SeqlockVector
-from distbelief.roles.role import Action, Address, Persist, Received, Seconds, Send, Snapshot
+from distbelief.protocol.role import Action, Address, Persist, Received, Seconds, Send, Snapshot
 from distbelief.simulation.trace import SimulationFailed
 from distbelief.supervisor.failover import PrimaryElection
 

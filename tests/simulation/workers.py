@@ -32,9 +32,9 @@ from distbelief.parameter_server.shard import Shard
 from distbelief.parameter_server.shard_config import ClientConfig, ShardConfig
 from distbelief.parameter_server.slices import ShardSlice
 from distbelief.parameter_server.store import ShardStore
+from distbelief.protocol import role as rl
 from distbelief.protocol.push_fetch import Dealt
 from distbelief.protocol.replication import WHOLE, Share
-from distbelief.roles import role as rl
 from distbelief.worker.exchange import LocalSteps
 from distbelief.worker.inner import InnerOptimizer
 

@@ -20,9 +20,9 @@ import msgspec
 import torch
 
 from distbelief.core import formatting
+from distbelief.core.errors import JobError, LocalProtocolError
 from distbelief.core.memory import Memory
 from distbelief.core.reliable import AnswerTimer
-from distbelief.errors import JobError, LocalProtocolError
 from distbelief.parameter_server.client.fetches import FetchResult, ShardFetch, ShardReader, install
 from distbelief.parameter_server.client.primary import ShardMemory, ShardPrimary
 from distbelief.parameter_server.client.pushes import PushDraft, PushResult, ShardPush, StageTarget
@@ -32,8 +32,7 @@ from distbelief.parameter_server.shard_config import ClientConfig, copy_names
 from distbelief.parameter_server.staleness import Staleness
 from distbelief.parameter_server.tensor_copies import N_PUSH_BUFFERS
 from distbelief.parameter_server.ticks import ShardTicks, WorkerTicks
-from distbelief.protocol import Message, PrimaryChanged, push_fetch as pf
-from distbelief.roles import role as rl
+from distbelief.protocol import Message, PrimaryChanged, push_fetch as pf, role as rl
 
 
 # --- one shard ---

@@ -15,14 +15,14 @@ from typing import Final, final
 import msgspec
 import torch
 
+from distbelief.core.errors import RemoteProtocolError
 from distbelief.core.vectors import Vector
-from distbelief.errors import RemoteProtocolError
 from distbelief.parameter_server.client.primary import ShardMemory
 from distbelief.parameter_server.layout import PartialView
 from distbelief.parameter_server.shard_config import ClientConfig
 from distbelief.parameter_server.tensor_copies import SeqlockVector, TensorCopier
 from distbelief.protocol import push_fetch as pf
-from distbelief.roles.role import Seconds
+from distbelief.protocol.role import Seconds
 
 
 INSTALL_BLOCKS: Final = 8

@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 from typing import Final, final
 
+from distbelief.core.errors import MemoryGoneError
 from distbelief.core.memory import Memory
-from distbelief.errors import MemoryGoneError
 from distbelief.parameter_server.layout import PartialView
 from distbelief.parameter_server.tensor_copies import PushBuffers, SeqlockVector, push_buffer_views
 from distbelief.protocol import push_fetch as pf
-from distbelief.roles.role import Address
+from distbelief.protocol.role import Address
 
 
 N_ATTACH_MAX: Final = 3

@@ -24,9 +24,9 @@ import msgspec
 import numpy as np
 import torch
 
+from distbelief.core.errors import LocalProtocolError, RemoteProtocolError
 from distbelief.core.reliable import Transfer, Window
 from distbelief.core.vectors import Vector
-from distbelief.errors import LocalProtocolError, RemoteProtocolError
 from distbelief.parameter_server.client.primary import ShardMemory
 from distbelief.parameter_server.layout import PartialView, TensorSpec
 from distbelief.parameter_server.lost_pushes import Lost, lost_after

@@ -20,7 +20,7 @@ import numpy as np
 from distbelief.core.memory import keep_memory
 from distbelief.core.vectors import Vector
 from distbelief.protocol import TransferBlock
-from distbelief.roles.role import (
+from distbelief.protocol.role import (
     ALL_MESSAGES,
     Action,
     Address,

@@ -22,10 +22,10 @@ import numpy as np
 import torch
 
 from distbelief.core.memory import keep_memory
-from distbelief.execution.dataflow import dataflow
-from distbelief.execution.executor import PartitionExecutor, StepResult
 from distbelief.graph.graph import LayerGraph
-from distbelief.partition.profiling.layer_timer import (
+from distbelief.plans import plan as plans
+from distbelief.plans.compiler import Compiled, compile_plan
+from distbelief.plans.planner.profiling.layer_timer import (
     FAILURES,
     Bench,
     Limits,
@@ -33,11 +33,9 @@ from distbelief.partition.profiling.layer_timer import (
     undisturbed,
     unlike,
 )
-from distbelief.program import plan as plans
-from distbelief.program.compiler import Compiled, compile_plan
-from distbelief.program.step_cost import Passes
+from distbelief.plans.step_cost import Passes
 from distbelief.protocol import TransferAck, TransferBlock
-from distbelief.roles.role import (
+from distbelief.protocol.role import (
     ALL_MESSAGES,
     Action,
     Address,
@@ -50,6 +48,8 @@ from distbelief.roles.role import (
     TimerFired,
 )
 from distbelief.worker.batches import BatchIndices, BatchSlice, micro_sizes
+from distbelief.worker.execution.dataflow import dataflow
+from distbelief.worker.execution.executor import PartitionExecutor, StepResult
 from distbelief.worker.steps import RankLink, StepOutcome, StepRunner
 from experiments.benchmarks.bare.exchange import attached, take_step
 from experiments.benchmarks.measuring.workers import serve, timed

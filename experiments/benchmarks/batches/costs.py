@@ -28,9 +28,9 @@ from typing import Final
 
 from distbelief.config import toml
 from distbelief.config.load import parse_job
-from distbelief.run.metrics_file import Measurement, read_metrics
+from distbelief.job.run.metrics_file import Measurement, read_metrics
+from distbelief.job.trainer import Run, Watch, train
 from distbelief.supervisor.view import JobView
-from distbelief.trainer import Run, Watch, train
 from experiments.benchmarks.measuring import measurement
 from experiments.benchmarks.measuring.workers import Workers, module, send
 from experiments.benchmarks.measuring.workload import Workload

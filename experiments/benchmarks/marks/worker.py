@@ -23,7 +23,7 @@ from torch import nn
 from torch.nn import functional
 from typing_extensions import override
 
-from distbelief.optimizer import DownpourSGD
+from distbelief.serve.optimizer import DownpourSGD
 
 
 N_WORKERS, N_SHARDS = 4, 2

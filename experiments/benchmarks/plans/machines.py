@@ -21,18 +21,18 @@ import msgspec
 from msgspec.structs import replace
 
 from distbelief.graph.graph import Layer, LayerGraph
-from distbelief.partition.baselines import even, whole_layers
-from distbelief.partition.candidates import partial_sums, split, summed_dims, whole
-from distbelief.partition.cost_model import AnalyticCosts, ProfiledCosts, single_sample
-from distbelief.partition.grouping import groups
-from distbelief.partition.planner import plan
-from distbelief.partition.profiling.layer_timer import profiled
-from distbelief.partition.profiling.profile import Profile
-from distbelief.partition.profiling.this_host import Network, here
-from distbelief.partition.search import PlanningRequest
-from distbelief.program.cluster import Cluster
-from distbelief.program.placement import Placement
-from distbelief.program.plan import Plan, plan_for
+from distbelief.plans.cluster import Cluster
+from distbelief.plans.placement import Placement
+from distbelief.plans.plan import Plan, plan_for
+from distbelief.plans.planner.baselines import even, whole_layers
+from distbelief.plans.planner.candidates import partial_sums, split, summed_dims, whole
+from distbelief.plans.planner.cost_model import AnalyticCosts, ProfiledCosts, single_sample
+from distbelief.plans.planner.grouping import groups
+from distbelief.plans.planner.planner import plan
+from distbelief.plans.planner.profile import Profile
+from distbelief.plans.planner.profiling.layer_timer import profiled
+from distbelief.plans.planner.profiling.this_host import Network, here
+from distbelief.plans.planner.search import PlanningRequest
 from experiments.benchmarks.bare.machine import Setting
 from experiments.benchmarks.measuring.workers import Workers, module
 from experiments.benchmarks.measuring.workload import Workload

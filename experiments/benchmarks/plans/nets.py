@@ -17,9 +17,9 @@ from typing_extensions import override
 from distbelief.graph.append_loss import append_loss
 from distbelief.graph.capture import InputSpec, capture
 from distbelief.graph.graph import LayerGraph
-from distbelief.partition.cost_model import AnalyticCosts, single_sample
-from distbelief.partition.search import PlanningRequest
-from distbelief.program.cluster import Cluster
+from distbelief.plans.cluster import Cluster
+from distbelief.plans.planner.cost_model import AnalyticCosts, single_sample
+from distbelief.plans.planner.search import PlanningRequest
 from experiments.images.model import paper_net
 from experiments.speech import model as speech
 from experiments.zoo.models import MODELS

@@ -26,13 +26,13 @@ from torch.nn import functional
 from distbelief.config.load import parse_job
 from distbelief.config.presets import PRESETS, Table
 from distbelief.core import vectors
-from distbelief.forecast.prepare import Preparation, PreparedJob
-from distbelief.forecast.run import FinishedRun, run_simulated
-from distbelief.program.cluster import Cluster, Machine
-from distbelief.roles.role import SUPERVISOR, Address, Computed, Event, Role, Seconds
+from distbelief.plans.cluster import Cluster, Machine
+from distbelief.protocol.role import SUPERVISOR, Address, Computed, Event, Role, Seconds
 from distbelief.simulation.cluster_options import options_for
 from distbelief.simulation.driver import Builder
 from distbelief.simulation.faults import Fault
+from distbelief.simulation.forecast.prepare import Preparation, PreparedJob
+from distbelief.simulation.forecast.run import FinishedRun, run_simulated
 from distbelief.simulation.machines import ClusterOptions, CostScale
 from distbelief.worker.steps import STEP
 from experiments.figures import task as speech_task

@@ -6,8 +6,8 @@
     pushed, fetched    bytes between replicas and shards: equal to the last one
     others       cores that were taken by what is not of this benchmark
 
-Nothing is fitted on the jobs that are compared: constants are measured on single pieces
-of work and on messages (`forecast.calibration`), and printed.
+Nothing is fitted on the jobs that are compared: constants are measured on single pieces of work
+and on messages (`simulation.forecast.calibration`), and printed.
 A broken job is broken alike on both sides: a replica that stands still for a while, or
 has its processor a part of the time only. Both runs are of this host, and compared by what the
 supervisor reports of either. Bytes have to be equal to the last one.
@@ -23,21 +23,21 @@ from typing import Final
 
 import msgspec
 
-from distbelief.chaos.local_faults import PERIOD_SECONDS, FaultInjector
-from distbelief.chaos.schedule import FaultEvent, faults_of
 from distbelief.config.job import Job
 from distbelief.config.load import parse_job
 from distbelief.core.files import scratch
-from distbelief.forecast.calibration import Rate, Rates, begun_in, measure, save_rates
-from distbelief.forecast.placed_cluster import HostCosts, PlacedCluster
-from distbelief.forecast.prepare import Preparation, PreparedJob
-from distbelief.forecast.run import N_EVENTS_MAX, run_simulated
-from distbelief.launch.local import LocalLauncher
-from distbelief.roles.role import Address, Seconds
+from distbelief.job.launch.local import LocalLauncher
+from distbelief.job.trainer import train
+from distbelief.protocol.role import Address, Seconds
+from distbelief.simulation.chaos.local_faults import PERIOD_SECONDS, FaultInjector
+from distbelief.simulation.chaos.schedule import FaultEvent, faults_of
 from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.faults import Fault, Pause
+from distbelief.simulation.forecast.calibration import Rate, Rates, begun_in, measure, save_rates
+from distbelief.simulation.forecast.placed_cluster import HostCosts, PlacedCluster
+from distbelief.simulation.forecast.prepare import Preparation, PreparedJob
+from distbelief.simulation.forecast.run import N_EVENTS_MAX, run_simulated
 from distbelief.supervisor.view import JobView, Point
-from distbelief.trainer import train
 from experiments.benchmarks.measuring import measurement
 
 

@@ -9,10 +9,10 @@ from typer.testing import CliRunner
 from distbelief.cli.main import app
 from distbelief.config.load import parse_job
 from distbelief.core import formatting
+from distbelief.core.errors import JobFileError
 from distbelief.core.writer import log_line
-from distbelief.errors import JobFileError
-from distbelief.run.directory import Status, status_in
-from distbelief.run_log import RunLog
+from distbelief.job.run.directory import Status, status_in
+from distbelief.job.run_log import RunLog
 from distbelief.supervisor.view import JobView, Message, RoleView
 from tests.distbelief.jobs import small
 

@@ -5,7 +5,7 @@ import pytest
 from typer.testing import CliRunner
 
 from distbelief.cli.main import app
-from distbelief.errors import JobError
+from distbelief.core.errors import JobError
 from distbelief.serve.options import join_server
 from distbelief.transport.keys import KeyFiles
 from tests.distbelief.jobs import SPEECH

@@ -22,8 +22,8 @@ from distbelief.cli.options import (
     reported_errors,
 )
 from distbelief.core import files
-from distbelief.errors import JobError, StorageError
-from distbelief.run.directory import RunDirectory, Status
+from distbelief.core.errors import JobError, StorageError
+from distbelief.job.run.directory import RunDirectory, Status
 from distbelief.supervisor.view import JobView, RoleView
 from tests import elsewhere
 from tests.distbelief.jobs import SPEECH

@@ -13,7 +13,7 @@ from distbelief.config import algorithms, toml
 from distbelief.config.job import ClusterTable, EvaluationTable, Job, StopTable
 from distbelief.config.load import job_from_json, load_job, parse_job
 from distbelief.config.presets import PRESETS
-from distbelief.errors import JobError, JobFileError
+from distbelief.core.errors import JobError, JobFileError
 from distbelief.parameter_server.policy import ExchangePolicy
 from distbelief.parameter_server.rules import SGD, Adagrad, UpdateRule
 from distbelief.task.task import DataSpec, ModelSpec

@@ -10,7 +10,7 @@ from torch import nn
 
 import distbelief
 import sandblaster
-from distbelief.errors import JobError
+from distbelief.core.errors import JobError
 from distbelief.parameter_server import schedules
 
 

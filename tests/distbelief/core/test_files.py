@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from distbelief.core import files
+from distbelief.core.errors import StorageError
 from distbelief.core.files import LineFile, Scratch, scratch, sweep
-from distbelief.errors import StorageError
 from tests.distbelief.limits import largest_file
 from tests.elsewhere import waiting
 

@@ -2,8 +2,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from distbelief.core.errors import RemoteProtocolError
 from distbelief.core.reliable import Arrivals, Backoff, ReliableStream, Silence
-from distbelief.errors import RemoteProtocolError
 
 
 @settings(max_examples=100, deadline=None)

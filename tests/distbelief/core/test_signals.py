@@ -86,7 +86,7 @@ COMMAND = """
 import fcntl, signal, sys, termios
 from pathlib import Path
 from rich.console import Console
-from distbelief.display.progress import ProgressLine
+from distbelief.job.display.progress import ProgressLine
 from distbelief.supervisor.view import JobView
 from distbelief.core.signals import caught_signals
 

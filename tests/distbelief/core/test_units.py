@@ -5,8 +5,8 @@ from contextlib import suppress
 import pytest
 from hypothesis import given, strategies as st
 
+from distbelief.core.errors import JobFileError
 from distbelief.core.units import TIME_MAX, UNITS, Dimension, parse, show
-from distbelief.errors import JobFileError
 
 
 DIMENSIONS: list[Dimension] = ["time", "bytes", "rate", "compute"]

@@ -17,14 +17,14 @@ from distbelief.graph.graph import INPUT, GraphError, LayerGraph
 from distbelief.graph.operator import Step, operator_of
 from distbelief.graph.ops.call import packed
 from distbelief.graph.region import Region, Shape
-from distbelief.program.step_graph import statistics_of
+from distbelief.plans.step_graph import statistics_of
 from distbelief.worker.proof import SharedDropoutMasks
 from tests.distbelief.graph.ops.comparison import close_gradients
 from tests.distbelief.graph.reference import Partials, evaluate
 from tests.distbelief.graph.zoo.catalogue import ZOO, Applied, Case
 from tests.distbelief.graph.zoo.comparison import assert_same, flat, tensors_of, whole_modules
 from tests.distbelief.graph.zoo.local import LocalNet
-from tests.distbelief.program.plans import zoo_graph
+from tests.distbelief.plans.plans import zoo_graph
 from tests.elsewhere import answers
 
 

@@ -11,7 +11,7 @@ from distbelief.graph.region import (
     to_array,
     to_regions,
 )
-from tests.distbelief.program.plans import indices
+from tests.distbelief.plans.plans import indices
 
 
 @st.composite

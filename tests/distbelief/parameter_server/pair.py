@@ -13,9 +13,9 @@ from typing import TypeVar
 import numpy as np
 import torch
 
+from distbelief.core.errors import RemoteProtocolError
 from distbelief.core.memory import Memory, PrivateMemory
 from distbelief.core.vectors import Vector
-from distbelief.errors import RemoteProtocolError
 from distbelief.parameter_server.client.client import ParameterClient
 from distbelief.parameter_server.client.fetches import FetchResult
 from distbelief.parameter_server.client.pushes import PushResult
@@ -26,7 +26,7 @@ from distbelief.parameter_server.shard_config import ClientConfig, ShardConfig
 from distbelief.parameter_server.tensor_copies import TensorCopier
 from distbelief.protocol import Message
 from distbelief.protocol.codec import Codec
-from distbelief.roles.role import (
+from distbelief.protocol.role import (
     ALL_MESSAGES,
     Action,
     Address,

@@ -15,7 +15,7 @@ from distbelief.parameter_server.rules import SGD, UpdateRule
 from distbelief.parameter_server.shard import Shard
 from distbelief.parameter_server.shard_config import ShardConfig
 from distbelief.protocol import Message, Promote, push_fetch as pf
-from distbelief.roles.role import (
+from distbelief.protocol.role import (
     SUPERVISOR,
     Action,
     Address,

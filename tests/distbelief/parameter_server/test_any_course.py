@@ -21,7 +21,7 @@ from distbelief.parameter_server.layout import TensorSpec
 from distbelief.parameter_server.shard_config import ClientConfig
 from distbelief.protocol import SaveCheckpoint
 from distbelief.protocol.push_fetch import PushApplied, SessionOpened
-from distbelief.roles.role import Address, Event, PeerLost, Received, Snapshot
+from distbelief.protocol.role import Address, Event, PeerLost, Received, Snapshot
 from tests.distbelief.parameter_server.pair import (
     CLIENT,
     OTHER,

@@ -11,9 +11,9 @@ from hypothesis import given, strategies as st
 from numpy.typing import NDArray
 from typing_extensions import override
 
+from distbelief.core.errors import RemoteProtocolError
 from distbelief.core.memory import PrivateMemory
 from distbelief.core.vectors import Vector
-from distbelief.errors import RemoteProtocolError
 from distbelief.graph.region import Region
 from distbelief.parameter_server.client.client import ParameterClient
 from distbelief.parameter_server.layout import Layout, PartialView, TensorSpec
@@ -26,7 +26,7 @@ from distbelief.parameter_server.slices import ShardSlice
 from distbelief.parameter_server.tensor_copies import convert, parts
 from distbelief.parameter_server.words import WORD, as_tensor, decode, encode, word_count
 from distbelief.protocol import Message, Promote, push_fetch as pf
-from distbelief.roles.role import Address, PeerLost
+from distbelief.protocol.role import Address, PeerLost
 from tests.distbelief.parameter_server.pair import (
     CLIENT,
     OTHER,

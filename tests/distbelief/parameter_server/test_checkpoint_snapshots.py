@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
+from distbelief.core.errors import StorageError
 from distbelief.core.vectors import Vector
-from distbelief.errors import StorageError
 from distbelief.parameter_server.checkpoint import ShardState, restore, take
 from distbelief.parameter_server.rules import SGD, Adam, Momentum
 from distbelief.parameter_server.shard_config import ShardConfig
 from distbelief.parameter_server.step_counts import StepCounts
 from distbelief.protocol import SessionRecord
-from distbelief.roles.role import Snapshot
+from distbelief.protocol.role import Snapshot
 from tests.distbelief.parameter_server.pair import CLIENT, OTHER, layout_of
 
 

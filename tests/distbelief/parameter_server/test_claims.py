@@ -3,13 +3,13 @@
 import msgspec
 import pytest
 
+from distbelief.core.errors import FalseClaimError, ProtocolError
 from distbelief.core.spans import Span, Spans, of_part
-from distbelief.errors import FalseClaimError, ProtocolError
 from distbelief.parameter_server.policy import ExchangePolicy
 from distbelief.parameter_server.ticks import TICKS_AHEAD_MAX
 from distbelief.protocol import PushApplied, SessionOpened, StartSync, push_fetch as pf
 from distbelief.protocol.codec import Codec
-from distbelief.roles.role import Address
+from distbelief.protocol.role import Address
 from tests.distbelief.parameter_server.pair import CLIENT, OTHER, sent
 from tests.distbelief.parameter_server.shard_copies import A, B, OneCopy
 

@@ -9,15 +9,15 @@ from functools import partial
 import numpy as np
 import pytest
 
+from distbelief.core.errors import JobError, PeerLostError, RemoteProtocolError
 from distbelief.core.memory import Memory
-from distbelief.errors import JobError, PeerLostError, RemoteProtocolError
 from distbelief.parameter_server.tensor_copies import (
     HEADER_BYTES,
     push_buffer_bytes,
     push_buffer_views,
 )
 from distbelief.protocol import Message, PrimaryChanged, push_fetch as pf
-from distbelief.roles.role import Action, Address, PeerJoined, PeerLost, Received, Send
+from distbelief.protocol.role import Action, Address, PeerJoined, PeerLost, Received, Send
 from distbelief.simulation.storage import HostMemory
 from tests.distbelief.parameter_server.client.test_client import FIRST, LAYOUT, Alone, N
 from tests.distbelief.parameter_server.pair import SHARD, full_of, sent, zeros_of

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from distbelief.errors import LocalProtocolError
+from distbelief.core.errors import LocalProtocolError
 from distbelief.parameter_server.layout import Layout, TensorSpec
 from distbelief.parameter_server.sessions import PushInProgress, Session
 from distbelief.parameter_server.tensor_copies import PushBuffer
@@ -28,8 +28,7 @@ from distbelief.protocol import (
     Stop,
     Task,
 )
-from distbelief.protocol.vector_commands import Axpy, Dot, Fill
-from distbelief.roles.role import (
+from distbelief.protocol.role import (
     SUPERVISOR,
     Action,
     Address,
@@ -41,6 +40,7 @@ from distbelief.roles.role import (
     Send,
     Snapshot,
 )
+from distbelief.protocol.vector_commands import Axpy, Dot, Fill
 from tests.distbelief.parameter_server.shard_copies import A, OneCopy
 
 

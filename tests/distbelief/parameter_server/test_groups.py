@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 import distbelief
+from distbelief.core.errors import JobError, StorageError
 from distbelief.core.memory import PrivateMemory
-from distbelief.errors import JobError, StorageError
 from distbelief.graph.region import Region
 from distbelief.parameter_server.checkpoint import restore
 from distbelief.parameter_server.layout import Layout, PartialView, TensorSpec
@@ -34,12 +34,12 @@ from distbelief.parameter_server.rules import (
 from distbelief.parameter_server.shard import Shard
 from distbelief.parameter_server.shard_config import ShardConfig
 from distbelief.protocol import SaveCheckpoint
-from distbelief.roles.role import Address, PeerJoined, Snapshot
+from distbelief.protocol.role import Address, PeerJoined, Snapshot
 from distbelief.serve.address import by_position
 from distbelief.worker.downpour_settings import DownpourSettings
-from tests.distbelief.loops import Server
 from tests.distbelief.parameter_server.pair import CLIENT, OTHER, TEST, Bench, scatter
 from tests.distbelief.parameter_server.test_partial_copies import Pair
+from tests.distbelief.serve.loops import Server
 
 
 SPECS = (

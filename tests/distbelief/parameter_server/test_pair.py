@@ -8,12 +8,12 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from distbelief.core.errors import MemoryGoneError
 from distbelief.core.memory import PrivateMemory
-from distbelief.errors import MemoryGoneError
 from distbelief.parameter_server.layout import Layout, TensorSpec
 from distbelief.parameter_server.shard_config import ABSENCE_SECONDS_MAX, ClientConfig
 from distbelief.protocol import Message, SaveCheckpoint, Stop, push_fetch as pf
-from distbelief.roles.role import Address, PeerLost
+from distbelief.protocol.role import Address, PeerLost
 from tests.distbelief.parameter_server.pair import (
     CLIENT,
     LARGE,

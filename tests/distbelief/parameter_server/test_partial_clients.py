@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 
+from distbelief.core.errors import JobError, LocalProtocolError
 from distbelief.core.memory import PrivateMemory
 from distbelief.core.vectors import Vector
-from distbelief.errors import JobError, LocalProtocolError
 from distbelief.graph.region import Region
 from distbelief.parameter_server import step_counts, store
 from distbelief.parameter_server.layout import Layout, PartialView, TensorSpec
@@ -33,7 +33,7 @@ from distbelief.parameter_server.rules import (
 from distbelief.parameter_server.schedules import InverseTime
 from distbelief.parameter_server.shard import Shard
 from distbelief.protocol import Message, OpenSession, SaveCheckpoint
-from distbelief.roles.role import Address, PeerJoined
+from distbelief.protocol.role import Address, PeerJoined
 from tests.distbelief.parameter_server.pair import (
     CLIENT,
     READER,

@@ -4,9 +4,9 @@ import msgspec
 import numpy as np
 import pytest
 
+from distbelief.core.errors import RemoteProtocolError
 from distbelief.core.memory import PrivateMemory
 from distbelief.core.vectors import Vector
-from distbelief.errors import RemoteProtocolError
 from distbelief.graph.region import Region
 from distbelief.parameter_server import step_counts
 from distbelief.parameter_server.layout import PartialView, TensorSpec
@@ -15,7 +15,7 @@ from distbelief.parameter_server.rules import SGD, Adam, UpdateRule
 from distbelief.parameter_server.slices import ShardSlice
 from distbelief.parameter_server.tensor_copies import push_buffer_views
 from distbelief.protocol import push_fetch as pf
-from distbelief.roles.role import Action, Address, Send
+from distbelief.protocol.role import Action, Address, Send
 from tests.distbelief.parameter_server.pair import layout_of
 from tests.distbelief.parameter_server.shard_copies import A, B, N, OneCopy, only
 from tests.distbelief.parameter_server.test_replication_backup import (

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
+from distbelief.core.errors import DistBeliefError, RemoteProtocolError, StorageError
 from distbelief.core.memory import PrivateMemory
-from distbelief.errors import DistBeliefError, RemoteProtocolError, StorageError
 from distbelief.parameter_server import shard_config
 from distbelief.parameter_server.rules import Adagrad
 from distbelief.parameter_server.shard_config import copy_names, other_copy
@@ -20,7 +20,7 @@ from distbelief.protocol import (
     push_fetch as pf,
     replication as rp,
 )
-from distbelief.roles.role import SUPERVISOR, Action, Address, Exit, PeerLost, Persist, Send
+from distbelief.protocol.role import SUPERVISOR, Action, Address, Exit, PeerLost, Persist, Send
 from distbelief.simulation.storage import HostMemory
 from tests.distbelief.parameter_server.pair import CLIENT, OTHER, TEST, sent, shard_of
 from tests.distbelief.parameter_server.shard_copies import LAYOUT, A, B, N, OneCopy, kinds, only

@@ -15,7 +15,7 @@ from distbelief.parameter_server.rules import Adagrad
 from distbelief.parameter_server.shard_config import ABSENCE_SECONDS_MAX
 from distbelief.parameter_server.tensor_copies import push_buffer_views
 from distbelief.protocol import Message, Stop, push_fetch as pf, replication as rp
-from distbelief.roles.role import SUPERVISOR, Action, Exit, PeerLost
+from distbelief.protocol.role import SUPERVISOR, Action, Exit, PeerLost
 from tests.distbelief.parameter_server.pair import CLIENT, LARGE, OTHER, layout_of, sent
 from tests.distbelief.parameter_server.shard_copies import A, B, N, OneCopy, kinds, only
 

@@ -8,7 +8,7 @@ from distbelief.parameter_server.policy import ExchangePolicy, Round
 from distbelief.parameter_server.ranges import IndexRanges
 from distbelief.parameter_server.slices import ShardSlice
 from distbelief.parameter_server.store import RoundSum
-from distbelief.roles.role import Address, Seconds
+from distbelief.protocol.role import Address, Seconds
 from tests.distbelief.parameter_server.shard_copies import A, OneCopy
 
 

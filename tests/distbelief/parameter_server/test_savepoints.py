@@ -3,14 +3,14 @@
 import numpy as np
 import pytest
 
+from distbelief.core.errors import RemoteProtocolError, StorageError
 from distbelief.core.vectors import Vector
-from distbelief.errors import RemoteProtocolError, StorageError
 from distbelief.parameter_server.layout import Layout, TensorSpec
 from distbelief.parameter_server.savepoints import PARAMETERS, Savepoints, split
 from distbelief.parameter_server.vector_store import VectorStore
 from distbelief.protocol import Savepoint
+from distbelief.protocol.role import Snapshot
 from distbelief.protocol.vector_commands import Axpy, Command, Copy, Fill
-from distbelief.roles.role import Snapshot
 
 
 LAYOUT = Layout.of([TensorSpec(name="w", shape=(64,))], n_shards=1, dtype="float64")

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
+from distbelief.core.errors import RemoteProtocolError
 from distbelief.core.memory import PrivateMemory
-from distbelief.errors import RemoteProtocolError
 from distbelief.parameter_server import staleness as module
 from distbelief.parameter_server.layout import Layout, TensorSpec
 from distbelief.parameter_server.policy import ExchangePolicy
@@ -18,7 +18,7 @@ from distbelief.parameter_server.staleness import PartialPushes, Staleness
 from distbelief.parameter_server.store import ShardStore
 from distbelief.parameter_server.tensor_copies import PushBuffer
 from distbelief.protocol import push_fetch as pf
-from distbelief.roles.role import Address
+from distbelief.protocol.role import Address
 
 
 SIZE = 256

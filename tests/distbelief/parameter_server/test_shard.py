@@ -8,9 +8,9 @@ import pytest
 from msgspec.structs import replace
 from typing_extensions import override
 
+from distbelief.core.errors import LocalProtocolError, RemoteProtocolError, StorageError
 from distbelief.core.memory import PrivateMemory, Region
 from distbelief.core.vectors import block_bounds
-from distbelief.errors import LocalProtocolError, RemoteProtocolError, StorageError
 from distbelief.parameter_server import pinned_versions
 from distbelief.parameter_server.checkpoint import N_SAVES_MAX
 from distbelief.parameter_server.layout import Kind, Layout, TensorSpec
@@ -26,7 +26,7 @@ from distbelief.protocol import (
     Stop,
     push_fetch as pf,
 )
-from distbelief.roles.role import (
+from distbelief.protocol.role import (
     NEWEST,
     SUPERVISOR,
     Action,

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
+from distbelief.core.errors import MemoryGoneError, RemoteProtocolError
 from distbelief.core.memory import PrivateMemory
-from distbelief.errors import MemoryGoneError, RemoteProtocolError
 from distbelief.parameter_server.tensor_copies import HEADER_BYTES, SeqlockVector
 
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from distbelief.errors import RemoteProtocolError
+from distbelief.core.errors import RemoteProtocolError
 from distbelief.parameter_server import ranges as module
 from distbelief.parameter_server.ranges import N_STRIPES_MAX, IndexRanges, RangeCopier
 

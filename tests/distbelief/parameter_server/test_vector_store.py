@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from numpy.typing import NDArray
 
+from distbelief.core.errors import RemoteProtocolError, StorageError
 from distbelief.core.vectors import Vector
-from distbelief.errors import RemoteProtocolError, StorageError
 from distbelief.parameter_server.layout import Layout, TensorSpec
 from distbelief.parameter_server.vector_store import VectorStore
 from distbelief.protocol.vector_commands import (

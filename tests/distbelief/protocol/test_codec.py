@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from distbelief.core.errors import LocalProtocolError, RemoteProtocolError
 from distbelief.core.vectors import ELEMENT_TYPES, Vector
-from distbelief.errors import LocalProtocolError, RemoteProtocolError
 from distbelief.protocol import (
     MESSAGES,
     Blob,

@@ -6,7 +6,7 @@ from typing import get_args
 import msgspec
 import pytest
 
-from distbelief.errors import RemoteProtocolError
+from distbelief.core.errors import RemoteProtocolError
 from distbelief.protocol import vector_commands as vc
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from distbelief.errors import JobError
+from distbelief.core.errors import JobError
 from distbelief.parameter_server.rules import SGD, Adam, Momentum, UpdateRule
 from distbelief.serve import options
 from distbelief.serve.address import parameter_specs

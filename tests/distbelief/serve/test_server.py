@@ -11,10 +11,10 @@ import torch
 from hypothesis import given, strategies as st
 from torch import nn
 
-from distbelief.errors import JobError, PeerLostError, StorageError
+from distbelief.core.errors import JobError, PeerLostError, StorageError
+from distbelief.job.run.directory import RunDirectory
 from distbelief.parameter_server.rules import SGD, Adagrad, UpdateRule
 from distbelief.parameter_server.schedules import Step
-from distbelief.run.directory import RunDirectory
 from distbelief.serve.address import ServerAddress, parameter_specs
 from distbelief.serve.server import ParameterServer
 from distbelief.serve.server_process import ServerRequest

@@ -11,10 +11,10 @@ import msgspec
 import pytest
 from torch import nn
 
-from distbelief.errors import JobError, StorageError
+from distbelief.core.errors import JobError, StorageError
+from distbelief.job.run_log import RunLog
 from distbelief.parameter_server.rules import SGD, Momentum, UpdateRule
 from distbelief.parameter_server.schedules import Cosine
-from distbelief.run_log import RunLog
 from distbelief.serve import server_process
 from distbelief.serve.address import ServerAddress, parameter_specs
 from distbelief.serve.server_process import ServerRequest, run_server, serve as run_until_it_ends

@@ -6,10 +6,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from distbelief.core.errors import JobError, LocalProtocolError, PeerLostError, RemoteProtocolError
 from distbelief.core.memory import Memory
-from distbelief.errors import JobError, LocalProtocolError, PeerLostError, RemoteProtocolError
-from distbelief.protocol import Push, PushApplied, Stop
-from distbelief.roles import role as rl
+from distbelief.protocol import Push, PushApplied, Stop, role as rl
 from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.driver import HandledEvent
 from distbelief.simulation.faults import Kill, Pause, Slow, Supersede

@@ -3,10 +3,10 @@
 import msgspec
 import pytest
 
-from distbelief.config.cluster_file import load_cluster, names
 from distbelief.graph.graph import GraphError
-from distbelief.program.cluster import Cluster, Lost, Machine, Outages, OutageTrace, Switch
-from distbelief.roles.role import Address, Launch, PeerLost, Started, TimerFired
+from distbelief.plans.cluster import Cluster, Lost, Machine, Outages, OutageTrace, Switch
+from distbelief.plans.cluster_file import load_cluster, names
+from distbelief.protocol.role import Address, Launch, PeerLost, Started, TimerFired
 from distbelief.simulation.cluster_options import drawn_outages, options_for, several
 from distbelief.simulation.faults import Outage
 from distbelief.simulation.machines import ClusterOptions

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from distbelief.protocol import Heartbeat, Stop
-from distbelief.roles import role as rl
+from distbelief.protocol import Heartbeat, Stop, role as rl
 from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.cpu import Demand, Host, Processor
 from distbelief.simulation.event_queue import EventQueue

@@ -2,7 +2,7 @@
 
 import math
 
-from distbelief.roles import role as rl
+from distbelief.protocol import role as rl
 from distbelief.simulation.event_queue import EventQueue
 from tests.distbelief.simulation.toys import A, Scripted, cluster_of, from_tester, on_start, push
 

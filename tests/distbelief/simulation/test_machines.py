@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from distbelief.protocol import PushBlock
-from distbelief.roles.role import Address, Compute, Cost, Received, Send
+from distbelief.protocol.role import Address, Compute, Cost, Received, Send
 from distbelief.simulation.machines import ClusterOptions, CostScale, frame_scale, scale_of
 from distbelief.simulation.network import Link
 from tests.distbelief.simulation.toys import STEADY, A, B, Scripted, cluster_of, on_start

@@ -2,7 +2,7 @@
 
 import pytest
 
-from distbelief.roles.role import Action, Event, Seconds, Send, SetTimer, Started, TimerFired
+from distbelief.protocol.role import Action, Event, Seconds, Send, SetTimer, Started, TimerFired
 from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.faults import CutOff, Delay, Drop, Duplicate, Fault
 from distbelief.simulation.machines import ClusterOptions

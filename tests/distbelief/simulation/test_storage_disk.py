@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from distbelief.protocol import Push
-from distbelief.roles.role import Action, Event, Persist, Persisted, Received, Seconds
+from distbelief.protocol.role import Action, Event, Persist, Persisted, Received, Seconds
 from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.faults import DiskFull, Fault, Kill, TornSnapshot
 from distbelief.simulation.machines import ClusterOptions, SimulatedMachine

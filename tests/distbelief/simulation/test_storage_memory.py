@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
+from distbelief.core.errors import LocalProtocolError, MemoryGoneError, StorageError
 from distbelief.core.memory import Memory
-from distbelief.errors import LocalProtocolError, MemoryGoneError, StorageError
-from distbelief.roles import role as rl
+from distbelief.protocol import role as rl
 from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.machines import ClusterOptions, SimulatedMachine
 from distbelief.simulation.storage import HostMemory

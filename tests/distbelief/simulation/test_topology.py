@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from distbelief.protocol import PushBlock
-from distbelief.roles.role import Address, Received, Send
+from distbelief.protocol.role import Address, Received, Send
 from distbelief.simulation.cpu import Processor
 from distbelief.simulation.faults import Kill
 from distbelief.simulation.machines import ClusterOptions, SimulatedMachine

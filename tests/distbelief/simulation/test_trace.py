@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from distbelief.protocol import Failed, Message, Peers
-from distbelief.roles import role as rl
+from distbelief.protocol import Failed, Message, Peers, role as rl
 from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.machines import ClusterOptions
 from distbelief.simulation.trace import TEXT_MAX, SimulationFailed, Trace

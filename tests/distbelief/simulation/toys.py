@@ -7,8 +7,7 @@ import numpy as np
 
 from distbelief.core.memory import Memory
 from distbelief.core.vectors import Vector
-from distbelief.protocol import Heartbeat, ParameterBlock, Push, PushApplied, Stop
-from distbelief.roles import role as rl
+from distbelief.protocol import Heartbeat, ParameterBlock, Push, PushApplied, Stop, role as rl
 from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.machines import ClusterOptions, SimulatedMachine
 

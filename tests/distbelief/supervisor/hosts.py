@@ -9,13 +9,22 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from distbelief.cluster.agent import HostAgent, HostAgentConfig
 from distbelief.config.job import StopTable
-from distbelief.errors import RemoteProtocolError
-from distbelief.launch.local import PREPARE
-from distbelief.protocol import Failed, FileChunk, Finished, Heartbeat, Join, Message, Offer, Stop
+from distbelief.core.errors import RemoteProtocolError
+from distbelief.job.hosts.agent import HostAgent, HostAgentConfig
+from distbelief.job.launch.local import PREPARE
+from distbelief.protocol import (
+    Failed,
+    FileChunk,
+    Finished,
+    Heartbeat,
+    Join,
+    Message,
+    Offer,
+    Stop,
+    role as rl,
+)
 from distbelief.protocol.codec import Codec
-from distbelief.roles import role as rl
 from distbelief.supervisor.hosts import HERE, ClusterConfig
 from distbelief.supervisor.membership import Kind
 from distbelief.supervisor.role_placement import PlacementPolicy

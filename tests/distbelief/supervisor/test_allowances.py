@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from distbelief.config.job import StopTable
 from distbelief.protocol import StartTraining, Stop
-from distbelief.roles.role import Action
+from distbelief.protocol.role import Action
 from distbelief.supervisor.membership import Kind
 from distbelief.supervisor.metrics import PreviousTotals
 from tests.distbelief.supervisor.test_supervisor import Desk, a_job as desk_of, letters, sent

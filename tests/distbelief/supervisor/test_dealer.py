@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 from distbelief.core.spans import Epochs, Span, Spans, of_part
 from distbelief.protocol import StartTraining
-from distbelief.roles.role import Address
+from distbelief.protocol.role import Address
 from distbelief.supervisor.dealer import N_BATCHES_FIRST, SETTLE_SECONDS, Dealer
 from distbelief.supervisor.membership import Kind, Membership, Presence, RoleRecord
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 
 from distbelief import protocol as wire
-from distbelief.roles.role import Action, Address, Launch, PeerLost, TimerFired
+from distbelief.protocol.role import Action, Address, Launch, PeerLost, TimerFired
 from distbelief.supervisor.membership import Kind
 from distbelief.supervisor.view import RoleView
 from tests.distbelief.supervisor.test_supervisor import (

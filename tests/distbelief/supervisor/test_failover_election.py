@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from distbelief.protocol import Promote
-from distbelief.roles.role import Action, Address, Send, Terminate
+from distbelief.protocol.role import Action, Address, Send, Terminate
 from distbelief.supervisor.failover import REST_SECONDS, PrimaryElection
 
 

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import pytest
 
 from distbelief import protocol as wire
-from distbelief.errors import RemoteProtocolError
-from distbelief.roles.role import Action, Exit, Launch
+from distbelief.core.errors import RemoteProtocolError
+from distbelief.protocol.role import Action, Exit, Launch
 from distbelief.supervisor.membership import Kind
 from tests.distbelief.supervisor.test_supervisor import (
     Desk,

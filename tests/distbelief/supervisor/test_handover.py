@@ -3,7 +3,7 @@
 import msgspec
 
 from distbelief import protocol as wire
-from distbelief.roles import role as rl
+from distbelief.protocol import role as rl
 from distbelief.supervisor.handover import Handover, handover_of
 from distbelief.supervisor.membership import Kind
 from distbelief.supervisor.supervisor import Supervisor

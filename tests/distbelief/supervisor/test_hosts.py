@@ -2,9 +2,9 @@
 
 from hypothesis import given, strategies as st
 
-from distbelief.roles.role import Address
+from distbelief.protocol.role import Address
 from distbelief.supervisor.hosts import Host, HostTable, StepTime
-from tests.distbelief.forecast.jobs import small
+from tests.distbelief.simulation.forecast.jobs import small
 from tests.distbelief.supervisor.hosts import offer_of
 
 

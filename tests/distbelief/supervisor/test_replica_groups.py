@@ -6,8 +6,8 @@ from itertools import combinations
 
 from hypothesis import given, settings, strategies as st
 
-from distbelief.program.step_cost import PlanCost
-from distbelief.roles.role import Address
+from distbelief.plans.step_cost import PlanCost
+from distbelief.protocol.role import Address
 from distbelief.supervisor.hosts import ClusterConfig, Host
 from distbelief.supervisor.role_placement import replica_groups
 from tests.distbelief.supervisor.hosts import Town, config_of, offer_of

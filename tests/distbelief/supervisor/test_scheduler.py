@@ -9,10 +9,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from typing_extensions import override
 
 from distbelief import protocol as wire
-from distbelief.cluster.agent import HostAgent, HostAgentConfig
-from distbelief.errors import RemoteProtocolError
+from distbelief.core.errors import RemoteProtocolError
+from distbelief.job.hosts.agent import HostAgent, HostAgentConfig
+from distbelief.protocol import role as rl
 from distbelief.protocol.hosts import JOB_SPEC, PROBE
-from distbelief.roles import role as rl
 from distbelief.supervisor.hosts import ClusterConfig, Host, HostTable
 from distbelief.supervisor.membership import Kind, Presence, RoleRecord
 from tests.distbelief.supervisor.hosts import Machine, Site, Town, config_of, offer_of

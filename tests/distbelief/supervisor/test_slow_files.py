@@ -14,15 +14,14 @@ from rich.console import Console
 from typing_extensions import override
 
 from distbelief.config.job import StopTable
-from distbelief.launch.local import LocalLauncher
-from distbelief.protocol import HeartbeatAck
-from distbelief.roles import role as rl
-from distbelief.run.directory import RunDirectory
-from distbelief.run.metrics_file import read_metrics
+from distbelief.job.launch.local import LocalLauncher
+from distbelief.job.run.directory import RunDirectory
+from distbelief.job.run.metrics_file import read_metrics
+from distbelief.job.trainer import Trainer
+from distbelief.protocol import HeartbeatAck, role as rl
 from distbelief.supervisor.stop_rules import StopRules
 from distbelief.supervisor.supervisor import Supervisor
 from distbelief.supervisor.supervisor_config import SupervisorConfig
-from distbelief.trainer import Trainer
 from distbelief.transport.node import RoleRunner
 from distbelief.transport.shared_memory import FileMemory
 from tests.distbelief.jobs import speech

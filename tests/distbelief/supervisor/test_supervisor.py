@@ -9,9 +9,9 @@ import pytest
 
 from distbelief import protocol as wire
 from distbelief.config.job import StopTable
-from distbelief.errors import RemoteProtocolError
+from distbelief.core.errors import RemoteProtocolError
+from distbelief.protocol import role as rl
 from distbelief.protocol.codec import Codec
-from distbelief.roles import role as rl
 from distbelief.supervisor import membership
 from distbelief.supervisor.membership import Kind
 from distbelief.supervisor.metrics import PreviousTotals

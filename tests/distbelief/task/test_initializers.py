@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from distbelief.core.errors import JobError, StorageError
 from distbelief.core.tensor_files import TensorFile, header_of
-from distbelief.errors import JobError, StorageError
 from distbelief.parameter_server.initial_values import Initial, draw, shard_values_from
 from distbelief.parameter_server.layout import Layout, TensorSpec
 from distbelief.task.initializers import reader, recorded_initials

@@ -11,9 +11,9 @@ from torch import nn
 from torch.nn import functional
 from typing_extensions import override
 
-from distbelief.data import Batch
-from distbelief.errors import JobError
+from distbelief.core.errors import JobError
 from distbelief.task import dry_run
+from distbelief.task.data import Batch
 from distbelief.task.imports import installed_imports
 from distbelief.task.losses import higher_is_better, loss_function, own_loss
 from distbelief.task.task import (
@@ -177,7 +177,7 @@ def test_installed_modules_are_found_through_the_users_own(tmp_path: Path) -> No
     (tmp_path / "pack" / "__init__.py").write_text("")
     (tmp_path / "pack" / "nets.py").write_text(
         "import os, msgspec.json\nfrom torch import nn\nfrom pack import data\n"
-        "import nowhere.to.be.found\nimport distbelief.trainer\nraise SystemExit(3)\n"
+        "import nowhere.to.be.found\nimport distbelief.job.trainer\nraise SystemExit(3)\n"
     )
     (tmp_path / "pack" / "data.py").write_text(
         "from pack import nets, broken\nfrom rich.console import Console\ndef f(): import zmq\n"

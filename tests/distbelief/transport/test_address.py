@@ -5,7 +5,7 @@ import socket
 import pytest
 from hypothesis import given, strategies as st
 
-from distbelief.errors import JobError, TransportError
+from distbelief.core.errors import JobError, TransportError
 from distbelief.transport import address
 from distbelief.transport.address import Endpoint, number_of, own_address_towards
 

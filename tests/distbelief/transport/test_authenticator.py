@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from distbelief.errors import TransportError
+from distbelief.core.errors import TransportError
 from distbelief.protocol import SaveCheckpoint
 from distbelief.transport.authenticator import DirectoryAuth, open_private
 from tests.distbelief.transport.test_zmq_transport import labels, take

@@ -13,7 +13,7 @@ import pytest
 import zmq
 from hypothesis import given, settings, strategies as st
 
-from distbelief.errors import TransportError
+from distbelief.core.errors import TransportError
 from distbelief.protocol import HeartbeatAck, PushBlock, SaveCheckpoint
 from distbelief.protocol.codec import FRAME_BYTES_MAX, Codec
 from distbelief.transport import zmq_transport

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
 
-from distbelief.errors import RemoteProtocolError
+from distbelief.core.errors import RemoteProtocolError
 from distbelief.protocol import HeartbeatAck, Release
 from distbelief.protocol.codec import JOINING, AnotherRunError, Codec
 from distbelief.transport import authenticator as module

@@ -13,18 +13,18 @@ import numpy as np
 import pytest
 import zmq
 
+from distbelief.core.errors import LocalProtocolError, StorageError, TransportError
 from distbelief.core.folders import LocalFolder
 from distbelief.core.tensor_files import TensorFile, encoded
-from distbelief.errors import LocalProtocolError, StorageError, TransportError
-from distbelief.roles.role import SUPERVISOR
-from distbelief.run.checkpoints import CheckpointStore
+from distbelief.job.run.checkpoints import CheckpointStore
+from distbelief.protocol.role import SUPERVISOR
 from distbelief.transport import file_server
 from distbelief.transport.address import Endpoint
 from distbelief.transport.file_server import INITIAL, FileCall, FileServer, RemoteFolder, _pieces
 from distbelief.transport.keys import Allowed, KeyFiles, new_secret
 from distbelief.transport.listen_config import KeyConfig, ListenConfig
+from tests.distbelief.job.run.test_durability import Disk
 from tests.distbelief.limits import largest_file
-from tests.distbelief.run.test_durability import Disk
 from tests.processes.commands import poll
 
 

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from distbelief.cluster.bootstrap import JobAddress
-from distbelief.cluster.listen import JoinServer
 from distbelief.core.folders import LocalFolder
+from distbelief.job.hosts.bootstrap import JobAddress
+from distbelief.job.hosts.listen import JoinServer
 from distbelief.protocol import SaveCheckpoint
 from distbelief.serve.address import ServerAddress
 from distbelief.serve.options import listen_config

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, strategies as st
 
-from distbelief.errors import JobError, StorageError
+from distbelief.core.errors import JobError, StorageError
 from distbelief.transport import keys as keys_module
 from distbelief.transport.keys import Allowed, KeyFiles, KeyPair, public_key
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from zmq.utils import z85
 
-from distbelief.errors import JobError, TransportError
+from distbelief.core.errors import JobError, TransportError
 from distbelief.protocol import Message
 from distbelief.transport.keys import KeyFiles, KeyPair
 from distbelief.transport.listen_config import KeyConfig, ListenConfig

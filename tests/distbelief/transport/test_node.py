@@ -13,11 +13,10 @@ from typing import NoReturn
 
 import pytest
 
-from distbelief.cluster.agent import AgentStorage, HostAgent, HostAgentConfig
-from distbelief.errors import JobError, PeerLostError, RemoteProtocolError, StorageError
-from distbelief.protocol import CheckpointSaved, Finished, Stop
+from distbelief.core.errors import JobError, PeerLostError, RemoteProtocolError, StorageError
+from distbelief.job.hosts.agent import AgentStorage, HostAgent, HostAgentConfig
+from distbelief.protocol import CheckpointSaved, Finished, Stop, role as rl
 from distbelief.protocol.codec import Envelope
-from distbelief.roles import role as rl
 from distbelief.supervisor.supervisor import Supervisor
 from distbelief.supervisor.supervisor_config import SupervisorConfig
 from distbelief.transport import node as node_module

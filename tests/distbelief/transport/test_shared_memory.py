@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from distbelief.core.errors import LocalProtocolError, MemoryGoneError, StorageError
 from distbelief.core.memory import Memory, PrivateMemory
-from distbelief.errors import LocalProtocolError, MemoryGoneError, StorageError
 from distbelief.transport.shared_memory import FileMemory
 from tests.elsewhere import waiting
 

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import zmq
 
+from distbelief.core.errors import LocalProtocolError, TransportError
 from distbelief.core.vectors import BLOCK_BYTES
-from distbelief.errors import LocalProtocolError, TransportError
 from distbelief.protocol import HeartbeatAck, PushBlock, SaveCheckpoint, Stop
 from distbelief.protocol.codec import FRAME_BYTES_MAX, Codec, Envelope
 from distbelief.transport import zmq_transport

@@ -11,12 +11,12 @@ from torch import nn
 from distbelief import protocol as wire
 from distbelief.core.memory import PrivateMemory
 from distbelief.core.vectors import Vector
-from distbelief.data import Dataset, DataShard
 from distbelief.parameter_server.client.client import ParameterClient
 from distbelief.parameter_server.layout import Layout, PartialView
 from distbelief.parameter_server.shard_config import ClientConfig
-from distbelief.roles import role as rl
+from distbelief.protocol import role as rl
 from distbelief.task import dry_run
+from distbelief.task.data import Dataset, DataShard
 from distbelief.transport.node import _compute
 from distbelief.worker.build import whole_replica
 from distbelief.worker.downpour_settings import DownpourSettings

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from distbelief.core.spans import Epochs
-from distbelief.data import DataShard, dealt_samples
+from distbelief.task.data import DataShard, dealt_samples
 from distbelief.worker.batches import DealtBatch, DealtPlan, TrainingPlan
 
 

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import torch
 
-from distbelief.data import Dataset
-from distbelief.errors import JobError
+from distbelief.core.errors import JobError
 from distbelief.graph.append_loss import append_loss
 from distbelief.graph.capture import InputSpec, capture
 from distbelief.graph.region import Region
+from distbelief.task.data import Dataset
 from distbelief.worker.batches import BatchIndices, SliceReader
 from tests.distbelief.examples import net
 

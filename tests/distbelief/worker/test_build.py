@@ -10,20 +10,20 @@ from torch import nn
 from typing_extensions import override
 
 from distbelief import protocol as wire
+from distbelief.core.errors import JobError, LocalProtocolError, RemoteProtocolError
 from distbelief.core.memory import PrivateMemory
-from distbelief.data import DataShard
-from distbelief.errors import JobError, LocalProtocolError, RemoteProtocolError
-from distbelief.execution.dataflow import dataflow
 from distbelief.parameter_server.client.client import ParameterClient
 from distbelief.parameter_server.layout import PartialView
-from distbelief.roles.role import SUPERVISOR, Address, Computed, Received, Role, Send, Started
+from distbelief.protocol.role import SUPERVISOR, Address, Computed, Received, Role, Send, Started
 from distbelief.simulation.driver import HandledEvent
 from distbelief.simulation.faults import Kill, Pause
+from distbelief.task.data import DataShard
 from distbelief.task.task import DataSpec, ModelSpec, TaskSpec, build_dataset, build_model
 from distbelief.worker.batches import TrainingPlan
 from distbelief.worker.build import build_rank
 from distbelief.worker.downpour_settings import DownpourSettings
 from distbelief.worker.evaluator import held_out
+from distbelief.worker.execution.dataflow import dataflow
 from distbelief.worker.group import rank_name
 from distbelief.worker.replica import Replica
 from distbelief.worker.training import Training

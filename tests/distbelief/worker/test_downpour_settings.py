@@ -5,12 +5,12 @@ import math
 import msgspec
 import pytest
 
-from distbelief.algorithms.downpour import DOWNPOUR
 from distbelief.config.job import FIT_MAX, ClusterTable, Elastic
-from distbelief.errors import JobError, JobFileError
+from distbelief.core.errors import JobError, JobFileError
 from distbelief.parameter_server.policy import ExchangePolicy
 from distbelief.parameter_server.rules import SGD, Adagrad
 from distbelief.parameter_server.schedules import InverseTime
+from distbelief.worker.downpour import DOWNPOUR
 from distbelief.worker.downpour_settings import DownpourSettings
 from distbelief.worker.exchange import Pace
 

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from distbelief.data import read_batch
 from distbelief.task import dry_run
+from distbelief.task.data import read_batch
 from distbelief.worker.batches import BatchIndices, BatchReader, Draws
 from distbelief.worker.local_executor import FlatModel, LocalExecutor
 

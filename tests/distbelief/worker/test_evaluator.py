@@ -5,10 +5,10 @@ import pytest
 import torch
 from torch import nn
 
-from distbelief.errors import JobError, RemoteProtocolError
+from distbelief.core.errors import JobError, RemoteProtocolError
 from distbelief.parameter_server.client.fetches import FetchResult
 from distbelief.protocol import Evaluate, EvaluationDone, Finished, Message, StartTraining, Stop
-from distbelief.roles.role import Computed, TimerFired
+from distbelief.protocol.role import Computed, TimerFired
 from distbelief.task import dry_run
 from distbelief.task.losses import METRICS, Metric
 from distbelief.worker.build import whole_evaluator

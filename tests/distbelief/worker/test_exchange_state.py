@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from distbelief.errors import JobError
+from distbelief.core.errors import JobError
 from distbelief.parameter_server.layout import Layout, PartialView, TensorSpec
 from distbelief.worker.exchange import ExchangeState, GradientSum, LocalSteps, Pace
 from distbelief.worker.inner import InnerOptimizer

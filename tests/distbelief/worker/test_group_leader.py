@@ -3,7 +3,7 @@
 import pytest
 
 from distbelief import protocol as wire
-from distbelief.errors import RemoteProtocolError
+from distbelief.core.errors import RemoteProtocolError
 from distbelief.worker.batches import Limits
 from distbelief.worker.group import (
     GENERATION_BITS,

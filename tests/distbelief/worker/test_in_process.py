@@ -9,16 +9,16 @@ from torch import nn
 from torch.nn import functional
 from typing_extensions import override
 
-from distbelief.errors import JobError
-from distbelief.execution.executor import inference_of
+from distbelief.core.errors import JobError
 from distbelief.graph.append_loss import append_loss
 from distbelief.graph.capture import InputSpec, capture
 from distbelief.graph.graph import INPUT, GraphError, LayerGraph
-from distbelief.program.compiler import compile_plan
-from distbelief.program.placement import Placement
+from distbelief.plans.compiler import compile_plan
+from distbelief.plans.placement import Placement
 from distbelief.worker.batches import micro_sizes
+from distbelief.worker.execution.executor import inference_of
 from distbelief.worker.in_process import LocalGroup, StepOutput
-from tests.distbelief.program.plans import random_plan
+from tests.distbelief.plans.plans import random_plan
 
 
 def input_names(graph: LayerGraph) -> list[str]:

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from distbelief.data import Batch
-from distbelief.errors import JobError
+from distbelief.core.errors import JobError
 from distbelief.parameter_server.layout import Layout
+from distbelief.task.data import Batch
 from distbelief.task.task import specs_of
 from distbelief.worker.local_executor import FlatModel
 from tests.distbelief.examples import Everything, Frames, net

@@ -8,8 +8,7 @@ from distbelief.core.memory import PrivateMemory
 from distbelief.parameter_server.client.client import ParameterClient
 from distbelief.parameter_server.layout import Layout, PartialView, TensorSpec
 from distbelief.parameter_server.shard_config import ClientConfig
-from distbelief.protocol import HeartbeatAck, Join, Message, PeerEntry, Peers
-from distbelief.roles import role as rl
+from distbelief.protocol import HeartbeatAck, Join, Message, PeerEntry, Peers, role as rl
 from distbelief.worker.loop_worker import BEAT, LoopWorker
 
 

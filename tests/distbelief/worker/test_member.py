@@ -5,14 +5,14 @@ from collections.abc import Callable, Mapping, Sequence
 import pytest
 
 from distbelief import protocol as wire
-from distbelief.errors import (
+from distbelief.core.errors import (
     DistBeliefError,
     JobError,
     PeerLostError,
     RemoteProtocolError,
     RestoreError,
 )
-from distbelief.roles import role as rl
+from distbelief.protocol import role as rl
 from distbelief.worker.member import BUILD, SAVE_SECONDS_MAX, TIMER, JobMember, JobMemberConfig
 
 

@@ -17,17 +17,17 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 from typing_extensions import override
 
-from distbelief.data import Dataset, read_batch
-from distbelief.errors import JobError
+from distbelief.core.errors import JobError
 from distbelief.graph.operator import OPERATORS, Call
-from distbelief.program.cluster import uniform
-from distbelief.program.plan import plan_for
-from distbelief.program.step_graph import statistics_of
+from distbelief.plans.cluster import uniform
+from distbelief.plans.plan import plan_for
+from distbelief.plans.step_graph import statistics_of
+from distbelief.task.data import Dataset, read_batch
 from distbelief.task.task import DataSpec, ModelSpec, TaskSpec, capture_for, sample_of
 from distbelief.worker import proof as proofs
 from distbelief.worker.proof import IncomparableError, Proof
-from tests.distbelief.partition.plans import MACHINE
-from tests.distbelief.program.plans import random_plan
+from tests.distbelief.plans.planner.plans import MACHINE
+from tests.distbelief.plans.plans import random_plan
 
 
 pytestmark = pytest.mark.untraced

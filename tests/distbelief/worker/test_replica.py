@@ -10,14 +10,13 @@ from torch import nn
 from typing_extensions import override
 
 from distbelief import protocol as wire
-from distbelief.data import BatchCursor, DataShard
-from distbelief.errors import JobError, RemoteProtocolError
-from distbelief.execution.executor import Put, StepResult
+from distbelief.core.errors import JobError, RemoteProtocolError
 from distbelief.parameter_server.client.client import ParameterClient
 from distbelief.parameter_server.client.fetches import FetchResult
 from distbelief.parameter_server.layout import Layout, PartialView, TensorSpec
 from distbelief.parameter_server.rules import SGD
-from distbelief.roles.role import Action, Compute, Computed, Executor, Seconds, Started
+from distbelief.protocol.role import Action, Compute, Computed, Executor, Seconds, Started
+from distbelief.task.data import BatchCursor, DataShard
 from distbelief.worker.batches import (
     BatchSlice,
     EvaluationPlan,
@@ -27,6 +26,7 @@ from distbelief.worker.batches import (
 )
 from distbelief.worker.downpour_settings import DownpourSettings
 from distbelief.worker.evaluator import Evaluation
+from distbelief.worker.execution.executor import Put, StepResult
 from distbelief.worker.replica import Alone, Steps
 from distbelief.worker.steps import STEP, Close, StepOutcome, StepRunner
 from distbelief.worker.training import Items, Training

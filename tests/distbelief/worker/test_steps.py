@@ -4,17 +4,17 @@ import numpy as np
 import pytest
 import torch
 
-from distbelief.data import DataShard
-from distbelief.errors import RemoteProtocolError
-from distbelief.execution.dataflow import dataflow
-from distbelief.execution.executor import PartitionExecutor
-from distbelief.program.compiler import compile_plan
-from distbelief.program.placement import Placement
+from distbelief.core.errors import RemoteProtocolError
+from distbelief.plans.compiler import compile_plan
+from distbelief.plans.placement import Placement
 from distbelief.protocol import TransferAck, TransferBlock
-from distbelief.roles.role import Address
+from distbelief.protocol.role import Address
+from distbelief.task.data import DataShard
 from distbelief.worker.batches import BatchSlice, TrainingPlan
+from distbelief.worker.execution.dataflow import dataflow
+from distbelief.worker.execution.executor import PartitionExecutor
 from distbelief.worker.steps import RankLink, StepRunner
-from tests.distbelief.program.plans import chain
+from tests.distbelief.plans.plans import chain
 
 
 GENERATION = 9

@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
+from distbelief.core.errors import RemoteProtocolError
 from distbelief.core.vectors import Vector
-from distbelief.errors import RemoteProtocolError
 from distbelief.protocol import TransferAck, TransferBlock
 from distbelief.protocol.codec import FRAME_BYTES_MAX
-from distbelief.roles.role import Action, Address, Send
+from distbelief.protocol.role import Action, Address, Send
 from distbelief.worker.steps import (
     ACK_EVERY,
     AGAIN_SECONDS,

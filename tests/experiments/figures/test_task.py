@@ -6,8 +6,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from distbelief.config.cluster_file import load_cluster
-from distbelief.roles.role import Address
+from distbelief.plans.cluster_file import load_cluster
+from distbelief.protocol.role import Address
 from experiments.figures import entries, task
 from experiments.figures.entries import (
     BATCH,

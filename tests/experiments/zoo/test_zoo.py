@@ -10,7 +10,7 @@ from torch import nn
 from typing_extensions import override
 
 from distbelief.config.job import Job
-from distbelief.errors import JobError
+from distbelief.core.errors import JobError
 from distbelief.graph.capture import InputSpec, capture
 from distbelief.graph.graph import LayerGraph
 from experiments.benchmarks import zoo

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from distbelief import protocol as wire
-from distbelief.errors import DistBeliefError, PeerLostError, RemoteProtocolError, StorageError
+from distbelief.core.errors import DistBeliefError, PeerLostError, RemoteProtocolError, StorageError
+from distbelief.protocol import role as rl
 from distbelief.protocol.vector_commands import Norm
-from distbelief.roles import role as rl
 from sandblaster.chunks import ChunkSizes
 from sandblaster.coordinator.coordinator import Coordinator
 from sandblaster.coordinator.shard_commands import CommandBroadcast

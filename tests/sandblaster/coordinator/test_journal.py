@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from distbelief.errors import StorageError
+from distbelief.core.errors import StorageError
 from distbelief.protocol import CheckpointRecord
-from distbelief.roles.role import Snapshot
+from distbelief.protocol.role import Snapshot
 from sandblaster.coordinator.journal import CheckpointEntry, Journal
 
 

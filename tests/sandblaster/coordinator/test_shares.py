@@ -3,7 +3,7 @@
 import pytest
 
 from distbelief.protocol import ChunkResult, WorkReport
-from distbelief.roles.role import Address, Received, Seconds
+from distbelief.protocol.role import Address, Received, Seconds
 from distbelief.simulation.faults import DiskFull
 from sandblaster.chunks import ChunkSizes
 from sandblaster.coordinator.workers import CoordinatorConfig, TimeShares, WorkerPool

@@ -1,7 +1,7 @@
 """The warm start, as the coordinator sees it."""
 
 from distbelief.protocol import CheckpointSaved, SaveCheckpoint, StartTraining, Stop
-from distbelief.roles.role import SUPERVISOR, Action, Address, Send, SetTimer
+from distbelief.protocol.role import SUPERVISOR, Action, Address, Send, SetTimer
 from sandblaster.coordinator.warm_start import TIMER, WarmStart
 
 

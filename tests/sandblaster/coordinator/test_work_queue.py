@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from distbelief.protocol import ChunkResult, WorkReport
-from distbelief.roles.role import Address, Received, Seconds
+from distbelief.protocol.role import Address, Received, Seconds
 from sandblaster.chunks import ChunkSizes
 from sandblaster.coordinator.work_queue import (
     N_ASSIGNED_MAX,

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from distbelief.protocol import Assignment, WorkReport
-from distbelief.roles.role import Action, Address, Received, Send
+from distbelief.protocol.role import Action, Address, Received, Send
 from sandblaster.chunks import ChunkSizes
 from sandblaster.coordinator.workers import (
     Attempt,

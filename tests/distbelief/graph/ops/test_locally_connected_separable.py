@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from distbelief.execution.dataflow import SEPARABLE
 from distbelief.graph.ops import locally_connected, recurrent
+from distbelief.worker.execution.dataflow import SEPARABLE
 
 
 Compute = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]

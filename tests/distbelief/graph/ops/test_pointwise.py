@@ -11,7 +11,7 @@ from distbelief.graph.capture import InputSpec, capture
 from distbelief.graph.operator import Work, operator_of
 from distbelief.graph.ops.call import operation_of
 from distbelief.graph.region import Region
-from distbelief.program.compiler import with_gradient
+from distbelief.plans.compiler import with_gradient
 from tests.distbelief.graph.ops.comparison import (
     call_of,
     check,

@@ -9,14 +9,23 @@ import pytest
 import torch
 
 from distbelief.graph.graph import LayerGraph
-from distbelief.partition.cost_model import AnalyticCosts, single_sample
-from distbelief.partition.profiling.layer_timer import Limits, profiled
-from distbelief.partition.profiling.profile import load, this_host
-from distbelief.partition.search import PlanningRequest
-from distbelief.program.cluster import Cluster, Machine
-from distbelief.program.compiler import compile_plan
+from distbelief.plans.cluster import Cluster, Machine
+from distbelief.plans.compiler import compile_plan
+from distbelief.plans.planner.cost_model import AnalyticCosts, single_sample
+from distbelief.plans.planner.profile import load, this_host
+from distbelief.plans.planner.profiling.layer_timer import Limits, profiled
+from distbelief.plans.planner.search import PlanningRequest
 from distbelief.protocol import TransferAck
-from distbelief.roles.role import Action, Address, Compute, Computed, Event, Received, Send, Started
+from distbelief.protocol.role import (
+    Action,
+    Address,
+    Compute,
+    Computed,
+    Event,
+    Received,
+    Send,
+    Started,
+)
 from distbelief.worker.batches import micro_sizes
 from experiments.benchmarks.bare.exchange import STEP
 from experiments.benchmarks.bare.machine import (
@@ -28,8 +37,8 @@ from experiments.benchmarks.bare.machine import (
 )
 from experiments.benchmarks.measuring.workload import NetName, Workload
 from experiments.benchmarks.plans.machines import Way, plan_of, ways
-from tests.distbelief.partition.clocks import Clock
-from tests.distbelief.partition.plans import fully_connected
+from tests.distbelief.plans.planner.clocks import Clock
+from tests.distbelief.plans.planner.plans import fully_connected
 
 
 MACHINE = Machine(flops=1e11, memory_rate=2e10, overhead=1e-5, bandwidth=1e9)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from distbelief.roles.role import Address
+from distbelief.protocol.role import Address
 from distbelief.supervisor.view import JobView, Message
 from experiments.benchmarks.lan import Reading, bytes_of_busiest, reading_before, ready_after
 

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from distbelief.partition.baselines import whole_layers
-from distbelief.partition.cost_model import AnalyticCosts, ProfiledCosts, single_sample
-from distbelief.partition.profiling.profile import Host, Profile, Slices, digest
-from distbelief.partition.search import PlanningRequest
-from distbelief.program.cluster import Cluster, Machine
+from distbelief.plans.cluster import Cluster, Machine
+from distbelief.plans.planner.baselines import whole_layers
+from distbelief.plans.planner.cost_model import AnalyticCosts, ProfiledCosts, single_sample
+from distbelief.plans.planner.profile import Host, Profile, Slices, digest
+from distbelief.plans.planner.search import PlanningRequest
 from experiments.benchmarks.measuring.workload import Workload
 from experiments.benchmarks.planner_against_runtime import (
     Paces,

@@ -2,9 +2,9 @@
 
 from hypothesis import given, strategies as st
 
-from distbelief.partition.solvers.problem import Choice, Problem
+from distbelief.plans.planner.solvers.problem import Choice, Problem
 from experiments.benchmarks.planner import search
-from tests.distbelief.partition.solvers.problems import chain, choices, problems
+from tests.distbelief.plans.planner.solvers.problems import chain, choices, problems
 
 
 def words(problem: Problem) -> list[list[str]]:

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from distbelief.chaos.schedule import FaultEvent
-from distbelief.forecast.calibration import Rate, Rates, save_rates
+from distbelief.simulation.chaos.schedule import FaultEvent
+from distbelief.simulation.forecast.calibration import Rate, Rates, save_rates
 from distbelief.supervisor.view import JobView, Point, RoleView
 from experiments.benchmarks.simulated import truth as simulated_truth
 from experiments.benchmarks.simulated.truth import (
@@ -19,7 +19,7 @@ from experiments.benchmarks.simulated.truth import (
     steady_rate,
     truth,
 )
-from tests.distbelief.forecast.jobs import small
+from tests.distbelief.simulation.forecast.jobs import small
 
 
 RATES = Rates(work={"replica replica:step by times": Rate(unit="times", seconds=0.02, n=10)})

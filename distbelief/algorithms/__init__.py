@@ -1,1 +1,0 @@
-"""Training algorithms, found through entry points: Downpour SGD."""

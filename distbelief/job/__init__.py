@@ -1,0 +1,1 @@
+"""One job, prepared, run and finished: hosts, processes, files and screen."""

@@ -1,0 +1,286 @@
+"""The process of one role: builds it, wraps it in a `JobMember`, and runs it.
+
+The fork server runs `main` in a child. All settings come from one file, the `RoleSpec`; output goes
+to the role's log.
+"""
+
+import os
+import shlex
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import closing, nullcontext, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Final, cast, final
+
+import msgspec
+import torch
+
+from distbelief.config import algorithms
+from distbelief.config.job import Job
+from distbelief.config.load import job_from_json
+from distbelief.core.errors import DistBeliefError, JobError
+from distbelief.core.memory import KEPT_BYTES_MAX, Memory, PrivateMemory, keep_memory
+from distbelief.core.signals import ABANDONED
+from distbelief.core.tensor_files import TensorFile
+from distbelief.core.writer import Writer, log_line
+from distbelief.job.launch.likeness import Likeness
+from distbelief.job.run.checkpoints import CheckpointStore
+from distbelief.job.run.folders import absolute, folder_at
+from distbelief.parameter_server.initial_values import Initial
+from distbelief.parameter_server.layout import Layout, LayoutSpec
+from distbelief.protocol import Failed, Heartbeat
+from distbelief.protocol.role import SUPERVISOR, PeerLost, Role, Snapshot
+from distbelief.task.forward import Sample
+from distbelief.task.imports import resolve
+from distbelief.task.task import BuildContext
+from distbelief.transport.address import Endpoint
+from distbelief.transport.file_server import INITIAL, RemoteFolder
+from distbelief.transport.listen_config import ListenConfig
+from distbelief.transport.node import RoleRunner
+from distbelief.transport.shared_memory import FileMemory
+from distbelief.transport.zmq_transport import Log, ZmqTransport
+from distbelief.worker.computation import Computation, build_computing_rank
+from distbelief.worker.member import (
+    HEARTBEAT_SECONDS,
+    JobMember,
+    JobMemberConfig,
+    heartbeat_seconds,
+)
+
+
+def import_paths(job: Job) -> Iterator[tuple[str, str]]:
+    """Yield table and path of every function that this job names."""
+    yield "model", job.model.factory
+    yield "data.train", job.data.train.factory
+    if job.data.test is not None:
+        yield "data.test", job.data.test.factory
+    for table, name in (("algorithm", job.loss), ("evaluation", job.evaluation.metric)):
+        if name is not None and ":" in name:
+            yield table, name
+
+
+def modules_of(job: Job) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(path.partition(":")[0] for _, path in import_paths(job)))
+
+
+def places_of(job: Job) -> tuple[str, ...]:
+    """Return where hosts save for this job, beside the supervisor's host."""
+    place = job.cluster.checkpoints
+    return () if place is None else (absolute(place),)
+
+
+def words_of_consent(job: Job) -> str:
+    """Return the options with which a host agrees to what this job does there."""
+    words = [f"--allow-import {shlex.quote(module)}" for module in modules_of(job)]
+    words += [f"--allow-checkpoints {shlex.quote(place)}" for place in places_of(job)]
+    return " ".join(words)
+
+
+def check_allowed(job: Job, allowed: Sequence[str]) -> None:
+    """Reject a job that names functions of modules that this host's user has not allowed.
+
+    With --allow-import experiments.speech, experiments.speech.model:paper_net may be called, and
+    not experiments.speech.data:os.system, which is a function of os.
+    """
+    paths = list(import_paths(job))
+    for table, path in paths:  # check the text before anything is imported
+        _check(path.partition(":")[0], path, table=table, allowed=allowed)
+    for table, path in paths:
+        found = cast("object", resolve(path, table=table))
+        module: object = getattr(found, "__module__", None)
+        _check(str(module), path, table=table, allowed=allowed)
+
+
+def _check(module: str, path: str, *, table: str, allowed: Sequence[str]) -> None:
+    if not any(module == name or module.startswith(f"{name}.") for name in allowed):
+        raise JobError(
+            f"[{table}] {path!r} is a function of module {module!r}, which this host does not "
+            f"allow (allowed: {', '.join(allowed) or 'none'}): use distbelief join ... "
+            f"--allow-import {module}"
+        )
+
+
+SPEC_BYTES_MAX: Final = 1 << 26
+
+
+class RoleSpec(msgspec.Struct, frozen=True, kw_only=True):
+    job: msgspec.Raw  # the job as JSON (`Job.to_json`)
+    run: str = ""  # id of the run, which is in every message
+    supervisor: str = ""  # address of the supervisor
+    memory: str = ""  # directory of shared memory; "" if none is shared
+    # Folder or URL of checkpoints; "": those that the file server has
+    snapshots: str = ""
+    files: str = ""  # address of the file server of the supervisor's host; "" on that host
+    layout: LayoutSpec  # of the model's tensors on the shards
+    initials: dict[str, Initial] = {}  # how shards draw each tensor, if they do
+    # File of the initial values, if they do not; with a file server, it has the file.
+    initial_file: str | None = None
+    # File of the plan for each number of ranks that a replica has; none if replicas are not split
+    plans: dict[int, str] = {}
+    ranks: int = 1  # of the group of this role
+    sample: Sample | None = None  # shapes and types of the data, for these plans
+    n_train: int | None = None  # training samples
+    marks: tuple[float, ...] | None = None  # of some of them (`marks_of`), which hosts compare
+    likeness: Likeness | None = None  # of the supervisor's host, if others may join
+    reach: ListenConfig = ListenConfig()  # where these processes listen
+    computation: Computation | None = None  # what ranks without shards compute
+    # Packages and modules whose functions they may call; None for any
+    allowed: tuple[str, ...] | None = None
+
+
+def read_spec(path: str) -> RoleSpec:
+    with Path(path).open("rb") as file:
+        return msgspec.json.decode(file.read(SPEC_BYTES_MAX), type=RoleSpec)
+
+
+def main(name: str, incarnation: int, path: str, *, ranks: int = 1) -> int:
+    """Run the role `name`, of a group of so many ranks, until it ends; return the exit status."""
+    spec = msgspec.structs.replace(read_spec(path), ranks=ranks)
+    job = job_from_json(bytes(spec.job))
+    import_from(job)
+    torch.set_num_threads(job.cluster.threads if name.startswith("replica") else 1)
+    # Gradients of each step reuse the memory of the last one, as do the vectors of a chunk on a
+    # shard under a coordinator. A shard of Downpour needs no such memory.
+    driven = name.startswith("shard") and algorithms.coordinator_of(job) is not None
+    reuses = driven or name.startswith("replica")
+    keep_memory(block_bytes_max=None if reuses else KEPT_BYTES_MAX)
+    memory: Memory = FileMemory(Path(spec.memory)) if spec.memory else PrivateMemory(host="")
+    lines = Writer("log", tell=lambda text: report("warning", text))
+
+    def report(level: str, text: str) -> None:
+        # The time is taken now; a thread writes, because the log's disk may hang.
+        lines.write(partial(_write, log_line(f"{name}#{incarnation}", level, text)))
+
+    with lines:
+        report("info", f"process {os.getpid()} begins")
+        error = _run_role(spec, job, memory, name=name, incarnation=incarnation, report=report)
+        report("info" if error is None else "error", f"ends: {error or 'as planned'}")
+    status = 0 if error is None else 1
+    if not lines.close(seconds_max=0.0):
+        os._exit(status)  # a normal exit would wait for that thread
+    return status
+
+
+def _run_role(
+    spec: RoleSpec, job: Job, memory: Memory, *, name: str, incarnation: int, report: Log
+) -> str | None:
+    transport = spec.reach.transport(name=name, incarnation=incarnation, run=spec.run, log=report)
+    remote = _remote_folder(spec, report)
+    with transport, closing(remote) if remote else nullcontext():
+        transport.connect(SUPERVISOR, 0, spec.supervisor)
+        config = JobMemberConfig(
+            name=name,
+            endpoint=transport.endpoint,
+            host=memory.host,
+            pid=os.getpid(),
+            heartbeat_seconds=heartbeat_seconds(name, job.cluster.shard_copies),
+            patience_seconds=job.cluster.patience,
+        )
+        member = JobMember(config, build=lambda: _build(name, job, spec, memory, remote))
+
+        def warn(text: str) -> None:
+            report("warning", text)
+            member.warn(text)
+
+        store = None
+        if name.startswith(("shard", "coordinator")):  # no other role saves anything
+            folder = folder_at(spec.snapshots) if spec.snapshots or remote is None else remote
+            elsewhere = job.cluster.checkpoints is not None
+            checkpoints = CheckpointStore(folder, report=warn, elsewhere=elsewhere)
+            store = _AliveStore(checkpoints, transport)
+        node = RoleRunner(member, transport=transport, log=report, store=store)
+        if threading.current_thread() is threading.main_thread():
+            why = "the supervisor was killed"
+            lost = PeerLost(peer=SUPERVISOR, incarnation=0, reason=why)
+            signal.signal(ABANDONED, lambda _number, _frame: node.post(lost))
+        error = node.run()
+        if error is not None and not member.reported_failure:
+            transport.send(SUPERVISOR, Failed(error=error[:8192], culprit_is_job=False))
+    return error
+
+
+def _remote_folder(spec: RoleSpec, report: Log) -> RemoteFolder | None:
+    if not spec.files:
+        return None
+    endpoint = Endpoint.parse(spec.files).seen_from(Endpoint.parse(spec.supervisor).host)
+    return RemoteFolder(endpoint, reach=spec.reach, run=spec.run, log=report)
+
+
+@final
+@dataclass(frozen=True)
+class _AliveStore:
+    """A store of checkpoints that sends heartbeats while it reads the newest one."""
+
+    store: CheckpointStore
+    transport: ZmqTransport  # of the thread that calls `newest`
+
+    def save(self, role: str, snapshot: Snapshot) -> None:
+        self.store.save(role, snapshot)
+
+    def newest(self, role: str) -> Snapshot | None:
+        with ThreadPoolExecutor(1) as pool:
+            found = pool.submit(self.store.newest, role)
+            while not wait([found], HEARTBEAT_SECONDS).done:
+                self.transport.send(SUPERVISOR, Heartbeat(state="joining", counters={}))
+            return found.result()
+
+
+def import_from(job: Job) -> None:
+    sys.path[:] = dict.fromkeys((*job.import_paths, *sys.path))
+
+
+def log(name: str, incarnation: int, level: str, text: str) -> None:
+    _write(log_line(f"{name}#{incarnation}", level, text))
+
+
+def _write(line: str) -> None:
+    with suppress(OSError):  # a full disk ends no role; the supervisor reports it
+        sys.stdout.write(f"{line}\n")
+        sys.stdout.flush()
+
+
+def context_of(
+    spec: RoleSpec, job: Job, memory: Memory, remote: RemoteFolder | None = None
+) -> BuildContext:
+    initial = None
+    if spec.initial_file is not None:
+        here = TensorFile.at(Path(spec.initial_file))
+        initial = here if remote is None else TensorFile(remote, INITIAL)
+    return BuildContext(
+        task=job.task,
+        layout=Layout(spec.layout),
+        n_replicas=job.cluster.n_replicas,
+        n_shards=job.cluster.shards,
+        seed=job.evaluation.seed,
+        memory=memory,
+        initials=spec.initials,
+        initial_file=initial,
+        evaluation_subset=job.evaluation.subset,
+        shard_copies=job.cluster.shard_copies,
+        plan=spec.plans.get(spec.ranks),
+        sample=spec.sample,
+        device=job.cluster.device,
+        n_train=spec.n_train,
+        marks=None if spec.allowed is None else spec.marks,  # only hosts that join have other data
+    )
+
+
+def _build(
+    name: str, job: Job, spec: RoleSpec, memory: Memory, remote: RemoteFolder | None
+) -> Role:
+    if spec.allowed is not None:  # here, since it imports: heartbeats are sent meanwhile
+        check_allowed(job, spec.allowed)
+    algorithm, context = algorithms.algorithm_of(job), context_of(spec, job, memory, remote)
+    try:
+        if spec.computation is not None:
+            return build_computing_rank(name, spec.computation, context)
+        return algorithm.build(name, config=job.algorithm, context=context)
+    except DistBeliefError:
+        raise
+    except MemoryError as error:
+        raise DistBeliefError(f"out of memory while building {name}") from error

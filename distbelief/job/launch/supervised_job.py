@@ -1,0 +1,71 @@
+"""A job that the preflight has found fit, as its supervisor gets it."""
+
+from collections.abc import Mapping, Sequence
+
+from distbelief.config.algorithms import algorithm_of, facts_of
+from distbelief.config.job import Job
+from distbelief.core.errors import JobError
+from distbelief.job.launch.local import IMPORT_SECONDS_MAX
+from distbelief.job.launch.preflight import PreflightResult
+from distbelief.job.run.resume import PreviousRun
+from distbelief.parameter_server.layout import Layout
+from distbelief.plans.plan import load
+from distbelief.protocol.role import Address
+from distbelief.supervisor.stop_rules import StopRules
+from distbelief.supervisor.supervisor_config import SupervisorConfig
+from distbelief.worker.build import Split, pushing_ranks, roster_of
+
+
+def check_data(job: Job, answer: PreflightResult) -> None:
+    """Reject more replicas than there are samples, where each has a part of its own."""
+    train, is_dealt = answer.task.train, facts_of(job).epochs is not None
+    if train is not None and not is_dealt and 1 < job.cluster.n_replicas > train.n_samples:
+        raise JobError(
+            f"[cluster] replicas = {job.cluster.n_replicas}, but [data.train] "
+            f"has {train.n_samples} samples: each replica needs at least one"
+        )
+
+
+def supervisor_config(
+    job: Job, answer: PreflightResult, *, previous: PreviousRun | None = None
+) -> SupervisorConfig:
+    """Return the supervisor's config, the same for processes and for virtual time."""
+    previous = previous or PreviousRun()
+    facts = facts_of(job)
+    assert answer.task.train is not None
+    n_train, n_done = answer.task.train.n_samples, sum(previous.before.samples.values())
+    dealt = facts.epochs(n_train) if facts.epochs else None
+    return SupervisorConfig(
+        roster=tuple(roster_of(job, ranks=answer.ranks)),
+        stop=StopRules(
+            job.stop,
+            n_train=n_train,
+            higher_is_better=answer.higher_is_better,
+            has_test=job.data.test is not None,
+        ),
+        metric_name=answer.metric_name,
+        higher_is_better=answer.higher_is_better,
+        batch_size=job.batch_size,
+        replicas_min=job.cluster.replicas_min,
+        warm_start_steps=facts.warm_start_left(n_done, n_train, job.cluster.n_replicas),
+        dealt=dealt,
+        parts=None if dealt is None else _parts(job, answer),
+        epoch_share=facts.epoch_share,
+        evaluate_every=job.evaluation.every,
+        snapshot_every=job.output.snapshot_every,
+        report_every=job.output.report_every,
+        import_seconds_max=IMPORT_SECONDS_MAX,
+        first_incarnation=previous.incarnation,
+        first_label=previous.label,
+        before=previous.before,
+        fields=tuple(algorithm_of(job).fields),
+        verdict=facts.verdict,
+    )
+
+
+def _parts(job: Job, answer: PreflightResult) -> Mapping[Address, Sequence[int]] | None:
+    if not answer.ranks:
+        return None
+    layout = Layout.of(answer.tensors, n_shards=job.cluster.shards, dtype=answer.dtype)
+    plan = load(answer.plans[answer.ranks[0]])
+    return pushing_ranks(Split(plan=plan, graph=plan.captured_graph(), modules={}), layout)

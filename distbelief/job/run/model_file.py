@@ -1,0 +1,162 @@
+"""model.safetensors: writes the trained model from checkpoints, and checks it against the source.
+
+Only a part of one tensor is in memory at a time, so the model may be larger than memory.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from distbelief.config.algorithms import coordinator_of
+from distbelief.config.job import Job
+from distbelief.core import files
+from distbelief.core.errors import JobError, StorageError
+from distbelief.core.tensor_files import DamagedError, TensorFile, header_of
+from distbelief.job.run.checkpoints import CheckpointStore, agreed_label
+from distbelief.job.run.directory import RunDirectory
+from distbelief.parameter_server.layout import Layout, Segment
+
+
+PIECE: Final = 1 << 20  # elements read and written at a time
+
+TYPES: Final[Mapping[str, tuple[torch.dtype, str]]] = {
+    "float64": (torch.float64, "F64"),
+    "float32": (torch.float32, "F32"),
+    "float16": (torch.float16, "F16"),
+    "bfloat16": (torch.bfloat16, "BF16"),
+    "int64": (torch.int64, "I64"),
+    "int32": (torch.int32, "I32"),
+    "int16": (torch.int16, "I16"),
+    "int8": (torch.int8, "I8"),
+    "uint8": (torch.uint8, "U8"),
+    "bool": (torch.bool, "BOOL"),
+    "complex64": (torch.float32, "C64"),  # shards have pairs of floats
+}  # by torch's name: the type, and the word of safetensors for it
+
+
+def write_model_file(
+    path: Path,
+    layout: Layout,
+    snapshots: Sequence[TensorFile],
+    *,
+    dtypes: Mapping[str, str] | None = None,
+    aliases: Mapping[str, str] | None = None,
+) -> None:
+    """Write the model that is in these checkpoints, one per shard, to `path`, replaced atomically.
+
+    `dtypes` are torch's names of types that are not that of the shards, `aliases` other names of
+    shared tensors, which `load_state_dict` needs: each name has its own data in the file.
+    """
+    usual = "float64" if layout.dtype.itemsize == 8 else "float32"
+    kinds = {t.name: TYPES[(dtypes or {}).get(t.name, usual)] for t in layout.tensors}
+    names = {t.name: t.name for t in layout.tensors} | dict(aliases or {})
+    try:
+        files.write_by(path, lambda draft: _write(draft, layout, snapshots, kinds, names))
+    except DamagedError as error:
+        raise StorageError(f"a checkpoint cannot be read: {error}") from error
+
+
+def _write(
+    path: Path,
+    layout: Layout,
+    snapshots: Sequence[TensorFile],
+    kinds: Mapping[str, tuple[torch.dtype, str]],
+    names: Mapping[str, str],
+) -> None:
+    specs = {spec.name: spec for spec in layout.tensors}
+    sizes = {n: kinds[own][0].itemsize * (1 + (kinds[own][1] == "C64")) for n, own in names.items()}
+    # Larger elements first, so that each tensor begins at a multiple of its own.
+    order = sorted(names, key=lambda name: (-sizes[name], name))
+    tensors = [(n, kinds[names[n]], specs[names[n]]) for n in order]
+    header = header_of(
+        (
+            (n, word, t.shape[:-1] if word == "C64" else t.shape, t.n_elements * dtype.itemsize)
+            for n, (dtype, word), t in tensors
+        ),
+        {"format": "pt"},
+    )
+    parts = _parts(layout)
+    with path.open("wb") as file:
+        file.write(header)
+        for name in order:
+            dtype, _ = kinds[names[name]]
+            for shard, segment in parts[names[name]]:
+                stop = segment.offset + segment.n_elements
+                for start in range(segment.offset, stop, PIECE):
+                    values = snapshots[shard].array("values", start, min(start + PIECE, stop))
+                    piece = torch.from_numpy(values)
+                    if not dtype.is_floating_point:
+                        piece = piece.round()  # averages of counters are not whole numbers
+                    file.write(piece.to(dtype).view(torch.uint8).numpy().data)
+
+
+def _parts(layout: Layout) -> dict[str, list[tuple[int, Segment]]]:
+    parts: dict[str, list[tuple[int, Segment]]] = {spec.name: [] for spec in layout.tensors}
+    for shard in range(layout.n_shards):
+        for segment in layout.segments(shard):
+            parts[layout.tensors[segment.tensor_index].name].append((shard, segment))
+    for of_tensor in parts.values():
+        of_tensor.sort(key=lambda part: part[1].start)
+    return parts
+
+
+def write_model(
+    job: Job,
+    run: RunDirectory,
+    *,
+    layout: Layout,
+    store: CheckpointStore,
+    dtypes: Mapping[str, str],
+    aliases: Mapping[str, str],
+) -> None:
+    """Write the trained model, from the newest intact checkpoints of all shards."""
+    shards = [f"shard-{k}" for k in range(layout.n_shards)]
+    drives = coordinator_of(job) is not None
+    labels: dict[str, str | None] = {}
+    for name in shards:
+        snapshot = store.newest(name)  # it reports damaged ones
+        labels[name] = None if snapshot is None else snapshot.label
+    if drives:
+        labels = dict.fromkeys(shards, agreed_label(store, shards))
+    snapshots = [store.file(name, label) for name, label in labels.items() if label is not None]
+    if len(snapshots) < layout.n_shards:
+        names = ", ".join(name for name, label in labels.items() if label is None)
+        # Under a coordinator only checkpoints of one label belong to one point.
+        moment = " of one label" if drives else ""
+        why = f"there is no intact checkpoint of {names}{moment} in {store.place}"
+        if run.model_file.is_file():
+            why += f", and {run.model_file} is from an earlier session"
+        raise StorageError(why)
+    write_model_file(run.model_file, layout, snapshots, dtypes=dtypes, aliases=aliases)
+
+
+def check_trained(module: nn.Module, weights: Path, *, factory: str) -> None:
+    """Compare the names and shapes of a module, maybe on the meta device, with trained weights.
+
+    JobError if the source, whose `factory` made the module, has changed since; StorageError if the
+    file cannot be read, or is damaged.
+    """
+    made = {
+        name: list(value.shape)
+        for name, value in module.state_dict().items()
+        if isinstance(value, torch.Tensor)  # extra state of modules is not saved
+    }
+    try:
+        with safe_open(weights, framework="pt") as file:
+            names = file.keys()
+            trained = {name: list(file.get_slice(name).get_shape()) for name in names}
+    except OSError as error:
+        raise files.explained(error, weights, doing="read") from error
+    except SafetensorError as error:
+        raise StorageError(f"{weights} is damaged: {error}") from error
+    for name in sorted(made.keys() | trained.keys()):
+        if made.get(name) != trained.get(name):
+            raise JobError(
+                f"{weights} does not fit {factory}: {name!r} is {trained.get(name, 'absent')} in "
+                f"the file, {made.get(name, 'absent')} in the source: use the source it was "
+                "trained with"
+            )

@@ -1,1 +1,0 @@
-"""The contract of a role (events in, actions out), and reliable streams between roles."""

@@ -1,0 +1,368 @@
+"""`DownpourSGD`: the user's own training loop as a Downpour worker.
+
+    with distbelief.ParameterServer(net.parameters(), rule=rule) as server:
+        optimizer = distbelief.DownpourSGD(net.parameters(), server=server.address)
+        for inputs, targets in loader:
+            optimizer.zero_grad()
+            loss_function(net(inputs), targets).backward()
+            optimizer.step()
+        optimizer.finish()
+
+`step()` is the loop of Algorithm 1.1 (Dean et al. 2012): gradients go to the server, whose rule is
+the optimizer.
+"""
+
+import math
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from types import MethodType
+from typing import ParamSpec, TypeVar, cast, final
+
+import torch
+from typing_extensions import override
+
+from distbelief.core.arguments import checked
+from distbelief.core.errors import JobError
+from distbelief.core.formatting import nearest
+from distbelief.serve.address import ServerAddress, Tensors
+from distbelief.serve.server_loop import ELSEWHERE, ServerLoop, is_of_model, number_of_samples
+from distbelief.worker.exchange import Pace
+from distbelief.worker.loop_worker import StagedPush
+
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+_OF_THE_SERVER = "it belongs to the rule of the server: ParameterServer(..., rule=...)"
+_OF_THE_RULE = dict.fromkeys(
+    (
+        "lr",
+        "initial_lr",
+        "momentum",
+        "weight_decay",
+        "betas",
+        "eps",
+        "nesterov",
+        "schedule",
+        "rule",
+    ),
+    _OF_THE_SERVER,
+)
+
+
+@final
+class DownpourSGD(ServerLoop, torch.optim.Optimizer):
+    """Pushes gradients to a parameter server and fetches parameters from it.
+
+    Any number of loops, in any number of processes, may use one server, each with a model of
+    the same shapes. As in torch, a parameter whose `grad` is None does not move: here, if it
+    had no gradient in any step of a push. Frozen ones (`requires_grad = False`) are fetched
+    once and never pushed. Learning rate, weight decay and schedule belong to the server's
+    rule; parameter groups that set them are rejected.
+
+    Args:
+        params: The model's parameters, with names or without, or groups of them, each with a
+            `learning_rate` of its own if needed. Without names on both sides they are in the
+            order that the server was given them.
+        server: `ParameterServer.address`, or the line that `distbelief serve` prints.
+        buffers: The model, or its buffers, if the server has them: statistics of BatchNorm.
+        n_fetch: Steps between fetches.
+        n_push: Steps between pushes.
+        learning_rate: Of this worker's own steps between fetches and pushes (the server's
+            rule has its own); required if n_fetch > 1. If only n_push > 1, a worker
+            without it takes no steps of its own and only sums gradients.
+        blocking: Wait until each push is applied before the next fetch; always on if
+            n_fetch or n_push is above 1. One worker then trains like plain sequential
+            SGD, if the server's rule is SGD with the same rate.
+        overwrite_local_steps: A fetch overwrites the local steps whose gradients are not
+            pushed yet, as in the paper, and waits only if `blocking`. By default they are
+            repeated.
+        timeout_seconds: How long a step may wait for the server.
+        keys: Directory of this host's keys, for a server whose address has a key; by
+            default the one that `distbelief keys` uses.
+
+    Raises:
+        JobError: the address, the parameters or the options are invalid.
+        PeerLostError: the server does not answer in time.
+    """
+
+    @checked("DownpourSGD", ELSEWHERE | _OF_THE_RULE)
+    def __init__(  # noqa: PLR0913 -- the options of one algorithm
+        self,
+        params: Iterable[torch.nn.Parameter] | Iterable[tuple[str, torch.nn.Parameter]],
+        *,
+        server: str,
+        buffers: Tensors | None = None,
+        n_fetch: int = 1,
+        n_push: int = 1,
+        learning_rate: float | None = None,
+        blocking: bool = False,
+        overwrite_local_steps: bool = False,
+        timeout_seconds: float = 60.0,
+        keys: str | Path | None = None,
+    ) -> None:
+        for name, value in (("n_fetch", n_fetch), ("n_push", n_push)):
+            if not isinstance(cast("object", value), int) or value < 1:
+                raise JobError(f"DownpourSGD: {name} is {value!r}; use a whole number, 1 or more")
+        if n_fetch > 1 and (learning_rate is None or learning_rate <= 0):
+            raise JobError(
+                f"DownpourSGD: learning_rate is {learning_rate} with n_fetch {n_fetch}: between "
+                "fetches a worker steps by itself: give it a rate above 0"
+            )
+        if isinstance(cast("object", params), torch.nn.Module):
+            raise JobError("DownpourSGD: give it net.parameters(), not net")
+        torch.optim.Optimizer.__init__(self, params, {"learning_rate": learning_rate or 0.0})
+        address = ServerAddress.parse(server)
+        self._order = self._order_of(self.param_groups, address)
+        self._parameters = self._given(self.param_groups)
+        self._take_buffers(buffers, address)
+        self._n_steps = 0
+        self._sends = "gradient"
+        policy = address.exchange
+        if policy.send == "delta":
+            raise JobError(
+                "DownpourSGD: the server takes local steps, not gradients: use distbelief.Exchange"
+            )
+        self._frozen = [
+            place for place, one in enumerate(self._parameters) if not one.requires_grad
+        ]
+        self._open(
+            self._parameters,
+            address,
+            policy,
+            timeout_seconds=timeout_seconds,
+            keys=keys,
+            frozen=self._frozen,
+            pace=Pace(
+                n_fetch=n_fetch,
+                n_push=n_push,
+                # A worker that waits for others waits for its own pushes, too.
+                blocking=blocking or policy.staleness is not None,
+                overwrite_local_steps=overwrite_local_steps,
+            ),
+        )
+        self._note_versions()
+        # Then push t - 1 and the fetch for step t + 1 are under way during step t.
+        self._fetches_ahead = self._session.moves_blocks and not self._state.pace.awaits_pushes
+        self._is_fetching = False
+
+    @override
+    def step(  # type: ignore[override]  # torch's are overloads; this is their union
+        self, closure: Callable[[], float] | None = None, *, samples: int = 1
+    ) -> float | None:
+        """Push the gradients in `.grad` and fetch parameters, as due.
+
+        Args:
+            closure: Computes the loss and the gradients again, as in torch.
+            samples: Number of samples of the gradient, for the server's count.
+
+        Raises:
+            PeerLostError: the server does not answer in time, or has ended.
+            JobError: a gradient is NaN or infinite, or something else has changed a parameter
+                (a change through `.data` cannot be seen).
+        """
+        self._session.check()
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for place in self._frozen:
+            if self._parameters[place].grad is not None:
+                raise JobError(
+                    f"DownpourSGD: parameter {place} has a gradient, but was frozen at first: call "
+                    "finish(), and make a new DownpourSGD"
+                )
+        samples = number_of_samples(samples, "DownpourSGD")
+        self._refuse_changes()
+        try:
+            self._push_and_fetch(samples)
+        finally:
+            self._note_versions()
+        return loss
+
+    def _push_and_fetch(self, samples: int) -> None:
+        with torch.no_grad(), self._session.uninterrupted, self._session.background:
+            self._follow(self._parameters)
+            self._enter()
+            pace = self._state.pace
+            is_due = pace.pushes_after(self._n_steps)
+            if is_due:  # before anything is taken: a step that fails here can be repeated
+                self._await_room()
+            self._is_finished = False
+            self._samples += samples
+            gradients = self._gradients()
+            self._state.add(gradients)
+            self._state.count(self._session.client.clocks)
+            push = self._stage_accrued() if is_due else None
+            if push is not None and not self._fetches_ahead:
+                self._issue(push)
+            if pace.fetches_before(self._n_steps + 1):
+                self._fetch_and_repeat()
+            else:
+                self._state.descend(gradients, self._rates())
+            self._n_steps += 1
+            if self._fetches_ahead:
+                # First: behind the blocks of a push, the request would wait for the link.
+                if pace.fetches_before(self._n_steps + 1):
+                    self._begin_fetch()
+                    self._is_fetching = True
+                if push is not None:
+                    self._issue(push)
+
+    @override
+    def finish(self) -> None:
+        if self._session.closed:
+            return
+        with torch.no_grad(), self._session.uninterrupted, self._session.background:
+            self._follow(self._parameters)
+            if self._state.n_unsent:
+                self._issue(self._stage_accrued())
+            self._await_pushes()
+            self._step_out()
+            self._state.hold()
+            self._fetch(self._session.values)  # what is under way may be older than the last push
+            self._state.merge(contains_pushes=True)
+            self._is_fetching = False
+        self._note_versions()
+        self._is_finished = True
+
+    @override
+    def add_param_group(self, param_group: dict[str, object]) -> None:
+        if "_parameters" in self.__dict__:
+            raise JobError(
+                "DownpourSGD: a group of parameters cannot be added: pass all of them at once"
+            )
+        _plain(super().add_param_group)(_Group(param_group))
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, object]) -> None:
+        """Continue with what `state_dict` has returned.
+
+        With a model's state instead, as `net.state_dict()`: set the server's values to it, for all
+        workers, and fetch them. Gradients that are not pushed yet are dropped.
+        """
+        if is_of_model(state_dict):
+            self._load(state_dict, self._parameters)
+            self._note_versions()
+            return
+        groups = cast("list[dict[str, object]]", state_dict["param_groups"])
+        for group in groups:
+            _Group(group)  # refuses what another optimizer saved
+        _plain(super().load_state_dict)(state_dict)
+        self.param_groups = [_Group(group) for group in self.param_groups]
+
+    @override
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        _plain(super().zero_grad)(set_to_none)
+
+    @override
+    def _settle(self) -> None:
+        self._await_pushes()
+        if self._is_fetching:
+            self._end_fetch(self._session.values)
+            self._is_fetching = False
+        self._state.discard()
+
+    def _note_versions(self) -> None:
+        self._write()
+        self._versions = [one._version for one in self._parameters]  # noqa: SLF001 -- torch's own
+
+    def _refuse_changes(self) -> None:
+        """Raise JobError if something else has changed a parameter since the last step."""
+        for place, (parameter, known) in enumerate(
+            zip(self._parameters, self._session.values, strict=False)
+        ):
+            is_changed = parameter._version != self._versions[place]  # noqa: SLF001 -- torch's own
+            if parameter.data_ptr() != known.data_ptr() and parameter.shape.numel() == len(known):
+                # Where the memory is new, the old one has the values.
+                is_changed |= not torch.equal(parameter.detach().reshape(-1), known)
+            if is_changed and place not in self._frozen:
+                raise JobError(
+                    f"DownpourSGD: {self._called(place)} was changed between two steps, and the "
+                    "next fetch would undo that: the server has the values. To set them there, use "
+                    "load_state_dict(net.state_dict()) of this optimizer; to clamp or decay in "
+                    "each step, distbelief.Exchange; to go on without the change, finish()"
+                )
+
+    def _gradients(self) -> dict[int, torch.Tensor]:
+        gradients: dict[int, torch.Tensor] = {}
+        for place, parameter in enumerate(self._parameters):
+            if parameter.grad is not None:
+                sparse = parameter.grad.is_sparse  # of Embedding(sparse=True)
+                dense = parameter.grad.to_dense() if sparse else parameter.grad
+                gradients[place] = dense.reshape(-1)
+        return gradients
+
+    def _rates(self) -> list[float]:
+        rates = [group["learning_rate"] for group in self.param_groups for _ in group["params"]]
+        return [rates[place] for place in self._order]
+
+    def _stage_accrued(self) -> StagedPush:
+        push = self._stage(self._state.fetched_clocks(self._session.client.clocks))
+        self._state.staged(finite=push.outcome.finite)
+        self._state.sent(self._session.now(), finite=push.outcome.finite)
+        return push
+
+    def _fetch_and_repeat(self) -> None:
+        if self._policy.staleness is not None:
+            self._await_turn()
+        elif self._state.pace.awaits_pushes:
+            self._await_pushes()
+        self._state.hold()
+        if not self._fetches_ahead:
+            self._fetch(self._session.values)
+        elif self._is_fetching:  # not in the first step
+            self._end_fetch(self._session.values)
+            self._is_fetching = False
+        contains_pushes = self._session.client.fetches_own_pushes
+        self._state.merge(contains_pushes=contains_pushes, rates=self._rates())
+
+
+class _Group(dict[str, object]):
+    """A parameter group that rejects options of the server's rule; torch asks for "lr"."""
+
+    def __init__(self, group: Mapping[str, object]) -> None:
+        super().__init__()
+        for key, value in group.items():
+            self[key] = value
+
+    def __missing__(self, key: str) -> object:
+        raise _refusal(key) if key in _OF_THE_RULE else KeyError(key)
+
+    @override
+    def __setitem__(self, key: str, value: object) -> None:
+        if key not in _GROUP_KEYS:
+            raise _refusal(key)
+        is_rate = isinstance(value, int | float) and 0.0 <= value < math.inf
+        if key == "learning_rate" and not is_rate:
+            raise JobError(f"DownpourSGD: learning_rate is {value}; use 0 or more")
+        super().__setitem__(key, value)
+
+    @override
+    def setdefault(self, key: str, default: object = None, /) -> object:
+        if key not in self:
+            self[key] = default
+        return self[key]
+
+
+_GROUP_KEYS = {"params", "param_names", "learning_rate"}
+
+
+def _refusal(key: str) -> JobError:
+    close = "" if key in _OF_THE_RULE else nearest(key, _GROUP_KEYS, only_close=True)
+    why = close or _OF_THE_SERVER
+    if key in {"lr", "initial_lr"}:
+        why = "torch's schedulers do not work: give the server's rule learning_rate= and schedule="
+    return JobError(f"DownpourSGD: parameter groups have no {key!r}: {why}")
+
+
+def _plain(method: Callable[_P, _R]) -> Callable[_P, _R]:
+    # torch wraps these methods to keep torch.compile away from them, which imports the compiler at
+    # the first call: six seconds in every worker, again after each restart.
+    function = getattr(method, "__wrapped__", None)
+    if function is None or "torch._dynamo" in sys.modules:
+        return method
+    owner = cast("MethodType", method).__self__
+    return cast("Callable[_P, _R]", MethodType(function, owner))

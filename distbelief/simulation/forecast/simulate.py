@@ -1,0 +1,199 @@
+"""The forecast API: `simulate` predicts how a job would run on a cluster.
+
+The roles and the supervisor are those of `distbelief train`. Gradients are real, time is
+virtual. The cost of work is measured on this host (`calibration`) and scaled by the speed of
+the cluster's machines.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Final, final
+
+import msgspec
+from rich.console import Console
+
+from distbelief.config.job import Job
+from distbelief.config.load import load_job
+from distbelief.core.errors import JobError
+from distbelief.job.display.progress import WaitProgress
+from distbelief.simulation.forecast.forecast_report import check_place
+from distbelief.simulation.forecast.placed_cluster import HostCosts
+from distbelief.simulation.forecast.prepare import Preparation
+from distbelief.simulation.forecast.run import Timeline, Trial
+from distbelief.simulation.forecast.sweep import (
+    Axis,
+    Variant,
+    axes_of,
+    best_of,
+    combinations,
+    usual_axes,
+)
+
+
+N_SEEDS_MAX: Final = 1000
+
+
+@final
+class SimulationRequest(msgspec.Struct, frozen=True, kw_only=True):
+    job: Path | Job
+    overrides: tuple[str, ...] = ()  # "TABLE.KEY=VALUE", as for `train`
+    axes: tuple[Axis, ...] = ()  # the sweep
+    cluster: str | None = None  # name or path; None: this host
+    machines: int | None = None  # number of machines of the cluster; None: all
+    suggests: bool = False  # search for the best configuration
+    seeds: tuple[int, ...] = (0,)  # one run of each variant per seed
+    trace: Path | None = None  # file for the timeline of the first run
+    # True: cost of work as measured on this host. False: cost as computed by the roles.
+    measures: bool = True
+
+    def __post_init__(self) -> None:
+        if not 1 <= len(self.seeds) <= N_SEEDS_MAX:
+            raise JobError(f"--seeds {len(self.seeds)}: use 1 to {N_SEEDS_MAX}")
+        if min(self.seeds) < 0:
+            raise JobError(f"--seed {min(self.seeds)}: use 0 or more")
+        if self.machines is not None and self.machines < 1:
+            raise JobError(f"--machines {self.machines}: use 1 or more")
+        if self.trace is not None and (self.axes or self.suggests):
+            raise JobError(
+                f"--trace {self.trace} needs a single configuration: leave out --sweep and "
+                "--suggest"
+            )
+        if self.suggests and self.machines is None:
+            raise JobError("--suggest needs a number of machines: add for example --machines 16")
+
+
+@final
+class Forecast(msgspec.Struct, frozen=True, kw_only=True):
+    job: Job  # of the first variant
+    cluster: str
+    constants: tuple[tuple[str, str], ...]  # name and value, of the model
+    variants: tuple[Variant, ...]  # in order
+    best: Variant | None = None  # the suggested one, if a suggestion was asked for
+    timeline: Timeline | None = None  # of the first run, if a trace was asked for
+
+    def plain(self) -> dict[str, object]:
+        """Return what `distbelief simulate --json` prints."""
+        names = ("settings", "n_machines", "spreads", "outcomes", "left_out", "replicas")
+        return {
+            "job": self.job.name,
+            "cluster": self.cluster,
+            "constants": [{"name": name, "value": value} for name, value in self.constants],
+            "variants": [{name: getattr(v, name) for name in names} for v in self.variants],
+            "suggested": None if self.best is None else self.best.settings,
+        }
+
+
+def simulate(
+    job: Job | str | os.PathLike[str],
+    *,
+    cluster: str | None = None,
+    seed: int = 0,
+    seeds: int = 1,
+    overrides: Sequence[str] = (),
+    sweep: Mapping[str, Sequence[object]] | None = None,
+    machines: int | None = None,
+    suggest: bool = False,
+) -> Forecast:
+    """Forecast how a job would run on a cluster.
+
+    Args:
+        job: A job, or the path of a job file.
+        cluster: Name of a built-in cluster, or path of a cluster file; default: this host.
+        seed: Seed of the first run.
+        seeds: Number of runs of each variant, to see the variation.
+        overrides: "TABLE.KEY=VALUE", as for `train`.
+        sweep: Values by key ("cluster.replicas"): all combinations are run.
+        machines: Number of machines of the cluster that may be used.
+        suggest: Search for the best configuration within `machines`.
+
+    Raises:
+        JobError: the job cannot be run, or does not fit the cluster.
+    """
+    axes = axes_of([f"{key}={','.join(map(str, values))}" for key, values in (sweep or {}).items()])
+    request = SimulationRequest(
+        job=job if isinstance(job, Job) else Path(job),
+        overrides=tuple(overrides),
+        axes=tuple(axes),
+        cluster=cluster,
+        machines=machines,
+        suggests=suggest,
+        seeds=tuple(range(seed, seed + seeds)),
+    )
+    return run_request(request, console=Console(quiet=True))
+
+
+def run_request(request: SimulationRequest, *, console: Console) -> Forecast:
+    """Run all simulations of a request.
+
+    JobError if the job, cluster or sweep is not valid; StorageError if the disk has no space for a
+    timeline.
+    """
+    axes = request.axes
+    if request.suggests and not axes:
+        assert request.machines is not None
+        axes = tuple(usual_axes(request.machines))
+    chosen = list(combinations(axes))
+    jobs = [_job(request, settings) for settings in chosen]
+    hosts = HostCosts(request.cluster, machines=request.machines, measures=request.measures)
+    if request.trace is not None:
+        check_place(request.trace)
+    n_runs = len(chosen) * len(request.seeds)
+    with Preparation() as preparation, WaitProgress(console, n_runs=n_runs) as progress:
+        placed = [hosts.hosting(job, tell=progress.say) for job in jobs]
+        trials = [
+            Trial(settings=settings, job=host.formed(preparation.stage(job)), host=host)
+            for job, settings, host in zip(jobs, chosen, placed, strict=True)
+        ]
+        # Check that all variants fit before the first of the long runs.
+        planned = [(trial, _planned(request, trial)) for trial in trials]
+        ran = [_run_trial(request, trial, variant, progress) for trial, variant in planned]
+    variants = tuple(variant for variant, _ in ran)
+    best = None
+    if request.suggests:
+        assert request.machines is not None
+        best = best_of(variants, n_machines=request.machines)
+    return Forecast(
+        job=jobs[0],
+        cluster=hosts.cluster.name,
+        constants=hosts.constants,
+        variants=variants,
+        best=best,
+        timeline=next((timeline for _, timeline in ran if timeline is not None), None),
+    )
+
+
+def _job(request: SimulationRequest, settings: Mapping[str, str]) -> Job:
+    if isinstance(request.job, Job):
+        if settings or request.overrides:
+            raise JobError("a Job object cannot be varied: give the path of a job file")
+        return request.job
+    overrides = [*request.overrides, *(f"{key}={v}" for key, v in settings.items())]
+    return load_job(request.job, overrides=overrides)
+
+
+def _planned(request: SimulationRequest, trial: Trial) -> Variant:
+    # A suggestion skips variants that do not fit; otherwise they are an error.
+    if request.suggests:
+        return trial.variant(machines=request.machines)
+    variant = trial.variant()
+    if variant.left_out is not None:
+        with_what = f"with {trial.name}: " if trial.settings else ""
+        raise JobError(f"{with_what}{variant.left_out}")
+    return variant
+
+
+def _run_trial(
+    request: SimulationRequest, trial: Trial, variant: Variant, progress: WaitProgress
+) -> tuple[Variant, Timeline | None]:
+    if variant.left_out is not None:
+        for _ in request.seeds:
+            progress.end()
+        return variant, None
+    outcomes, timeline = [], None
+    for index, seed in enumerate(request.seeds):
+        keeps_timeline = request.trace is not None and not index
+        ended = trial.run(seed=seed, progress=progress, keeps_spans=keeps_timeline)
+        timeline = ended.timeline if keeps_timeline else timeline
+        outcomes.append(ended.outcome)
+    return msgspec.structs.replace(variant, outcomes=tuple(outcomes)), timeline

@@ -1,0 +1,255 @@
+"""Sweeps: the variants of a job, the outcomes of their runs, and the best one to suggest.
+
+step time       of one replica: training time divided by its share of the steps
+time to target  training time until the target of [stop] was met; the whole training time if
+                only the final evaluation met it
+utilization     share of the time in which the compute executor of a role had work
+machine-hours   machines times hours, from the first process to the last
+
+    --sweep cluster.replicas=1,2,4 --sweep algorithm.n_push=1,5     six variants
+
+Variants are compared by the time to the target of [stop], or by samples per second if there
+is no target. A suggestion stays within a number of machines.
+"""
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from statistics import median
+from typing import Final, final
+
+import msgspec
+import numpy as np
+
+from distbelief.config.job import Job, StopTable
+from distbelief.core.errors import JobError
+from distbelief.protocol.role import Seconds
+from distbelief.supervisor.stop_rules import StopRules
+from distbelief.supervisor.view import JobView, Point, Totals
+
+
+@final
+class Outcome(Totals, frozen=True, kw_only=True):
+    """What a run in virtual time ends with; `samples_per_second` is a mean over its training."""
+
+    seed: int
+    training_seconds: Seconds  # since the first replica began to train
+    n_machines: int  # of the cluster, used by the job
+    step_seconds: Seconds | None  # of one replica; of one iteration
+    target_seconds: Seconds | None  # None: not reached, or no target
+    traffic: Mapping[str, float]  # bytes of messages, by the kinds of the two roles
+    utilisation: Mapping[str, float]  # by kind of role
+    machine_hours: float
+    restarts: int  # of all roles
+    n_messages: int  # delivered
+    digest: str  # of the trace: equal runs have equal digests
+    history: tuple[Point, ...] = ()
+
+
+@final
+class Spread(msgspec.Struct, frozen=True, kw_only=True):
+    """Quantiles of one metric over several seeds."""
+
+    p10: float
+    p50: float
+    p90: float
+    n: int  # number of runs that have this metric
+
+    @staticmethod
+    def of(values: Sequence[float | None]) -> "Spread | None":
+        """Return the spread of the values that are not None; None if there are none."""
+        known = [value for value in values if value is not None]
+        if not known:
+            return None
+        p10, p50, p90 = (float(q) for q in np.quantile(known, [0.1, 0.5, 0.9]))
+        return Spread(p10=p10, p50=p50, p90=p90, n=len(known))
+
+
+# Metrics that are shown with their spread over seeds.
+FIGURES: Final = (
+    "step_seconds",
+    "samples_per_second",
+    "target_seconds",
+    "training_seconds",
+    "metric",
+    "loss",
+    "staleness_mean",
+    "staleness_p95",
+    "bytes_in",
+    "bytes_out",
+    "machine_hours",
+    "pushes_lost",
+    # Of the algorithm, if it counts them.
+    "steps_per_push",
+    "clock_gap_max",
+    "seconds_waited",
+)
+
+
+def spreads(outcomes: Sequence[Outcome]) -> dict[str, Spread]:
+    """Return the spread of each metric that at least one run has."""
+    found = {
+        name: Spread.of([getattr(run, name, run.figures.get(name)) for run in outcomes])
+        for name in FIGURES
+    }
+    return {name: spread for name, spread in found.items() if spread is not None}
+
+
+def has_target(job: Job) -> bool:
+    """Return whether [stop] has a target: an accuracy or a loss."""
+    return job.stop.accuracy is not None or job.stop.loss is not None
+
+
+def reached_at(job: Job, view: JobView) -> Seconds | None:
+    """Return the training time at which the target of [stop] was met; None if it was not."""
+    if not has_target(job):
+        return None
+    if (view.stop_reason or "").endswith("reached"):
+        return view.training_seconds
+    target = StopTable(accuracy=job.stop.accuracy, loss=job.stop.loss)
+    rules = StopRules(target, n_train=1, has_test=job.data.test is not None)
+    return None if rules.reason(view) is None else view.training_seconds
+
+
+def step_seconds(view: JobView, *, n_trainers: int) -> Seconds | None:
+    """Return the seconds of a step, or None before the first one.
+
+    Replicas that take each step together (batch methods) are one trainer.
+    """
+    if not view.step:
+        return None
+    return view.training_seconds * n_trainers / view.step
+
+
+# --- sweeps ---
+
+N_VARIANTS_MAX: Final = 1000
+
+# Frequent keys, which may be written without their table.
+SHORT: Final[Mapping[str, str]] = {
+    "replicas": "cluster.replicas",
+    "partitions": "cluster.partitions",
+    "shards": "cluster.shards",
+    "n_fetch": "algorithm.n_fetch",
+    "n_push": "algorithm.n_push",
+    "every": "algorithm.exchange.every",
+}
+
+
+@final
+class Axis(msgspec.Struct, frozen=True, kw_only=True):
+    key: str
+    values: tuple[str, ...]
+
+    @staticmethod
+    def of(text: str) -> "Axis":
+        """Parse "KEY=1,2,4"."""
+        key, equals, values = text.partition("=")
+        key = key.strip()
+        split = tuple(value.strip() for value in _split_values(values))
+        key = SHORT.get(key, key)
+        if not equals or "." not in key or not all(split):
+            raise JobError(
+                f"--sweep {text}: write TABLE.KEY=VALUE,VALUE,..., for example "
+                f"cluster.replicas=1,2,4; or without the table, {', '.join(SHORT)}"
+            )
+        doubled = sorted({value for value in split if split.count(value) > 1})
+        if doubled:
+            raise JobError(f"--sweep {text}: the value {doubled[0]} is given twice")
+        return Axis(key=key, values=split)
+
+
+@final
+class Variant(msgspec.Struct, frozen=True, kw_only=True):
+    settings: Mapping[str, str]  # value by key of the job file
+    job: Job
+    n_machines: int
+    outcomes: tuple[Outcome, ...] = ()  # one per seed
+    left_out: str | None = None  # why it is not run
+    replicas: dict[str, list[int]] = {}  # machines of the ranks of each, if these are not as many
+
+    @property
+    def failure(self) -> str | None:
+        """The error of the first failed run."""
+        return next((run.error for run in self.outcomes if run.error is not None), None)
+
+    @property
+    def spreads(self) -> dict[str, Spread]:
+        return spreads(self.outcomes)
+
+
+def _split_values(values: str) -> Iterator[str]:
+    # Commas inside brackets do not separate: "[1,2],[3]" has two values.
+    depth = begin = 0
+    for index, letter in enumerate(values):
+        depth += (letter in "[{") - (letter in "]}")
+        if letter == "," and depth <= 0:
+            yield values[begin:index]
+            begin = index + 1
+    yield values[begin:]
+
+
+def axes_of(texts: Sequence[str]) -> list[Axis]:
+    axes = [Axis.of(text) for text in texts]
+    for axis in axes:
+        if sum(other.key == axis.key for other in axes) > 1:
+            raise JobError(f"--sweep {axis.key} is given twice: list all its values in one")
+    n_variants = 1
+    for axis in axes:
+        n_variants *= len(axis.values)
+    if n_variants > N_VARIANTS_MAX:
+        raise JobError(f"--sweep: {n_variants:,} combinations; use at most {N_VARIANTS_MAX:,}")
+    return axes
+
+
+def combinations(axes: Sequence[Axis]) -> Iterator[dict[str, str]]:
+    """Yield all combinations, the last axis varying fastest; without axes, one empty one."""
+    keys = [axis.key for axis in axes]
+    for values in itertools.product(*(axis.values for axis in axes)):
+        yield dict(zip(keys, values, strict=True))
+
+
+def usual_axes(n_machines: int) -> list[Axis]:
+    """Return the axes that a suggestion searches: powers of two that may fit."""
+    most = max(n_machines, 2)  # no job fits one machine; `best_of` reports that
+    doublings = [2**k for k in range((most - 1).bit_length())]
+    replicas = sorted({*doublings, max(n_machines - 2, 1)})
+    shards = [n for n in doublings if n <= max(n_machines // 4, 1)]
+    return [
+        Axis(key="cluster.replicas", values=tuple(map(str, replicas))),
+        Axis(key="cluster.shards", values=tuple(map(str, shards))),
+    ]
+
+
+def best_of(variants: Sequence[Variant], *, n_machines: int) -> Variant:
+    few = [v for v in variants if v.n_machines <= n_machines]
+    if not few:
+        raise JobError(
+            f"--machines {n_machines}: no configuration uses so few; use at least "
+            f"{min(v.n_machines for v in variants)}"
+        )
+    ran = [v for v in few if v.outcomes]
+    if not ran:
+        raise JobError(
+            f"--machines {n_machines}: none of {len(few)} configurations fits; {few[0].left_out}"
+        )
+    fitting = [v for v in ran if v.failure is None]
+    if not fitting:
+        raise JobError(f"none of {len(ran)} configurations completes: {ran[0].failure}")
+    best = min(fitting, key=_cost)
+    if _cost(best) == math.inf:
+        raise JobError(
+            f"none of {len(fitting)} configurations reaches the target of [stop]: "
+            "lower it, or give [stop] more samples or seconds"
+        )
+    return best
+
+
+def _cost(variant: Variant) -> float:
+    # By which variants are compared, the lower the better: the median time to the target, where
+    # a run that misses it counts as infinite; without a target, minus the speed.
+    if has_target(variant.job):
+        times = (run.target_seconds for run in variant.outcomes)
+        return median(math.inf if seconds is None else seconds for seconds in times)
+    found = variant.spreads.get("samples_per_second")
+    return math.inf if found is None else -found.p50

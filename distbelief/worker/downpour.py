@@ -1,0 +1,117 @@
+"""Downpour SGD as a plug-in of the job system: its [algorithm] table and roles.
+
+Dean et al. 2012, section 4.1: every model replica trains on its own part of the data, and
+fetches from and pushes to the shards of a parameter server without waiting for the others.
+"""
+
+from typing import Final, final
+
+import msgspec
+
+from distbelief.config.algorithms import Facts
+from distbelief.config.job import ClusterTable, Elastic
+from distbelief.core.errors import JobError
+from distbelief.core.torch_optimizers import OF_WHOLE_TENSORS
+from distbelief.protocol.role import Role
+from distbelief.task.task import BuildContext
+from distbelief.worker import build as roles
+from distbelief.worker.downpour_settings import DownpourSettings
+
+
+@final
+class DownpourAlgorithm:
+    coordinator: Final = None
+    config: Final = DownpourSettings  # struct of the [algorithm] table, without its `name`
+    # Metrics that it reports besides samples, loss and metric.
+    fields: Final = (
+        "staleness_mean",
+        "staleness_p95",
+        "staleness_max",
+        "pushes_lost",
+        "steps_per_push",
+    )
+
+    def facts(self, config: DownpourSettings) -> Facts:
+        pace = config.pace
+        return Facts(
+            loss=config.loss,
+            batch_size=config.batch_size,
+            exchanges=1.0 / pace.n_fetch + 1.0 / pace.n_push,
+            seed=config.seed,
+            rule=config.rule,
+            inner=config.inner,
+            epochs=config.epochs if config.order == "dealt" else None,
+            epoch_share=config.epoch_share,
+            warm_start_left=config.warm_start_left,
+        )
+
+    def settled(self, config: DownpourSettings, cluster: ClusterTable) -> DownpourSettings:
+        """Return the config with an order: samples are dealt where they can.
+
+        JobError if the exchange does not fit the number of replicas, or their ranks.
+        """
+        if config.order is None:
+            is_even = len(cluster.partitions_wanted) == 1
+            # Ranks of which one is a push ahead would wait for each other.
+            waits = cluster.is_split and config.exchange.staleness is not None
+            order = "dealt" if is_even and not waits else "parts"
+            config = msgspec.structs.replace(config, order=order)
+        self._check(config, cluster)
+        return config
+
+    def _check(self, config: DownpourSettings, cluster: ClusterTable) -> None:
+        inner = config.inner
+        try:
+            config.exchange.refuse(config.rule, inner=inner is not None, workers=cluster.n_replicas)
+        except ValueError as error:
+            raise JobError(f"[algorithm] {error}") from None
+        if isinstance(cluster.replicas, Elastic) and config.order != "dealt":
+            raise JobError(
+                f'[cluster] replicas has min and max, and [algorithm] order is "{config.order}", '
+                'where parts of those that are not there are not read: use order = "dealt"'
+            )
+        if isinstance(cluster.replicas, Elastic) and cluster.is_split:
+            raise JobError(
+                "[cluster] replicas has min and max, and partitions, plan or device splits each "
+                "into ranks: give replicas a number, or split nothing"
+            )
+        if config.order == "dealt" and cluster.is_split and config.exchange.staleness is not None:
+            raise JobError(
+                '[algorithm] order is "dealt", exchange.staleness '
+                f"{config.exchange.staleness}, and [cluster] splits replicas: ranks would wait for "
+                'each other after one has died: use order = "parts", or split nothing'
+            )
+        if config.order == "dealt" and len(cluster.partitions_wanted) > 1:
+            raise JobError(
+                f'[algorithm] order is "dealt", and [cluster] partitions {cluster.partitions_text} '
+                "splits replicas differently, so that shards do not know which samples each part "
+                'of the parameters has: use order = "parts", or equal partitions'
+            )
+        if inner is not None and inner["name"] in OF_WHOLE_TENSORS and cluster.is_split:
+            raise JobError(
+                f"[algorithm] inner.name is {inner['name']!r}, whose steps depend on whole "
+                "tensors, and [cluster] partitions or plan splits them: use another optimizer"
+            )
+
+    def build(self, name: str, *, config: DownpourSettings, context: BuildContext) -> Role:
+        """Return the role of this name, in its own process; may take long, starts nothing.
+
+        JobError if the model or the data cannot be built; LocalProtocolError if the job has no
+        such role.
+        """
+        return roles.build_role(
+            name,
+            context=context,
+            shard=lambda: roles.build_shard(
+                name,
+                rule=config.rule,
+                policy=config.exchange,
+                context=context,
+                deals=config.order == "dealt",
+            ),
+            replica=lambda index: roles.build_replica(index, config=config, context=context),
+            rank=lambda split: roles.build_rank(name, config=config, context=context, split=split),
+        )
+
+
+DOWNPOUR: Final = DownpourAlgorithm()

@@ -1,0 +1,30 @@
+"""What a job and its earlier sessions make of the supervisor."""
+
+import pytest
+
+from distbelief.core.errors import JobError
+from distbelief.job.launch.preflight import PreflightResult
+from distbelief.job.launch.supervised_job import check_data, supervisor_config
+from distbelief.job.run.resume import PreviousRun
+from distbelief.job.run.summary import DataFacts, TaskFacts
+from distbelief.supervisor.metrics import PreviousTotals
+from tests.distbelief.jobs import speech
+
+
+def answer_of(n_samples: int) -> PreflightResult:
+    return PreflightResult(task=TaskFacts(train=DataFacts(n_samples=n_samples)))
+
+
+def test_only_the_rest_of_a_warm_start_is_left_to_a_resumed_run() -> None:
+    job = speech("algorithm.warm_start_steps=100", "algorithm.batch_size=10")
+    for done, left in ((0, 100), (300, 70), (2000, 0)):
+        before = PreviousTotals(samples={"replica-0": done, "replica-1": 0})
+        config = supervisor_config(job, answer_of(100_000), previous=PreviousRun(before=before))
+        assert config.warm_start_steps == left
+
+
+def test_there_may_be_more_replicas_than_samples_where_samples_are_dealt() -> None:
+    """It told that each needs a sample of its own, also as many replicas as fit."""
+    with pytest.raises(JobError, match=r"replicas = 5, but \[data.train\] has 3 samples: each"):
+        check_data(speech("cluster.replicas=5", "algorithm.order=parts"), answer_of(3))
+    check_data(speech("cluster.replicas=5"), answer_of(3))
