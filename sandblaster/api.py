@@ -191,6 +191,9 @@ def minimize(  # noqa: PLR0913 -- the options of a job, by their names there
 ) -> MinimizeResult:
     """Minimize the mean loss of a model over data.
 
+    The model computes in training mode: BatchNorm by the statistics of each portion, dropout with
+    masks that are the same at every point (`seed`). So `fun` is not the loss in evaluation mode.
+
     Args:
         model: An nn.Module, where the search begins and which holds the best point at the
             end; or the function that makes one: itself, a partial of it, or its import path.

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from types import FunctionType, MethodType
 from typing import Final, cast, final
 
 import numpy as np
@@ -110,8 +111,16 @@ def recipe_of(module: nn.Module) -> dict[str, object]:
     """Return the arguments of `build` that make a module like this one.
 
     Most modules keep each argument under its own name, as all of torch's layers do. They are
-    collected, the module is built again, and both are compared: tensors, text and attributes.
+    collected, the module is built again, and both are compared: tensors, text, and whatever else
+    a forward may use (attributes, hooks).
     """
+    fixed = next((name for name, one in module.named_modules() if not one.training), None)
+    if fixed is not None:
+        raise JobError(
+            f"minimize: {fixed or 'the model'} is in evaluation mode, and minimize computes in "
+            "training mode (dropout, BatchNorm): call train() on the model, and leave out layers "
+            "that are not meant to train"
+        )
     floats = {t.dtype for t in module.state_dict().values() if t.is_floating_point()}
     if len(floats) > 1:
         names = ", ".join(sorted(str(dtype) for dtype in floats))
@@ -173,28 +182,89 @@ def _build(recipe: Mapping[str, object]) -> nn.Module:
     return made
 
 
-def _difference(module: nn.Module, again: nn.Module) -> str | None:
+# Kept and compared elsewhere: parameters, and what a module is made of.
+_COMPARED: Final = {"training", "_parameters", "_modules", "_buffers"}
+_NOTHING: Final = object()
+_Seen = set[tuple[int, int]]  # pairs that are compared already, for what refers to itself
+
+
+def _difference(module: nn.Module, again: nn.Module, seen: _Seen | None = None) -> str | None:
+    seen = set() if seen is None else seen
     if repr(module) != repr(again):
         return f"{again!r}"
 
     def tensors(one: nn.Module) -> object:
-        named = one.state_dict(keep_vars=True).items()
-        return {name: (t.shape, t.dtype, t.requires_grad) for name, t in named}
+        named = one.state_dict(keep_vars=True)
+        first = {id(t): name for name, t in reversed(named.items())}  # of those that share a tensor
+        return {n: (t.shape, t.dtype, t.requires_grad, first[id(t)]) for n, t in named.items()}
 
     if tensors(module) != tensors(again):
-        return "its tensors have other names, shapes or types, or other parameters are trained"
+        return (
+            "its tensors have other names, shapes or types, other ones are shared, or other "
+            "parameters are trained"
+        )
+    seen |= {(id(a), id(b)) for a, b in zip(module.modules(), again.modules(), strict=True)}
     for (name, one), other in zip(module.named_modules(), again.modules(), strict=True):
-        if _attributes(one) != _attributes(other):
-            return f"attributes of {name or 'the module itself'}"
+        where = name or "the module itself"
+        found = _attributes(one), _attributes(other)
+        for key in sorted(found[0].keys() | found[1].keys()):
+            if not _is_same(found[0].get(key, _NOTHING), found[1].get(key, _NOTHING), seen):
+                return f"attribute {key!r} of {where}"
     return None
 
 
 def _attributes(module: nn.Module) -> dict[str, object]:
-    return {
-        name: value
-        for name, value in vars(module).items()
-        if isinstance(value, (*_PLAIN, tuple)) and name != "training"
-    }
+    """Return all that a module keeps: a forward may use any of it."""
+    kept = {name: value for name, value in vars(module).items() if name not in _COMPARED}
+    # Hooks are kept by numbers that rise for the whole process.
+    hooks = {name: list(kept[name].values()) for name in kept if name.endswith("hooks")}
+    fixed = {name: module.get_buffer(name) for name in module._non_persistent_buffers_set}  # noqa: SLF001 -- no other way
+    return kept | hooks | fixed
+
+
+def _is_same(one: object, other: object, seen: _Seen) -> bool:
+    """Return whether two things are known to be equal; what cannot be looked into is not."""
+    if one is other or (id(one), id(other)) in seen:
+        return True
+    if type(one) is not type(other):
+        return False
+    seen.add((id(one), id(other)))
+    parts, others = _inside(one), _inside(other)
+    if parts is None or others is None:
+        return _is_equal(one, other, seen)
+    pairs = zip(parts, others, strict=False)
+    return len(parts) == len(others) and all(_is_same(*pair, seen) for pair in pairs)
+
+
+def _inside(thing: object) -> list[object] | None:
+    """Return what makes a thing equal to another one; None: that says its `==`."""
+    match thing:
+        case list() | tuple():
+            return [*thing]
+        case dict():
+            return [*thing.keys(), *thing.values()]
+        case FunctionType():
+            cells = [cell.cell_contents for cell in thing.__closure__ or ()]
+            return [thing.__code__, thing.__defaults__, thing.__kwdefaults__, *cells]
+        case MethodType():
+            return [thing.__func__, thing.__self__]
+        case partial():
+            return [thing.func, thing.args, thing.keywords]
+        case _:
+            is_bare = type(thing).__eq__ is object.__eq__ and hasattr(thing, "__dict__")
+            return [vars(thing)] if is_bare and not isinstance(thing, nn.Module) else None
+
+
+def _is_equal(one: object, other: object, seen: _Seen) -> bool:
+    match one, other:
+        case Tensor(), Tensor():
+            return one.dtype == other.dtype and torch.equal(one, other)
+        case np.ndarray(), np.ndarray():
+            return one.dtype == other.dtype and np.array_equal(one, other)
+        case nn.Module(), nn.Module():
+            return _difference(one, other, seen) is None
+        case _:
+            return bool(one == other)
 
 
 def _refusal(module: nn.Module, why: str) -> JobError:

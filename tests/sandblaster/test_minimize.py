@@ -1,9 +1,11 @@
 """`minimize`: how model, loss and data get to other processes; without processes."""
 
-import functools
 import json
 from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -51,7 +53,7 @@ def test_the_package_has_its_names() -> None:
 def test_functions_go_by_import_path_and_partials_with_their_arguments() -> None:
     assert pf.factory_table("a:b", what="model") == {"factory": "a:b"}
     assert pf.factory_table(net, what="model") == {"factory": "experiments.digits.digits:net"}
-    assert pf.factory_table(functools.partial(net, channels=4), what="model") == {
+    assert pf.factory_table(partial(net, channels=4), what="model") == {
         "factory": "experiments.digits.digits:net",
         "arguments": {"channels": 4},
     }
@@ -72,7 +74,7 @@ def test_what_cannot_be_imported_is_refused_with_what_to_do() -> None:
     with pytest.raises(JobError, match=r"model is .*local.* cannot import: give a f"):
         pf.factory_table(local, what="model")
     with pytest.raises(JobError, match=r"positional arguments \(4,\): give them by ke"):
-        pf.factory_table(functools.partial(net, 4), what="model")
+        pf.factory_table(partial(net, 4), what="model")
     with pytest.raises(JobError, match="data is 7, which other"):
         pf.factory_table(7, what="data")
     local.__module__ = "__main__"
@@ -82,7 +84,7 @@ def test_what_cannot_be_imported_is_refused_with_what_to_do() -> None:
 
 def test_a_loss_that_is_a_module_is_refused() -> None:
     with pytest.raises(JobError, match=r"loss is CrossEntropyLoss\(\): give torch's"):
-        minimize(net, nn.CrossEntropyLoss(), functools.partial(images, part="train"))
+        minimize(net, nn.CrossEntropyLoss(), partial(images, part="train"))
 
 
 def test_an_unknown_option_is_refused_like_a_key_of_a_job_file() -> None:
@@ -94,7 +96,7 @@ def test_an_unknown_option_is_refused_like_a_key_of_a_job_file() -> None:
 def test_numbers_of_numpy_are_numbers() -> None:
     """They came to the job file as np.float64(0.5), which is no TOML, or not at all."""
     data = np.zeros((4, 3)), np.zeros(4, dtype=np.int64)
-    make = functools.partial(net, channels=np.int64(3))  # type: ignore[arg-type] # tested
+    make = partial(net, channels=np.int64(3))  # type: ignore[arg-type] # tested
     with pytest.raises(JobError, match=r"tolerance is -0\.5; use a finite number"):
         minimize(make, "cross_entropy", data, tolerance=np.float64(-0.5))
     with pytest.raises(JobError, match="max_iterations is 0; use 1 or more"):
@@ -144,8 +146,66 @@ def test_a_module_that_was_changed_since_is_refused() -> None:
         pf.recipe_of(mixed)
     odd = nn.Linear(2, 2)
     vars(odd)["extra"] = 3
-    with pytest.raises(JobError, match="differs: attributes of the module itself"):
+    with pytest.raises(JobError, match="differs: attribute 'extra' of the module itself"):
         pf.recipe_of(odd)
+
+
+class Holding(nn.Linear):
+    """Keeps an argument under another name, and more than its arguments."""
+
+    def __init__(
+        self, act: Callable[..., object] = torch.relu, scales: Sequence[float] = ()
+    ) -> None:
+        super().__init__(3, 2)
+        self._act, self._scales = act, list(scales)
+        self._square = lambda x: x**2
+        self._table: dict[str, Any] = {
+            "a": (torch.ones(2), np.ones(2)),
+            "b": partial(torch.add, alpha=2),
+        }
+        self._own = self.extra_repr
+        self.fixed: torch.Tensor
+        self.register_buffer("fixed", torch.zeros(2), persistent=False)
+        self.mean = torch.zeros(3)
+
+
+def hooked(module: nn.Module) -> None:
+    module.register_forward_hook(lambda *_: None)
+
+
+def evaluated(module: nn.Module) -> None:
+    module.eval()
+
+
+CHANGES: dict[str, Callable[[Holding], object]] = {
+    "attribute '_act'": lambda m: setattr(m, "_act", torch.tanh),
+    "attribute '_scales'": lambda m: m._scales.append(2.0),
+    "attribute '_square'": lambda m: setattr(m, "_square", lambda x: x**3),
+    "attribute '_table'": lambda m: m._table["a"][0].add_(1),
+    "attribute 'fixed'": lambda m: m.fixed.add_(1),
+    "attribute 'mean'": lambda m: setattr(m, "mean", torch.ones(3)),
+    "attribute '_forward_hooks'": hooked,
+    "attribute 'forward'": lambda m: setattr(m, "forward", torch.relu),
+    "in evaluation mode": evaluated,
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_a_module_that_another_process_would_not_make_alike_is_refused(what: str) -> None:
+    """Another model was minimized, without a word."""
+    module = Holding()
+    pf.recipe_of(module)
+    CHANGES[what](module)
+    with pytest.raises(JobError, match=what):
+        pf.recipe_of(nn.Sequential(module))
+
+
+def test_a_module_that_shares_a_tensor_which_its_layers_do_not_is_refused() -> None:
+    tied = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    pf.recipe_of(tied)
+    vars(tied[1])["_parameters"]["weight"] = tied[0].weight
+    with pytest.raises(JobError, match="other ones are shared"):
+        pf.recipe_of(tied)
 
 
 def test_a_module_made_of_other_modules_is_refused() -> None:
