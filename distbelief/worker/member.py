@@ -44,6 +44,7 @@ REJOIN_SECONDS: Final = 5.0
 # Without supervisor, other roles have so long for their last step and push before shards save; as
 # long as the patience if that is less.
 LAST_STEP_SECONDS: Final = 10.0
+N_BEATS_SILENT: Final = 4  # heartbeats without an answer, after which nobody seems to listen
 N_WARNINGS_MAX: Final = 8  # in a Join message
 _TEXT_MAX = 8192  # characters of an error or a warning
 
@@ -101,6 +102,7 @@ class JobMember:
         self.reported_failure = False
         self._save_by: rl.Seconds | None = None  # once the supervisor is lost
         self._stopped: str | None = None  # why, for want of a supervisor
+        self._last: list[rl.Action] = []  # what ends the role, until a supervisor listens
         self._label = 0  # of the newest checkpoint that it was asked for, or began with
         self._warnings: list[str] = []
 
@@ -109,15 +111,29 @@ class JobMember:
         self._warnings.append(text[:_TEXT_MAX])
 
     def handle(self, event: rl.Event, now: rl.Seconds) -> Sequence[rl.Action]:
-        actions = self._handle(event, now)
+        actions = self._awaited(self._handle(event, now), now)
         return actions if self._stopped is None else self._unfinished(actions, self._stopped)
+
+    def _awaited(self, actions: Sequence[rl.Action], now: rl.Seconds) -> Sequence[rl.Action]:
+        """Let an end in good order wait for a silent supervisor.
+
+        The next one would take a role that nobody has heard the last of for lost, and start it.
+        """
+        silent_max = N_BEATS_SILENT * self._config.heartbeat_seconds
+        if self._stopped is not None or self._silence.silent(now) <= silent_max:
+            last, self._last = self._last, []
+            return [*actions, *last]
+        if any(isinstance(one, rl.Exit) and one.error is None for one in actions):
+            self._last = [one for one in actions if _is_last(one)]
+            return [one for one in actions if not _is_last(one)]
+        return actions
 
     def _unfinished(self, actions: Sequence[rl.Action], reason: str) -> Sequence[rl.Action]:
         # A supervisor that was only paused must start the role again, and not count it as done.
         return [
             rl.Exit(error=reason) if isinstance(one, rl.Exit) and one.error is None else one
             for one in actions
-            if not (isinstance(one, rl.Send) and isinstance(one.message, wire.Finished))
+            if isinstance(one, rl.Exit) or not _is_last(one)
         ]
 
     def _handle(self, event: rl.Event, now: rl.Seconds) -> Sequence[rl.Action]:
@@ -303,6 +319,11 @@ class JobMember:
             restart_helps=not isinstance(error, RestoreError),
         )
         return [_to_supervisor(failed), rl.Exit(error=text)]
+
+
+def _is_last(action: rl.Action) -> bool:
+    is_finished = isinstance(action, rl.Send) and isinstance(action.message, wire.Finished)
+    return is_finished or isinstance(action, rl.Exit)
 
 
 def _to_supervisor(message: wire.Join | wire.Heartbeat | wire.Finished | wire.Failed) -> rl.Send:

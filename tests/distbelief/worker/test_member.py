@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 
 import pytest
+from typing_extensions import override
 
 from distbelief import protocol as wire
 from distbelief.core.errors import (
@@ -266,6 +267,34 @@ def test_a_role_without_supervisor_completes_its_step_before_it_exits(driver: Dr
     assert isinstance(stop.message, wire.Stop)
     assert (stop.sender, stop.message.reason) == (rl.SUPERVISOR, text)
     assert exits(driver.beat()) == ["no message from the supervisor for 25.5 s"]  # it does not end
+
+
+class Ending(Inner):
+    """Ends when it is told anything."""
+
+    @override
+    def handle(self, event: rl.Event, now: rl.Seconds) -> Sequence[rl.Action]:
+        if not isinstance(event, rl.Received):
+            return []
+        return [rl.Send(receiver=rl.SUPERVISOR, message=wire.Finished(counters={})), rl.Exit()]
+
+
+def test_a_role_that_has_ended_waits_for_the_next_supervisor() -> None:
+    """After a takeover it counted as lost, and took all its steps again."""
+    driver = Driver(build=Ending).running()
+    driver.beat(n=10)
+    assert not exits(driver.say(wire.CheckpointSaved(label="x", clock=0), sender="shard-0"))
+    assert not exits(driver.beat(n=4))
+    end = driver.say(wire.HeartbeatAck())
+    assert isinstance(messages(end)[-1], wire.Finished)
+    assert exits(end) == [None]
+
+
+def test_a_role_that_has_ended_does_not_wait_for_ever() -> None:
+    driver = Driver(build=Ending).running()
+    driver.beat(n=10)
+    driver.say(wire.CheckpointSaved(label="x", clock=0), sender="shard-0")
+    assert exits(driver.beat(n=60))[0] is not None
 
 
 def test_a_coordinator_without_supervisor_saves_before_it_exits() -> None:
