@@ -4,8 +4,9 @@
     push        [      )[      )[   ) [      )      every `n_push` batches, anew in each epoch
     batch       [  )[  )[  )[  )[   ) [  )[  )
 
-All replicas cut at the same positions, unless pushes are fitted to the link. So two pushes have the
-same samples or none in common, and the positions alone tell a shard what it has applied.
+All replicas cut at the same positions. So two pushes have the same samples or none in common, and
+the positions alone tell a shard what it has applied. Where pushes are fitted to the link, ranges
+end where pushes end that some shard has applied (`supervisor.dealer`).
 """
 
 from bisect import bisect_left

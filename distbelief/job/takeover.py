@@ -1,4 +1,7 @@
-"""What is left of a run whose supervisor was killed: another process takes it over."""
+"""What is left of a run whose supervisor was killed: `--resume` takes it over while roles go on.
+
+That it was killed shows a lock in the run directory, which ended with it (`run.directory`).
+"""
 
 import time
 from dataclasses import dataclass, replace

@@ -4,8 +4,8 @@
 
 At the end there is no process left and no shared memory; what a power loss leaves is removed at the
 next start. If this process is killed, roles go on for a while, and another one takes over
-(`LiveRun`). It never holds the training data or a gradient, runs none of the user's code but
-callbacks, and no torch threads.
+(`LiveRun`). This process never holds the training data or a gradient, and starts no torch threads;
+of the user's code it runs callbacks only.
 """
 
 import os

@@ -8,8 +8,8 @@
     shard 1   a[128:300] 0........0                        offsets   0
               ^ parameters, n_gradient ^^ buffers  ^
 
-Names, shapes, kinds and the number of shards alone decide it. Parameters precede buffers, and these
-counters.
+Names, shapes, kinds and the number of shards alone decide it. Parameters come first, then
+buffers, then counters.
 """
 
 import hashlib

@@ -5,7 +5,7 @@
     shard               w := rule(w, weight * damping * push)        each push by itself, or
                         w := rule(w, weighted mean of pushes)        one round of many
     fetch               x := w + (x - a); a := w            local steps since the push are kept
-    gate                tick t begins if all workers have ended tick t - 1 - staleness
+    gate                tick t (from 0) begins if all others have ended t - staleness ticks
 
 A tick of a worker is one exchange. Downpour (Dean et al. 2012) never waits and sends gradients; SSP
 (Ho et al. 2013) bounds the staleness; parameter averaging and DiLoCo (Douillard et al. 2023) send

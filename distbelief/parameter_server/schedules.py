@@ -1,4 +1,4 @@
-"""Learning rate schedules: by what the rate of a rule is multiplied, by the number of pushes.
+"""Learning rate schedules: the factor of a rule's rate, as the number of pushes grows.
 
     name            factor(c), c = clock - n_warm_up
     "constant"      1

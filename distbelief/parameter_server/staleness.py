@@ -1,6 +1,7 @@
 """Staleness of a push: the clock when it is applied, minus that when its parameters were fetched.
 
-Clients and shards count it; where clients push parts, pushes of other elements do not count.
+Clients and shards count it; where clients push parts, pushes of other elements do not count. What
+bounds it, and who waits, is in `ticks`.
 """
 
 from collections import deque

@@ -7,8 +7,8 @@ Each message says "sender -> receiver: purpose". Headers are small and typed; ar
 travel beside them, raw (`codec`). Roles declare which messages they accept; the drivers
 refuse all others (`role`: events in, actions out).
 
-The envelope names the sender and its incarnation. A message that makes sense for one
-incarnation of its receiver only carries that incarnation too.
+The envelope names the sender and its incarnation. A message that is meant for one
+incarnation of its receiver carries the number of that incarnation, too.
 """
 
 from typing import TYPE_CHECKING, Union

@@ -22,7 +22,7 @@ CHUNK_BYTES_MAX = 1 << 19
 """Bytes of a file in one message."""
 
 JOB_SPEC: Final = "brief"
-"""The document that says what roles of the run need (see `cluster.bootstrap`)."""
+"""The document that says what roles of the run need (`job.hosts.bootstrap`)."""
 
 PROBE: Final = "probe"
 """A document of zeros: by its chunks a host measures how fast they arrive."""

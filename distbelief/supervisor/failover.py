@@ -24,7 +24,7 @@ from distbelief.protocol.log_events import LogEvent
 from distbelief.protocol.role import Action, Address, Seconds, Send, Terminate
 from distbelief.supervisor.membership import Membership, RoleRecord
 from distbelief.supervisor.output import Output
-from distbelief.supervisor.rounds import Checkpoints
+from distbelief.supervisor.periodic_requests import Checkpoints
 
 
 # How long a primary stays without a backup after BackupUnresponsive: a backup that comes and goes

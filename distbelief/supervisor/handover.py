@@ -17,7 +17,7 @@ from distbelief.supervisor.hosts import HERE
 from distbelief.supervisor.membership import Membership, Presence, RoleRecord
 from distbelief.supervisor.metrics import JobMetrics, PreviousTotals
 from distbelief.supervisor.output import Output
-from distbelief.supervisor.rounds import Evaluations
+from distbelief.supervisor.periodic_requests import Evaluations
 from distbelief.supervisor.scheduler import Scheduler
 from distbelief.supervisor.supervisor_config import SupervisorConfig
 from distbelief.supervisor.view import JobView

@@ -32,8 +32,8 @@ from distbelief.supervisor.job_view import job_view
 from distbelief.supervisor.membership import Membership, Presence, RoleRecord
 from distbelief.supervisor.metrics import JobMetrics
 from distbelief.supervisor.output import Output
+from distbelief.supervisor.periodic_requests import Checkpoints, Evaluations
 from distbelief.supervisor.role_placement import PlacementPolicy, RolePlacement
-from distbelief.supervisor.rounds import Checkpoints, Evaluations
 from distbelief.supervisor.scheduler import HostToSupervisor, Scheduler, Shutdown, ShutdownStage
 from distbelief.supervisor.supervisor_config import SupervisorConfig
 from distbelief.supervisor.view import JobView, Phase
@@ -300,7 +300,7 @@ class Supervisor:
 
     def _progressed(self, record: RoleRecord, message: wire.Progress) -> None:
         if self.metrics.training_since is None:
-            self._begin_rounds()
+            self._begin_requests()
         self.allowances.progressed(record, message)
         self._clock.heard(self._now)
         self.metrics.progress(record, message, self._now)
@@ -331,7 +331,7 @@ class Supervisor:
             if self._runs:
                 self._end_if_due()
 
-    def _begin_rounds(self) -> None:
+    def _begin_requests(self) -> None:
         self.evaluations.begin(self._now)
         self.checkpoints.begin(self._now)
 
@@ -640,7 +640,7 @@ class Supervisor:
         if coordinator.begun and self.metrics.training_since is None:
             self.metrics.training_since = self._now
             self._clock.heard(self._now)
-            self._begin_rounds()
+            self._begin_requests()
         if coordinator.has_finished:
             # The job ends with its coordinator, whose counters say whether it succeeded.
             verdict = self._config.verdict(coordinator.counters)

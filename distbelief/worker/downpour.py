@@ -2,6 +2,7 @@
 
 Dean et al. 2012, section 4.1: every model replica trains on its own part of the data, and
 fetches from and pushes to the shards of a parameter server without waiting for the others.
+The steps are in `training`, when they fetch and push in `exchange`.
 """
 
 from typing import Final, final

@@ -3,7 +3,7 @@
     Evaluate --> fetch --> install --> chunk, chunk, ... chunk --> EvaluationDone
 
 One evaluation is one generation of a group, whose rank 0 has the model's outputs. One evaluation
-runs at a time; of the requests that come meanwhile, only the newest counts, as for the supervisor.
+runs at a time; of the requests that come meanwhile, only the newest is answered.
 A request that is repeated gets the same answer again, without another fetch.
 """
 

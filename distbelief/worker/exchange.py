@@ -1,4 +1,4 @@
-"""The state of a worker's exchange: what it has learned and not pushed, and how a fetch keeps that.
+"""When a worker fetches and pushes, what it has learned and not pushed, and how a fetch keeps that.
 
     send = "gradient"   step      u := u + g;  x := x - rate g      the sum of raw gradients (DB-7)
                         push      u, then u := 0
@@ -9,7 +9,7 @@
 
 So each step is in exactly one push, and no fetch loses or repeats one. Applied at rate 1.0 by rule
 "sgd", a shard moves by a - x as x did. Nothing here knows a client or a message. What works on
-tensors may run in the compute executor, one after the other; the owner counts.
+tensors may run in the compute executor, one after the other; what counts is for the owner's thread.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence

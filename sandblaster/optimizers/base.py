@@ -3,7 +3,7 @@
 An optimizer is a generator: it yields requests about vectors that it knows by name only,
 receives scalars, and returns a `Result` (reverse communication, as in scipy's L-BFGS-B).
 
-    optimizer                       driver (`local`, or a coordinator)
+    optimizer                       driver (a coordinator, or a test)
       | VectorOps ---------------->  |   execute these commands on every shard
       | <----------------- scalars   |   what they measured
       | Evaluate ----------------->  |   loss and gradient at that vector

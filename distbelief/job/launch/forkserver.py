@@ -11,9 +11,9 @@
 One JSON object per line. Children end with this process (Linux), and this process ends with its
 parent, with one exception: roles of a job whose supervisor was killed go on for their `patience`.
 Meanwhile another supervisor may connect to the socket `DOOR` beside their spec, and is the parent
-from then on. It has one thread and never computes, so every fork is clean; if an import starts a
-thread or a GPU, the server starts again without it. A command that has imported the modules already
-forks the server instead, while it is as clean.
+from then on. The fork server has one thread and never computes, so every fork is clean; if an
+import starts a thread or a GPU, the server starts again without it. A command that has imported the
+modules already forks the server instead, while it is as clean.
 """
 
 import ctypes

@@ -3,6 +3,8 @@
 AnalyticCosts       a roofline with the figures of the cluster (Williams et al. 2009)
 ProfiledCosts       times measured on this host, scaled to other machines
 Variance            quantiles of a step, because machines vary
+
+What messages cost is in `plans.step_simulator`, and for the solvers in `cost_tables`.
 """
 
 from collections.abc import Mapping, Sequence

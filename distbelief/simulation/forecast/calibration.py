@@ -9,7 +9,7 @@ As many processes as there are cores measure at once: a single busy core would b
 the cores of a real job. Each runs the job in FOLDER/job.json with one replica in virtual time,
 moves between cores as the roles would, times every piece of work, and writes FOLDER/INDEX.json.
 The means are kept in ~/.cache/distbelief. On another machine, costs in operations scale with its
-computing speed, and costs in bytes with its memory rate.
+computing speed, and costs in bytes with its memory rate (`placed_cluster`).
 """
 
 import hashlib

@@ -4,11 +4,11 @@ no --cluster          this host, as `train` uses it: all roles share its cores
 --cluster here        --machines machines like this host
 --cluster NAME, FILE  a built-in cluster, or a cluster file
 
-On a cluster, `supervisor.placement` decides where roles run, as if its machines had joined the job
-with cores for one process of a replica each. One more machine is the supervisor's own, which runs
-no replica. So with `[cluster] placement = "spread"` and enough machines, each shard and each rank
-of a replica has a machine of its own (Dean et al. 2012, section 4: the parameter server is itself
-spread over machines). A role whose machine is lost comes back on the same one.
+On a cluster, `supervisor.role_placement` decides where roles run, as if its machines had joined the
+job with cores for one process of a replica each. One more machine is the supervisor's own, which
+runs no replica. So with `[cluster] placement = "spread"` and enough machines, each shard and each
+rank of a replica has a machine of its own (Dean et al. 2012, section 4: the parameter server is
+itself spread over machines). A role whose machine is lost comes back on the same one.
 """
 
 import math

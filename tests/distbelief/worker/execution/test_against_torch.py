@@ -389,6 +389,9 @@ N_NETS: Final = 2  # of each operator and module
 RANDOM: Final = re.compile(
     "rand|bernoulli|multinomial|normal|dropout|cauchy|exponential|rrelu|geometric|uniform"
 )
+# With the batch in front, the example's offsets end beyond it. torch does not look, and reads what
+# lies there: each call gives other numbers.
+UNCHECKED: Final = {"_segment_reduce_offsets"}
 
 
 def databases() -> tuple[Sequence[Any], Sequence[Any]]:
@@ -464,6 +467,8 @@ def nets_of_operators(operators: Sequence[Any]) -> Iterator[tuple[str, Callable[
     """Each operator on a stack of samples of its own, with the batch in front."""
     for operator in operators:
         if RANDOM.search(operator.name) or torch.float64 not in operator.dtypes:
+            continue
+        if operator.formatted_name in UNCHECKED:
             continue
         samples = operator.sample_inputs("cpu", torch.float64)
         dense = (s for s in samples if isinstance(s.input, torch.Tensor) and not is_sparse(s.input))

@@ -1,6 +1,6 @@
-"""Periodic requests of the supervisor: evaluations, and checkpoints of all shards.
+"""Periodic requests of the supervisor: when an evaluation, or a checkpoint of all shards, is due.
 
-One round of each kind is under way at a time. An unanswered request is repeated, because messages
+One request of each kind is under way at a time. An unanswered request is repeated, because messages
 may be lost; a role answers a repeated request again.
 """
 
