@@ -6,6 +6,7 @@
 * `--json` prints JSON, and nothing else, to standard output.
 """
 
+import os
 import sys
 from contextlib import closing
 from importlib.metadata import version
@@ -129,20 +130,25 @@ def train(  # noqa: PLR0913 -- options
 
     Exit code: 0 done, 1 failed, 2 wrong usage, 130 stopped by Ctrl+C.
     """
-    job_file = _job_file(job_file, resume)
-    from distbelief.job.launch.forkserver import uncollected  # noqa: PLC0415 -- start quickly
-    from distbelief.job.launch.local import LocalLauncher  # noqa: PLC0415 -- start quickly
+    from distbelief.job.launch import forkserver  # noqa: PLC0415 -- start quickly
 
-    # The launcher's fork server imports torch while this process does.
-    with LocalLauncher() as launcher:
-        from rich.console import Console  # noqa: PLC0415 -- start quickly
+    # The fork server is forked from this process, so that torch is imported once. Until then there
+    # is one thread only: libraries start none, and the line on the screen needs none.
+    os.environ.update(forkserver.ONE_THREAD)
+    from rich.console import Console  # noqa: PLC0415 -- start quickly
+    from rich.live import Live  # noqa: PLC0415 -- start quickly
 
-        with Console(quiet=as_json).status("Importing torch ..."), uncollected():
-            from distbelief.config.load import load_job  # noqa: PLC0415 -- start quickly
+    shown = Console(quiet=as_json)
+    with Live("Importing torch ...", console=shown, auto_refresh=False, transient=True):
+        job_file = _job_file(job_file, resume)
+        from distbelief.config.load import load_job  # noqa: PLC0415 -- numpy
 
-            job = load_job(job_file, overrides=overrides or ())
-            from distbelief.job import trainer  # noqa: PLC0415 -- torch
+        job = load_job(job_file, overrides=overrides or ())
+        forkserver.import_frozen((*forkserver.MODULES, "distbelief.job.trainer"))
+    from distbelief.job import trainer  # noqa: PLC0415 -- torch
+    from distbelief.job.launch.local import LocalLauncher  # noqa: PLC0415 -- numpy
 
+    with LocalLauncher(forks=True) as launcher:
         hosting = None
         if listen is not None or on is not None:
             # Only jobs that other hosts may join need it.

@@ -17,7 +17,7 @@ from distbelief.config.presets import expand
 from distbelief.core.arguments import checked
 from distbelief.core.errors import JobError, PeerLostError
 from distbelief.core.files import Scratch, explaining, make_directory
-from distbelief.job.launch.local import THREAD_VARIABLES
+from distbelief.job.launch.forkserver import ONE_THREAD
 from distbelief.job.run.directory import RunDirectory
 from distbelief.parameter_server.rules import UpdateRule
 from distbelief.parameter_server.shard_config import COPIES_MAX
@@ -191,7 +191,7 @@ class ParameterServer:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 # With one thread per library it may fork, and need not import torch twice.
-                env={**os.environ} | dict.fromkeys(THREAD_VARIABLES, "1"),
+                env={**os.environ, **ONE_THREAD},
                 pass_fds=(held,),
             )
         try:

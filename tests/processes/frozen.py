@@ -8,4 +8,4 @@ from distbelief.job.launch import forkserver
 from tests.processes.nursery import IMPORTED
 
 
-forkserver._import(IMPORTED)
+forkserver.import_frozen(IMPORTED)

@@ -32,7 +32,6 @@ IMPORTED = (
     "pytest",
     *("matplotlib.figure", "matplotlib.backends.backend_agg"),
 )
-ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 
 
 @cache
@@ -44,7 +43,7 @@ def context() -> ForkServerContext:
     for name in before:
         if name.startswith("COVERAGE_PROCESS"):
             del os.environ[name]
-    os.environ.update(ONE_THREAD)
+    os.environ.update(forkserver.ONE_THREAD)
     nursery.ensure_running()
     os.environ.clear()
     os.environ.update(before)

@@ -35,11 +35,23 @@ def has_restarted(command: Command, role: str) -> bool:
     return command.roles()[role]["restarts"] == 1
 
 
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def words_of(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
 # ------------------------------------------------------------------------------ ends
 
 
 def test_a_job_ends_and_its_model_is_a_plain_torch_module(folder: Path) -> None:
     with train(folder, "--json", fresh=True) as command:
+        poll(lambda: command.pids("shard-0"))
+        server = parent_of(command.pids("shard-0")[0])
+        assert parent_of(server) == command.process.pid
+        assert words_of(server) == words_of(command.process.pid)  # a fork: torch is imported once
         command.ends()
         summary = json.loads(command.output)
     assert summary["stop_reason"] == "5 epochs done"

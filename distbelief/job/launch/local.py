@@ -14,8 +14,8 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
 from io import RawIOBase
 from pathlib import Path
 from typing import Final, Self, final
@@ -32,7 +32,6 @@ IMPORT_SECONDS_MAX: Final = 1800.0
 CLOSE_SECONDS_MAX: Final = 5.0  # for the fork server to end its children
 # The preflight process of a joining host: can the run's roles be built here?
 PREPARE: Final = Address("prepare")
-THREAD_VARIABLES: Final = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 @final
@@ -65,23 +64,28 @@ def _adopted(link: socket.socket) -> _Server:
     return _Server(struct.unpack("3i", peer)[0], *ends)
 
 
-def _spawned() -> subprocess.Popen[bytes]:
-    # One thread per library: roles set torch's own number themselves, and a
-    # thread that exists before a fork is missing in the child.
-    environment = {**os.environ} | dict.fromkeys(THREAD_VARIABLES, "1")
-    # `-P`: a user's queue.py must not replace Python's own.
-    command = [sys.executable, "-P", "-m", forkserver.__name__, str(os.getpid())]
-    # Ctrl+C must not reach the server before it ignores it; here it stays pending.
+@contextmanager
+def _held_signals() -> Iterator[None]:
+    """Keep signals pending: Ctrl+C must not reach the server before it ignores it."""
     ours = {signal.SIGINT, signal.SIGHUP, signal.SIGTERM}
     held = signal.pthread_sigmask(signal.SIG_BLOCK, ours)
     try:
-        return subprocess.Popen(  # noqa: S603 -- ourselves
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, bufsize=0
-        )
-    except OSError as error:
-        raise StorageError(f"cannot start {sys.executable}: {error.strerror}") from error
+        yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, held)
+
+
+def _spawned() -> subprocess.Popen[bytes]:
+    # `-P`: a user's queue.py must not replace Python's own.
+    command = [sys.executable, "-P", "-m", forkserver.__name__, str(os.getpid())]
+    environment = {**os.environ, **forkserver.ONE_THREAD}
+    try:
+        with _held_signals():
+            return subprocess.Popen(  # noqa: S603 -- ourselves
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, bufsize=0
+            )
+    except OSError as error:
+        raise StorageError(f"cannot start {sys.executable}: {error.strerror}") from error
 
 
 def _forked() -> _Server:
@@ -91,16 +95,20 @@ def _forked() -> _Server:
     parent = os.getpid()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    pid = os.fork()
-    if pid == 0:
+    with _held_signals():
         try:
-            os.dup2(requests, 0)
-            os.dup2(reports, 1)
-            os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # locks, and our own ends of pipes
-            sys.argv[1:] = [str(parent)]
-            forkserver.main()
-        finally:
-            os._exit(0)  # the stack and the exit handlers are the parent's
+            pid = os.fork()
+        except OSError as error:
+            raise StorageError(f"cannot start the fork server: {error.strerror}") from error
+        if pid == 0:
+            try:
+                os.dup2(requests, 0)
+                os.dup2(reports, 1)
+                os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # locks, and our own ends of pipes
+                sys.argv[1:] = [str(parent)]
+                forkserver.main()
+            finally:
+                os._exit(0)  # the stack and the exit handlers are the parent's
     os.close(requests)
     os.close(reports)
     return _Server(pid, os.fdopen(ours, "wb", buffering=0), os.fdopen(theirs, "rb", buffering=0))

@@ -23,6 +23,7 @@ from distbelief.cli.options import (
 )
 from distbelief.core import files
 from distbelief.core.errors import JobError, StorageError
+from distbelief.job.launch.forkserver import ONE_THREAD
 from distbelief.job.run.directory import RunDirectory, Status
 from distbelief.supervisor.view import JobView, RoleView
 from tests import elsewhere
@@ -38,7 +39,8 @@ VIEW = JobView(
 
 
 def command(*arguments: str) -> Result:
-    return CliRunner().invoke(app, list(arguments), env={"COLUMNS": "100"})
+    # `train` sets the variables of its process; the runner restores what it is given.
+    return CliRunner().invoke(app, list(arguments), env={"COLUMNS": "100", **ONE_THREAD})
 
 
 def mistaken(*arguments: str) -> str:

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from distbelief.core import files
-from distbelief.job.launch import forkserver
+from distbelief.job.launch import forkserver, local
 from distbelief.job.launch.local import LocalLauncher
 from distbelief.protocol.role import Address, Event, PeerJoined, PeerLost
 from tests.processes.commands import alive, poll
@@ -38,6 +38,23 @@ def launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalL
     with LocalLauncher() as launcher:
         launcher.serve(spec=tmp_path / "none.json", log_of=lambda name: tmp_path / f"{name}.log")
         yield launcher
+
+
+@pytest.mark.parametrize(("is_clean", "how"), [(True, "_forked"), (False, "_spawned")])
+def test_a_server_is_forked_only_from_a_process_that_is_clean(
+    monkeypatch: pytest.MonkeyPatch, how: str, *, is_clean: bool
+) -> None:
+    server, used = spawned(), list[str]()
+
+    def made_by(name: str) -> local._Server:
+        used.append(name)
+        return server
+
+    for name in ("_forked", "_spawned"):
+        monkeypatch.setattr(local, name, partial(made_by, name))
+    monkeypatch.setattr(forkserver, "is_clean", lambda: is_clean)
+    with LocalLauncher(forks=True):
+        assert used == [how]
 
 
 def next_losses(launcher: LocalLauncher, others: list[Event] | None = None) -> list[PeerLost]:
