@@ -111,29 +111,31 @@ class JobMember:
         self._warnings.append(text[:_TEXT_MAX])
 
     def handle(self, event: rl.Event, now: rl.Seconds) -> Sequence[rl.Action]:
-        actions = self._awaited(self._handle(event, now), now)
-        return actions if self._stopped is None else self._unfinished(actions, self._stopped)
+        actions = self._handle(event, now)
+        for action in actions:
+            if isinstance(action, rl.Exit):
+                return self._ending(actions, now)
+        return self._ending(actions, now) if self._last or self._stopped else actions
 
-    def _awaited(self, actions: Sequence[rl.Action], now: rl.Seconds) -> Sequence[rl.Action]:
+    def _ending(self, actions: Sequence[rl.Action], now: rl.Seconds) -> Sequence[rl.Action]:
         """Let an end in good order wait for a silent supervisor.
 
         The next one would take a role that nobody has heard the last of for lost, and start it.
         """
         silent_max = N_BEATS_SILENT * self._config.heartbeat_seconds
-        if self._stopped is not None or self._silence.silent(now) <= silent_max:
-            last, self._last = self._last, []
-            return [*actions, *last]
-        if any(isinstance(one, rl.Exit) and one.error is None for one in actions):
-            self._last = [one for one in actions if _is_last(one)]
-            return [one for one in actions if not _is_last(one)]
-        return actions
+        if self._stopped is None and self._silence.silent(now) > silent_max:
+            self._last += [one for one in actions if _is_end(one)]
+            return [one for one in actions if not _is_end(one)]
+        last, self._last = self._last, []
+        actions = [*actions, *last]
+        return actions if self._stopped is None else self._unfinished(actions, self._stopped)
 
     def _unfinished(self, actions: Sequence[rl.Action], reason: str) -> Sequence[rl.Action]:
         # A supervisor that was only paused must start the role again, and not count it as done.
         return [
             rl.Exit(error=reason) if isinstance(one, rl.Exit) and one.error is None else one
             for one in actions
-            if isinstance(one, rl.Exit) or not _is_last(one)
+            if isinstance(one, rl.Exit) or not _is_end(one)
         ]
 
     def _handle(self, event: rl.Event, now: rl.Seconds) -> Sequence[rl.Action]:
@@ -321,9 +323,11 @@ class JobMember:
         return [_to_supervisor(failed), rl.Exit(error=text)]
 
 
-def _is_last(action: rl.Action) -> bool:
-    is_finished = isinstance(action, rl.Send) and isinstance(action.message, wire.Finished)
-    return is_finished or isinstance(action, rl.Exit)
+def _is_end(action: rl.Action) -> bool:
+    """Return whether this is of an end in good order."""
+    if isinstance(action, rl.Exit):
+        return action.error is None
+    return isinstance(action, rl.Send) and isinstance(action.message, wire.Finished)
 
 
 def _to_supervisor(message: wire.Join | wire.Heartbeat | wire.Finished | wire.Failed) -> rl.Send:
