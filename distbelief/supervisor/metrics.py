@@ -45,11 +45,18 @@ class JobMetrics:
         self._rate = Rate()
 
     def adopt(self, view: JobView, samples: Mapping[str, int], now: Seconds) -> None:
-        """Go on where the supervisor before this one was killed; time between does not count."""
+        """Go on where the supervisor before this one was killed.
+
+        Roles went on meanwhile, so that time counts, as their samples do: the clock is that of the
+        same host.
+        """
         self.step, self._history, self.samples_of = view.step, list(view.history), dict(samples)
         self._known = view
         self.dealt = None if view.samples == sum(samples.values()) else view.samples
-        self.started_at = now - (view.seconds - self.before.seconds)
+        at = min(view.now, now)
+        self.started_at = at - (view.seconds - self.before.seconds)
+        if view.training_seconds > self.before.training_seconds:
+            self.training_since = at - (view.training_seconds - self.before.training_seconds)
 
     @property
     def samples(self) -> int:

@@ -57,14 +57,15 @@ def test_a_run_in_an_object_store_goes_on_from_there_with_other_shards(folder: P
 
 @pytest.mark.soak
 def test_a_run_goes_on_with_other_shards_and_replicas_and_counts_on(folder: Path) -> None:
-    with train(folder, *LONG) as first:
+    parts = "algorithm.order=parts"  # of dealt samples no replica has a share
+    with train(folder, *LONG, *sets(parts)) as first:
         first.trains(1000)
         first.interrupt()
     n_first, saved = first.summary()["samples"], snapshots(first)
 
     # A little more than was done: had it begun anew, it would end with less.
     more = n_first + 1000
-    second = go_on(folder, 3, 3, f"stop.samples={more}", "stop.epochs=1000000")
+    second = go_on(folder, 3, 3, f"stop.samples={more}", "stop.epochs=1000000", parts)
     told = " ".join(second.output.split())
     assert "shards: 2 before, 3 now; checkpoints are resharded into runs/tiny/" in told
     assert (
@@ -75,7 +76,7 @@ def test_a_run_goes_on_with_other_shards_and_replicas_and_counts_on(folder: Path
     assert n_second >= more
     assert saved < snapshots(second)
 
-    third = go_on(folder, 1, 1, f"stop.samples={n_second + 1000}")
+    third = go_on(folder, 1, 1, f"stop.samples={n_second + 1000}", parts)
     told = " ".join(third.output.split())
     assert (
         f"replicas: 3 before, 1 now; each skips its share of the {n_second:,} samples so far"

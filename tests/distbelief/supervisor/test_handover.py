@@ -1,6 +1,7 @@
 """A supervisor that takes over from one that was killed: events in, actions out."""
 
 import msgspec
+import pytest
 
 from distbelief import protocol as wire
 from distbelief.protocol import role as rl
@@ -26,7 +27,7 @@ def taken_over(killed: Desk, *dead: str) -> Desk:
     alive = {rl.Address(n): i for n, i in killed.incarnations.items() if n not in dead}
     desk = Desk.__new__(Desk)
     desk.supervisor = Supervisor(config, handover=msgspec.structs.replace(handover, alive=alive))
-    desk.now, desk.names = 1000.0, killed.names  # another clock
+    desk.now, desk.names = 1000.0, killed.names
     desk.incarnations = dict(killed.incarnations)
     desk.start = desk.handle(rl.Started(incarnation=1))
     return desk
@@ -53,6 +54,19 @@ def test_it_starts_nothing_and_all_goes_on() -> None:
     assert (desk.view.samples, desk.view.step, desk.view.phase) == (90, 9, "training")
     assert launched(desk.pass_time(9.0)) == []
     assert {role.name: role.restarts for role in desk.view.roles}["replica-1"] == 1
+
+
+def test_the_time_in_which_roles_went_on_counts() -> None:
+    """Without it, 320 samples a second at most were shown as 565."""
+    killed = a_job()
+    killed.train()
+    killed.progress("replica-0", 7)
+    killed.pass_time(3.0, beats=killed.names)
+    desk = taken_over(killed)
+    before, gap = killed.view, desk.now - killed.now
+    assert desk.view.seconds == pytest.approx(before.seconds + gap)
+    assert desk.view.training_seconds == pytest.approx(before.training_seconds + gap)
+    assert before.training_seconds > 2.0
 
 
 def test_roles_that_ended_meanwhile_are_restarted() -> None:
