@@ -227,7 +227,7 @@ class Marks(Scene):
         if leader is not None:
             self.tell(leader, SaveCheckpoint(label=label))
 
-    # --- who is who ---
+    # --- roles, by what they are now ---
 
     def election(self, index: int = 0) -> PrimaryElection:
         return self.overseer.elections[self.copies[index][0]]

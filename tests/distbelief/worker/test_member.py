@@ -270,7 +270,7 @@ def test_a_role_without_supervisor_completes_its_step_before_it_exits(driver: Dr
 
 
 class Ending(Inner):
-    """Ends when it is told anything."""
+    """Ends at its first message."""
 
     @override
     def handle(self, event: rl.Event, now: rl.Seconds) -> Sequence[rl.Action]:
