@@ -34,7 +34,8 @@ from distbelief.supervisor.metrics import JobMetrics
 from distbelief.supervisor.output import Output
 from distbelief.supervisor.periodic_requests import Checkpoints, Evaluations
 from distbelief.supervisor.role_placement import PlacementPolicy, RolePlacement
-from distbelief.supervisor.scheduler import HostToSupervisor, Scheduler, Shutdown, ShutdownStage
+from distbelief.supervisor.scheduler import HostToSupervisor, Scheduler
+from distbelief.supervisor.shutdown import Shutdown, ShutdownStage
 from distbelief.supervisor.supervisor_config import SupervisorConfig
 from distbelief.supervisor.view import JobView, Phase
 
