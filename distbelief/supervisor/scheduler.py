@@ -1,4 +1,4 @@
-"""Places every role of a job on a host: the supervisor's own, or one that has joined.
+"""Starts, moves and ends roles on hosts; waits for hosts, refuses them, and lets them leave.
 
     Supervisor                    Scheduler                     host
       launch(replica-1) ------->  finds a host, or queues it
