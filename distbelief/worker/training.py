@@ -43,7 +43,7 @@ from distbelief.worker.downpour_settings import DownpourSettings
 from distbelief.worker.exchange import ExchangeState, is_finite
 from distbelief.worker.execution.executor import Put, StepResult
 from distbelief.worker.group import GroupProgress, Outgoing
-from distbelief.worker.inner import InnerOptimizer
+from distbelief.worker.inner_optimizer import InnerOptimizer
 from distbelief.worker.replica import Leader, Program, Steps, Taken, Waiting
 from distbelief.worker.steps import LocalNorm
 
