@@ -1,4 +1,4 @@
-"""Chooses the plan of a job with partitioned replicas.
+"""The plan of a job with partitioned replicas: given, of the previous run, or made.
 
     partitions = 4            the planner makes one, for machines like this one
     partitions = [1, 4]       one for each number of ranks that a replica has
