@@ -35,7 +35,7 @@ if TYPE_CHECKING:
         Momentum as Momentum,
         RMSprop as RMSprop,
     )
-    from distbelief.plans.planner.planning import plan as plan
+    from distbelief.plans.planner.planning_result import plan as plan
     from distbelief.serve.exchange import Exchange as Exchange
     from distbelief.serve.optimizer import DownpourSGD as DownpourSGD
     from distbelief.serve.server import ParameterServer as ParameterServer
@@ -55,7 +55,7 @@ _NAMES = {
         "Momentum",
         "RMSprop",
     ),
-    "distbelief.plans.planner.planning": ("plan",),
+    "distbelief.plans.planner.planning_result": ("plan",),
     "distbelief.serve.server": ("ParameterServer",),
     "distbelief.job.trainer": ("Run", "train"),
 }

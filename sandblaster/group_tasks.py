@@ -1,4 +1,4 @@
-"""Coordinator's protocol on the leader of a worker: its attempts at chunks, one after the other.
+"""What a worker, by its leader, does for the coordinator: attempts at chunks, one after the other.
 
     coordinator     leader                               ranks
       | Assignment -> | StartGeneration, GrantSteps -----> |  one generation per chunk

@@ -16,7 +16,7 @@ from distbelief.job.display.progress import status_line
 from distbelief.job.launch.local import LocalLauncher
 from distbelief.plans.planner import plan_report
 from distbelief.plans.planner.planner import Request, planning_request
-from distbelief.plans.planner.planning import WIDTH, planning_result
+from distbelief.plans.planner.planning_result import WIDTH, planning_result
 from distbelief.task.task import ModelSpec, build_on_meta
 
 

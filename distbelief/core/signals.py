@@ -1,4 +1,4 @@
-"""Signal handlers: Ctrl+C, SIGTERM and SIGHUP (the terminal was closed) end a job cleanly."""
+"""Signal handlers: Ctrl+C, SIGTERM and SIGHUP (the terminal was closed) are told to their owner."""
 
 import errno
 import os

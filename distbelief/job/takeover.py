@@ -12,7 +12,7 @@ import msgspec
 
 from distbelief.config.job import Job
 from distbelief.core.errors import StorageError
-from distbelief.job.hosts.listen import JoinServer
+from distbelief.job.hosts.join_server import JoinServer
 from distbelief.job.launch.forkserver import END_SECONDS_MAX
 from distbelief.job.launch.local import LocalLauncher
 from distbelief.job.launch.preflight import PreflightResult, read_result

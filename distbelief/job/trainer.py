@@ -36,7 +36,7 @@ from distbelief.core.folders import LocalFolder
 from distbelief.core.signals import EXIT_CODES, REASONS, caught_signals, ended_by_signals
 from distbelief.job.display.progress import ProgressLine
 from distbelief.job.hosts.bootstrap import JobAddress
-from distbelief.job.hosts.listen import HostSource, JoinServer
+from distbelief.job.hosts.join_server import HostSource, JoinServer
 from distbelief.job.launch.local import LocalLauncher
 from distbelief.job.launch.preflight import PreflightResult
 from distbelief.job.launch.preflight_client import CHECK, run_preflight

@@ -28,7 +28,7 @@ from distbelief.job.launch.local import LocalLauncher
 from distbelief.plans.compiler import compile_plan
 from distbelief.plans.plan import Plan
 from distbelief.plans.planner.plan_report import seconds
-from distbelief.plans.planner.planning import PlanningResult
+from distbelief.plans.planner.planning_result import PlanningResult
 from distbelief.task.data import Batch, Path as Keys
 from distbelief.task.forward import Sample
 from distbelief.task.losses import Loss, loss_function

@@ -26,12 +26,12 @@ from distbelief.core.errors import RemoteProtocolError
 from distbelief.core.memory import Memory
 from distbelief.core.reliable import Window
 from distbelief.core.vectors import Element, Vector
+from distbelief.parameter_server.bfloat16 import WORD
 from distbelief.parameter_server.sessions import Session, Sessions
 from distbelief.parameter_server.shard_config import ShardConfig
 from distbelief.parameter_server.slices import ShardSlice, payload_of
 from distbelief.parameter_server.store import ShardStore
 from distbelief.parameter_server.tensor_copies import convert
-from distbelief.parameter_server.words import WORD
 from distbelief.protocol import push_fetch as pf
 from distbelief.protocol.role import Action, Address, Cost, Seconds, Send, SetTimer
 

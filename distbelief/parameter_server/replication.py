@@ -25,12 +25,12 @@ from distbelief.core.memory import Memory
 from distbelief.core.reliable import Silence, Transfer, Window
 from distbelief.core.spans import Spans
 from distbelief.core.vectors import Vector
+from distbelief.parameter_server.bfloat16 import WORD
 from distbelief.parameter_server.sessions import PushInProgress, Sessions
 from distbelief.parameter_server.slices import ShardSlice, push_block
 from distbelief.parameter_server.step_counts import StepCounts
 from distbelief.parameter_server.store import ShardStore
 from distbelief.parameter_server.tensor_copies import N_PUSH_BUFFERS, PushBuffer, push_buffer_views
-from distbelief.parameter_server.words import WORD
 from distbelief.protocol import Message, SessionRecord, push_fetch as pf, replication as rp
 from distbelief.protocol.role import SUPERVISOR, Action, Address, Received, Seconds, Send, SetTimer
 

@@ -8,9 +8,9 @@ import numpy as np
 
 from distbelief.core.errors import RemoteProtocolError
 from distbelief.core.vectors import Element, Vector, block_bounds
+from distbelief.parameter_server.bfloat16 import WORD, as_tensor, word_count
 from distbelief.parameter_server.ranges import IndexRanges, Indices, RangeCopier
 from distbelief.parameter_server.tensor_copies import parts
-from distbelief.parameter_server.words import WORD, as_tensor, word_count
 from distbelief.protocol import push_fetch as pf
 
 

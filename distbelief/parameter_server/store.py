@@ -23,6 +23,7 @@ from distbelief.core.errors import LocalProtocolError, RemoteProtocolError, Stor
 from distbelief.core.memory import Memory
 from distbelief.core.spans import NOTHING, Spans
 from distbelief.core.vectors import ALIGNMENT, Element, Vector, padded
+from distbelief.parameter_server.bfloat16 import as_tensor, decode
 from distbelief.parameter_server.checkpoint import ShardState, restore
 from distbelief.parameter_server.policy import ExchangePolicy
 from distbelief.parameter_server.ranges import IndexRanges, RangeCopier
@@ -31,7 +32,6 @@ from distbelief.parameter_server.shard_config import ShardConfig
 from distbelief.parameter_server.slices import ShardSlice, SliceTable
 from distbelief.parameter_server.step_counts import StepCounts
 from distbelief.parameter_server.tensor_copies import SeqlockVector, convert, parts
-from distbelief.parameter_server.words import as_tensor, decode
 from distbelief.protocol import push_fetch as pf, replication as rp
 from distbelief.protocol.role import Cost, Snapshot
 

@@ -16,8 +16,8 @@ import torch
 from distbelief.core.errors import RemoteProtocolError
 from distbelief.core.memory import Memory, Region
 from distbelief.core.vectors import ALIGNMENT, Element, Vector, padded
+from distbelief.parameter_server.bfloat16 import WORD, as_tensor, decode, encode
 from distbelief.parameter_server.ranges import IndexRanges, RangeCopier, rounded
-from distbelief.parameter_server.words import WORD, as_tensor, decode, encode
 from distbelief.protocol import push_fetch as pf
 
 

@@ -12,7 +12,7 @@ import torch
 from distbelief.config.presets import expand
 from distbelief.core.errors import JobError, JobFileError
 from distbelief.job.hosts import ssh
-from distbelief.job.hosts.listen import JoinServer
+from distbelief.job.hosts.join_server import JoinServer
 from distbelief.parameter_server.rules import TORCH_RULES, UpdateRule
 from distbelief.serve.address import by_position, rule_from
 from distbelief.task.task import ModelSpec, build_model

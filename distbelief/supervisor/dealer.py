@@ -227,6 +227,13 @@ class Dealer:
                 self._in_no_push |= whole - self._done
                 self._done |= whole
 
+    def validate(self) -> None:
+        """Check what holds after every event; only simulations call it."""
+        for name, hand in self.hands.items():
+            assert all(number < hand.n_dealt for number in hand.held), f"{name} holds {hand.held}"
+            assert len(hand.unheard) <= hand.n_dealt, f"{name} has not heard {hand.unheard}"
+        assert all(start < stop <= self._limit for start, stop in self._done), f"{self._done}"
+
 
 def _lives(record: RoleRecord, hand: Hand) -> bool:
     # One of a supervisor that was killed is not heard at first, and has what it was dealt.

@@ -28,13 +28,14 @@ from distbelief.supervisor.allowances import Allowances
 from distbelief.supervisor.failover import ShardFailover
 from distbelief.supervisor.handover import LOST, Handover, start_roles
 from distbelief.supervisor.hosts import ClusterConfig
-from distbelief.supervisor.job_view import job_view
+from distbelief.supervisor.make_view import make_view
 from distbelief.supervisor.membership import Membership, Presence, RoleRecord
 from distbelief.supervisor.metrics import JobMetrics
 from distbelief.supervisor.output import Output
 from distbelief.supervisor.periodic_requests import Checkpoints, Evaluations
 from distbelief.supervisor.role_placement import PlacementPolicy, RolePlacement
-from distbelief.supervisor.scheduler import HostToSupervisor, Scheduler, Shutdown, ShutdownStage
+from distbelief.supervisor.scheduler import HostToSupervisor, Scheduler
+from distbelief.supervisor.shutdown import Shutdown, ShutdownStage
 from distbelief.supervisor.supervisor_config import SupervisorConfig
 from distbelief.supervisor.view import JobView, Phase
 
@@ -815,7 +816,7 @@ class Supervisor:
         return "resuming" if self.metrics.samples else "starting"
 
     def view(self, now: rl.Seconds) -> JobView:
-        view = job_view(
+        view = make_view(
             self._config, self.members, self.failover, self.metrics, self.scheduler.hosts, now
         )
         return replace(

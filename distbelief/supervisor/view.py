@@ -1,4 +1,4 @@
-"""View of a running job: a frozen picture that the supervisor makes once a second.
+"""The view of a running job, as structs: what its supervisor shows, once a second.
 
 The display draws it, metrics and summary keep parts of it, and as JSON it is `status.json`, which
 `distbelief status` reads. It contains no estimate in place of a measurement: what was not measured

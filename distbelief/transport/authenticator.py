@@ -1,4 +1,4 @@
-"""Authenticators: which peers may open a connection, and which roles they may speak as.
+"""Authenticators: which peers may connect, which roles they may speak as, how much they may send.
 
     authenticator   sockets   who may connect                      who may name a sender
     DirectoryAuth   files     processes that can enter a directory  anybody

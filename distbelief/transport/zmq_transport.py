@@ -1,4 +1,4 @@
-"""ZeroMQ transport: one inbox to read, one outgoing socket for each peer.
+"""ZeroMQ transport: one inbox to read, one outgoing socket for each peer, and their bounds.
 
     role A                                role B
     socket to B (PUSH)  --------------->  inbox (PULL)

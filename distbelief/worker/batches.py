@@ -1,4 +1,4 @@
-"""Batch plans (which samples a step takes) and the readers that prefetch them.
+"""Which samples a step takes, how they are read ahead, and the seeds of random numbers.
 
 Each rank of a group has a `BatchPlan`, equal on all ranks, and a reader of what it needs of a
 batch: a `SliceReader` of the input regions of its partition, or the executor of a whole model.

@@ -1,4 +1,4 @@
-"""The evaluation program: loss and metric on held-out data, outside the training path.
+"""The evaluation program: which held-out samples are measured, and their loss and metric.
 
     Evaluate --> fetch --> install --> chunk, chunk, ... chunk --> EvaluationDone
 

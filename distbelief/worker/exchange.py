@@ -19,7 +19,7 @@ from typing import Final, Protocol, final
 import torch
 
 from distbelief.parameter_server.layout import PartialView
-from distbelief.worker.inner import InnerOptimizer
+from distbelief.worker.inner_optimizer import InnerOptimizer
 
 
 # --- when ---

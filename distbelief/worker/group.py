@@ -1,4 +1,4 @@
-"""A group of ranks, each of which computes one partition of a model: their names, their leader.
+"""A group of ranks, each with one partition of a model: their names, and what the leader grants.
 
 Rank M of replica R is called "replica-R.M". The ranks that evaluate form a group too:
 "evaluator" (which the supervisor asks), "evaluator.1", "evaluator.2", ...

@@ -1,12 +1,13 @@
-"""The training program: Algorithm 1.1 of Dean et al. 2012 on a whole model or one rank's part.
+"""The training program: steps, clipping by norm, gradients that are not finite, pushes.
 
-Paper to code: alpha is `local_learning_rate`, accrued gradients are in `ExchangeState`; instead of
-gradients, replicas may push local steps of an optimizer of their own (`worker.exchange`). Three
-activities overlap (DB-10): the compute executor takes steps, the data executor reads the next
-batch, and messages carry fetches and pushes. Where gradients come during the backward pass and a
-push follows every step, they go into the push buffers while earlier layers still run. A gradient
-with NaN or infinity is skipped: neither it nor anything computed from it reaches the shards. A
-single one is harmless; many in a row mean that training has diverged.
+It is Algorithm 1.1 of Dean et al. 2012, on a whole model or one rank's part. Paper to code: alpha
+is `local_learning_rate`, accrued gradients are in `ExchangeState`; instead of gradients, replicas
+may push local steps of an optimizer of their own (`worker.exchange`). Three activities overlap
+(DB-10): the compute executor takes steps, the data executor reads the next batch, and messages
+carry fetches and pushes. Where gradients come during the backward pass and a push follows every
+step, they go into the push buffers while earlier layers still run. A gradient with NaN or infinity
+is skipped: neither it nor anything computed from it reaches the shards. A single one is harmless;
+many in a row mean that training has diverged.
 """
 
 import math
@@ -42,7 +43,7 @@ from distbelief.worker.downpour_settings import DownpourSettings
 from distbelief.worker.exchange import ExchangeState, is_finite
 from distbelief.worker.execution.executor import Put, StepResult
 from distbelief.worker.group import GroupProgress, Outgoing
-from distbelief.worker.inner import InnerOptimizer
+from distbelief.worker.inner_optimizer import InnerOptimizer
 from distbelief.worker.replica import Leader, Program, Steps, Taken, Waiting
 from distbelief.worker.steps import LocalNorm
 

@@ -28,7 +28,7 @@ from distbelief.job.verify import verify
 from distbelief.plans.cluster import Cluster, Machine
 from distbelief.plans.cluster_file import load_cluster
 from distbelief.plans.planner.planner import Request, planning_request
-from distbelief.plans.planner.planning import PlanningResult, planning_result
+from distbelief.plans.planner.planning_result import PlanningResult, planning_result
 from distbelief.task.task import ModelSpec, build_on_meta
 from experiments.zoo.models import MODELS, Size
 

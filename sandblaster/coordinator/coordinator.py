@@ -351,6 +351,11 @@ class Coordinator:
 
     # --- series ---
 
+    def validate(self) -> None:
+        """Check what holds after every event; only simulations call it."""
+        if self._series.queue is not None:
+            self._series.queue.validate()
+
     def _begin_series(self, now: rl.Seconds) -> Sequence[rl.Action]:
         actions: list[rl.Action] = []
         if self._commands.lost is not None:

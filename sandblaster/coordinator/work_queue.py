@@ -544,6 +544,21 @@ class WorkQueue:
                     found.append((-seconds, is_pushing, one.commit_token or worker.number, one))
         return [(-entry[0], entry[3]) for entry in sorted(found, key=lambda entry: entry[:3])]
 
+    def validate(self) -> None:
+        """Check what holds after every event; only simulations call it."""
+        n_free = 0
+        for chunk in self._chunks:
+            attempts, winner = chunk.attempts, chunk.winner
+            assert len(attempts) <= 2, f"chunk {chunk.index} has a third attempt"
+            owners = [one.worker.name for one in attempts.values()]
+            assert len(set(owners)) == len(owners), f"{owners} compute chunk {chunk.index} twice"
+            if chunk.staged is not None:
+                assert not attempts, f"chunk {chunk.index} goes on"
+            elif winner is not None:
+                assert winner.number in attempts, f"chunk {chunk.index} has lost its winner"
+            n_free += not attempts and chunk.staged is None
+        assert n_free == len(self._pending), f"{n_free} chunks are free, not {len(self._pending)}"
+
 
 def _load(worker: WorkerState) -> tuple[int, Address]:
     return len(worker.outstanding), worker.name

@@ -27,7 +27,7 @@ from distbelief.parameter_server.shard_config import copy_names, shard_of
 from distbelief.protocol.role import SUPERVISOR, Address
 from distbelief.simulation.driver import HandledEvent
 from distbelief.simulation.faults import Fault
-from distbelief.supervisor.scheduler import ShutdownStage
+from distbelief.supervisor.shutdown import ShutdownStage
 from distbelief.task.data import dealt_samples
 from distbelief.task.task import (
     Captured,
@@ -227,6 +227,9 @@ class DealtJob:
         shard = member.role if isinstance(member, JobMember) else None
         if isinstance(shard, Shard) and shard._ready:
             self._look_at(shard, happening)
+        dealer = self.job.supervisor.allowances.dealer
+        if happening.name == SUPERVISOR and dealer is not None:
+            dealer.validate()
         if self.is_over and self.job.cluster.is_alive(SUPERVISOR):
             self._look_for_copies()
 

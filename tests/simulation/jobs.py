@@ -21,7 +21,7 @@ from distbelief.protocol.role import SUPERVISOR, USER, Address, Received, Role
 from distbelief.simulation.driver import Builder
 from distbelief.simulation.machines import ClusterOptions, SimulatedMachine
 from distbelief.supervisor.hosts import ClusterConfig
-from distbelief.supervisor.job_view import state_of
+from distbelief.supervisor.make_view import state_of
 from distbelief.supervisor.membership import RoleRecord
 from distbelief.supervisor.metrics import PreviousTotals
 from distbelief.supervisor.stop_rules import StopRules

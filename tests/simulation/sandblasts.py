@@ -226,6 +226,8 @@ class RunChecker:
         event = happening.event
         if happening.name == COORDINATOR:
             self._coordinator_lives(event)
+            assert isinstance(happening.role, Coordinator)
+            happening.role.validate()
         command = heard(event, ShardCommand)
         if command is not None:
             known = self.tasks.setdefault((command.series, command.number), command.task)

@@ -19,7 +19,8 @@ from distbelief.supervisor import role_placement as placement_module
 from distbelief.supervisor.dealer import Dealer
 from distbelief.supervisor.hosts import ClusterConfig
 from distbelief.supervisor.membership import RoleRecord
-from distbelief.supervisor.scheduler import Scheduler, ShutdownStage
+from distbelief.supervisor.scheduler import Scheduler
+from distbelief.supervisor.shutdown import ShutdownStage
 from tests.simulation.dealt import DealtJob
 from tests.simulation.hosted import N_HOSTS_MAX, HostedJob
 from tests.simulation.random_faults import message_faults

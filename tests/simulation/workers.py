@@ -36,7 +36,7 @@ from distbelief.protocol import role as rl
 from distbelief.protocol.push_fetch import Dealt
 from distbelief.protocol.replication import WHOLE, Share
 from distbelief.worker.exchange import LocalSteps
-from distbelief.worker.inner import InnerOptimizer
+from distbelief.worker.inner_optimizer import InnerOptimizer
 
 
 N_MARKS = 512  # pushes of one test; a multiple of 64

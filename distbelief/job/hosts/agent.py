@@ -1,4 +1,4 @@
-"""The agent on a host: offers it to a job, and runs the processes of the roles assigned to it.
+"""The agent on a host: offers it to a job, runs the processes of its roles, and leaves.
 
     OFFERING --Assignments--> probing --rate--> downloading --job spec--> preparing --> READY
         ^  |                                                                             |

@@ -205,7 +205,7 @@ def answer_to(job: Job, *, initial_file: str, plan: str, proves: bool = True) ->
         return _found(job, initial_file, FlatModel(tasks.build_model(task.model)), datasets)
     # The planner imports scipy's solvers and matplotlib, which take half as long as torch. Other
     # jobs must not wait for that.
-    from distbelief.plans.planner.choose import cost_of, draw, plans_for_job  # noqa: PLC0415 -- split jobs only
+    from distbelief.plans.planner.job_plan import cost_of, draw, plans_for_job  # noqa: PLC0415 -- split jobs only
 
     check_device(cluster.device, "leave device out, or use device = 'cpu'")
     datasets = tasks.datasets_of(task)

@@ -1,4 +1,4 @@
-"""A job that the preflight has found fit, as its supervisor gets it."""
+"""The settings of a job's supervisor, from its tables and what the preflight has found."""
 
 from collections.abc import Mapping, Sequence
 

@@ -1,4 +1,4 @@
-"""The planner: the best plan for each number of machines, and its estimated step time.
+"""The planner: tries plans for each number of machines, also pipelines, and keeps the best.
 
     candidates --> solver --> compiled, simulated --> local search --> estimate
     baselines, the best plan for fewer machines ----^

@@ -1,4 +1,4 @@
-"""The placement problem of a graph and a cluster, simulated plans, and local search on them.
+"""The search for the best placement of a graph on a cluster, within the memory of its machines.
 
 A node of the problem is a group of layers. The cost of a candidate: computing on the machine that
 has most of it; combining partial sums; messages inside the group; parameters broadcast, gradients

@@ -99,7 +99,6 @@ class _FlowBuilder:
     ) -> None:
         self._compiled = compiled
         self._graph = compiled.graph
-        self._joined = joined(compiled.graph)
         self._rank = rank
         self._loss = loss
         self._wanted = wanted
@@ -108,16 +107,8 @@ class _FlowBuilder:
         self._urgent = urgent(compiled)
         averages = running_averages(compiled.graph) if training else {}
         self._running = {layer: tensor for tensor, layer in averages.items()}
-        # Messages that are not written yet, with the index of their traffic.
-        self._inbox: dict[tuple[MessageKind, str], tuple[int, list[Message]]] = {}
-        self._outbox: dict[tuple[MessageKind, str], tuple[int, list[Message]]] = {}
-        for index, flow in enumerate(compiled.traffic):
-            received = flow.receiving.get(rank, ())
-            sent = [flow.message(index) for index in flow.sending.get(rank, ())]
-            # Start with the next rank: else all would send to the first one at the same time.
-            sent.sort(key=lambda message: (message.receiver < rank, message.receiver))
-            self._inbox[flow.kind, flow.name] = index, [flow.message(int(i)) for i in received]
-            self._outbox[flow.kind, flow.name] = index, sent
+        self._messages = _Messages(compiled, rank)
+        self._slots = _Slots(joined(compiled.graph))
         own = {
             name: tuple(region for owner, region in pieces if owner == rank)
             for name, pieces in compiled.kept.items()
@@ -125,11 +116,6 @@ class _FlowBuilder:
         self._own = {name: regions for name, regions in own.items() if regions}
         # --- what has been written ---
         self._operations: list[ops.Operation] = []
-        self._once: list[bool] = []
-        self._added: set[int] = set()
-        self._sums: dict[tuple[bytes, str, Region], int] = {}
-        self._sent: dict[tuple[int, int], int] = {}
-        self._received: dict[tuple[int, int], int] = {}
         self._items: dict[tuple[str, Region], int] = {}
         self._losses: list[int] = []
         self._averages: dict[int, int] = {}
@@ -137,10 +123,6 @@ class _FlowBuilder:
         self._reads: dict[str, tuple[Region, ...]] = {}
         self._forwards: dict[tuple[str, Region], int] = {}
         self._combined: defaultdict[str, list[Region]] = defaultdict(list)
-        # The slots written so far, by kind of message and by layer or tensor.
-        self._known: defaultdict[tuple[MessageKind, str], list[tuple[int, Region]]] = defaultdict(
-            list
-        )
 
     def forward(self) -> None:
         for name, regions in self._own.items():
@@ -199,7 +181,9 @@ class _FlowBuilder:
         for name, regions in self._own.items():
             if name in trained:
                 self._receive("parameter_gradient", name)
-                reads_of = [self._gather("parameter_gradient", name, r, how="sum") for r in regions]
+                reads_of = [
+                    self._slots.gather("parameter_gradient", name, r, how="sum") for r in regions
+                ]
                 items = tuple(self._items[name, region] for region in regions)
                 self._operations.append(
                     ops.OutputOp(message=None, reads=tuple(reads_of), items=items, once=True)
@@ -208,16 +192,16 @@ class _FlowBuilder:
     def finished(self) -> ops.Dataflow:
         return ops.Dataflow(
             operations=tuple(self._operations),
-            once=tuple(self._once),
-            added=frozenset(self._added),
-            sent=self._sent,
-            received=self._received,
+            once=tuple(self._slots.once),
+            added=frozenset(self._slots.added),
+            sent=self._messages.sent,
+            received=self._messages.received,
             items=tuple(self._items),
             losses=tuple(self._losses),
             averages=self._averages,
             outputs=tuple(self._outputs),
             reads=self._reads,
-            joined=self._joined,
+            joined=self._slots.joined,
             integers=frozenset(layer.name for layer in self._graph.layers if layer.is_integer),
         )
 
@@ -243,21 +227,23 @@ class _FlowBuilder:
 
     def _receive(self, kind: MessageKind, name: str) -> None:
         # Popped: each message is received once, before its first use.
-        index, messages = self._inbox.pop((kind, name), (0, []))
+        index, messages = self._messages.inbox.pop((kind, name), (0, []))
         for message in messages:
-            self._received[index, message.sender] = len(self._operations)
+            self._messages.received[index, message.sender] = len(self._operations)
             self._add_input(kind, name, message.regions, message=message)
 
     def _send(self, kind: MessageKind, name: str) -> None:
-        index, messages = self._outbox.pop((kind, name), (0, []))
+        index, messages = self._messages.outbox.pop((kind, name), (0, []))
         how: How = "sum" if kind in {"gradient", "parameter_gradient"} else "cut"
         if messages and kind == "partial":
             how = sums_of(self._graph[name]).combine(self._graph[name])
         if messages and kind == "partial_gradient":
             self._complete_gradient(self._graph[name])
         for message in messages:
-            reads = tuple(self._gather(kind, name, region, how=how) for region in message.regions)
-            self._sent[index, message.receiver] = len(self._operations)
+            reads = tuple(
+                self._slots.gather(kind, name, region, how=how) for region in message.regions
+            )
+            self._messages.sent[index, message.receiver] = len(self._operations)
             self._operations.append(
                 ops.OutputOp(message=message, reads=reads, items=(), once=kind in _ONCE_KINDS)
             )
@@ -275,8 +261,8 @@ class _FlowBuilder:
         items: Sequence[int] = (),
     ) -> None:
         once = kind in _ONCE_KINDS
-        writes = tuple(self._slot(once=once) for _ in regions)
-        self._known[kind, name] += zip(writes, regions, strict=True)
+        writes = tuple(self._slots.new(once=once) for _ in regions)
+        self._slots.known[kind, name] += zip(writes, regions, strict=True)
         self._operations.append(
             ops.InputOp(message=message, layer=layer, items=tuple(items), writes=writes, once=once)
         )
@@ -284,14 +270,14 @@ class _FlowBuilder:
     def _add_forward(self, layer: Layer, region: Region, *, partial: bool) -> None:
         needs = needed(layer, region, partial=partial)
         uses = rule_of(layer, partial=partial).uses(layer, region)
-        states = [self._gather("state", name, r) for name, r in needs.reads]
-        tensors = [self._gather("parameter", name, r) for name, r in needs.uses]
+        states = [self._slots.gather("state", name, r) for name, r in needs.reads]
+        tensors = [self._slots.gather("parameter", name, r) for name, r in needs.uses]
         back = layer.name in self._gradients
         self._forwards[layer.name, region] = len(self._operations)
-        slot, seed = self._slot(), None
+        slot, seed = self._slots.new(), None
         if partial:
             assert needs.writes is not None, layer.name
-            self._known["partial", layer.name].append((slot, needs.writes))
+            self._slots.known["partial", layer.name].append((slot, needs.writes))
         else:
             seed = self._add_output(layer, region, slot)
         self._operations.append(
@@ -314,8 +300,8 @@ class _FlowBuilder:
 
     def _add_combine(self, layer: Layer, region: Region) -> None:
         how = sums_of(layer).combine(layer)
-        reads = (self._gather("partial", layer.name, region, how=how),)
-        slot = self._slot()
+        reads = (self._slots.gather("partial", layer.name, region, how=how),)
+        slot = self._slots.new()
         seed = self._add_output(layer, region, slot)
         self._operations.append(ops.CombineOp(layer=layer, reads=reads, writes=slot, seed=seed))
         if layer.name in self._gradients:
@@ -323,7 +309,7 @@ class _FlowBuilder:
 
     def _add_output(self, layer: Layer, region: Region, slot: int) -> int | None:
         name = layer.name
-        self._known["state", name].append((slot, region))
+        self._slots.known["state", name].append((slot, region))
         if name == self._loss:
             self._losses.append(slot)
         if name in self._wanted:
@@ -333,17 +319,17 @@ class _FlowBuilder:
             self._averages[self._items[self._running[name], region]] = slot
         if name not in self._seeds:
             return None
-        seed = self._slot()
-        self._known["gradient", name].append((seed, region))
+        seed = self._slots.new()
+        self._slots.known["gradient", name].append((seed, region))
         return seed
 
     def _add_backward(self, layer: Layer, region: Region, *, partial: bool) -> None:
         if partial:
             self._complete_gradient(layer)
             written = written_by(layer, region)
-            gradient = self._gather("partial_gradient", layer.name, written)
+            gradient = self._slots.gather("partial_gradient", layer.name, written)
         else:
-            gradient = self._gather("gradient", layer.name, region, how="sum")
+            gradient = self._slots.gather("gradient", layer.name, region, how="sum")
         index = self._forwards[layer.name, region]
         forward = self._operations[index]
         assert isinstance(forward, ops.ForwardOp), layer.name
@@ -353,10 +339,10 @@ class _FlowBuilder:
             if forward.needs_gradient[place]:
                 is_state = place < forward.n_inputs
                 if is_state:
-                    slot = writes[place] = self._slot()
-                    self._known["gradient", name].append((slot, where))
+                    slot = writes[place] = self._slots.new()
+                    self._slots.known["gradient", name].append((slot, where))
                 else:
-                    writes[place] = self._added_slot(layer, name, where)
+                    writes[place] = self._slots.sum_of(layer, name, where)
         parts = [tuple(writes)]
         # Split, so that the gradients of inputs can be sent first.
         if layer.kind in SEPARABLE and layer.name in self._urgent:
@@ -377,36 +363,71 @@ class _FlowBuilder:
                 )
             )
 
-    def _added_slot(self, layer: Layer, name: str, where: Region) -> int:
-        # For the gradient of a tensor: the steps of a recurrent layer add to the same one.
-        key = (layer.signature, name, where)
-        if key not in self._sums:
-            slot = self._sums[key] = self._slot(once=True)
-            self._known["parameter_gradient", name].append((slot, where))
-            self._added.add(slot)
-        return self._sums[key]
-
     def _complete_gradient(self, layer: Layer) -> None:
         # All consumers of a combined output have written their gradients by now.
         for region in self._combined.pop(layer.name, []):
-            reads = (self._gather("gradient", layer.name, region, how="sum"),)
-            slot = self._slot()
-            self._known["partial_gradient", layer.name].append((slot, region))
+            reads = (self._slots.gather("gradient", layer.name, region, how="sum"),)
+            slot = self._slots.new()
+            self._slots.known["partial_gradient", layer.name].append((slot, region))
             self._operations.append(ops.CombineOp(layer=layer, reads=reads, writes=slot, seed=None))
 
-    def _gather(self, kind: MessageKind, name: str, region: Region, *, how: How = "cut") -> Gather:
+
+@final
+class _Slots:
+    """The slots written so far."""
+
+    def __init__(self, joined: frozenset[str]) -> None:
+        self.joined = joined  # layers whose output is one sample for the whole batch
+        self.once: list[bool] = []  # per slot
+        self.added: set[int] = set()
+        # By kind of message and by layer or tensor.
+        self.known: defaultdict[tuple[MessageKind, str], list[tuple[int, Region]]] = defaultdict(
+            list
+        )
+        self._sums: dict[tuple[bytes, str, Region], int] = {}
+
+    def new(self, *, once: bool = False) -> int:
+        self.once.append(once)
+        return len(self.once) - 1
+
+    def sum_of(self, layer: Layer, name: str, where: Region) -> int:
+        # For the gradient of a tensor: the steps of a recurrent layer add to the same one.
+        key = (layer.signature, name, where)
+        if key not in self._sums:
+            slot = self._sums[key] = self.new(once=True)
+            self.known["parameter_gradient", name].append((slot, where))
+            self.added.add(slot)
+        return self._sums[key]
+
+    def gather(self, kind: MessageKind, name: str, region: Region, *, how: How = "cut") -> Gather:
         return gather(
             region,
-            self._known[kind, name],
+            self.known[kind, name],
             how=how,
             samples=kind not in _ONCE_KINDS,
-            joined=name in self._joined,
+            joined=name in self.joined,
             what=f"{kind} {name!r}",
         )
 
-    def _slot(self, *, once: bool = False) -> int:
-        self._once.append(once)
-        return len(self._once) - 1
+
+@final
+class _Messages:
+    """The messages of a rank: those that are not written yet, and where the others are."""
+
+    def __init__(self, compiled: Compiled, rank: int) -> None:
+        # With the index of their traffic.
+        self.inbox: dict[tuple[MessageKind, str], tuple[int, list[Message]]] = {}
+        self.outbox: dict[tuple[MessageKind, str], tuple[int, list[Message]]] = {}
+        # Operations, by that index and the other rank.
+        self.sent: dict[tuple[int, int], int] = {}
+        self.received: dict[tuple[int, int], int] = {}
+        for index, flow in enumerate(compiled.traffic):
+            received = flow.receiving.get(rank, ())
+            sent = [flow.message(index) for index in flow.sending.get(rank, ())]
+            # Start with the next rank: else all would send to the first one at the same time.
+            sent.sort(key=lambda message: (message.receiver < rank, message.receiver))
+            self.inbox[flow.kind, flow.name] = index, [flow.message(int(i)) for i in received]
+            self.outbox[flow.kind, flow.name] = index, sent
 
 
 def _tensors(layer: Layer) -> list[str]:

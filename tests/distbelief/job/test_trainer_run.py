@@ -15,7 +15,7 @@ from distbelief.config.load import parse_job
 from distbelief.core.errors import StorageError
 from distbelief.core.signals import EXIT_CODES
 from distbelief.job.hosts.bootstrap import JobAddress
-from distbelief.job.hosts.listen import JoinServer
+from distbelief.job.hosts.join_server import JoinServer
 from distbelief.job.launch.local import LocalLauncher
 from distbelief.job.run.checkpoints import CheckpointStore
 from distbelief.job.run.directory import RunDirectory

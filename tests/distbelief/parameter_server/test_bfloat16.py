@@ -15,6 +15,7 @@ from distbelief.core.errors import RemoteProtocolError
 from distbelief.core.memory import PrivateMemory
 from distbelief.core.vectors import Vector
 from distbelief.graph.region import Region
+from distbelief.parameter_server.bfloat16 import WORD, as_tensor, decode, encode, word_count
 from distbelief.parameter_server.client.client import ParameterClient
 from distbelief.parameter_server.layout import Layout, PartialView, TensorSpec
 from distbelief.parameter_server.policy import ExchangePolicy, Round
@@ -24,7 +25,6 @@ from distbelief.parameter_server.shard import Shard
 from distbelief.parameter_server.shard_config import ClientConfig, ShardConfig
 from distbelief.parameter_server.slices import ShardSlice
 from distbelief.parameter_server.tensor_copies import convert, parts
-from distbelief.parameter_server.words import WORD, as_tensor, decode, encode, word_count
 from distbelief.protocol import Message, Promote, push_fetch as pf
 from distbelief.protocol.role import Address, PeerLost
 from tests.distbelief.parameter_server.pair import (

@@ -7,7 +7,7 @@ import pytest
 
 from distbelief.core.folders import LocalFolder
 from distbelief.job.hosts.bootstrap import JobAddress
-from distbelief.job.hosts.listen import JoinServer
+from distbelief.job.hosts.join_server import JoinServer
 from distbelief.protocol import SaveCheckpoint
 from distbelief.serve.address import ServerAddress
 from distbelief.serve.options import listen_config

@@ -9,7 +9,7 @@ import torch
 from distbelief.core.errors import JobError
 from distbelief.parameter_server.layout import Layout, PartialView, TensorSpec
 from distbelief.worker.exchange import ExchangeState, GradientSum, LocalSteps, Pace
-from distbelief.worker.inner import InnerOptimizer
+from distbelief.worker.inner_optimizer import InnerOptimizer
 from tests.distbelief.worker.bench import Bench
 
 

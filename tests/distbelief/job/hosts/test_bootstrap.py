@@ -19,7 +19,7 @@ from distbelief.job.hosts.bootstrap import (
     read_job_spec,
     write_job_spec,
 )
-from distbelief.job.hosts.listen import JoinServer
+from distbelief.job.hosts.join_server import JoinServer
 from distbelief.job.launch.role_process import RoleSpec
 from distbelief.parameter_server.layout import Layout, TensorSpec
 from distbelief.protocol import Blob, FileChunk, FileRequest, hosts

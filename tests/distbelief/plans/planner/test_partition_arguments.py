@@ -14,7 +14,7 @@ from distbelief.cli.run_partition import counts, input_spec, input_specs
 from distbelief.core.errors import JobError
 from distbelief.graph.capture import InputSpec
 from distbelief.graph.graph import GraphError
-from distbelief.plans.planner.planning import counts_of, examples_of, pins, spec_of
+from distbelief.plans.planner.planning_result import counts_of, examples_of, pins, spec_of
 
 
 NET = nn.Sequential(nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 3))

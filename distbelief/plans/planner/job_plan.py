@@ -1,4 +1,4 @@
-"""Chooses the plan of a job with partitioned replicas.
+"""The plan of a job with partitioned replicas: given, of the previous run, or made.
 
     partitions = 4            the planner makes one, for machines like this one
     partitions = [1, 4]       one for each number of ranks that a replica has
@@ -28,7 +28,7 @@ from distbelief.plans.plan import Plan, load, packed
 from distbelief.plans.planner.cost_model import AnalyticCosts, single_sample
 from distbelief.plans.planner.plan_picture import draw_plan
 from distbelief.plans.planner.plan_report import lack
-from distbelief.plans.planner.planning import pins, planning_result
+from distbelief.plans.planner.planning_result import pins, planning_result
 from distbelief.plans.planner.profiling.this_host import HANDLING, HERE, Network, here
 from distbelief.plans.planner.search import PlanningRequest
 from distbelief.plans.step_cost import PlanCost, memory

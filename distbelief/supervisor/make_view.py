@@ -1,4 +1,4 @@
-"""The view of a running job, drawn up from what its supervisor knows."""
+"""Makes the view of a running job from what its supervisor knows."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
@@ -19,7 +19,7 @@ IMPORT_SECONDS: Final = 3.0  # without a process, after which a role is shown as
 _WAITED_FOR: Final = "seconds_waited_for_"
 
 
-def job_view(
+def make_view(
     config: SupervisorConfig,
     members: Membership,
     failover: ShardFailover,

@@ -18,8 +18,8 @@ from distbelief.parameter_server.layout import Layout
 from distbelief.plans import cluster_file
 from distbelief.plans.cluster_file import load_cluster
 from distbelief.plans.plan import Plan, load
-from distbelief.plans.planner import choose
-from distbelief.plans.planner.choose import draw, plan_for_job
+from distbelief.plans.planner import job_plan
+from distbelief.plans.planner.job_plan import draw, plan_for_job
 from distbelief.task import task as task_module
 from distbelief.task.data import Batch
 from distbelief.task.forward import Sample
@@ -238,10 +238,10 @@ def test_machines_like_this_one_talk_over_loopback(
         asked.append(network)
         return rack.first(n)
 
-    monkeypatch.setattr(choose, "here", here)
+    monkeypatch.setattr(job_plan, "here", here)
     wanted = job("cluster.machines=here")
     plan_for_job(wanted, graph_of(wanted), kept=tmp_path / "plan.json")
-    assert asked == [choose.LOOPBACK]
+    assert asked == [job_plan.LOOPBACK]
 
 
 # ----------------------------------------------------------------------- the samples
