@@ -43,7 +43,7 @@ class Allowances:
         self._total = None if config.stop is None or driven else config.stop.total_samples
         self._batch_size = config.batch_size
         self._replicas_min = 0 if driven else config.replicas_min
-        self._warm_start_left = config.warm_start_steps  # over all incarnations of replica 0
+        self.warm_start_left = config.warm_start_steps  # over all incarnations of replica 0
         self._bounds: dict[Address, int] = {}
         self._low: dict[Address, int] = {}  # samples at which the bound is raised
         self.dealer: Dealer | None = None
@@ -62,12 +62,12 @@ class Allowances:
         # replicas" makes more replicas usable (Dean et al. 2012, section 4.1).
         replicas = self._members.of("replica")
         # Without replica 0 nobody would ever end the warm start.
-        return self._warm_start_left <= 0 or len(replicas) < 2 or not replicas[0].is_alive
+        return self.warm_start_left <= 0 or len(replicas) < 2 or not replicas[0].is_alive
 
     def progressed(self, record: RoleRecord, message: Progress) -> None:
         """Count steps of replica 0; `record` is as it was before the message."""
         if record.index == 0:
-            self._warm_start_left -= max(0, message.step - record.step)
+            self.warm_start_left -= max(0, message.step - record.step)
 
     def release(self) -> list[tuple[Address, StartTraining]]:
         """Return `StartTraining` for every role that may begin and has not been asked to."""

@@ -50,6 +50,7 @@ class Handover(msgspec.Struct, frozen=True, kw_only=True):
     view: JobView
     samples: dict[str, int]  # of each replica
     n_evaluations: int  # requested so far
+    warm_start_left: int  # steps
     roles: tuple[RoleState, ...]
     hosts: tuple[HostState, ...]  # that have joined, and are ready
     shards: dict[str, ShardState]
@@ -80,6 +81,7 @@ def handover_of(supervisor: Parts, config: SupervisorConfig, view: JobView) -> H
         view=view,
         samples=supervisor.metrics.samples_of,
         n_evaluations=supervisor.evaluations.n_requests,
+        warm_start_left=supervisor.allowances.warm_start_left,
         roles=tuple(
             RoleState(
                 name=record.name,
@@ -114,6 +116,7 @@ def start_roles(supervisor: Parts, handover: Handover | None, now: Seconds) -> N
         return
     supervisor.metrics.adopt(handover.view, handover.samples, now)
     supervisor.evaluations.n_requests = handover.n_evaluations
+    supervisor.allowances.warm_start_left = handover.warm_start_left
     supervisor.failover.adopt(handover.shards)
     if supervisor.allowances.dealer is not None:
         supervisor.allowances.dealer.adopt(handover.hands)

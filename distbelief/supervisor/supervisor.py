@@ -174,6 +174,8 @@ class Supervisor:
         self._clock.heard(self._now)
         self._report_at = self._now + self._config.report_every
         start_roles(self, self._handover, self._now)
+        if self.metrics.training_since is not None:  # under the supervisor before this one
+            self._begin_requests()
 
     def _set_tick(self) -> None:
         self.out.add(rl.SetTimer(name=_TICK, at=self._clock.expect(self._now + TICK_SECONDS)))

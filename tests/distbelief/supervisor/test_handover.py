@@ -105,3 +105,33 @@ def test_the_primary_stays_primary_and_a_dead_one_is_replaced() -> None:
     ((name, promote),) = letters(actions, wire.Promote)
     assert (name, promote.term, promote.backup) == ("shard-0b", 3, "")
     assert launched(actions) == [("shard-0", 2)]
+
+
+def test_evaluations_and_checkpoints_go_on_and_are_numbered_on() -> None:
+    """After a takeover there were none until the job ended: "training" had begun before.
+
+    An evaluator answers no number below its newest, so the last evaluation would never come.
+    """
+    killed = a_job()
+    killed.train()
+    killed.pass_time(12.0, beats=killed.names)
+    killed.measured()
+    desk = taken_over(killed)
+    desk.train()
+    actions = desk.pass_time(31.0, beats=desk.names)
+    assert {ask.request for _, ask in letters(actions, wire.Evaluate)} == {2}
+    assert {*sent(actions, wire.SaveCheckpoint)} == {"shard-0", "shard-1"}
+
+
+def test_a_warm_start_is_not_repeated() -> None:
+    """Replica 0 began it anew: the others came to their bounds, and waited for all its steps."""
+    killed = a_job(warm_start_steps=5)
+    killed.train()
+    killed.progress("replica-0", 5)
+    desk = taken_over(killed)
+    assert sent(desk.join(), wire.StartTraining) == ["replica-0", "replica-1"]
+    killed = a_job(warm_start_steps=5)
+    killed.train()
+    desk = taken_over(killed)
+    assert sent(desk.join(), wire.StartTraining) == ["replica-0"]
+    assert sent(desk.progress("replica-0", 5), wire.StartTraining) == ["replica-1"]

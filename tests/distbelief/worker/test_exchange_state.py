@@ -147,9 +147,11 @@ def test_the_rate_follows_the_number_of_the_step() -> None:
         moved.append(before - values[0].item())
     assert moved == pytest.approx([0.5, 0.5, 0.1])
     later = sgd(values, schedule=schedule)
-    before = values[0].item()
-    later.step({0: torch.tensor([1.0])}, 3)
-    assert before - values[0].item() == pytest.approx(0.1)
+    steps.restart()  # its optimizer is made anew, and its schedule goes on
+    for one in (later, steps):
+        before = values[0].item()
+        one.step({0: torch.tensor([1.0])}, 3)
+        assert before - values[0].item() == pytest.approx(0.1)
 
 
 # --------------------------------------------------------------------------- replicas
