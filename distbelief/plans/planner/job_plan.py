@@ -34,7 +34,7 @@ from distbelief.plans.planner.search import PlanningRequest
 from distbelief.plans.step_cost import PlanCost, memory
 
 
-SOLVER_SECONDS: Final = 5.0
+JOB_SOLVER_SECONDS: Final = 5.0
 
 # Between two processes of one host. Exact figures do not matter: messages that cost something, and
 # bytes that cost little, keep the planner from needless messages.
@@ -131,7 +131,7 @@ def _made(job: Job, graph: LayerGraph, count: int) -> Plan:
         micro_batches=True,
         pins=pins(job.cluster.pins) if count > 1 else {},
         exactly=True,
-        solver_seconds=SOLVER_SECONDS,
+        solver_seconds=JOB_SOLVER_SECONDS,
     )
     try:
         result = planning_result(request, [count])
