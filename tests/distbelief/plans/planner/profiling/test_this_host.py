@@ -150,6 +150,20 @@ def test_a_container_has_the_memory_that_it_may_use(
     assert measured(clock=Clock()).memory == 1 << 20
 
 
+def test_a_profile_of_another_limit_does_not_tell_the_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Containers with equal processors share a profile: plans were made for another's memory."""
+    limit = tmp_path / "memory.max"
+    monkeypatch.setattr(this_host_module, "_CONTAINER", limit)
+    clock = Clock()
+    assert here(1, clock=clock).first(1).machines[0].memory > 1 << 20
+    n_looks = clock.n_looks
+    limit.write_text("1048576\n")
+    assert here(1, clock=clock).first(1).machines[0].memory == 1 << 20
+    assert clock.n_looks == n_looks
+
+
 @pytest.mark.parametrize("n", [0, 10_001])
 def test_as_many_machines_as_a_cluster_may_have(n: int) -> None:
     with pytest.raises(GraphError, match=f"machines = {n} for cluster .here.: use 1 to"):
