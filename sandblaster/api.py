@@ -146,6 +146,8 @@ class CallbackWatch:
     """Calls the user's callback for each iteration; StopIteration or True ends the run."""
 
     def __init__(self, callback: Callback) -> None:
+        if not callable(callback):
+            raise JobError(f"minimize: callback is {callback!r}; use a function of the result")
         self._callback = callback
         self._iteration: float | None = None
         self._has_ended_it = False

@@ -121,6 +121,8 @@ def recipe_of(module: nn.Module) -> dict[str, object]:
             "training mode (dropout, BatchNorm): call train() on the model, and leave out layers "
             "that are not meant to train"
         )
+    if any(tensor.is_meta for tensor in module.state_dict().values()):
+        raise _refusal(module, "it is on the meta device, without values")
     floats = {t.dtype for t in module.state_dict().values() if t.is_floating_point()}
     if len(floats) > 1:
         names = ", ".join(sorted(str(dtype) for dtype in floats))
@@ -331,11 +333,17 @@ def as_pair(data: object) -> Pair | None:
     """Return inputs and targets, contiguous, in CPU memory and without gradients; else None."""
     if isinstance(data, TensorDataset):
         data = data.tensors
-    if not isinstance(data, tuple | list) or len(data) != 2:
+    parts = list(data) if isinstance(data, tuple | list) else [data]
+    tensors = [_tensor(part) for part in parts]
+    if all(tensor is None for tensor in tensors):
         return None
-    inputs, targets = (_tensor(part) for part in data)
-    if inputs is None or targets is None:
-        return None
+    if len(tensors) != 2 or any(tensor is None for tensor in tensors):
+        found = ", ".join(type(part).__name__ for part in parts[:4])
+        raise JobError(
+            f"minimize: data are of {found}: give inputs and targets, as two tensors or arrays "
+            "(x, y), or a function of a module that makes a data set"
+        )
+    inputs, targets = cast("list[Tensor]", tensors)
     if inputs.ndim < 1 or targets.ndim < 1 or len(inputs) != len(targets):
         raise JobError(
             f"minimize: data are inputs of shape {tuple(inputs.shape)} and targets of "
@@ -353,8 +361,9 @@ def write_pairs(path: Path, pair: Pair) -> None:
 
 def _tensor(part: object) -> Tensor | None:
     if isinstance(part, np.ndarray):
+        native = part.dtype.newbyteorder("=")
         try:
-            return torch.from_numpy(np.ascontiguousarray(part))
+            return torch.from_numpy(np.ascontiguousarray(part, dtype=native))
         except TypeError:
             raise JobError(
                 f"minimize: data is an array of {part.dtype}, which torch does not have: "
@@ -362,6 +371,9 @@ def _tensor(part: object) -> Tensor | None:
             ) from None
     if not isinstance(part, Tensor):
         return None
+    if part.is_meta or part.is_quantized or part.layout != torch.strided:
+        kind = "a tensor on the meta device" if part.is_meta else f"{part.layout} of {part.dtype}"
+        raise JobError(f"minimize: data is {kind}: give a dense tensor, as of to_dense()")
     return part.detach().cpu().contiguous()
 
 

@@ -248,12 +248,24 @@ def _from(base: Path, path: str) -> str:
 FILE_BYTES_MAX: Final = 1 << 20  # job files are written by hand: a longer one is another file
 
 
-def load_job(path: str | os.PathLike[str], *, overrides: Sequence[str] = ()) -> Job:
+def load_job(
+    path: str | os.PathLike[str], *, overrides: Sequence[str] = (), swept: Sequence[str] = ()
+) -> Job:
+    """Return the job of a file, with these settings: of `--set`, and of a sweep."""
+    if not isinstance(cast("object", path), str | os.PathLike):
+        shown = " ".join(repr(path).split())[:60]
+        raise JobFileError(f"the job is {shown}: give the path of a job file")
     text = _read_text(Path(path))
-    return parse_job(text, path=path, overrides=overrides)
+    return parse_job(text, path=path, overrides=overrides, swept=swept)
 
 
-def parse_job(text: str, *, path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Job:
+def parse_job(
+    text: str,
+    *,
+    path: str | os.PathLike[str],
+    overrides: Sequence[str] = (),
+    swept: Sequence[str] = (),
+) -> Job:
     """Return the job of this text, as if it were the file at `path`."""
     file = str(path)
     try:
@@ -264,7 +276,8 @@ def parse_job(text: str, *, path: str | os.PathLike[str], overrides: Sequence[st
         ) from None
     except tomllib.TOMLDecodeError as error:
         raise JobFileError(f"{file}: not valid TOML: {_shown(error, text)}") from None
-    replaced = {_override(content, override): f"--set {override}" for override in overrides}
+    settings = [("--set", one) for one in overrides] + [("--sweep", one) for one in swept]
+    replaced = {_override(content, one, flag): f"{flag} {one}" for flag, one in settings}
     try:
         return resolve(content, file=file)
     except TableError as error:
@@ -280,8 +293,9 @@ def job_from_json(text: bytes) -> Job:
 
 
 def _blames(error: TableError, path: tables.Path) -> bool:
-    # Whether the error lies in what `--set` put at `path`: it is there, or below. An error of a
-    # table that contains the place may come from it as well: then the message names the key.
+    # Whether the error lies in what `--set` or `--sweep` put at `path`: it is there, or below. An
+    # error of a table that contains the place may come from it as well: then the message names the
+    # key.
     n_shared = min(len(path), len(error.path))
     if path[:n_shared] != error.path[:n_shared]:
         return False
@@ -324,19 +338,19 @@ def _shown(error: tomllib.TOMLDecodeError, text: str) -> str:
     return f"{text}\n    {number} | {line[:100]}"
 
 
-def _override(content: dict[str, object], override: str) -> tables.Path:
+def _override(content: dict[str, object], override: str, flag: str) -> tables.Path:
     place, equals, text = override.partition("=")
     path = tuple(key.strip() for key in place.split("."))
     if not equals or not all(path):
         raise JobFileError(
-            f"--set {override}: write TABLE.KEY=VALUE, for example algorithm.n_push=5"
+            f"{flag} {override}: write TABLE.KEY=VALUE, for example algorithm.n_push=5"
         )
     table = content
     for index, key in enumerate(path[:-1], start=1):
         below = table.setdefault(key, {})
         if not isinstance(below, dict):
             raise JobFileError(
-                f"--set {override}: {'.'.join(path[:index])} is {toml.excerpt(below)}, not a table"
+                f"{flag} {override}: {'.'.join(path[:index])} is {toml.excerpt(below)}, not a table"
             )
         table = below
     table[path[-1]] = _value(text.strip())

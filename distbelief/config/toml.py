@@ -38,8 +38,9 @@ def inline(value: object) -> str:
             pairs = (f"{_key(str(k))} = {inline(v)}" for k, v in value.items())
             return f"{{ {', '.join(pairs)} }}" if value else "{}"
         case _:
+            shown = " ".join(str(value).split())[:60]
             raise JobFileError(
-                f"{value} ({type(value).__name__}) cannot be in a job file; use text, finite "
+                f"{shown} ({type(value).__name__}) cannot be in a job file; use text, finite "
                 "numbers, true or false, lists and tables"
             )
 
@@ -57,12 +58,19 @@ def _lines(table: Table, path: tuple[str, ...]) -> list[str]:
     present = {key: value for key, value in table.items() if value is not None}
     nested = {k: v for k, v in present.items() if isinstance(v, Mapping)}
     plain = {k: v for k, v in present.items() if k not in nested}
-    lines = [f"{_key(key)} = {inline(value)}" for key, value in plain.items()]
+    lines = [_line(key, value) for key, value in plain.items()]
     if path and (lines or not nested):
         lines = ["", f"[{'.'.join(map(_key, path))}]", *lines]
     for key, value in nested.items():
         lines += _lines(value, (*path, key))
     return lines
+
+
+def _line(key: str, value: object) -> str:
+    try:
+        return f"{_key(key)} = {inline(value)}"
+    except JobFileError as error:
+        raise JobFileError(f"{key}: {error}") from None
 
 
 def _key(key: str) -> str:

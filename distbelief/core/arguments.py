@@ -5,9 +5,11 @@ say what an option of another library is here.
 """
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import wraps
-from typing import ClassVar, ParamSpec, TypeVar
+from numbers import Integral, Real
+from types import NoneType, UnionType
+from typing import ClassVar, ParamSpec, TypeVar, Union, cast, get_args, get_origin
 
 import msgspec
 from typing_extensions import override
@@ -48,10 +50,62 @@ def check_call(
         raise JobError(f"{user}: {error}") from None
 
 
+_WORDS: Mapping[str, str] = {
+    "int": "a whole number",
+    "float": "a number",
+    "str": "text",
+    "PathLike": "a path",
+    "Path": "a path",
+    "Mapping": "a table",
+    "Sequence": "a list",
+    "Iterable": "a list",
+    "Callable": "a function",
+    "NoneType": "None",
+}
+_WIDER: Mapping[type, type] = {int: Integral, float: Real}  # numpy's numbers, too
+
+
+def misfits(
+    signature: inspect.Signature, arguments: tuple[object, ...], options: Mapping[str, object]
+) -> Iterator[tuple[str, str]]:
+    """Yield what is plainly not of its annotation: its name, and what to give.
+
+    Annotations that say more than the kind of a value are left to those who know them.
+    """
+    for name, value in signature.bind(*arguments, **options).arguments.items():
+        kinds = _kinds_of(signature.parameters[name].annotation)
+        if not any(_is_of(value, kind) for kind in kinds):
+            words = [_WORDS.get(kind.__name__, kind.__name__) for kind in kinds]
+            yield name, " or ".join(dict.fromkeys(words))
+
+
+def _kinds_of(annotation: object) -> list[type]:
+    """Return the types of which a value may be; [object] if that is not known."""
+    origin = get_origin(annotation)
+    if origin in {Union, UnionType}:
+        return [kind for one in get_args(annotation) for kind in _kinds_of(one)]
+    kind = origin or annotation
+    if annotation is None:
+        return [NoneType]
+    is_plain = isinstance(kind, type) and not getattr(kind, "_is_protocol", False)
+    return [cast("type", kind)] if is_plain and kind is not bool else [object]
+
+
+def _is_of(value: object, kind: type) -> bool:
+    if kind is Sequence and isinstance(value, str):
+        return False
+    if isinstance(value, bool):
+        return kind in {bool, object}
+    return isinstance(value, _WIDER.get(kind, kind))
+
+
 def checked(
     user: str, elsewhere: Mapping[str, str]
 ) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
-    """Let a function, or `__init__`, of this name refuse wrong arguments as `check_call` does."""
+    """Let a function, or `__init__`, of this name refuse wrong arguments as `check_call` does.
+
+    Python's own errors, of a value that does not fit its annotation, are refusals of it.
+    """
 
     def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
         signature = inspect.signature(function)
@@ -61,8 +115,15 @@ def checked(
 
         @wraps(function)
         def call(*arguments: _P.args, **options: _P.kwargs) -> _R:
-            check_call(user, shown, arguments[n_own:], options, elsewhere)
-            return function(*arguments, **options)
+            own = arguments[n_own:]
+            check_call(user, shown, own, options, elsewhere)
+            try:
+                return function(*arguments, **options)
+            except (TypeError, ValueError, AttributeError) as error:
+                for name, use in misfits(shown, own, options):
+                    value = " ".join(repr(shown.bind(*own, **options).arguments[name]).split())
+                    raise JobError(f"{user}: {name} is {value[:60]}; use {use}") from error
+                raise
 
         return call
 

@@ -156,7 +156,7 @@ def _whole(job: Job, weights: Path, inputs: Batch) -> Outputs:
             batch = Batch.of(parts)
             try:
                 outputs = tensors_of(batch.run(module))
-            except (RuntimeError, IndexError) as error:  # an unknown word, for example
+            except Exception as error:  # of the user's model: an unknown word, for example
                 raise JobError(f"the model does not take {shown(batch.inputs)}: {error}") from error
             n = n_samples_of(batch.inputs)
             for path, tensor in outputs.items():

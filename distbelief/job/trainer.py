@@ -31,6 +31,7 @@ from distbelief.config.algorithms import find
 from distbelief.config.job import Job
 from distbelief.config.load import job_from_json, load_job
 from distbelief.core import files
+from distbelief.core.arguments import checked
 from distbelief.core.errors import JobError, StorageError
 from distbelief.core.folders import LocalFolder
 from distbelief.core.signals import EXIT_CODES, REASONS, caught_signals, ended_by_signals
@@ -41,7 +42,7 @@ from distbelief.job.launch.local import LocalLauncher
 from distbelief.job.launch.preflight import PreflightResult
 from distbelief.job.launch.preflight_client import CHECK, run_preflight
 from distbelief.job.launch.role_process import RoleSpec, import_from, import_paths
-from distbelief.job.launch.supervised_job import check_data, supervisor_config
+from distbelief.job.launch.supervised_job import check_data, short_epochs, supervisor_config
 from distbelief.job.run.checkpoints import CheckpointStore
 from distbelief.job.run.directory import RunDirectory, Status
 from distbelief.job.run.folders import absolute
@@ -98,6 +99,8 @@ class HeldCallback:
     """
 
     def __init__(self, watch: Watch) -> None:
+        if not callable(watch):
+            raise JobError(f"watch is {watch!r}; use a function of the job's view")
         self._watch = watch
         self._error: BaseException | None = None
 
@@ -186,6 +189,8 @@ class Trainer:
                     has_hosts=has_hosts,
                 )
             check_data(job, found)
+            if (warning := short_epochs(job, found)) is not None:
+                log.warn_user(warning)
             if found.proof:
                 log.announce(found.proof)
             n_shards = job.cluster.shards
@@ -503,6 +508,14 @@ class Run:
         return module.eval()
 
 
+_OF_THE_JOB: Final = {
+    **dict.fromkeys(("epochs", "max_epochs"), "it is epochs in table [stop] of the job"),
+    **dict.fromkeys(("replicas", "shards"), "it is in table [cluster] of the job"),
+    "overrides": "give a job with them: distbelief.config.load.load_job(path, overrides=...)",
+}
+
+
+@checked("train", _OF_THE_JOB)
 def train(  # noqa: PLR0913 -- a front door: all but the first are options
     job: Job | str | os.PathLike[str],
     *,

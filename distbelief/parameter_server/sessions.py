@@ -70,6 +70,9 @@ class Session:
     told: int = 0  # the newest floor sent to it
     tick: pf.Ticks = msgspec.UNSET  # ticks that it has ended; Unset: it is not in
     n_beside: int = 0  # clients that were in with it, itself included, when one of them left
+    # Pushes, counted on from those of the clients that it found here. Not kept over restarts.
+    turn: int = 0
+    last_clock: int = 0  # of the values after its last push
 
     @classmethod
     def of(cls, record: SessionRecord) -> "Session":
@@ -85,6 +88,10 @@ class Session:
     def is_in(self) -> bool:
         """Whether other clients wait for it."""
         return self.opened and self.connected and self.tick is not msgspec.UNSET
+
+    @property
+    def is_pushing(self) -> bool:
+        return self.opened and self.connected and bool(self.push_buffers)
 
     @property
     def confirmed(self) -> int:
@@ -107,10 +114,13 @@ class Session:
         # In shared memory the client has filled the buffer before it sends Push.
         return push_buffer if self.region or push_buffer.received == self.n_blocks else None
 
-    def count_applied(self, push: pf.Push, *, staleness: int, held: bool) -> None:
+    def count_applied(self, push: pf.Push, *, clock: int, staleness: int, held: bool) -> None:
         """Note that `push` is in the values; `held` if the backup does not have it yet."""
         self.watermark = max(self.watermark, push.sequence)
         self.applied += 1
+        if not push.sets:
+            self.turn += 1
+            self.last_clock = clock
         self.n_samples = None if push.n_samples is msgspec.UNSET else push.n_samples
         self.samples = push.samples
         self.staleness = staleness
@@ -276,7 +286,10 @@ class Sessions:
                 # `samples` tells the new incarnation where to resume; the queue holds the name.
                 samples, queued = client.samples, client.queued
                 self._release(client)
-            client = Session(name=name, incarnation=incarnation, samples=samples, queued=queued)
+            turn = self._next_turn if request.pushes else 0
+            client = Session(
+                name=name, incarnation=incarnation, samples=samples, queued=queued, turn=turn
+            )
             self._clients[name] = client
         client.shard_slice = self._values.slice_table.get(request.holds)
         warning = None
@@ -354,16 +367,29 @@ class Sessions:
         busy = [*self._round, *self._folded, *([self.applying] if self.applying else [])]
         return any(one.client.name == name for one in busy)
 
-    def n_averaged(self, shard_slice: ShardSlice) -> int:
-        """Return over how many clients the buffers of this slice are averaged."""
-        pushing = [
-            client.shard_slice
-            for client in self._clients.values()
-            if client.opened and client.connected and client.push_buffers
-        ]
-        if all(other is shard_slice for other in pushing):
-            return max(1, len(pushing))
-        return n_holding(shard_slice, pushing, self._buffers)
+    @property
+    def _next_turn(self) -> int:
+        """The turn of a client that begins now: of the last here, or after all that were."""
+        here = [client.turn for client in self._clients.values() if client.is_pushing]
+        return min(here, default=max((one.turn for one in self._clients.values()), default=0))
+
+    def n_averaged(self, client: Session, push: pf.Push) -> int:
+        """Return over how many clients the buffers of this push are averaged.
+
+        The k-th pushes of all are averaged, also if some have ended by then: workers that end one
+        by one count as those that end together. Nor does a push overwrite what others have pushed
+        since its worker fetched, though they are gone.
+        """
+        shard_slice, turn, since = client.shard_slice, client.turn, push.fetched_clock
+
+        def is_beside(other: Session) -> bool:
+            was_beside = other.turn > turn or other.last_clock > since
+            return other is client or other.is_pushing or was_beside
+
+        beside = [one.shard_slice for one in self._clients.values() if is_beside(one)]
+        if all(other is shard_slice for other in beside):
+            return max(1, len(beside))
+        return n_holding(shard_slice, beside, self._buffers)
 
     def count_refused(self, name: Address, push: pf.Push) -> None:
         """Count a push of a former incarnation of this client, once."""
@@ -499,7 +525,8 @@ class Sessions:
         first_clock = self._values.clock - len(finished)
         for index, applied in enumerate(finished):
             client = applied.client
-            client.count_applied(applied.push, staleness=applied.staleness, held=held)
+            clock = first_clock + index + 1
+            client.count_applied(applied.push, clock=clock, staleness=applied.staleness, held=held)
             self._staleness.add(applied.staleness)
             if client.shard_slice.ranges is not None and not staged:
                 self._partial_pushes.add(client.shard_slice, clock=first_clock + index)

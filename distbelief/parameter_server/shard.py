@@ -617,7 +617,7 @@ class Shard:
             return [rl.Compute(name="collect", work=work, cost=cost)]
         client = push.client
         replications: list[rl.Action] = []
-        n_clients = self._sessions.n_averaged(client.shard_slice)
+        n_clients = self._sessions.n_averaged(client, push.push)
         if self._primary.backup is not None:
             replications = self._primary.replicate(push, n_clients=n_clients, now=now)
         apply = self._apply(

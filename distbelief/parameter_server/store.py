@@ -4,9 +4,9 @@ The values are published in a seqlock vector that clients on this host can read,
 memory. From `begin_push` to `end_push` they are marked as being written; the work between runs
 outside the role, and nothing else may touch them.
 
-Buffers are averages over the n clients that push: v += (pushed - v) / n. With n = 1 they are
-exactly what was pushed, so one replica has the BatchNorm of sequential training. Of counters the
-clients push what they have added: v += pushed / n.
+Buffers are averages over the n clients that push (`Sessions.n_averaged`): v += (pushed - v) / n.
+With n = 1 they are exactly what was pushed, so one replica has the BatchNorm of sequential
+training. Of counters the clients push what they have added: v += pushed / n.
 """
 
 from collections.abc import Callable, Iterator, Sequence

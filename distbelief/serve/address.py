@@ -171,10 +171,17 @@ def _unpacked(text: str) -> tuple[str, ...]:
 
 
 def named(tensors: Tensors, *, what: str) -> tuple[list[str], list[torch.Tensor]]:
-    """Return names, "" where there are none, and tensors; JobError if a name comes twice."""
+    """Return names, "" where there are none, and tensors; JobError if there are none."""
     if isinstance(tensors, torch.nn.Module):
         tensors = tensors.named_parameters() if what == "parameter" else saved_buffers(tensors)
+    given = cast("object", tensors)
+    if not isinstance(given, Iterable) or isinstance(given, torch.Tensor | str):
+        shown = " ".join(repr(given).split())[:60]
+        raise JobError(f"{what}s are {shown}: give net, or net.{what}s()")
     pairs = [one if isinstance(one, tuple) else ("", one) for one in tensors]
+    sizes: set[int] = {len(pair) for pair in pairs}
+    if sizes - {2}:
+        raise JobError(f"a {what} is a tuple of {max(sizes - {2})}: give net.named_{what}s()")
     names = [name for name, _ in pairs]
     twice = sorted({name for name in names if name and names.count(name) > 1})
     if twice:
@@ -254,6 +261,9 @@ def parameter_specs(
             elif not parameter.is_floating_point():
                 way = "leave it out ([p for p in net.parameters() if p.is_floating_point()])"
             raise JobError(f"parameter {index} is {parameter.dtype}: {way}")
+        if parameter.is_meta or parameter.layout != torch.strided:
+            kind = "on the meta device" if parameter.is_meta else f"a {parameter.layout} tensor"
+            raise JobError(f"parameter {index} is {kind}: give one with all its values")
         shape = tuple(parameter.shape)
         specs.append(TensorSpec(name=f"{index:06d}", shape=shape, kind="parameter"))
     if not specs:

@@ -251,15 +251,14 @@ class Exchange(ServerLoop, torch.optim.Optimizer):
         Raises:
             JobError: it is the state of something else.
         """
-        if is_of_model(state_dict):
+        if is_of_model(state_dict, "Exchange"):
             self._load(state_dict, self._parameters())
             return
         inner = dict(state_dict)
         every = inner.pop("every", None)
         if not isinstance(every, int) or inner.keys() != {"state", "param_groups"}:
-            raise JobError(
-                f"Exchange: not a state of an Exchange: {', '.join(map(str, state_dict))}"
-            )
+            shown = ", ".join(map(str, state_dict)) or "empty"
+            raise JobError(f"Exchange: not a state of an Exchange: {shown}")
         self.inner.load_state_dict(inner)
         if self._policy.every == "auto":  # otherwise as it was given here
             self._state.pace = replace(self._state.pace, n_push=every)

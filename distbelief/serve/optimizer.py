@@ -113,7 +113,10 @@ class DownpourSGD(ServerLoop, torch.optim.Optimizer):
             )
         if isinstance(cast("object", params), torch.nn.Module):
             raise JobError("DownpourSGD: give it net.parameters(), not net")
-        torch.optim.Optimizer.__init__(self, params, {"learning_rate": learning_rate or 0.0})
+        try:
+            torch.optim.Optimizer.__init__(self, params, {"learning_rate": learning_rate or 0.0})
+        except (TypeError, ValueError) as error:
+            raise JobError(f"DownpourSGD: {error}: give it net.parameters()") from error
         address = ServerAddress.parse(server)
         self._order = self._order_of(self.param_groups, address)
         self._parameters = self._given(self.param_groups)
@@ -243,10 +246,13 @@ class DownpourSGD(ServerLoop, torch.optim.Optimizer):
         With a model's state instead, as `net.state_dict()`: set the server's values to it, for all
         workers, and fetch them. Gradients that are not pushed yet are dropped.
         """
-        if is_of_model(state_dict):
+        if is_of_model(state_dict, "DownpourSGD"):
             self._load(state_dict, self._parameters)
             self._note_versions()
             return
+        if not state_dict.keys() >= {"state", "param_groups"}:
+            shown = ", ".join(map(str, state_dict)) or "empty"
+            raise JobError(f"DownpourSGD: not a state of a DownpourSGD: {shown}")
         groups = cast("list[dict[str, object]]", state_dict["param_groups"])
         for group in groups:
             _Group(group)  # refuses what another optimizer saved

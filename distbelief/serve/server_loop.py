@@ -390,6 +390,12 @@ def number_of_samples(samples: int, user: str) -> int:
     return number
 
 
-def is_of_model(state: Mapping[str, object]) -> bool:
-    """Return whether this is a model's state, not an optimizer's."""
+def is_of_model(state: Mapping[str, object], user: str) -> bool:
+    """Return whether this is a model's state, not an optimizer's; JobError if it is neither."""
+    if not isinstance(cast("object", state), Mapping):
+        shown = " ".join(repr(state).split())[:60]
+        raise JobError(
+            f"{user}: the state is {shown}: give net.state_dict(), or what state_dict() "
+            "of this optimizer returned"
+        )
     return bool(state) and all(isinstance(value, torch.Tensor) for value in state.values())

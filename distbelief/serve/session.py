@@ -193,6 +193,8 @@ def in_order(
             f"{user}: the server does not know what its tensors are called: give ParameterServer "
             "the module, or net.named_parameters()"
         )
+    if not isinstance(cast("object", state), Mapping):
+        raise JobError(f"{user}: the state is a {type(state).__name__}: give net.state_dict()")
     found: list[torch.Tensor] = []
     for name, tensor in zip(names, tensors, strict=True):
         value = state.get(name)

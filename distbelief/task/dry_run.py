@@ -222,9 +222,12 @@ def _forward(module: nn.Module, batch: Batch, names: Names) -> object:
         try:
             outputs = batch.run(module)
         except Exception as error:  # the model is the user's
+            own = next((p.dtype for p in module.parameters() if p.is_floating_point()), None)
+            of_type = own is not None and "dtype" in str(error) and watch.has_data(batch)
+            way = f": let the data set return {str(own).removeprefix('torch.')}" if of_type else ""
             raise JobError(
                 f"[model] {names.model}: {watch.place(batch, data=names.data)}: "
-                f"{type(error).__name__}: {error}"
+                f"{type(error).__name__}: {error}{way}"
             ) from error
     return outputs
 
@@ -249,17 +252,22 @@ class _LayerWatch(ExitStack):
     def _leave(self, *_: object) -> None:
         self._at, self._received = self._at.replace("layer", "after layer", 1), None
 
+    def has_data(self, batch: Batch) -> bool:
+        """Return whether the layer received the data as they are."""
+        return any(self._received is tensor for tensor in batch.tensors().values())
+
     def place(self, batch: Batch, *, data: str) -> str:
         """Return where the pass was, and what the layer received."""
         if self._received is None:
             return self._at or "forward"
-        is_given = any(self._received is tensor for tensor in batch.tensors().values())
-        source = f"from [{data}]" if is_given else "from the layers before it"
+        source = f"from [{data}]" if self.has_data(batch) else "from the layers before it"
         return f"{self._at} received {_with_range(self._received)} {source}"
 
 
 def _with_range(value: object) -> str:
-    if not isinstance(value, torch.Tensor) or value.is_floating_point() or not value.numel():
+    if not isinstance(value, torch.Tensor) or not value.numel():
+        return shown(value)
+    if value.is_floating_point() or value.is_complex():
         return shown(value)
     return f"{shown(value)} with values {int(value.min())} to {int(value.max())}"
 

@@ -579,9 +579,18 @@ def build_rank(name: str, *, config: DownpourSettings, context: BuildContext, sp
     data_shard = data_shard_of(rank.replica, config=config, context=context)
     batch_plan = training_plan(config, data_shard)
     n_ranks = split.plan.cluster.n_machines
+    pushing: list[int] = []
+    if config.local_rate and config.pace.sums_gradients:  # local steps follow the schedule
+        ranks = pushing_ranks(split, context.layout)
+        pushing = [len(ranks[Address(f"shard-{k}")]) for k in parts.client.view.shards]
     program = Training(
         config,
-        Items(values=zeros_of(flow, parts.dtype), trained=flow.trained, counts=flow.counts),
+        Items(
+            values=zeros_of(flow, parts.dtype),
+            trained=flow.trained,
+            counts=flow.counts,
+            n_ranks=pushing,
+        ),
         client=parts.client,
         n_ranks=n_ranks,
         is_whole=False,

@@ -113,10 +113,21 @@ class Items:
     values: Sequence[torch.Tensor]  # flat
     trained: frozenset[int]  # with a gradient; the others are pushed as they are
     counts: Mapping[int, int] = field(default_factory=dict)  # running average -> its step counter
+    # Of the replica, those that push to each shard of these items; (): nobody else does.
+    n_ranks: Sequence[int] = ()
     n_bytes: float = field(init=False)  # asked for several times a step
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "n_bytes", float(sum(value.nbytes for value in self.values)))
+
+    def n_pushes(self, clocks: Sequence[int]) -> int:
+        """Return how many pushes, each by a whole replica, these clocks of the shards count.
+
+        A clock rises with the push of each rank. Those of others may still be under way.
+        """
+        n_ranks = self.n_ranks or [1] * len(clocks)
+        each = [-(-clock // n) for clock, n in zip(clocks, n_ranks, strict=True)]
+        return max(each, default=0)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -332,7 +343,7 @@ class Training(Program):
         )
         self._position = 0  # samples consumed since the replica's first incarnation
         self._pushed = 0  # samples up to the end of the last push
-        self._clock = 0  # of the parameters in use; the compute executor's
+        self._clock = 0  # pushes in the parameters in use; the compute executor's
         self._step: Step | None = None
         self._push_due = False
         self._staging = False
@@ -482,7 +493,7 @@ class Training(Program):
             exchange.hold()
             installed = fetched()
             if not installed.torn:
-                self._clock = max(installed.clocks, default=0)
+                self._clock = self._items.n_pushes(installed.clocks)
                 rate = self._config.rate(self._clock) if repeats else 0.0
                 exchange.merge(contains_pushes=contains_pushes, rates=rate)
             return installed

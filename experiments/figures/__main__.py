@@ -34,10 +34,10 @@ from experiments.figures.courses import (
     course_of,
     find_pace,
     kept_course,
+    pace,
     run,
     setting_of,
     show,
-    stale,
     tries_of,
 )
 from experiments.figures.entries import FIGURE_4, FIGURE_5, LEARNER, Entry, ScaledMachines
@@ -132,15 +132,10 @@ def gather(entries: Sequence[Entry], options: argparse.Namespace, runs: Runs) ->
             runs.print(f"{entry.label}: no setting yet: run experiments.figures search")
         else:
             settings[entry] = setting
-    for entry in stale([*settings]):
-        if options.run and options.only in entry.label:
-            with runs.one(f"{entry.label}, its pace") as simulate:
-                find_pace(entry, simulate)
-        else:
-            runs.print(
-                f"{entry.label}: its pace was found with another code: --run --only "
-                f'"[{entry.replicas}]" finds it anew'
-            )
+    for entry in entries:
+        paced = pace(entry) if entry.kind == "l-bfgs" else None
+        if paced is not None:
+            runs.print(f"{entry.label}: its pace was measured on {paced.measured}")
     courses: list[Course] = []
     for seed in range(options.seeds):
         for entry, setting in settings.items():

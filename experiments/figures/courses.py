@@ -7,13 +7,14 @@ Sandblaster with 2,000 replicas is put together from two runs. A batch is all th
 fixed order, so what L-BFGS does next does not depend on the number of replicas: eight learn
 (`LEARNER`). A run with all of them finds how long an evaluation takes (`pace`), from the beginning
 of the second to that of the last: at first a cluster meets and waits for time-outs. A pace is kept
-with a fingerprint of the code that it was found with.
+with its date: no edit tells whether it has changed, only another run.
 
 Each method is shown at its best, as in the paper: each entry has four candidates for its setting (a
 learning rate; of Sandblaster, how many pairs it remembers), tried with one seed. The best is the
 first at the target; if none comes there, the most accurate at its end. All tries are kept.
 """
 
+import datetime as dt
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -27,7 +28,7 @@ from distbelief.protocol.role import Seconds
 from distbelief.simulation.forecast.run import FinishedRun
 from experiments.figures import task
 from experiments.figures.entries import FIGURE_4, FIGURE_5, LEARNER, N_SHARDS, Entry, ScaledMachines
-from experiments.figures.results import RESULTS, code_of, fingerprint, keep, kept, slug
+from experiments.figures.results import RESULTS, fingerprint, keep, kept, slug
 from experiments.figures.task import N_TRAIN, SETTINGS, warm_start
 
 
@@ -204,17 +205,11 @@ def _path(entry: Entry, seed: int) -> Path:
 EVALUATIONS: Final = 4
 PACE_SEED: Final = 0
 PACE_HISTORY: Final = 10.0
-# The code that decides how long an evaluation takes
-PACE_FOLDERS: Final = ("sandblaster", "distbelief/parameter_server", "distbelief/simulation")
 
 
 class Pace(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float  # of the large cluster
-    code: str  # with which that was found
-
-    @property
-    def is_stale(self) -> bool:
-        return self.code != code_of(*PACE_FOLDERS)
+    measured: str  # the date, in UTC
 
 
 def composed(entry: Entry, *, setting: float, seed: int) -> Course | None:
@@ -240,29 +235,21 @@ def at_pace(learnt: Course, entry: Entry, seconds: float) -> Course:
 
 
 def find_pace(entry: Entry, simulate: Simulate) -> Pace:
-    """Run a few evaluations with all replicas, unless that is kept, of this code."""
+    """Run a few evaluations with all replicas, unless that is kept."""
     known = pace(entry)
-    if known is None or known.is_stale:
+    if known is None:
         short = msgspec.structs.replace(entry, samples=EVALUATIONS * N_TRAIN)
         begun: list[Seconds] = []
         machines = ScaledMachines(entry.replicas, entry.time_scale, begun)
         run(short, simulate, setting=PACE_HISTORY, seed=PACE_SEED, machines=machines)
         seconds = round(entry.time_scale * interval(begun), 2)
-        known = Pace(seconds=seconds, code=code_of(*PACE_FOLDERS))
+        known = Pace(seconds=seconds, measured=dt.datetime.now(dt.UTC).date().isoformat())
         keep(_pace_path(entry), known, of=pace_fingerprint(entry))
     return known
 
 
 def pace(entry: Entry) -> Pace | None:
     return kept(_pace_path(entry), pace_fingerprint(entry), Pace)
-
-
-def stale(entries: Sequence[Entry]) -> list[Entry]:
-    return [
-        entry
-        for entry in entries
-        if entry.kind == "l-bfgs" and (known := pace(entry)) and known.is_stale
-    ]
 
 
 def interval(begun: Sequence[Seconds]) -> Seconds:

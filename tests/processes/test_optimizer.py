@@ -375,3 +375,27 @@ def test_a_worker_that_joins_late_is_as_accurate_as_one_process() -> None:
         third = normal()
         distbelief.DownpourSGD(third.parameters(), server=server.address, buffers=third).close()
         assert all(map(torch.equal, third.state_dict().values(), plain.state_dict().values()))
+
+
+@pytest.mark.usefixtures("forked_servers")
+@pytest.mark.untraced
+@pytest.mark.parametrize("kind", ["DownpourSGD", "Exchange"])
+def test_workers_that_end_one_by_one_count_as_those_that_end_together(kind: str) -> None:
+    """The second counted whole what it pushed after the end of the first."""
+    nets = normal(), normal()
+    preset = "local" if kind == "Exchange" else "hogwild"
+    with ParameterServer(nets[0], preset=preset, rule=distbelief.SGD(learning_rate=RATE)) as server:
+
+        def worker(net: nn.Module) -> distbelief.DownpourSGD | distbelief.Exchange:
+            if kind == "Exchange":
+                inner = torch.optim.SGD(net.parameters(), lr=RATE)
+                return distbelief.Exchange(inner, server=server.address, buffers=net, every=2)
+            return distbelief.DownpourSGD(net.parameters(), server=server.address, buffers=net)
+
+        one, other = map(worker, nets)
+        train_on(nets[0], one, range(8))
+        train_on(nets[1], other, range(3))
+        one.close()
+        train_on(nets[1], other, range(3, 8))
+        other.close()
+        assert nets[1][1].num_batches_tracked == 8

@@ -250,10 +250,28 @@ def test_arrays_that_are_no_numbers_are_refused() -> None:
         pf.as_pair((np.array(["a", "b"]), np.zeros(2)))
 
 
+def test_arrays_of_another_byte_order_are_data_too() -> None:
+    """Regression: a bare ValueError of torch."""
+    array = np.arange(6, dtype=np.float32).reshape(3, 2)
+    pair = pf.as_pair((array.astype(">f4"), array.astype("<i8")))
+    assert pair is not None
+    assert torch.equal(pair[0], torch.from_numpy(array))
+
+
+def test_data_that_are_no_pair_of_dense_tensors_are_refused() -> None:
+    """Regression: errors of torch, or that other processes cannot import an array."""
+    x = torch.ones(3, 2)
+    for data in (x.numpy(), (x, x, x), (x, [1, 2, 3]), TensorDataset(x)):
+        with pytest.raises(JobError, match=r"data are of .*: give inputs and targets, as two"):
+            pf.as_pair(data)
+    for wrong in (x.to("meta"), x.to_sparse()):
+        with pytest.raises(JobError, match="give a dense tensor"):
+            pf.as_pair((wrong, x))
+
+
 def test_what_is_no_pair_of_tensors_is_left_to_others() -> None:
     assert pf.as_pair("a:b") is None
     assert pf.as_pair((1, 2)) is None
-    assert pf.as_pair((torch.zeros(2),)) is None
     with pytest.raises(JobError, match=r"shape \(3, 1\) and targets of shape \(2,\)"):
         pf.as_pair((torch.zeros(3, 1), torch.zeros(2)))
 

@@ -7,6 +7,7 @@ two: each push of values takes back a part of what others had counted since the 
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace as replace_options
 
 import pytest
 import torch
@@ -15,8 +16,12 @@ from torch import nn
 from typing_extensions import override
 
 from distbelief.parameter_server.policy import ExchangePolicy, Round
+from distbelief.protocol.role import Address, PeerLost
+from distbelief.simulation.driver import HandledEvent
+from distbelief.simulation.machines import ClusterOptions, SimulatedMachine
 from distbelief.task.task import ModelSpec, TaskSpec
 from distbelief.worker.downpour_settings import DownpourSettings
+from tests.simulation.jobs import STEP_SECONDS
 from tests.simulation.test_downpour import LEARNING, Cluster, both_data_paths, downpour
 
 
@@ -60,6 +65,31 @@ def run(settings: DownpourSettings, *, n_replicas: int, host: str) -> dict[str, 
     return cluster.values()
 
 
+@dataclass(eq=False)
+class OneIsSlow(Cluster):
+    """A cluster where replica-1 is at half its steps when the others end, and leave."""
+
+    @override
+    def run(self, *, but: Sequence[str] = ()) -> None:
+        self.flops_per_second = self.model.flops(4) / STEP_SECONDS
+        gone: set[Address] = set()
+
+        def leave(_: HandledEvent) -> None:
+            for name in self.cluster.halted.keys() - gone:
+                gone.add(name)
+                for shard in self.shards:
+                    self.cluster.post(shard, PeerLost(peer=name, incarnation=1, reason="over"))
+
+        self.cluster.observe(leave)
+        super().run(but=but)
+
+    @override
+    def options(self) -> ClusterOptions:
+        options = super().options()
+        slow = SimulatedMachine(host=self.host, flops_per_second=self.flops_per_second / 2)
+        return replace_options(options, machines={Address("replica-1"): slow})
+
+
 INNER = {"name": "SGD", "lr": 0.05}
 WAYS = {
     "as they come": downpour(max_steps=20),
@@ -90,6 +120,18 @@ def test_every_step_of_every_replica_is_counted(
     # An average stays one, also of what each step sets anew: sums of changes could diverge.
     assert bool((values["net.1.running_var"] > 0).all())
     assert float(values["last"].abs().max()) < 4.0
+
+
+@both_data_paths
+@pytest.mark.parametrize("name", [name for name in WAYS if name != "rounds"])
+def test_replicas_that_end_one_by_one_count_as_those_that_end_together(
+    name: str, host: str
+) -> None:
+    """Regression: steps counted by the replicas left, and two of 20 steps made 23 to 30."""
+    cluster = OneIsSlow(task(), WAYS[name], n_replicas=2, n_shards=2, host=host)
+    cluster.run()
+    assert cluster.values()["net.1.num_batches_tracked"].item() == pytest.approx(20, abs=1e-3)
+    assert cluster.values()["threes"].item() == pytest.approx(60, abs=1e-3)
 
 
 @both_data_paths

@@ -26,6 +26,23 @@ def check_data(job: Job, answer: PreflightResult) -> None:
         )
 
 
+def short_epochs(job: Job, answer: PreflightResult) -> str | None:
+    """Return a warning if every exchange is cut short by the end of its epoch."""
+    epochs, train = facts_of(job).epochs, answer.task.train
+    if epochs is None or train is None:
+        return None
+    n_samples, n_push = train.n_samples, epochs(train.n_samples).n_push
+    n_batches = epochs(n_samples).n_batches(0, n_samples)
+    if n_batches >= n_push:
+        return None
+    batches = "1 batch" if n_batches == 1 else f"{n_batches} batches"
+    return (
+        f"an epoch of {n_samples:,} samples has {batches}, and exchanges are {n_push} steps apart: "
+        f"they end with their epoch, so that {n_push} is never reached. Let every (or n_push) be "
+        f"{n_batches} at most, and best a divisor of it, or use smaller batches"
+    )
+
+
 def supervisor_config(
     job: Job, answer: PreflightResult, *, previous: PreviousRun | None = None
 ) -> SupervisorConfig:

@@ -84,7 +84,8 @@ class RunDirectory:
         """
         run = cls(Path(path), lock=None)
         if not run.path.is_dir():
-            raise JobError(f"{path}: there is no such directory")
+            what = "it is a file, not a" if run.path.exists() else "there is no such"
+            raise JobError(f"{path}: {what} directory")
         files.refuse_special(run.path)
         if not run.job_file.is_file():
             raise JobError(

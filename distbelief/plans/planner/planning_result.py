@@ -22,6 +22,7 @@ from torch import nn
 from typing_extensions import override
 
 from distbelief.core import files
+from distbelief.core.arguments import checked
 from distbelief.core.errors import JobError
 from distbelief.graph.capture import InputSpec
 from distbelief.graph.graph import GraphError
@@ -220,6 +221,7 @@ class PlanningResult:
         return written.get().rstrip()
 
 
+@checked("plan", {"partitions": "it is machines", "batch_size": "it is that of the example"})
 def plan(
     model: nn.Module,
     example: torch.Tensor | Sequence[torch.Tensor] | Mapping[str, torch.Tensor],

@@ -276,9 +276,10 @@ class HostCosts:
         try:
             self.cluster = _cluster(name, machines)
         except GraphError as error:
-            name = name or HERE
+            name = HERE if name is None else name
             why = str(error).removeprefix(f"{Path(name)}: ")
-            raise JobError(f"--cluster {name}: {why}") from error
+            shown = name or repr("")
+            raise JobError(f"--cluster {shown}: {why}") from error
 
     @property
     def constants(self) -> tuple[tuple[str, str], ...]:

@@ -15,6 +15,7 @@ from rich.console import Console
 
 from distbelief.config.job import Job
 from distbelief.config.load import load_job
+from distbelief.core.arguments import checked
 from distbelief.core.errors import JobError
 from distbelief.job.display.progress import WaitProgress
 from distbelief.simulation.forecast.forecast_report import check_place
@@ -84,6 +85,7 @@ class Forecast(msgspec.Struct, frozen=True, kw_only=True):
         }
 
 
+@checked("simulate", {"replicas": "it is sweep={'cluster.replicas': [2, 4]}"})
 def simulate(
     job: Job | str | os.PathLike[str],
     *,
@@ -168,8 +170,8 @@ def _job(request: SimulationRequest, settings: Mapping[str, str]) -> Job:
         if settings or request.overrides:
             raise JobError("a Job object cannot be varied: give the path of a job file")
         return request.job
-    overrides = [*request.overrides, *(f"{key}={v}" for key, v in settings.items())]
-    return load_job(request.job, overrides=overrides)
+    swept = [f"{key}={value}" for key, value in settings.items()]
+    return load_job(request.job, overrides=request.overrides, swept=swept)
 
 
 def _planned(request: SimulationRequest, trial: Trial) -> Variant:

@@ -245,6 +245,15 @@ def test_an_override_that_is_none_says_how_to_write_one(override: str) -> None:
     assert said == f"--set {override}: write TABLE.KEY=VALUE, for example algorithm.n_push=5"
 
 
+def test_a_mistake_in_a_sweep_blames_the_sweep(tmp_path: Path) -> None:
+    """Regression: it named `--set`, which nobody had given."""
+    (tmp_path / "speech.toml").write_text(SPEECH)
+    with pytest.raises(JobError, match=r"^--sweep cluster\.replicas=0: \[cluster\] replicas = 0"):
+        load_job(tmp_path / "speech.toml", swept=["cluster.replicas=0"])
+    with pytest.raises(JobError, match=r"^--sweep x: write TABLE\.KEY=VALUE"):
+        load_job(tmp_path / "speech.toml", swept=["x"])
+
+
 def test_a_mistake_in_an_override_blames_the_override_and_not_its_neighbour() -> None:
     assert mistake("algorithm.n_pushes=5") == (
         "--set algorithm.n_pushes=5: [algorithm] has no key 'n_pushes'. Did you mean 'n_push'?"

@@ -4,14 +4,20 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import distbelief
 import sandblaster
+from distbelief.config.load import load_job
+from distbelief.core.arguments import checked
 from distbelief.core.errors import JobError
+from distbelief.job.trainer import HeldCallback
 from distbelief.parameter_server import schedules
+from distbelief.serve.server_loop import is_of_model
+from distbelief.serve.session import in_order
 
 
 # Without types: a type checker would find each of these mistakes.
@@ -20,6 +26,11 @@ of_rates: Any = schedules
 minimize: Any = sandblaster.minimize
 ADDRESS = "ipc:///nowhere/.supervisor.1?run=a&shards=1"
 X = torch.zeros(4, 3)
+RULE = distbelief.SGD(learning_rate=0.1)
+
+
+def untyped(value: object) -> Any:  # noqa: ANN401 -- its purpose
+    return value
 
 
 def net() -> nn.Module:
@@ -114,6 +125,87 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
         lambda: minimize(net(), "mse", (X, X), lr=0.1),
         "minimize has no option 'lr': a line search finds each step's length",
     ),
+    "a callback that is none": (
+        lambda: minimize(net(), "mse", (X, X), callback=3),
+        "minimize: callback is 3; use a function of the result",
+    ),
+    "a directory that is none": (
+        lambda: minimize(net(), "mse", (X, X), directory=3),
+        "minimize: directory is 3; use text or a path or None",
+    ),
+    "an array as an option": (
+        lambda: minimize(net(), "mse", (X, X), tolerance=X.numpy()),
+        "tolerance: [[0. 0. 0.] [0. 0. 0.]",
+    ),
+    "one array as data": (
+        lambda: minimize(net(), "mse", X.numpy()),
+        "minimize: data are of ndarray: give inputs and targets",
+    ),
+    "a model without values": (
+        lambda: minimize(net().to("meta"), "mse", (X, X)),
+        "it is on the meta device, without values",
+    ),
+    "no parameters": (
+        lambda: public.DownpourSGD(None, server=ADDRESS),
+        "DownpourSGD: 'NoneType' object is not iterable: give it net.parameters()",
+    ),
+    "arrays as parameters": (
+        lambda: public.DownpourSGD([X.numpy()], server=ADDRESS),
+        "one of the params is numpy.ndarray: give it net.parameters()",
+    ),
+    "a rate that is text": (
+        lambda: public.DownpourSGD(
+            net().parameters(), server=ADDRESS, learning_rate="1", n_fetch=2
+        ),
+        "DownpourSGD: learning_rate is '1'; use a number or None",
+    ),
+    "no tensors of a server": (
+        lambda: public.ParameterServer(None, rule=RULE),
+        "parameters are None: give net, or net.parameters()",
+    ),
+    "one tensor of a server": (
+        lambda: public.ParameterServer(X, rule=RULE),
+        "parameters are tensor([[0., 0., 0.]",
+    ),
+    "buffers that are none": (
+        lambda: public.ParameterServer(net().parameters(), rule=RULE, buffers=3),
+        "buffers are 3: give net, or net.buffers()",
+    ),
+    "three things for a parameter": (
+        lambda: public.ParameterServer([("a", X, X)], rule=RULE),
+        "a parameter is a tuple of 3: give net.named_parameters()",
+    ),
+    "parameters without values": (
+        lambda: public.ParameterServer(net().to("meta"), rule=RULE),
+        "parameter 0 is on the meta device: give one with all its values",
+    ),
+    "a sparse parameter": (
+        lambda: public.ParameterServer([X.to_sparse()], rule=RULE),
+        "parameter 0 is a torch.sparse_coo tensor",
+    ),
+    "a state that is none": (
+        lambda: is_of_model(untyped(3), "DownpourSGD"),
+        "DownpourSGD: the state is 3: give net.state_dict()",
+    ),
+    "a net as a state": (
+        lambda: in_order(untyped(net()), ["weight"], [X], user="ParameterServer"),
+        "ParameterServer: the state is a Linear: give net.state_dict()",
+    ),
+    "no job": (lambda: load_job(untyped(None)), "the job is None: give the path of a job file"),
+    "epochs of train": (
+        lambda: public.train("job.toml", epochs=3),
+        "train has no option 'epochs': it is epochs in table [stop] of the job",
+    ),
+    "a seed that is text": (
+        lambda: public.simulate("job.toml", seed="1"),
+        "simulate: seed is '1'; use a whole number",
+    ),
+    "a sweep that is text": (
+        lambda: public.simulate("job.toml", sweep="replicas=2"),
+        "simulate: sweep is 'replicas=2'; use a table or None",
+    ),
+    "no example": (lambda: public.plan(net()), "plan: missing a required argument: 'example'"),
+    "a watch that is none": (lambda: HeldCallback(untyped(3)), "watch is 3; use a function"),
     "a method without its name": (
         lambda: minimize(net(), "mse", (X, X), "l-bfgs"),
         "minimize: 'l-bfgs' needs a name: method=",
@@ -127,6 +219,18 @@ def test_a_wrong_argument_is_refused_with_the_way_out(mistake: str) -> None:
     call, said = MISTAKES[mistake]
     with pytest.raises(JobError, match=re.escape(said)):
         call()
+
+
+def test_an_error_of_its_own_stays_where_arguments_fit() -> None:
+    @checked("scale", {})
+    def scale(factor: float, *, by: int | None = None) -> float:
+        raise TypeError(f"of the user's function: {factor}, {by}")
+
+    for fitting in (1, untyped(np.float32(2.0))):
+        with pytest.raises(TypeError, match="of the user's function"):
+            scale(fitting, by=untyped(np.int64(3)))
+    with pytest.raises(JobError, match=r"scale: by is \[3\]; use a whole number or None"):
+        scale(1.0, by=untyped([3]))
 
 
 LAZY: dict[str, Callable[[nn.Module], object]] = {

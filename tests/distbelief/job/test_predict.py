@@ -21,6 +21,7 @@ from distbelief.core.errors import JobError, StorageError
 from distbelief.job import predict as predict_module
 from distbelief.job.predict import predict
 from distbelief.job.run.directory import RunDirectory
+from distbelief.task.data import Batch
 from distbelief.worker.computation import Computation
 from tests.distbelief.jobs import small
 
@@ -169,6 +170,18 @@ def test_other_kinds_of_files_are_refused(run: RunDirectory, source: Path) -> No
     refuses(run, source.with_suffix(".csv"), r"in\.csv: use a file \.npy, \.npz or \.safetensors")
     with pytest.raises(JobError, match=r"out\.txt: use a file"):
         predict(run.path, source, out=source.parent / "out.txt")
+
+
+def test_one_sample_without_a_first_dimension_is_refused(
+    run: RunDirectory, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: BatchNorm's ValueError was called unexpected."""
+
+    def refuse(*_: object) -> None:
+        raise ValueError("expected 2D or 3D input (got 1D input)")
+
+    monkeypatch.setattr(Batch, "run", refuse)
+    refuses(run, source, r"does not take float32 .*expected 2D or 3D input \(got 1D input\)")
 
 
 def test_what_is_no_input_is_refused(run: RunDirectory, tmp_path: Path) -> None:

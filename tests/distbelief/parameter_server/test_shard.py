@@ -515,6 +515,49 @@ def test_buffers_of_several_clients_are_averaged_and_the_gone_do_not_count() -> 
     assert alone.counters()["clients"] == 2
 
 
+LATE = Address("worker-late")
+
+
+def test_the_kth_pushes_of_all_are_averaged_though_some_clients_have_ended() -> None:
+    """Regression: those left counted whole, so that two of 50 steps counted 65."""
+    layout = layout_of(n_buffers=1)
+    alone = opened(layout)
+    alone.hello(OTHER)
+    buffer = layout.n_gradient(0)
+    found: list[float] = []
+
+    def push(name: Address, sequence: int, value: float, *, since: int) -> None:
+        alone.receive(block(sequence, 0, np.full(layout.shard_size(0), value)), name)
+        alone.work(alone.receive(replace(said(sequence), fetched_clock=since), name))
+        found.append(float(alone.shard.values.vector[buffer]))
+
+    push(OTHER, 1, 8.0, since=0)
+    push(OTHER, 2, 8.0, since=1)
+    alone.shard.handle(PeerLost(peer=OTHER, incarnation=1, reason="over"), 0.0)
+    push(CLIENT, 1, 0.0, since=2)
+    push(CLIENT, 2, 0.0, since=3)
+    push(CLIENT, 3, 5.0, since=4)  # nobody else has a third one
+    assert found == [4.0, 6.0, 3.0, 1.5, 5.0]
+    alone.hello(LATE)  # after four others: at the turn of the one that is here
+    push(LATE, 1, 9.0, since=5)
+    alone.shard.handle(PeerLost(peer=LATE, incarnation=1, reason="over"), 0.0)
+    push(CLIENT, 4, 1.0, since=5)
+    push(CLIENT, 5, 1.0, since=5)  # without what the other has pushed since: no overwriting it
+    push(CLIENT, 6, 2.0, since=8)
+    assert found[5:] == [7.0, 4.0, 2.5, 2.0]
+
+
+def test_a_client_that_comes_after_another_has_ended_counts_whole() -> None:
+    layout = layout_of(n_buffers=1)
+    alone = opened(layout)
+    alone.work(alone.push(1, value=8.0))
+    alone.shard.handle(LOST, 0.0)
+    alone.hello(OTHER)
+    alone.receive(block(1, 0, np.full(layout.shard_size(0), 2.0)), OTHER)
+    alone.work(alone.receive(replace(said(1), fetched_clock=1), OTHER))
+    assert alone.shard.values.vector[layout.n_gradient(0)] == 2.0
+
+
 LOST = PeerLost(peer=CLIENT, incarnation=1, reason="killed")
 
 

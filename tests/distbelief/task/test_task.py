@@ -324,6 +324,15 @@ def test_the_layer_that_fails_is_named_with_what_it_received(
     assert all(parameter.grad is None for parameter in module.parameters())
 
 
+@pytest.mark.parametrize("kind", [torch.float64, torch.int64, torch.complex64])
+def test_data_of_another_type_are_refused_with_the_type_to_give(kind: torch.dtype) -> None:
+    """Regression: torch's words alone, as for arrays of numpy, which are float64; complex numbers
+    ended the check itself."""
+    claim = r"\[data.train\]: RuntimeError: mat1 and mat2 .*: let the data set return float32$"
+    with pytest.raises(JobError, match=claim):
+        train(nn.Linear(4, 2), torch.ones(2, 4, dtype=kind))
+
+
 def test_a_check_leaves_no_gradient_behind() -> None:
     module = build_model(ModelSpec(factory=f"{HERE}:net"))
     train(module, torch.zeros(2, 4))

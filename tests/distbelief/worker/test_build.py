@@ -14,6 +14,8 @@ from distbelief.core.errors import JobError, LocalProtocolError, RemoteProtocolE
 from distbelief.core.memory import PrivateMemory
 from distbelief.parameter_server.client.client import ParameterClient
 from distbelief.parameter_server.layout import PartialView
+from distbelief.parameter_server.rules import SGD, UpdateRule
+from distbelief.parameter_server.schedules import Cosine
 from distbelief.protocol.role import SUPERVISOR, Address, Computed, Received, Role, Send, Started
 from distbelief.simulation.driver import HandledEvent
 from distbelief.simulation.faults import Kill, Pause
@@ -28,7 +30,7 @@ from distbelief.worker.group import rank_name
 from distbelief.worker.replica import Replica
 from distbelief.worker.training import Training
 from tests.simulation.groups import FRAMES, Group
-from tests.simulation.test_downpour import LEARNING, downpour, plain
+from tests.simulation.test_downpour import LEARNING, both_data_paths, downpour, plain
 
 
 HERE = "tests.distbelief.worker.test_build"
@@ -163,6 +165,60 @@ def test_running_statistics_are_those_of_one_process(
     else:  # gradients of older parameters
         group.run()
     assert group.values()["1.num_batches_tracked"].item() == 9
+
+
+@both_data_paths
+@pytest.mark.parametrize("overwrite", [True, False])
+@pytest.mark.parametrize(("n_fetch", "n_push"), [(2, 2), (3, 1), (1, 3)])
+def test_local_steps_follow_the_schedule(
+    n_fetch: int, n_push: int, *, overwrite: bool, host: str
+) -> None:
+    """Regression: they ran ahead of it, as a shard's clock rises with the push of each rank."""
+    group = learning(
+        rule=SGD(learning_rate=0.5, schedule=Cosine(n_pushes=12)),
+        n_fetch=n_fetch,
+        n_push=n_push,
+        blocking=True,
+        overwrite_local_steps=overwrite,
+        max_steps=11,
+        n_shards=2,
+        host=host,
+    )
+    compare(group, plain(group.settings, task=LEARNING), rtol=1e-5, atol=1e-6)
+
+
+class PartlyUsed(nn.Module):
+    """A model that leaves a layer out."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first, self.unused = nn.Linear(width, 6), nn.Linear(width, 6)
+        self.last = nn.Linear(6, 2)
+
+    @override
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.last(self.first(x).tanh())
+        return output
+
+
+def partly_used(*, width: int = 40) -> nn.Module:
+    return PartlyUsed(width)
+
+
+@both_data_paths
+@pytest.mark.parametrize("n_push", [1, 2])
+def test_what_gets_no_gradient_stays_as_it_is(n_push: int, host: str) -> None:
+    """Regression of whole models: weight decay and momentum moved it.
+
+    With n_push = 1 gradients go into the push during the backward pass.
+    """
+    rule = msgspec.convert({"name": "AdamW", "lr": 0.05, "weight_decay": 0.5}, UpdateRule)
+    how = {"rule": rule, "n_push": n_push, "n_fetch": n_push, "local_learning_rate": 0.05}
+    group = learning(task_of(model="partly_used"), max_steps=6, host=host, **how)
+    before = group.first_values()
+    group.run()
+    moved = [name for name, value in group.values().items() if not torch.equal(value, before[name])]
+    assert sorted(moved) == ["first.bias", "first.weight", "last.bias", "last.weight"]
 
 
 def big_data(*, width: int, n_samples: int) -> list[object]:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from experiments.figures import courses, drawing
+from experiments.figures.__main__ import main
 from experiments.figures.courses import (
     TARGET,
     Course,
@@ -18,7 +19,6 @@ from experiments.figures.courses import (
     interval,
     pace,
     reached,
-    stale,
 )
 from experiments.figures.entries import CORES, FIGURE_4, NAMES
 from experiments.figures.findings import (
@@ -28,7 +28,7 @@ from experiments.figures.findings import (
     order_lines,
     times_of,
 )
-from experiments.figures.results import code_of, keep
+from experiments.figures.results import keep
 from experiments.figures.task import N_TRAIN
 
 
@@ -127,22 +127,18 @@ def test_figures_are_drawn_without_those_that_missed_the_target(
 ENTRY = next(entry for entry in FIGURE_4 if entry.kind == "l-bfgs")
 
 
-def kept_pace(code: str, *, folder: Path) -> None:
-    path = folder / f"pace-{ENTRY.replicas}.json"
-    keep(path, Pace(seconds=31.0, code=code), of=courses.pace_fingerprint(ENTRY))
-
-
-def test_a_pace_of_another_code_is_stale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Dealing had changed; Figures 4 and 5 were drawn with paces of before."""
+def test_a_kept_pace_is_told_with_its_date(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was called found with another code after each edit, also of what cannot change it."""
     monkeypatch.setattr(courses, "RESULTS", tmp_path)
-    assert stale([ENTRY]) == []
-    kept_pace("of another time", folder=tmp_path)
-    assert stale([ENTRY]) == [ENTRY]
-    kept_pace(code_of(*courses.PACE_FOLDERS), folder=tmp_path)
-    assert stale([ENTRY]) == []
-    known = pace(ENTRY)
-    assert known is not None
-    assert known.seconds == 31.0
+    assert pace(ENTRY) is None
+    path = tmp_path / f"pace-{ENTRY.replicas}.json"
+    known = Pace(seconds=31.0, measured="2026-11-22")
+    keep(path, known, of=courses.pace_fingerprint(ENTRY))
+    assert pace(ENTRY) == known
+    main(["methods", "--seeds", "1", "--only", ENTRY.label])
+    assert f"{ENTRY.label}: its pace was measured on 2026-11-22" in capsys.readouterr().out
 
 
 def course(

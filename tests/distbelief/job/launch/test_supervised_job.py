@@ -4,7 +4,7 @@ import pytest
 
 from distbelief.core.errors import JobError
 from distbelief.job.launch.preflight import PreflightResult
-from distbelief.job.launch.supervised_job import check_data, supervisor_config
+from distbelief.job.launch.supervised_job import check_data, short_epochs, supervisor_config
 from distbelief.job.run.resume import PreviousRun
 from distbelief.job.run.summary import DataFacts, TaskFacts
 from distbelief.supervisor.metrics import PreviousTotals
@@ -28,3 +28,17 @@ def test_there_may_be_more_replicas_than_samples_where_samples_are_dealt() -> No
     with pytest.raises(JobError, match=r"replicas = 5, but \[data.train\] has 3 samples: each"):
         check_data(speech("cluster.replicas=5", "algorithm.order=parts"), answer_of(3))
     check_data(speech("cluster.replicas=5"), answer_of(3))
+
+
+def test_epochs_too_short_for_an_exchange_are_told_at_the_start() -> None:
+    """With 8 batches an epoch, replicas exchanged every 8 steps, and 64 were asked for."""
+    delta = ("algorithm.preset=local", "algorithm.batch_size=10")
+    text = short_epochs(speech(*delta), answer_of(75))
+    assert text is not None
+    assert "an epoch of 75 samples has 8 batches, and exchanges are 64 steps apart" in text
+    assert "every (or n_push) be 8 at most" in text
+    enough = [speech(*delta, "algorithm.order=parts"), speech(*delta, "algorithm.exchange.every=8")]
+    assert [short_epochs(job, answer_of(75)) for job in enough] == [None, None]
+    assert short_epochs(speech(*delta), answer_of(640)) is None
+    summing = speech("algorithm.batch_size=10", "algorithm.n_push=3")
+    assert "has 1 batch, and" in (short_epochs(summing, answer_of(10)) or "")

@@ -194,6 +194,8 @@ def test_a_run_can_be_read_while_another_process_writes_it(tmp_path: Path) -> No
 def test_what_is_no_run_directory_is_not_opened(tmp_path: Path) -> None:
     with pytest.raises(JobError, match="there is no such directory"):
         RunDirectory.open(tmp_path / "none")
+    with pytest.raises(JobError, match="passwd: it is a file, not a directory"):
+        RunDirectory.open("/etc/passwd")
     with pytest.raises(JobError, match=r"is not a run directory \(no job\.toml\)"):
         RunDirectory.open(tmp_path)
     assert list(tmp_path.iterdir()) == []
