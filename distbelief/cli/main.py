@@ -322,7 +322,7 @@ def partition(  # noqa: PLR0913 -- options
         if verify:
             launcher.start()  # it imports torch while the plan is made
         from distbelief.cli import run_partition  # noqa: PLC0415 -- torch
-        from distbelief.plans.planner import planner, planning  # noqa: PLC0415 -- torch
+        from distbelief.plans.planner import planner, planning_result  # noqa: PLC0415 -- torch
 
         o.look_up_modules_here()
         asked = planner.Request(
@@ -332,7 +332,7 @@ def partition(  # noqa: PLR0913 -- options
             loss=loss,
             counts=run_partition.counts(machines),
             cluster=cluster or "rack-10g",
-            pins=planning.pins(pins or ()),
+            pins=planning_result.pins(pins or ()),
             exactly=exactly,
             profile=profile,
         )
