@@ -163,6 +163,16 @@ def test_gradients_are_summed_and_averages_begin_as_they_were_fetched() -> None:
     assert bench.sums.values[2].tolist() == [2.0]  # from 1, as it was fetched
 
 
+def test_parameters_of_a_shard_that_was_lost_are_not_used_at_the_same_clock() -> None:
+    """Its next incarnation may have published other values at the clock that the old one had."""
+    bench = Bench()
+    bench.begin(4)
+    for versions, is_wanted in ((((2, 7),), False), (((1, 6),), False), (((1, 7),), True)):
+        bench.client.versions = versions
+        assert bench.fetch() is is_wanted
+        assert bench.sums.lacks(0) is not is_wanted
+
+
 def test_a_part_is_staged_once_all_its_shards_have_acknowledged() -> None:
     bench = computed()
     bench.push(4, 50)

@@ -81,11 +81,18 @@ def test_a_job_goes_on_when_shards_tell_only_their_first_spans(
 
 
 def test_a_takeover_loses_no_sample() -> None:
-    """The backup must learn the positions of each push: it killed a backup, and none took over."""
-    kills = [Kill(at=2.0, role=Address("shard-0b")), Kill(at=2.5, role=REPLICAS[0])]
+    """The backup must learn the positions of each push: it killed a backup, and none took over.
+
+    And those of all pushes before it began to sync, or they would be applied again.
+    """
+    kills = [
+        Kill(at=2.0, role=Address("shard-0b")),
+        Kill(at=2.5, role=REPLICAS[0]),
+        Kill(at=3.0, role=Address("shard-0")),  # to which the first takeover led
+    ]
     job = DealtJob(n_epochs=10, shard_copies=2, snapshot_every=1e3, faults=kills)
     job.run()
-    successor = job.job.member("shard-0").role
+    successor = job.job.member("shard-0b").role
     assert successor is not None
     assert successor.status()[1]["primary"] == 1.0
 

@@ -1,14 +1,16 @@
 """Staleness of pushes, the two push buffers of one session, and weights of pushes."""
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
 from distbelief.core.errors import RemoteProtocolError
 from distbelief.core.memory import PrivateMemory
+from distbelief.core.vectors import Vector
 from distbelief.parameter_server import staleness as module
 from distbelief.parameter_server.layout import Layout, TensorSpec
-from distbelief.parameter_server.policy import ExchangePolicy
+from distbelief.parameter_server.policy import ExchangePolicy, Round
 from distbelief.parameter_server.ranges import IndexRanges
 from distbelief.parameter_server.rules import SGD
 from distbelief.parameter_server.sessions import Session, Sessions
@@ -121,6 +123,35 @@ def test_a_push_that_is_not_replicated_keeps_its_buffer_and_is_not_taken_again(
     assert room(client(watermark=watermark, n_unconfirmed=n_unconfirmed)) == taken
 
 
+# --- rounds of parts ---
+
+
+def test_a_part_is_as_stale_as_the_rounds_that_its_elements_have_missed() -> None:
+    """The ranks of a replica push a half each: a round of both raises the clock by two."""
+    policy = ExchangePolicy(staleness=0, round=Round(), weight="mean")
+    company = Company(policy, 0)
+    sessions = company.sessions
+    ranks = [company.open(n, entries=1, holds=half.stripes) for n, half in enumerate((LEFT, RIGHT))]
+
+    def play(sequence: int, *, fetched_clock: int) -> list[int]:
+        for rank in ranks:
+            block = pf.PushBlock(
+                sequence=sequence, term=1, block_index=0, values=np.ones(128, np.float32)
+            )
+            sessions.take_block(rank, block)
+            sessions.take_push(
+                rank, msgspec.structs.replace(PUSH, sequence=sequence, fetched_clock=fetched_clock)
+            )
+        while sessions.begin_push(0.0) is not None:
+            company.store.clock += 1
+            sessions.end_push(held=False)
+        return [rank.staleness for rank in ranks]
+
+    assert play(1, fetched_clock=0) == [0, 0]
+    assert play(2, fetched_clock=2) == [0, 0]
+    assert play(3, fetched_clock=2) == [1, 1]
+
+
 # --- weights ---
 
 LAYOUT = Layout.of([TensorSpec(name="w", shape=(SIZE,))], n_shards=1)
@@ -133,13 +164,19 @@ class Company:
     def __init__(self, policy: ExchangePolicy, n_workers: int) -> None:
         config = ShardConfig(index=0, layout=LAYOUT, rule=SGD(learning_rate=1.0), policy=policy)
         memory = PrivateMemory()
-        self.sessions = Sessions(config, ShardStore(config, memory=memory), memory=memory)
+        self.store = ShardStore(config, memory=memory)
+        self.sessions = Sessions(config, self.store, memory=memory)
         self.workers = [self.open(n, entries=1) for n in range(n_workers)]
 
-    def open(self, worker: int, *, entries: int) -> Session:
+    def open(self, worker: int, *, entries: int, holds: Vector | None = None) -> Session:
         """Enter, by an odd number of `entries`, or leave."""
         request = pf.OpenSession(
-            layout=LAYOUT.fingerprint, pushes=True, host="", next_sequence=1, entries=entries
+            layout=LAYOUT.fingerprint,
+            pushes=True,
+            host="",
+            next_sequence=1,
+            entries=entries,
+            holds=holds,
         )
         name = Address(f"replica-{worker}")
         return self.sessions.admit(name, 1, request, region="")[0]

@@ -3,12 +3,14 @@
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from distbelief.core.errors import RemoteProtocolError
+from distbelief.graph.capture import InputSpec, capture
 from distbelief.plans.compiler import compile_plan
 from distbelief.plans.placement import Placement
 from distbelief.protocol import TransferAck, TransferBlock
-from distbelief.protocol.role import Address
+from distbelief.protocol.role import Address, Compute
 from distbelief.task.data import DataShard
 from distbelief.worker.batches import BatchSlice, TrainingPlan
 from distbelief.worker.execution.dataflow import dataflow
@@ -121,3 +123,46 @@ def test_acknowledgements_of_another_generation_are_ignored() -> None:
     assert runner.receive(0, TransferAck(generation=GENERATION - 1, taken=5), 0.0) == []
     with pytest.raises(RemoteProtocolError, match="acknowledged all items before 5"):
         runner.receive(0, TransferAck(generation=GENERATION, taken=5), 0.0)
+
+
+def gradients_of_steps(first: int, n_steps: int) -> list[list[float]]:
+    """Return the gradients of steps that begin at a position, all of equal inputs."""
+    net = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+    graph = capture(net, [InputSpec(shape=(8,))])
+    places = {layer.name: Placement.whole(1, 0) for layer in graph.computed}
+    compiled = compile_plan(graph, places, batch=3, n_machines=1)
+    flow = dataflow(compiled, 0, loss=graph.outputs[-1])
+    shard = DataShard(30, replica_index=0, n_replicas=1, seed=0)
+    batch_plan = TrainingPlan(shard, batch_size=3)
+    batch_plan.start(first)
+    runner = StepRunner(
+        PartitionExecutor(flow),
+        links={},
+        batch_plan=batch_plan,
+        micro_batches=1,
+        training=True,
+        seed=(0,),
+    )
+    runner.begin(GENERATION)
+    runner.place(0.0)
+    inputs = {name: [torch.ones(3, 8)] * len(regions) for name, regions in flow.reads.items()}
+    values = [torch.ones(*region.shape) for _, region in flow.items]
+    found: list[list[float]] = []
+    for step in range(n_steps):
+        gradients: dict[int, torch.Tensor] = {}
+        portion = BatchSlice(generation=GENERATION, step=step, inputs=inputs)
+        work: list[Compute] = runner.open(
+            portion, values, put=gradients.__setitem__, close=lambda _: None
+        )
+        while work:
+            runner.ran(work[0].work(), 0.0)  # type: ignore[arg-type]  # a StepOutcome
+            work = runner.chain()
+        found.append([float(one.sum()) for _, one in sorted(gradients.items())])
+    return found
+
+
+def test_a_step_draws_the_masks_of_its_samples_in_any_generation() -> None:
+    """One by its number would repeat the masks of the first steps after each restart."""
+    steps = gradients_of_steps(0, 4)
+    assert steps[0] != steps[2]
+    assert gradients_of_steps(6, 2) == steps[2:]

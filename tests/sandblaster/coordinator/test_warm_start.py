@@ -59,6 +59,18 @@ def test_a_lost_worker_is_not_awaited() -> None:
     assert warm_start.is_over  # no worker trains any more
 
 
+def test_a_worker_that_is_lost_after_its_share_says_again_whether_it_is_done() -> None:
+    """A shard that restarted meanwhile may have lost its last pushes."""
+    warm_start = warm_start_of(2, A, B)
+    warm_start.replica_finished(A, 2.0)
+    warm_start.lost(A)
+    warm_start.replica_finished(B, 2.5)
+    assert not warm_start.is_over
+    assert said(warm_start.replica_joined(A, 2.6)) == [(A, StartTraining)]
+    warm_start.replica_finished(A, 2.7)
+    assert warm_start.is_over
+
+
 def test_a_worker_that_finished_for_an_earlier_coordinator_counts() -> None:
     warm_start = warm_start_of(1)
     assert warm_start.replica_finished(A, 7.0) == [SetTimer(name=TIMER, at=7.5)]

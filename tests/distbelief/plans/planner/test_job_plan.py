@@ -17,9 +17,11 @@ from distbelief.graph.graph import GraphError, LayerGraph
 from distbelief.parameter_server.layout import Layout
 from distbelief.plans import cluster_file
 from distbelief.plans.cluster_file import load_cluster
+from distbelief.plans.compiler import compile_plan
 from distbelief.plans.plan import Plan, load
 from distbelief.plans.planner import job_plan
-from distbelief.plans.planner.job_plan import draw, plan_for_job
+from distbelief.plans.planner.job_plan import cost_of, draw, plan_for_job
+from distbelief.plans.step_cost import memory
 from distbelief.task import task as task_module
 from distbelief.task.data import Batch
 from distbelief.task.forward import Sample
@@ -100,6 +102,17 @@ def test_a_plan_is_made_and_saved(made: Plan, tmp_path: Path) -> None:
     assert load(tmp_path / "plan.json") == made
     draw(made, graph_of(job()), tmp_path / "plan.png")
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_host_must_hold_a_rank_and_what_it_pushes_and_fetches(made: Plan) -> None:
+    graph = graph_of(job())
+    compiled = compile_plan(graph, made.placements, batch=made.batch, n_machines=2)
+    once, twice = memory(compiled), memory(compiled, copies=2)
+    cost = cost_of(made, job(), graph)
+    assert made.micro_batches == 1
+    assert cost.memory_bytes == max(twice) > max(once)
+    assert made.predicted is not None
+    assert cost.seconds == made.predicted.step_seconds
 
 
 def test_ranks_read_the_graph_in_the_plan(
