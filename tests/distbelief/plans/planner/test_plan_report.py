@@ -26,8 +26,8 @@ from tests.distbelief.plans.planner.plans import MACHINE, equal, fully_connected
 from tests.distbelief.plans.planner.requests import make_request, planned
 
 
-ROWS = planned(1, 2, 4)
-GRAPH = fully_connected(40, 600, 400, 50)
+COUNTS = (1, 2, 4)
+NET = (40, 600, 400, 50)
 SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
 BYTES = {unit: 1024.0**power for power, unit in enumerate(("B", "KiB", "MiB", "GiB", "TiB"))}
 
@@ -54,10 +54,11 @@ def written(shown: object) -> str:
 
 
 def test_the_table_and_the_json_have_a_row_for_each() -> None:
-    shown = table(ROWS, title="a net")
-    assert shown.row_count == len(ROWS)
+    rows = planned(*COUNTS)
+    shown = table(rows, title="a net")
+    assert shown.row_count == len(rows)
     text = written(shown)
-    for done in ROWS:
+    for done in rows:
         assert f"{done.speed_up:.2f}x" in text
         assert seconds(done.median) in text
         row = json.loads(json.dumps(plain(done)))
@@ -72,18 +73,23 @@ def test_the_table_and_the_json_have_a_row_for_each() -> None:
 
 
 def said(*rows: Planned, memory: float | None = None) -> list[str]:
-    return remarks(rows, make_request(GRAPH, equal(4, memory=memory)))
+    return remarks(rows, make_request(fully_connected(*NET), equal(4, memory=memory)))
 
 
 def test_the_costs_are_the_last_remark_and_whole_layers_are_named() -> None:
-    assert said(*ROWS)[-1] == "Costs: assumed figures of cluster 'equal', no measured layer."
+    assert (
+        said(*planned(*COUNTS))[-1]
+        == "Costs: assumed figures of cluster 'equal', no measured layer."
+    )
     (text, _) = remarks([], make_request(shuffled(), equal(2)))[-2:]
     assert "is computed whole on one machine: pixel_shuffle has no split" in text
 
 
 def test_idle_machines_are_reported() -> None:
     slow = msgspec.structs.replace(MACHINE, bandwidth=1e3)
-    found = said(*make_plans(make_request(GRAPH, uniform("slow", slow, 4)), [1, 2, 4]))
+    found = said(
+        *make_plans(make_request(fully_connected(*NET), uniform("slow", slow, 4)), [1, 2, 4])
+    )
     assert [text.split(",")[0] for text in found if "idle" in text] == [
         "2 machines: 1 left idle",
         "4 machines: 3 left idle",
@@ -91,12 +97,13 @@ def test_idle_machines_are_reported() -> None:
 
 
 def test_what_limits_the_speed_up_is_named_for_each_row() -> None:
-    assert limit(ROWS[0]) is None
-    (text,) = [text for text in said(*ROWS) if text.startswith("4 machines: ")]
-    n_bytes = size(sum(ROWS[2].best.cost.link_bytes.values()))
+    rows = planned(*COUNTS)
+    assert limit(rows[0]) is None
+    (text,) = [text for text in said(*rows) if text.startswith("4 machines: ")]
+    n_bytes = size(sum(rows[2].best.cost.link_bytes.values()))
     assert text.endswith(f"% of the machines' time goes into sending {n_bytes}")
     free = uniform("free", msgspec.structs.replace(MACHINE, bandwidth=1e15), 4)
-    asked = dataclasses.replace(make_request(GRAPH, free), pins={"2": "whole"})
+    asked = dataclasses.replace(make_request(fully_connected(*NET), free), pins={"2": "whole"})
     (done,) = make_plans(asked, [4])
     assert "goes into waiting for whole layers, above all 2" in (limit(done) or "")
 
