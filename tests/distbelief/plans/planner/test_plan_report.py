@@ -22,6 +22,7 @@ from distbelief.plans.planner.plan_report import (
     table,
 )
 from distbelief.plans.planner.planner import Planned, plan as make_plans
+from distbelief.plans.planner.search import Node
 from tests.distbelief.plans.planner.plans import MACHINE, equal, fully_connected, shuffled
 from tests.distbelief.plans.planner.requests import make_request, planned
 
@@ -120,33 +121,44 @@ def test_what_does_not_fit_is_marked_and_its_worst_machine_named() -> None:
 
 # --- explanations ---
 
-DONE = planned(4)[-1]
-NODES = DONE.solved.decoder.nodes
-ROOTS = [node.group.root.name for node in NODES]
+ROOTS = ["0", "2", "4"]
+
+
+def of_four() -> Planned:
+    return planned(4)[-1]
+
+
+def nodes() -> tuple[Node, ...]:
+    return of_four().solved.decoder.nodes
+
+
+def test_all_roots_are_looked_at() -> None:
+    assert [node.group.root.name for node in nodes()] == ROOTS
 
 
 @pytest.mark.parametrize("name", ROOTS)
 def test_every_candidate_is_there_once_cheapest_first(name: str) -> None:
-    root, rows = explain(DONE, name)
+    done = of_four()
+    root, rows = explain(done, name)
     assert root == name
-    node = NODES[ROOTS.index(name)]
+    node = nodes()[ROOTS.index(name)]
     assert sorted(row.label for row in rows) == sorted(c.label for c in node.candidates)
     costs = [row.own + row.transfers for row in rows]
     assert costs == sorted(costs) == [row.together for row in rows]
     (chosen,) = (row for row in rows if row.reason == "chosen")
-    index = DONE.solved.solution.choice[ROOTS.index(name)]
+    index = done.solved.solution.choice[ROOTS.index(name)]
     assert chosen.label == node.candidates[index].label
-    assert DONE.solved.solution.exact
+    assert done.solved.solution.exact
     assert all(
         row is chosen or row.reason.endswith(" more") or row.reason == "as good" for row in rows
     )
 
 
 def test_a_follower_is_explained_by_its_leader() -> None:
-    for node in NODES:
+    for node in nodes():
         for layer in node.group.members[1:]:
-            assert explain(DONE, layer.name) == explain(DONE, node.group.root.name)
-            title = str(show_alternatives(DONE, layer.name).title)
+            assert explain(of_four(), layer.name) == explain(of_four(), node.group.root.name)
+            title = str(show_alternatives(of_four(), layer.name).title)
             assert f"it follows {node.group.root.name}" in title
 
 
@@ -158,11 +170,11 @@ def test_a_plan_that_lacks_memory_says_so() -> None:
 
 
 def test_the_explanation_has_a_row_for_each() -> None:
-    shown = show_alternatives(DONE, ROOTS[0])
-    assert shown.row_count == len(NODES[0].candidates)
+    shown = show_alternatives(of_four(), ROOTS[0])
+    assert shown.row_count == len(nodes()[0].candidates)
     assert "chosen" in written(shown)
 
 
 def test_an_unknown_layer_is_rejected_and_known_ones_are_named() -> None:
     with pytest.raises(GraphError, match=rf"no layer 'conv9'.*{ROOTS[0]}"):
-        explain(DONE, "conv9")
+        explain(of_four(), "conv9")
