@@ -25,8 +25,10 @@ settings.load_profile("ci")  # `--hypothesis-profile=nightly` replaces it
 
 measure_imports()
 
-# Everything is imported once and stays: the collector need not look at it so often.
+# Everything is imported once and stays: the collector need not look at it so often, and not at
+# all while tests are collected.
 gc.set_threshold(10_000, 20, 20)
+gc.disable()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -67,6 +69,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Measure tests, now that every conftest has marked what is not to be measured."""
     gc.collect()
     gc.freeze()
+    gc.enable()
     for item in session.items:
         if isinstance(item, pytest.Function) and not is_untraced(item):
             measure_test(item)

@@ -1,20 +1,60 @@
 """What other processes do: they say whether sets have another order there, end, or wait."""
 
+import atexit
+import json
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 
 ROOT = str(Path(__file__).parents[1])
-SECONDS_MAX = 140
+
+
+# Whoever answers imports torch once, and forks for each question: what it has imported then is
+# torch, and nothing that an earlier question has done is left.
+_ANSWERING = """
+import importlib, json, os, sys
+import torch
+
+torch.set_num_threads(1)
+for line in sys.stdin:
+    folder, module, question = json.loads(line)
+    process = os.fork()
+    if not process:
+        os.chdir(folder)
+        words = eval(question, {"t": importlib.import_module(module)})
+        print(json.dumps(words), flush=True)
+        os._exit(0)
+    if os.waitpid(process, 0)[1]:
+        print("null", flush=True)  # its traceback is among the errors
+"""
+
+
+@cache
+def _answering() -> "subprocess.Popen[str]":
+    """Start the process that answers; it ends with this one."""
+    seed = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"
+    unmeasured = {
+        name: value for name, value in os.environ.items() if not name.startswith("COVERAGE_PROCESS")
+    }
+    process = subprocess.Popen(
+        [sys.executable, "-c", _ANSWERING],
+        env={**unmeasured, "PYTHONHASHSEED": seed, "PYTHONPATH": ROOT, "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    atexit.register(process.communicate)
+    return process
 
 
 def answers(module: str, question: str) -> list[str]:
-    """Return the words that `print(question)` gives elsewhere.
+    """Return the words that `question` is elsewhere.
 
     Compared with what this process says they show that nothing depends on the order of
     a set or on what else the process has done: its PYTHONHASHSEED is not ours, which
@@ -24,19 +64,14 @@ def answers(module: str, question: str) -> list[str]:
         module: Imported there as `t`.
         question: Expression of it, a list of words.
     """
-    program = f"import torch; torch.set_num_threads(1); import {module} as t; print(*{question})"
-    seed = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"
-    unmeasured = {
-        name: value for name, value in os.environ.items() if not name.startswith("COVERAGE_PROCESS")
-    }
-    return subprocess.run(
-        [sys.executable, "-c", program],
-        env={**unmeasured, "PYTHONHASHSEED": seed, "PYTHONPATH": ROOT, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        text=True,
-        timeout=SECONDS_MAX,
-        check=True,
-    ).stdout.split()
+    process = _answering()
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(json.dumps([str(Path.cwd()), module, question]) + "\n")
+    process.stdin.flush()
+    words = json.loads(process.stdout.readline())
+    assert words is not None, f"{question} of {module} fails in another process"
+    return cast("list[str]", words)
 
 
 def ended(program: str, *words: str, **options: Any) -> "subprocess.CompletedProcess[str]":  # noqa: ANN401

@@ -24,6 +24,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass
+from functools import lru_cache
 from typing import Final, NamedTuple, Protocol, cast, final, runtime_checkable
 
 import numpy as np
@@ -420,27 +421,38 @@ def shuffled(positions: Indices, *, n_samples: int, seed: int | tuple[int, int])
     inside (Black & Rogaway 2002, "cycle walking").
     """
     n_bits = max(1, ((n_samples - 1).bit_length() + 1) // 2)
-    seeds = (*(seed if isinstance(seed, tuple) else (seed,)), n_samples)
-    keys = np.random.default_rng(seeds).integers(0, 1 << 64, _N_ROUNDS, dtype=np.uint64)
-    found = np.asarray(positions, np.uint64)
-    outside = np.ones(len(found), np.bool_)
-    while outside.any():
+    keys = _keys((*(seed if isinstance(seed, tuple) else (seed,)), n_samples))
+    found = _permuted(np.asarray(positions, np.uint64), n_bits=n_bits, keys=keys)
+    while (outside := found >= n_samples).any():
         found[outside] = _permuted(found[outside], n_bits=n_bits, keys=keys)
-        outside = found >= n_samples
     return found.astype(np.int64)
 
 
+@lru_cache(maxsize=64)  # asked for again with each batch
+def _keys(seeds: tuple[int, ...]) -> tuple[np.uint64, ...]:
+    return tuple(np.random.default_rng(seeds).integers(0, 1 << 64, _N_ROUNDS, dtype=np.uint64))
+
+
 def _permuted(
-    values: NDArray[np.uint64], *, n_bits: int, keys: NDArray[np.uint64]
+    values: NDArray[np.uint64], *, n_bits: int, keys: Sequence[np.uint64]
 ) -> NDArray[np.uint64]:
     shift, mask = np.uint64(n_bits), np.uint64((1 << n_bits) - 1)
     left, right = values >> shift, values & mask
     for key in keys:
         # The last step of splitmix64, without its first xor, because the halves are short.
-        mixed = (right + key) * np.uint64(0xBF58476D1CE4E5B9)
-        mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        left, right = right, left ^ ((mixed ^ (mixed >> np.uint64(31))) & mask)
+        mixed = right + key
+        mixed *= _FACTORS[0]
+        mixed ^= mixed >> _SHIFTS[0]
+        mixed *= _FACTORS[1]
+        mixed ^= mixed >> _SHIFTS[1]
+        mixed &= mask
+        mixed ^= left
+        left, right = right, mixed
     return (left << shift) | right
+
+
+_FACTORS: Final = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+_SHIFTS: Final = np.uint64(27), np.uint64(31)
 
 
 def start_positions(n_consumed: int, *, n_samples: int, n_replicas: int) -> tuple[int, ...]:

@@ -124,7 +124,7 @@ def sets(*overrides: str) -> list[str]:
 
 LONG = sets("stop.epochs=1000000")
 # The same, for a test of what starts and ends beside it: training leaves the cores to that.
-SLOW = [*LONG, *sets("data.train.arguments={ pause = 0.02 }")]
+SLOW = [*LONG, *sets("data.train.arguments={ pause = 0.05 }")]
 
 
 def ended(

@@ -20,7 +20,9 @@ from multiprocessing import forkserver as nursery
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
-from typing import Self
+from types import ModuleType
+from typing import Final, Self
+from unittest.mock import patch
 
 from distbelief.job.launch import forkserver, local
 
@@ -28,16 +30,28 @@ from distbelief.job.launch import forkserver, local
 IMPORTED = (
     *forkserver.MODULES,
     *forkserver.MODULES_OF_RANKS,
-    *("distbelief.job.trainer", "distbelief.serve.server_process", "distbelief.cli.main"),
+    *("distbelief.job.trainer", "distbelief.serve.server", "distbelief.serve.server_process"),
+    "distbelief.cli.main",
     "pytest",
     *("matplotlib.figure", "matplotlib.backends.backend_agg"),
 )
 
 
+ITS_ADDRESS: Final[list[str]] = []  # known in what it has forked
+
+
 @cache
 def context() -> ForkServerContext:
-    """Start the process that commands are forked from; it ends with this one."""
+    """Start the process that commands are forked from; it ends with this one.
+
+    What was forked from it uses it, too.
+    """
     found = multiprocessing.get_context("forkserver")
+    if ITS_ADDRESS:
+        vars(nursery._forkserver).update(
+            _forkserver_address=ITS_ADDRESS[0], ensure_running=lambda: None
+        )
+        return found
     found.set_forkserver_preload(["tests.processes.frozen"])
     before = dict(os.environ)
     for name in before:
@@ -62,10 +76,15 @@ class Forked:
     ) -> None:
         self._output = tempfile.NamedTemporaryFile("ab")  # noqa: SIM115 -- as it lives
         self._n_read = 0
-        self._process = context().Process(
+        place = context()
+        self._process = place.Process(
             target=run,
             args=(list(words), str(folder), dict(os.environ), self._output.name),
-            kwargs={"leads": leads, "errors": errors or self._output.name},
+            kwargs={
+                "leads": leads,
+                "errors": errors or self._output.name,
+                "address": vars(nursery._forkserver)["_forkserver_address"],
+            },
             daemon=True,
         )
         self._process.start()
@@ -116,6 +135,7 @@ def run(
     *,
     leads: bool,
     errors: str | Path,
+    address: str,
 ) -> None:
     """Be the command: never return."""
     if leads:
@@ -128,6 +148,9 @@ def run(
     for target, descriptor in enumerate([os.open(*file) for file in files]):
         os.dup2(descriptor, target)
     vars(local)["_spawned"] = spawned
+    ITS_ADDRESS.append(address)
+    vars(import_module("distbelief.serve.server"))["subprocess"] = Services
+    vars(multiprocessing.current_process())["_config"]["daemon"] = False  # it may have children
     if words[0].endswith(".py"):
         sys.argv = words
         sys.path.insert(0, folder)
@@ -156,7 +179,9 @@ class ForkedService:
         self._process = context().Process(
             target=serve, args=(command[-1], dict(env), *ends), daemon=True
         )
-        self._process.start()
+        # A script in `__main__` would run again there.
+        with patch.dict(sys.modules, {"__main__": ModuleType("__main__")}):
+            self._process.start()
         for end in ends:
             end.close()
         assert self._process.pid is not None

@@ -117,13 +117,13 @@ def families(pids: Iterable[int]) -> list[int]:
 
 
 def roles_in(directory: Path) -> dict[str, int]:
-    """Return the processes of roles among this one's, by role: those with a log in `directory`."""
+    """Return the processes of roles, by role: those with a log in `directory`."""
     found, directory = {}, directory.resolve()
-    for pid in family(os.getpid()):
-        with suppress(OSError):  # it has just ended
-            log = (_PROC / str(pid) / "fd" / "1").readlink()
+    for process in _PROC.glob("[0-9]*"):
+        with suppress(OSError):  # it has just ended, or belongs to another user
+            log = (process / "fd" / "1").readlink()
             if log.parent == directory and log.suffix == ".log":
-                found[log.stem] = pid
+                found[log.stem] = int(process.name)
     return found
 
 

@@ -6,7 +6,6 @@ import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
-from scipy import stats
 
 from distbelief.core.vectors import Vector
 from distbelief.parameter_server.initial_values import (
@@ -96,6 +95,8 @@ def test_a_float32_draw_is_the_float64_draw_rounded(initial: Initial) -> None:
 
 
 def test_uniform_and_normal_draws_follow_their_distributions() -> None:
+    from scipy import stats  # noqa: PLC0415 -- takes a second of every worker
+
     n = 100_000
     uniform = draw(UNIFORM, seed=0, tensor="w", start=0, stop=n, dtype="float64")
     normal = draw(NORMAL, seed=0, tensor="w", start=0, stop=n, dtype="float64")

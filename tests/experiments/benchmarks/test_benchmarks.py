@@ -18,6 +18,7 @@ from experiments.benchmarks import async_peers, parameter_server, planner, ray_h
 from experiments.benchmarks.async_peers import Entry
 from experiments.benchmarks.network.hosts import obstacle
 from tests.experiments.benchmarks.runs import FOLDER, figures_in, figures_of
+from tests.processes.nursery import Forked
 
 
 ROOT = FOLDER.parents[1]
@@ -164,9 +165,13 @@ def test_the_simulation_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.timeout(180)
-def test_a_parameter_server_is_measured() -> None:
+def test_a_parameter_server_is_measured(tmp_path: Path) -> None:
     others = [name for name in parameter_server.CONTESTANTS[1:] if name != "shared"]
-    figures = figures_of(*("parameter_server", "--small", "--shards", "1", "--without", *others))
+    words = ["experiments/benchmarks/parameter_server.py", "--small", "--shards", "1"]
+    with Forked([*words, "--without", *others], folder=ROOT, errors=tmp_path / "errors") as forked:
+        output, _ = forked.communicate(timeout=150.0)
+        assert forked.returncode == 0, output + (tmp_path / "errors").read_text()
+    figures = figures_in(output, "parameter_server")
     ours = {"shared_push_ms", "shared_fetch_ms", "shared_memory_over_floor"}
     assert {*ours, "peak_bytes_per_parameter", "floor_update_ms"} <= figures.keys()
     assert figures["peak_bytes_per_parameter"] > 0.0  # its process was found

@@ -1,5 +1,6 @@
 """One tiny cache for all tests of speech; it takes some seconds to synthesise."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -17,8 +18,10 @@ CLEAN = Recipe(part="train", hours=0.01, clean=True)
 
 @pytest.fixture(scope="session")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache that holds the four recipes above."""
-    folder = tmp_path_factory.mktemp("speech")
+    """A cache that holds the four recipes above, the same for all workers of pytest."""
+    folder = tmp_path_factory.getbasetemp()
+    folder = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "speech"
+    folder.mkdir(exist_ok=True)
     ensure([BEGINNING, TRAIN, TEST, CLEAN], cache=folder)
     return folder
 

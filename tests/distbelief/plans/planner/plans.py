@@ -10,7 +10,7 @@ from distbelief.graph.append_loss import append_loss
 from distbelief.graph.capture import InputSpec, capture
 from distbelief.graph.graph import GraphError, LayerGraph
 from distbelief.plans.cluster import Cluster, Machine, uniform
-from tests.distbelief.graph.zoo.catalogue import ZOO
+from tests.distbelief.plans.plans import zoo_graph
 
 
 NETS = ("alexnet", "mobilenet", "resnet18", "vision transformer", "unet, transposed")
@@ -46,7 +46,7 @@ def shuffled() -> LayerGraph:
 @cache
 def zoo(name: str) -> LayerGraph:
     """A graph of the zoo, with a loss if it has one output that takes one."""
-    graph = capture(ZOO[name].model(), ZOO[name].specs)
+    graph = zoo_graph(name)
     try:
         return append_loss(graph, "cross_entropy")
     except GraphError:

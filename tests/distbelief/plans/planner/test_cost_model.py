@@ -1,13 +1,15 @@
 """Costs by arithmetic, of micro-batches and as measured; variance of a step."""
 
 import math
+from collections.abc import Callable
+from functools import partial
 
 import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from distbelief.graph.graph import Layer, LayerGraph
+from distbelief.graph.graph import LayerGraph
 from distbelief.graph.region import Region
 from distbelief.plans.cluster import Cluster, uniform
 from distbelief.plans.planner.baselines import even
@@ -31,12 +33,12 @@ from tests.distbelief.plans.planner.plans import (
 from tests.distbelief.plans.planner.requests import make_request, simulated
 
 
-DENSE = fully_connected(440, 64, 32, 10)["0"]
-CONV = convolutional()["0"]
-
-
-@given(layer=st.sampled_from([DENSE, CONV]), data=st.data())
-def test_more_takes_longer(layer: Layer, data: st.DataObject) -> None:
+@given(
+    graph=st.sampled_from([partial(fully_connected, 440, 64, 32, 10), convolutional]),
+    data=st.data(),
+)
+def test_more_takes_longer(graph: Callable[[], LayerGraph], data: st.DataObject) -> None:
+    layer = graph()["0"]
     costs = AnalyticCosts(unequal(), batch=32)
     ends = [data.draw(st.integers(1, n), "extent") for n in layer.shape]
     smaller = [data.draw(st.integers(0, n), "less") for n in ends]
@@ -213,8 +215,11 @@ def test_what_takes_longer_than_by_arithmetic_does_with_fewer_samples_too(
 # --- variance ---
 
 
-UNEVEN = fully_connected(40, 600, 400, 50)
 ALL = np.linspace(0, 1, 11).tolist()
+
+
+def perceptron() -> LayerGraph:
+    return fully_connected(40, 600, 400, 50)
 
 
 def uneven(jitter: float, n: int = 4) -> Cluster:
@@ -222,26 +227,26 @@ def uneven(jitter: float, n: int = 4) -> Cluster:
 
 
 def evenly(on: Cluster, n: int) -> StepCost:
-    return simulated(make_request(UNEVEN, on), even(UNEVEN, on.first(n)), n_machines=n)
+    return simulated(make_request(perceptron(), on), even(perceptron(), on.first(n)), n_machines=n)
 
 
 def test_equal_machines_always_take_the_simulated_step() -> None:
     cost = evenly(uneven(0.0), 4)
-    found = Variance(UNEVEN, uneven(0.0)).quantiles(cost, ALL)
+    found = Variance(perceptron(), uneven(0.0)).quantiles(cost, ALL)
     assert found == pytest.approx([cost.step_seconds] * len(ALL))
 
 
 @pytest.mark.parametrize("jitter", [0.05, 0.2, 0.6])
 def test_quantiles_ascend(jitter: float) -> None:
     cost = evenly(uneven(jitter), 4)
-    found = Variance(UNEVEN, uneven(jitter)).quantiles(cost, ALL)
+    found = Variance(perceptron(), uneven(jitter)).quantiles(cost, ALL)
     assert list(found) == sorted(found)
     assert found[0] > 0
 
 
 def test_the_more_machines_vary_the_longer_they_wait_for_the_slowest() -> None:
     medians = [
-        Variance(UNEVEN, uneven(jitter)).quantiles(evenly(uneven(jitter), 4))[1]
+        Variance(perceptron(), uneven(jitter)).quantiles(evenly(uneven(jitter), 4))[1]
         for jitter in (0.0, 0.05, 0.2, 0.6)
     ]
     assert medians == sorted(set(medians))
@@ -249,14 +254,14 @@ def test_the_more_machines_vary_the_longer_they_wait_for_the_slowest() -> None:
 
 def test_draws_depend_on_machine_and_layer_only() -> None:
     cost = evenly(uneven(0.2), 2)
-    few, many = Variance(UNEVEN, uneven(0.2)), Variance(UNEVEN, uneven(0.2, n=40))
+    few, many = Variance(perceptron(), uneven(0.2)), Variance(perceptron(), uneven(0.2, n=40))
     assert few.quantiles(cost, ALL) == many.quantiles(cost, ALL)
 
 
 def test_half_of_the_draws_are_slower_and_half_are_faster() -> None:
     cost = evenly(uneven(0.2), 1)
     for seed in range(20):
-        p50 = Variance(UNEVEN, uneven(0.2), seed=seed).quantiles(cost)[1]
+        p50 = Variance(perceptron(), uneven(0.2), seed=seed).quantiles(cost)[1]
         assert p50 == pytest.approx(cost.step_seconds, rel=0.06)
         assert p50 >= 0.999 * cost.step_seconds  # so no bound of the step is above it
 
@@ -264,6 +269,6 @@ def test_half_of_the_draws_are_slower_and_half_are_faster() -> None:
 def test_seeds_differ_and_repeat() -> None:
     cost = evenly(uneven(0.2), 4)
     one, again, other = (
-        Variance(UNEVEN, uneven(0.2), seed=seed).quantiles(cost) for seed in (0, 0, 1)
+        Variance(perceptron(), uneven(0.2), seed=seed).quantiles(cost) for seed in (0, 0, 1)
     )
     assert one == again != other

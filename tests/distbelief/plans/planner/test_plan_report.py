@@ -22,12 +22,13 @@ from distbelief.plans.planner.plan_report import (
     table,
 )
 from distbelief.plans.planner.planner import Planned, plan as make_plans
+from distbelief.plans.planner.search import Node
 from tests.distbelief.plans.planner.plans import MACHINE, equal, fully_connected, shuffled
 from tests.distbelief.plans.planner.requests import make_request, planned
 
 
-ROWS = planned(1, 2, 4)
-GRAPH = fully_connected(40, 600, 400, 50)
+COUNTS = (1, 2, 4)
+NET = (40, 600, 400, 50)
 SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
 BYTES = {unit: 1024.0**power for power, unit in enumerate(("B", "KiB", "MiB", "GiB", "TiB"))}
 
@@ -54,10 +55,11 @@ def written(shown: object) -> str:
 
 
 def test_the_table_and_the_json_have_a_row_for_each() -> None:
-    shown = table(ROWS, title="a net")
-    assert shown.row_count == len(ROWS)
+    rows = planned(*COUNTS)
+    shown = table(rows, title="a net")
+    assert shown.row_count == len(rows)
     text = written(shown)
-    for done in ROWS:
+    for done in rows:
         assert f"{done.speed_up:.2f}x" in text
         assert seconds(done.median) in text
         row = json.loads(json.dumps(plain(done)))
@@ -72,18 +74,23 @@ def test_the_table_and_the_json_have_a_row_for_each() -> None:
 
 
 def said(*rows: Planned, memory: float | None = None) -> list[str]:
-    return remarks(rows, make_request(GRAPH, equal(4, memory=memory)))
+    return remarks(rows, make_request(fully_connected(*NET), equal(4, memory=memory)))
 
 
 def test_the_costs_are_the_last_remark_and_whole_layers_are_named() -> None:
-    assert said(*ROWS)[-1] == "Costs: assumed figures of cluster 'equal', no measured layer."
+    assert (
+        said(*planned(*COUNTS))[-1]
+        == "Costs: assumed figures of cluster 'equal', no measured layer."
+    )
     (text, _) = remarks([], make_request(shuffled(), equal(2)))[-2:]
     assert "is computed whole on one machine: pixel_shuffle has no split" in text
 
 
 def test_idle_machines_are_reported() -> None:
     slow = msgspec.structs.replace(MACHINE, bandwidth=1e3)
-    found = said(*make_plans(make_request(GRAPH, uniform("slow", slow, 4)), [1, 2, 4]))
+    found = said(
+        *make_plans(make_request(fully_connected(*NET), uniform("slow", slow, 4)), [1, 2, 4])
+    )
     assert [text.split(",")[0] for text in found if "idle" in text] == [
         "2 machines: 1 left idle",
         "4 machines: 3 left idle",
@@ -91,12 +98,13 @@ def test_idle_machines_are_reported() -> None:
 
 
 def test_what_limits_the_speed_up_is_named_for_each_row() -> None:
-    assert limit(ROWS[0]) is None
-    (text,) = [text for text in said(*ROWS) if text.startswith("4 machines: ")]
-    n_bytes = size(sum(ROWS[2].best.cost.link_bytes.values()))
+    rows = planned(*COUNTS)
+    assert limit(rows[0]) is None
+    (text,) = [text for text in said(*rows) if text.startswith("4 machines: ")]
+    n_bytes = size(sum(rows[2].best.cost.link_bytes.values()))
     assert text.endswith(f"% of the machines' time goes into sending {n_bytes}")
     free = uniform("free", msgspec.structs.replace(MACHINE, bandwidth=1e15), 4)
-    asked = dataclasses.replace(make_request(GRAPH, free), pins={"2": "whole"})
+    asked = dataclasses.replace(make_request(fully_connected(*NET), free), pins={"2": "whole"})
     (done,) = make_plans(asked, [4])
     assert "goes into waiting for whole layers, above all 2" in (limit(done) or "")
 
@@ -113,33 +121,44 @@ def test_what_does_not_fit_is_marked_and_its_worst_machine_named() -> None:
 
 # --- explanations ---
 
-DONE = planned(4)[-1]
-NODES = DONE.solved.decoder.nodes
-ROOTS = [node.group.root.name for node in NODES]
+ROOTS = ["0", "2", "4"]
+
+
+def of_four() -> Planned:
+    return planned(4)[-1]
+
+
+def nodes() -> tuple[Node, ...]:
+    return of_four().solved.decoder.nodes
+
+
+def test_all_roots_are_looked_at() -> None:
+    assert [node.group.root.name for node in nodes()] == ROOTS
 
 
 @pytest.mark.parametrize("name", ROOTS)
 def test_every_candidate_is_there_once_cheapest_first(name: str) -> None:
-    root, rows = explain(DONE, name)
+    done = of_four()
+    root, rows = explain(done, name)
     assert root == name
-    node = NODES[ROOTS.index(name)]
+    node = nodes()[ROOTS.index(name)]
     assert sorted(row.label for row in rows) == sorted(c.label for c in node.candidates)
     costs = [row.own + row.transfers for row in rows]
     assert costs == sorted(costs) == [row.together for row in rows]
     (chosen,) = (row for row in rows if row.reason == "chosen")
-    index = DONE.solved.solution.choice[ROOTS.index(name)]
+    index = done.solved.solution.choice[ROOTS.index(name)]
     assert chosen.label == node.candidates[index].label
-    assert DONE.solved.solution.exact
+    assert done.solved.solution.exact
     assert all(
         row is chosen or row.reason.endswith(" more") or row.reason == "as good" for row in rows
     )
 
 
 def test_a_follower_is_explained_by_its_leader() -> None:
-    for node in NODES:
+    for node in nodes():
         for layer in node.group.members[1:]:
-            assert explain(DONE, layer.name) == explain(DONE, node.group.root.name)
-            title = str(show_alternatives(DONE, layer.name).title)
+            assert explain(of_four(), layer.name) == explain(of_four(), node.group.root.name)
+            title = str(show_alternatives(of_four(), layer.name).title)
             assert f"it follows {node.group.root.name}" in title
 
 
@@ -151,11 +170,11 @@ def test_a_plan_that_lacks_memory_says_so() -> None:
 
 
 def test_the_explanation_has_a_row_for_each() -> None:
-    shown = show_alternatives(DONE, ROOTS[0])
-    assert shown.row_count == len(NODES[0].candidates)
+    shown = show_alternatives(of_four(), ROOTS[0])
+    assert shown.row_count == len(nodes()[0].candidates)
     assert "chosen" in written(shown)
 
 
 def test_an_unknown_layer_is_rejected_and_known_ones_are_named() -> None:
     with pytest.raises(GraphError, match=rf"no layer 'conv9'.*{ROOTS[0]}"):
-        explain(DONE, "conv9")
+        explain(of_four(), "conv9")

@@ -1,4 +1,5 @@
 import dataclasses
+from functools import cache
 from typing import cast
 
 import msgspec
@@ -15,7 +16,7 @@ from distbelief.plans.placement import Placement
 from distbelief.plans.planner.baselines import even
 from distbelief.plans.planner.cost_model import AnalyticCosts, single_sample
 from distbelief.plans.planner.planner import Planned, lower_bound, machine_orders, plan
-from distbelief.plans.planner.search import PlanningRequest, build
+from distbelief.plans.planner.search import Decoder, PlanningRequest, build
 from distbelief.plans.step_cost import Costs, Passes
 from tests.distbelief.graph.reference import tile
 from tests.distbelief.plans.planner.plans import (
@@ -36,6 +37,7 @@ MACHINE = Machine(flops=2e10, memory_rate=1e10, overhead=1e-5, jitter=0.2, bandw
 CLUSTER = uniform("tests", MACHINE, 16, latency=1e-4)
 
 
+@cache
 def net() -> LayerGraph:
     module = nn.Sequential(
         nn.Conv2d(3, 8, 5, padding=2),
@@ -50,12 +52,9 @@ def net() -> LayerGraph:
     return append_loss(graph, "cross_entropy")
 
 
-GRAPH = net()
-
-
 def make_request(cluster: Cluster = CLUSTER, **changes: object) -> PlanningRequest:
-    costs = AnalyticCosts(cluster, batch=64, single=single_sample(GRAPH))
-    made = PlanningRequest(graph=GRAPH, cluster=cluster, batch=64, costs=costs, pins={})
+    costs = AnalyticCosts(cluster, batch=64, single=single_sample(net()))
+    made = PlanningRequest(graph=net(), cluster=cluster, batch=64, costs=costs, pins={})
     return dataclasses.replace(made, **changes)  # type: ignore[arg-type]
 
 
@@ -66,7 +65,7 @@ def medians(planned: list[Planned]) -> list[float]:
 def test_every_layer_is_tiled_by_what_the_plan_says() -> None:
     for done in plan(make_request(), [1, 3, 8]):
         placements = done.best.placements
-        for layer in GRAPH.layers:
+        for layer in net().layers:
             if layer.kind != INPUT:
                 owners = placements[layer.name].owners(layer)
                 assert tile(layer.region, [region for _, region in owners])
@@ -193,7 +192,7 @@ def test_search_begins_from_the_fastest_plan_even_a_baseline() -> None:
     ):
         assert done.median <= plain.median
         assert done.median <= min(done.baselines.values())
-        even_choice = done.solved.decoder.choice(even(GRAPH, CLUSTER.first(3)))
+        even_choice = done.solved.decoder.choice(even(net(), CLUSTER.first(3)))
         assert done.n_machines != 3 or even_choice is not None
 
 
@@ -217,33 +216,36 @@ def test_a_pin_impossible_for_all_counts_is_rejected_at_once() -> None:
 
 # --- lower bound ---
 
-ALEXNET = zoo("alexnet")
 CLUSTERS = {"equal": equal(4), "unequal": unequal()}
-DECODERS = {name: build(ALEXNET, cluster, batch=32)[1] for name, cluster in CLUSTERS.items()}
+
+
+@cache
+def decoder_for(name: str) -> Decoder:
+    return build(zoo("alexnet"), CLUSTERS[name], batch=32)[1]
 
 
 def bound_of(cluster: Cluster) -> float:
-    costs = AnalyticCosts(cluster, batch=32, single=single_sample(ALEXNET))
-    return lower_bound(ALEXNET, cluster, costs)
+    costs = AnalyticCosts(cluster, batch=32, single=single_sample(zoo("alexnet")))
+    return lower_bound(zoo("alexnet"), cluster, costs)
 
 
 @pytest.mark.parametrize("name", CLUSTERS)
 @settings(max_examples=15)
 @given(data=st.data())
 def test_no_plan_of_the_candidates_is_faster(name: str, data: st.DataObject) -> None:
-    cluster, decoder = CLUSTERS[name], DECODERS[name]
+    cluster, decoder = CLUSTERS[name], decoder_for(name)
     choice = [data.draw(st.integers(0, len(node.candidates) - 1)) for node in decoder.nodes]
-    done = simulated(request_for(ALEXNET, cluster), decoder(choice), n_machines=len(cluster))
+    done = simulated(request_for(zoo("alexnet"), cluster), decoder(choice), n_machines=len(cluster))
     assert done.step_seconds >= bound_of(cluster) * (1 - 1e-9)
 
 
 def test_one_machine_does_exactly_that() -> None:
     whole = {
         layer.name: Placement.whole(len(layer.shape), 0)
-        for layer in ALEXNET.layers
+        for layer in zoo("alexnet").layers
         if layer.kind != INPUT
     }
-    done = simulated(request_for(ALEXNET, equal(1)), whole, n_machines=1)
+    done = simulated(request_for(zoo("alexnet"), equal(1)), whole, n_machines=1)
     assert done.step_seconds == pytest.approx(bound_of(equal(1)))
 
 
@@ -277,14 +279,14 @@ def test_layers_faster_than_the_overhead_keep_it_a_bound(n_machines: int) -> Non
     """Regression: the whole overhead counted for each of them, and the bound exceeded the
     measured time of a step on a fast host."""
     machine = msgspec.structs.replace(SLOWER, overhead=1e-3)
-    layers = [layer for layer in ALEXNET.layers if layer.kind != INPUT]
-    found = lower_bound(ALEXNET, uniform("tiny", machine, n_machines), cast("Costs", Tiny()))
+    layers = [layer for layer in zoo("alexnet").layers if layer.kind != INPUT]
+    found = lower_bound(zoo("alexnet"), uniform("tiny", machine, n_machines), cast("Costs", Tiny()))
     assert 0 < found <= 2e-6 * len(layers)
 
 
 # --- orders of machines ---
 
-DEEP = fully_connected(400, 600, 600, 600, 100)
+DEEP = (400, 600, 600, 600, 100)
 
 
 def far_away(n: int, *, machine: int, rate: float) -> Cluster:
@@ -324,9 +326,11 @@ def test_a_rack_stays_together() -> None:
 
 def test_one_slow_link_does_not_stop_the_others() -> None:
     # Once only the first k machines were tried, and machine 1 is among them.
-    asked = request_for(DEEP, far_away(4, machine=1, rate=1e6), batch=256)
+    asked = request_for(fully_connected(*DEEP), far_away(4, machine=1, rate=1e6), batch=256)
     asked = dataclasses.replace(asked, search=False)
     done = plan(asked, [4])[0]
     assert done.used == (0, 2, 3)
-    three = plan(request_for(DEEP, uniform("tests", SLOWER, 3), batch=256), [3])[0]
+    three = plan(request_for(fully_connected(*DEEP), uniform("tests", SLOWER, 3), batch=256), [3])[
+        0
+    ]
     assert done.speed_up > 0.95 * three.speed_up > 1.5

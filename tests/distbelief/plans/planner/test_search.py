@@ -1,10 +1,11 @@
 import math
 from dataclasses import replace
+from functools import cache
 
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from distbelief.plans.planner.search import PlanSimulator, build, improve, search
+from distbelief.plans.planner.search import Decoder, PlanSimulator, build, improve, search
 from distbelief.plans.planner.solvers.problem import Choice, Problem
 from distbelief.plans.planner.solvers.solve import independent
 from tests.distbelief.plans.planner.plans import equal, zoo
@@ -64,25 +65,29 @@ def test_equal_problems_end_equal() -> None:
 pytestmark = pytest.mark.untraced
 
 
-PLANNED = planned(1, 2, 4)
-GRAPH = zoo("alexnet")
 CLUSTER = equal(4, latency=1e-4)
-_, DECODER = build(GRAPH, CLUSTER, batch=32)
+
+
+@cache
+def of_alexnet() -> Decoder:
+    return build(zoo("alexnet"), CLUSTER, batch=32)[1]
 
 
 def test_the_gap_is_what_the_model_has_above_its_bound() -> None:
-    best = replace(PLANNED[0].best, model_seconds=3.0)
+    first = planned(1, 2, 4)[0]
+    best = replace(first.best, model_seconds=3.0)
     for bound, gap in ((2.0, 0.5), (3.5, 0.0), (0.0, None)):  # 3.5: rounding
-        assert replace(PLANNED[0], best=best, model_bound=bound).gap == gap
-    assert replace(PLANNED[0], best=replace(best, model_seconds=None)).gap is None
+        assert replace(first, best=best, model_bound=bound).gap == gap
+    assert replace(first, best=replace(best, model_seconds=None)).gap is None
 
 
 @settings(max_examples=15)
 @given(data=st.data(), to=st.permutations(range(4)))
 def test_equal_machines_may_be_numbered_otherwise(data: st.DataObject, to: list[int]) -> None:
-    choice = [data.draw(st.integers(0, len(node.candidates) - 1)) for node in DECODER.nodes]
-    placements = DECODER(choice)
-    asked = make_request(GRAPH, CLUSTER)
+    decoder = of_alexnet()
+    choice = [data.draw(st.integers(0, len(node.candidates) - 1)) for node in decoder.nodes]
+    placements = decoder(choice)
+    asked = make_request(zoo("alexnet"), CLUSTER)
     one = simulated(asked, placements, n_machines=4)
     other = simulated(asked, permuted(placements, dict(enumerate(to))), n_machines=4)
     assert other.step_seconds == pytest.approx(one.step_seconds, rel=1e-12)
@@ -92,7 +97,7 @@ def test_equal_machines_may_be_numbered_otherwise(data: st.DataObject, to: list[
 
 
 def test_a_search_returns_the_fastest_plan_that_it_tried() -> None:
-    done = PLANNED[-1]
+    done = planned(1, 2, 4)[-1]
     asked = make_request(done.best.cost.compiled.graph, done.cluster)
     slow = (0,) * len(done.solved.problem.sizes)
     simulator = PlanSimulator(asked)
