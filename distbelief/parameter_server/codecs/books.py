@@ -20,7 +20,7 @@ changes no bit. How a message is written depends on its size alone.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Final
+from typing import Final, TypeAlias
 
 import msgspec
 import numpy as np
@@ -34,6 +34,7 @@ from distbelief.core.vectors import ALIGNMENT
 Residual = NDArray[np.float32]  # (n_elements,) of the parameters that a client holds of a shard
 Words = NDArray[np.uint32]
 Indices = NDArray[np.intp]  # of elements, rising
+Piece: TypeAlias = "slice[int, int, int]"
 
 PIECE: Final = 1 << 16  # elements at a time: all passes after the first find them in the cache
 SIZE: Final = np.uint32(0x7FFFFFFF)  # the bits of a float32 without its sign; they order sizes
@@ -179,12 +180,12 @@ def sampled_sizes(parts: Sequence[Residual], history: History) -> Words:
     return sizes
 
 
-def pieces(n_elements: int) -> "Iterator[slice[int, int, int]]":
+def pieces(n_elements: int) -> Iterator[Piece]:
     for start in range(0, n_elements, PIECE):
         yield slice(start, min(start + PIECE, n_elements))
 
 
-def between(indices: Words, start: int, stop: int) -> "slice[int, int, int]":
+def between(indices: Words, start: int, stop: int) -> Piece:
     """Return which of these rising numbers are in [start, stop)."""
     # Of the same type: numpy would convert all of them first.
     first, last = np.searchsorted(indices, np.array([start, stop], np.uint32))

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from distbelief.core.vectors import ALIGNMENT
-from distbelief.parameter_server.codecs import books
+from distbelief.parameter_server.codecs import books, kernels
 from distbelief.parameter_server.codecs.books import Adder, Cut, Encoded, History, Residual, Words
 
 
@@ -116,6 +116,11 @@ class _Blocks(_Dense, frozen=True, kw_only=True):
         """The bits of the largest scale: of which -q - 1 is finite, too."""
         return np.float32(2.0 ** (128 - self.n_bits)).view(np.uint32)
 
+    @property
+    def _divisor(self) -> np.float32:
+        # Cut down to 8 bits the quotient is smaller by less than 2^-7: within the last q + 1/2.
+        return np.float32((self.last + 0.5) / 1.0079)
+
     def _sizes(self, n_elements: int) -> tuple[int, int, int]:
         """Return the numbers of blocks, of words of scales, and of words."""
         n_blocks = -(-n_elements // ALIGNMENT)
@@ -140,10 +145,15 @@ class _Blocks(_Dense, frozen=True, kw_only=True):
         )
         numbers = np.empty((min(books.PIECE // ALIGNMENT, n_blocks), ALIGNMENT), np.float32)
         whole = n_elements // ALIGNMENT * ALIGNMENT
-        for piece in books.pieces(whole):
-            part = slice(piece.start // ALIGNMENT, piece.stop // ALIGNMENT)
-            rest = residual[piece].reshape(-1, ALIGNMENT)
-            self._encode_blocks(rest, scales[part], codes[part], numbers[: len(rest)])
+        if fast := kernels.compiled():
+            n_whole, limits = whole // ALIGNMENT, (_SCALE_MIN, self._scale_max)
+            of_whole = residual[:whole], scales[:n_whole], codes[:n_whole]
+            books.check_finite(fast[0](*of_whole, self._divisor, self.last, limits))
+        else:
+            for piece in books.pieces(whole):
+                part = slice(piece.start // ALIGNMENT, piece.stop // ALIGNMENT)
+                rest = residual[piece].reshape(-1, ALIGNMENT)
+                self._encode_blocks(rest, scales[part], codes[part], numbers[: len(rest)])
         if whole < n_elements:
             rest = np.zeros((1, ALIGNMENT), np.float32)
             rest[0, : n_elements - whole] = residual[whole:]
@@ -161,8 +171,7 @@ class _Blocks(_Dense, frozen=True, kw_only=True):
         bits = np.bitwise_and(rest.view(np.uint32), books.SIZE, out=numbers.view(np.uint32))
         largest = bits.max(axis=1)
         books.check_finite(bool(largest.max() < books.INFINITY))
-        # Cut down to 8 bits, which makes it smaller by less than 2^-7.
-        quotient = largest.view(np.float32) / np.float32((self.last + 0.5) / 1.0079)
+        quotient = largest.view(np.float32) / self._divisor
         short = quotient.view(np.uint32) & _UPPER
         is_cut = bool(short.max() > self._scale_max)
         np.minimum(short, self._scale_max, out=short)
@@ -189,8 +198,15 @@ class _Blocks(_Dense, frozen=True, kw_only=True):
         return self._adds_blocks(scales.view(np.float32), codes)
 
     def _adds_blocks(self, scales: Residual, codes: NDArray[np.uint8]) -> Adder:
+        fast = kernels.compiled()
+
         @np.errstate(over="ignore")
         def add(start: int, stop: int, out: Residual) -> None:
+            assert start % ALIGNMENT == 0 and len(out) == stop - start  # noqa: PT018
+            if fast and len(out) % ALIGNMENT == 0:
+                part = slice(start // ALIGNMENT, stop // ALIGNMENT)
+                fast[1](out, scales[part], codes[part], self.last)
+                return
             for piece in books.pieces(stop - start):
                 target = out[piece]
                 first = (start + piece.start) // ALIGNMENT

@@ -18,12 +18,20 @@ from typing import Final, final
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 from typing_extensions import override
 
 from distbelief.core.arguments import require
+from distbelief.core.vectors import ALIGNMENT
 from distbelief.parameter_server.codecs import books
-from distbelief.parameter_server.codecs.books import Adder, Cut, Encoded, History, Residual, Words
+from distbelief.parameter_server.codecs.books import (
+    Adder,
+    Cut,
+    Encoded,
+    History,
+    Piece,
+    Residual,
+    Words,
+)
 
 
 _HEADER: Final = 4  # words
@@ -111,7 +119,8 @@ class Threshold(books.CodecTable, frozen=True, kw_only=True, tag="threshold"):
             if not is_short.all():
                 whole.append(books.first_of_blocks(indices[~is_short]) + piece.start)
                 indices, numbers = indices[is_short], numbers[is_short]
-            steps.add(piece, indices, np.signbit(numbers))
+            places = indices.astype(np.uint32) + np.uint32(piece.start)
+            steps.add(piece, places << np.uint32(1) | np.signbit(numbers))
             numbers -= np.copysign(tau, numbers)
             if cut.clip is not None:
                 kept = np.clip(numbers, -np.float32(cut.clip), np.float32(cut.clip))
@@ -135,9 +144,8 @@ class Threshold(books.CodecTable, frozen=True, kw_only=True, tag="threshold"):
         books.require_valid(len(words) >= _HEADER, f"{len(words)}, less than the first {_HEADER}")
         form, n_steps, n_whole, tau_bits = words[:_HEADER].tolist()
         tau = books.short_of(tau_bits >> 16)
-        books.require_valid(
-            tau is not None and not tau_bits & 0xFFFF, "tau is not a bfloat16 above 0"
-        )
+        is_short = tau is not None and not tau_bits & 0xFFFF
+        books.require_valid(is_short, "tau is not a bfloat16 above 0")
         books.require_valid(form in {0, 1}, f"form {form}")
         n_step_words = _bitmap_words(n_elements) if form else n_steps
         is_valid = len(words) == _HEADER + n_step_words + 2 * n_whole
@@ -162,39 +170,30 @@ class _Steps:
 
     def __init__(self, out: Words) -> None:
         self._out = out
-        self._pieces: list[
-            tuple[slice[int, int, int], int, int]
-        ] = []  # and which words of the list it has
+        self._listed: list[tuple[Piece, int, int]] = []  # pieces, and which words they have
         self.n = 0
         self.is_bitmap = False
 
-    def add(
-        self, piece: "slice[int, int, int]", indices: NDArray[np.intp], signs: NDArray[np.bool_]
-    ) -> None:
-        n_before, self.n = self.n, self.n + len(indices)
+    def add(self, piece: Piece, words: Words) -> None:
+        n_before, self.n = self.n, self.n + len(words)
         if not self.is_bitmap and self.n > len(self._out):
             self.is_bitmap = True
-            listed = self._out[:n_before].copy()
+            former = self._out[:n_before].copy()
             self._out[:] = 0
-            for one, first, last in self._pieces:
-                words = listed[first:last]
-                self._mark(
-                    one, (words >> 1).astype(np.intp) - one.start, (words & 1).astype(np.bool_)
-                )
+            for one, first, last in self._listed:
+                self._mark(one, former[first:last])
         if self.is_bitmap:
-            self._mark(piece, indices, signs)
+            self._mark(piece, words)
             return
-        self._pieces.append((piece, n_before, self.n))
-        starts = indices.astype(np.uint32) + np.uint32(piece.start)
-        self._out[n_before : self.n] = starts << 1 | signs
+        self._listed.append((piece, n_before, self.n))
+        self._out[n_before : self.n] = words
 
-    def _mark(
-        self, piece: "slice[int, int, int]", indices: NDArray[np.intp], signs: NDArray[np.bool_]
-    ) -> None:
+    def _mark(self, piece: Piece, words: Words) -> None:
         first, last = piece.start // 16, _bitmap_words(piece.stop)
+        places = (words >> 1) - piece.start
         bits = np.zeros((2, 16 * (last - first)), np.bool_)
-        bits[0, indices] = True
-        bits[1, indices] = signs
+        bits[0, places] = True
+        bits[1, places] = words & 1
         halves = np.packbits(bits, axis=1, bitorder="little").view("<u2").astype(np.uint32)
         self._out[first:last] = halves[0] | halves[1] << 16
 
@@ -229,6 +228,7 @@ def _require_bitmap(words: Words, n_steps: int, n_elements: int) -> None:
 def _adds_bitmap(words: Words, tau: np.float32) -> Adder:
     @np.errstate(over="ignore")
     def add(start: int, stop: int, out: Residual) -> None:
+        assert start % ALIGNMENT == 0
         for piece in books.pieces(stop - start):
             first, last = start + piece.start, start + piece.stop
             here = words[first // 16 : _bitmap_words(last)]
