@@ -37,7 +37,7 @@ def name_of(codec: Codec) -> str:
 def residual(seed: int, n_elements: int) -> Residual:
     """Return finite numbers of one of the kinds below; all are drawn from the seed."""
     generator = np.random.default_rng(seed)
-    kind = generator.integers(8)
+    kind = generator.integers(9)
     bits = generator.integers(0, 1 << 32, n_elements, np.uint32)
     if kind == 0:  # any exponents at all
         numbers = bits.view(np.float32)
@@ -48,6 +48,8 @@ def residual(seed: int, n_elements: int) -> Residual:
         )
     elif kind == 2:  # subnormal, and a little above
         numbers = (bits & np.uint32(0x81FFFFFF)).view(np.float32)
+    elif kind == 8:  # subnormal only
+        numbers = (bits & np.uint32(0x807FFFFF)).view(np.float32)
     elif kind == 3:  # close to the largest
         numbers = (bits | np.uint32(0x7F000000)).view(np.float32)
     elif kind == 4:  # a few sizes, so that many are equal; zeros of both signs
