@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -26,6 +26,7 @@ from distbelief.parameter_server.codecs.books import Cut, History, Residual, Wor
 from distbelief.parameter_server.codecs.dense import Bfloat16, Int4, Int8
 from distbelief.parameter_server.codecs.threshold import Threshold
 from distbelief.parameter_server.codecs.top_k import TopK
+from experiments.benchmarks.measuring import measurement
 
 
 PIECE: Final = 1 << 16
@@ -47,11 +48,11 @@ ROWS: Final = (
     Row("bfloat16", Bfloat16(), "bfloat16"),
     Row("int8", Int8(), "int8"),
     Row("int4", Int4(), "int4"),
-    Row("top-k 1 %", TopK(share=0.01), "top_k"),
-    Row("top-k 1 %, 2 bits", TopK(share=0.01, bits=2), ""),
-    Row("threshold 0.1 %", Threshold(), "threshold", 0.001),
-    Row("threshold 1 %", Threshold(), "threshold", 0.01),
-    Row("bitmap 10 %", Threshold(), "", 0.1),
+    Row("top_k", TopK(share=0.01), "top_k"),
+    Row("top_k_2_bits", TopK(share=0.01, bits=2), ""),
+    Row("threshold_0.1_percent", Threshold(), "threshold", 0.001),
+    Row("threshold_1_percent", Threshold(), "threshold", 0.01),
+    Row("bitmap_10_percent", Threshold(), "", 0.1),
 )
 
 
@@ -136,28 +137,32 @@ class Bench:
         return lambda: function(*arguments, n, size)
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="GB/s of codecs of pushes on one core.")
     parser.add_argument("--elements", type=int, default=1 << 23, help="a multiple of 128")
     parser.add_argument("--turns", type=int, default=7)
-    options = parser.parse_args()
+    small = {"elements": 1 << 17, "turns": 1}
+    options = measurement.options_of(parser, arguments, small=small)
     generator = np.random.default_rng(0)
     n = options.elements // 128 * 128
     scales = np.exp(generator.standard_normal((n // 64, 1))).astype(np.float32)
     gradient = (generator.standard_normal((n // 64, 64), np.float32) * scales).reshape(-1)
+    figures: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(gradient, options.turns, compiled(folder))
         target = np.zeros(n, np.float32)
-        copy = bench.best({"copy": (target, lambda: np.copyto(target, gradient))})["copy"]
-        print(f"{n} elements; a copy: {copy:.1f} GB/s\n")
-        names = ("encode", "C encode", "decode", "C decode")
-        print(f"{'codec':20}{'bytes':>8}" + "".join(f"{name:>10}" for name in names))
+        figures |= bench.best({"copy": (target, lambda: np.copyto(target, gradient))})
+        print(f"{n} elements; a copy: {figures['copy']:.1f} GB/s\n")
+        columns = ("encode", "C encode", "decode", "C decode")
+        print(f"{'codec':20}{'bytes':>8}" + "".join(f"{column:>10}" for column in columns))
         for row in ROWS:
             found = bench.row(row)
             line = f"{row.name:20}{found['bytes']:8.2%}"
-            for name in names:
-                line += f"{found[name]:10.2f}" if name in found else f"{'-':>10}"
+            for column in columns:
+                line += f"{found[column]:10.2f}" if column in found else f"{'-':>10}"
             print(line)
+            figures |= {f"{row.name}_{key}".replace(" ", "_"): one for key, one in found.items()}
+    measurement.conclude("codecs", figures)
 
 
 if __name__ == "__main__":

@@ -112,6 +112,15 @@ def test_equal_sizes_are_sent_in_turn_and_the_share_is_kept(bits: object) -> Non
     assert sent.all()
 
 
+def test_a_list_that_would_be_longer_than_all_values_becomes_all_values() -> None:
+    numbers = np.random.default_rng(0).standard_normal(140_000).astype(np.float32)
+    for share, is_list in ((0.49, True), (0.51, False), (0.9, False)):  # in piece 2 or 1 of 3
+        pushed = push(TopK(share=share), numbers)
+        assert (pushed.encoded.n_words < len(numbers)) is is_list
+        assert pushed.encoded.n_sent == np.count_nonzero(pushed.sent)
+        assert_balanced(pushed)
+
+
 def test_zeros_are_not_sent() -> None:
     numbers = np.zeros(6400, np.float32)
     numbers[17] = 2.0**-149
