@@ -5,6 +5,7 @@ Bytes of other machines:
     wire    frames of a message     chunk   files in chunks         spec    a job spec
     job     the job in it           plan    the plan in it          place   an endpoint
     zap     requests of RFC 27      call   for a checkpoint         reply    to one
+    words   of a push, by each codec
 
 Files and texts that this user, or this program, wrote on this machine:
 
@@ -48,6 +49,10 @@ from distbelief.job.run.directory import Status, status_in
 from distbelief.job.run.metrics_file import Measurement, measurements_in
 from distbelief.job.run.resume import CheckpointSet, checkpoint_set_in
 from distbelief.parameter_server.checkpoint import ShardState, restore, take
+from distbelief.parameter_server.codecs.books import History, Residual
+from distbelief.parameter_server.codecs.dense import Bfloat16, Int4, Int8
+from distbelief.parameter_server.codecs.threshold import Threshold
+from distbelief.parameter_server.codecs.top_k import TopK
 from distbelief.parameter_server.layout import Layout, TensorSpec
 from distbelief.parameter_server.rules import SGD
 from distbelief.parameter_server.shard_config import ShardConfig
@@ -342,6 +347,37 @@ def _json(kind: type, decode: Decode, end: bytes = b"") -> Decoder:
     return Decoder(seeds=tuple(found), decode=decode)
 
 
+_WORDS_HEAD: Final = struct.Struct("<BH")  # which codec, elements; words follow
+
+
+def _words() -> Decoder:
+    """Decode them by pieces, as a shard does."""
+    kinds = (Bfloat16(), Int8(), Int4(), TopK(), TopK(bits=2), Threshold(tau=1.0))
+
+    def read(data: bytes) -> None:
+        index, n_elements = _WORDS_HEAD.unpack(data[: _WORDS_HEAD.size].ljust(3, b"\x00"))
+        n_elements %= 1 << 11
+        rest = data[_WORDS_HEAD.size :]
+        words = np.frombuffer(rest[: len(rest) // 4 * 4], np.uint32)
+        add = kinds[index % len(kinds)].decoder(words, n_elements)
+        for start in range(0, n_elements, 512):
+            stop = min(start + 512, n_elements)
+            add(start, stop, np.zeros(stop - start, np.float32))
+
+    def written(index: int, numbers: Residual) -> bytes:
+        codec, n_elements = kinds[index], len(numbers)
+        out = np.zeros(codec.n_words_max(n_elements), np.uint32)
+        cut = codec.choose([numbers], History())
+        encoded = codec.encode(numbers, cut, out)
+        return _WORDS_HEAD.pack(index, n_elements) + out[: encoded.n_words].tobytes()
+
+    generator = np.random.default_rng(0)
+    numbers = generator.standard_normal(100).astype(np.float32)
+    huge = np.where(np.arange(100) % 40, numbers, np.float32(1e30))
+    seeds = [written(index, one.copy()) for index in range(len(kinds)) for one in (numbers, huge)]
+    return Decoder(seeds=tuple(seeds), decode=read, refusals=(RemoteProtocolError,))
+
+
 _ENTRY: Final = f"{_KEY} worker,host lab-3\n# nobody else\n".encode()
 _MAKERS: Final[Mapping[str, Callable[[], Decoder]]] = {
     "wire": _wire,
@@ -370,6 +406,7 @@ _MAKERS: Final[Mapping[str, Callable[[], Decoder]]] = {
     "call": _call,
     "reply": _reply,
     "tensors": _tensors,
+    "words": _words,
 }
 DECODERS: Final[Mapping[str, Open]] = {
     **{

@@ -14,7 +14,14 @@ from pathlib import Path
 
 import pytest
 
-from experiments.benchmarks import async_peers, parameter_server, planner, ray_hosts, simulation
+from experiments.benchmarks import (
+    async_peers,
+    codecs,
+    parameter_server,
+    planner,
+    ray_hosts,
+    simulation,
+)
 from experiments.benchmarks.async_peers import Entry
 from experiments.benchmarks.network.hosts import obstacle
 from tests.experiments.benchmarks.runs import FOLDER, figures_in, figures_of
@@ -40,6 +47,11 @@ FIGURES: dict[str, set[str]] = {
     "cluster_chaos": {
         *("chaos_throughput_kept", "chaos_acknowledged_lost", "chaos_samples_not_once"),
         *("chaos_hangs", "chaos_faults"),
+    },
+    "codecs": {
+        f"{codec}_{figure}"
+        for codec in ("bfloat16", "int8", "int4", "top_k", "threshold_1_percent")
+        for figure in ("encode", "decode", "bytes")
     },
     "downpour": {
         *("downpour_bs8", "ddp_bs8", "downpour_bs8_over_kept"),
@@ -160,6 +172,14 @@ def test_the_simulation_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
     figures = figures_in(capsys.readouterr().out, "simulation")
     speeds = {key for key in FIGURES["simulation"] if key.startswith("messages")}
     assert {*speeds, "driver_over_roles", "sandblaster_seconds"} == figures.keys()
+
+
+@pytest.mark.slow
+def test_codecs_are_measured_and_their_bits_are_those_of_plain_c(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    codecs.main(["--small"])
+    assert FIGURES["codecs"] <= figures_in(capsys.readouterr().out, "codecs").keys()
 
 
 @pytest.mark.processes

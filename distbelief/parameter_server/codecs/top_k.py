@@ -1,0 +1,208 @@
+"""The largest elements: of share s, found by a cut that a sample gives, exact or as 2 bits.
+
+    bits = 32    indices, then values: 2 words an element; or all n values, if that is less
+    bits = 2     | low level, high level | n_whole | counts | entries | whole elements |
+                   bfloat16, bfloat16                uint16   uint16    indices, values
+
+Exact values leave nothing behind. With 2 bits (SparseLoCo, Sarfi et al. 2025) an entry has 14 bits
+of an index within 16,384 elements, and 2 bits: the sign, and which of two levels. `counts` are the
+entries of each 16,384 elements. A level is at most twice the smallest size that it stands for, so
+it is near, or short. Elements of 2^16 times the high level or more are sent whole, the first one of
+each 64; the others are kept.
+
+Where many elements have one size (after a step by signs alone) the cut goes through them: those at
+some places of each 64 are sent, at other places with each push.
+"""
+
+from collections.abc import Sequence
+from typing import Final, Literal, final
+
+import numpy as np
+from typing_extensions import override
+
+from distbelief.core.arguments import require
+from distbelief.core.vectors import ALIGNMENT
+from distbelief.parameter_server.codecs import books
+from distbelief.parameter_server.codecs.books import Adder, Cut, Encoded, History, Residual, Words
+
+
+_ROW: Final = 1 << 14  # elements whose indices have 14 bits
+_SLACK: Final = 1.25  # of the share: so many elements of one size need no thinning
+_LEAST: Final = (127 - 120) << 23  # the bits of 2^-120: smaller elements have no level
+
+
+@final
+class TopK(books.CodecTable, frozen=True, kw_only=True, tag="top-k"):
+    """About this share of the elements, those of the largest sizes; the others are kept."""
+
+    share: float = 0.01
+    bits: Literal[2, 32] = 32  # of each value
+
+    def __post_init__(self) -> None:
+        require(self, "codec 'top-k'", "share", lambda x: 0.0 < x < 1.0, "a share between 0 and 1")
+
+    @override
+    def choose(self, parts: Sequence[Residual], history: History) -> Cut:
+        sizes = books.sampled_sizes(parts, history)
+        wanted = max(round(self.share * len(sizes)), 1)
+        least = 1 if self.bits == 32 else _LEAST  # zeros are never sent
+        size = least
+        if len(sizes):
+            size = max(int(np.partition(sizes, len(sizes) - wanted)[len(sizes) - wanted]), least)
+        n_above = int(np.count_nonzero(sizes > size))
+        n_equal = int(np.count_nonzero(sizes == size))
+        n_places = ALIGNMENT
+        if n_above + n_equal > max(_SLACK * wanted, 1):
+            n_places = max(ALIGNMENT * (wanted - n_above) // n_equal, 1)
+        return Cut(
+            size=books.number_of(size),
+            first_place=history.n_pushes * n_places % ALIGNMENT,
+            n_places=n_places,
+            levels=_levels(sizes[sizes >= size], size) if self.bits == 2 else (0.0, 0.0),
+        )
+
+    @override
+    def n_words_max(self, n_elements: int) -> int:
+        if self.bits == 32:
+            return n_elements
+        n_counts = -(-n_elements // _ROW)
+        n_entry_words = -(-n_elements // 2)
+        return 2 + -(-n_counts // 2) + n_entry_words + books.n_whole_words_max(n_elements)
+
+    @override
+    def encode(self, residual: Residual, cut: Cut, out: Words) -> Encoded:
+        books.check_residual(residual)
+        encode = _encode_values if self.bits == 32 else _encode_levels
+        return encode(residual, cut, out)
+
+    @override
+    def decoder(self, words: Words, n_elements: int) -> Adder:
+        if self.bits == 2:
+            return _decode_levels(words, n_elements)
+        books.require_valid(len(words) <= n_elements, f"{len(words)} for {n_elements} elements")
+        if len(words) == n_elements:
+            books.require_finite(words)
+            return books.adds_all(words.view(np.float32))
+        return books.pairs(words, n_elements)
+
+
+def _selected(part: Residual, cut: Cut) -> books.Indices:
+    """Return the elements of a part, which begins at a multiple of 64, that the cut sends."""
+    sizes = part.view(np.uint32) & books.SIZE
+    size = np.float32(cut.size).view(np.uint32)
+    indices = np.flatnonzero(sizes >= size)
+    if cut.n_places < ALIGNMENT:
+        is_place = (indices - cut.first_place) % ALIGNMENT < cut.n_places
+        indices = indices[is_place | (sizes[indices] > size)]
+    return indices
+
+
+def _encode_values(residual: Residual, cut: Cut, out: Words) -> Encoded:
+    n_elements = len(residual)
+    n_max = max(n_elements - 1, 0) // 2  # of a list, which is shorter than all values
+    values = out[n_elements - n_max : n_elements]  # of the list, until all indices are known
+    n, is_list = 0, True
+    for piece in books.pieces(n_elements):
+        part = residual[piece]
+        indices = _selected(part, cut)
+        numbers = part[indices]
+        books.check_finite(bool(np.isfinite(numbers).all()))
+        part[indices] = 0
+        places, n_before = indices + piece.start, n
+        n += len(indices)
+        if is_list and n > n_max:
+            is_list = False
+            listed = out[:n_before].copy(), values[:n_before].copy()
+            out[:n_elements] = 0
+            out[listed[0]] = listed[1]
+        if is_list:
+            out[n_before:n], values[n_before:n] = places, numbers.view(np.uint32)
+        else:
+            out[places] = numbers.view(np.uint32)
+    if not is_list:
+        return Encoded(n_words=n_elements, n_sent=n)
+    out[n : 2 * n] = values[:n]
+    return Encoded(n_words=2 * n, n_sent=n)
+
+
+# --- 2 bits ---
+
+
+def _levels(sizes: Words, size: int) -> tuple[float, float]:
+    """Return the means of the sampled sizes below and above their mean, as short numbers.
+
+    The lower one is near for sizes from the cut on, the higher one from the middle of both.
+    """
+    cut = books.number_of(size)
+    numbers = np.sort(sizes).view(np.float32).astype(np.float64)
+    if not len(numbers):
+        return (books.shorten(cut),) * 2
+    mean = numbers.mean()
+    lower, upper = numbers[numbers <= mean], numbers[numbers > mean]
+    # Cut down, not rounded, to 8 bits: at most twice the cut.
+    low = min(
+        books.shorten(float(lower.mean())),
+        books.from_short(books.to_short(min(2 * cut, books.LARGEST))),
+    )
+    high = books.shorten(float(upper.mean())) if len(upper) else low
+    return low, min(max(high, low), books.shorten(low * books.SHORT_RANGE / 2))
+
+
+def _sizes(n_elements: int, n_entries: int) -> tuple[int, int, int]:
+    """Return how many rows there are, and where in the words entries and whole elements begin."""
+    n_rows = -(-n_elements // _ROW)
+    first_entry = 2 + -(-n_rows // 2)
+    return n_rows, first_entry, first_entry + -(-n_entries // 2)
+
+
+def _encode_levels(residual: Residual, cut: Cut, out: Words) -> Encoded:
+    n_elements = len(residual)
+    _, first_entry, _ = _sizes(n_elements, 0)
+    low, high = cut.levels
+    middle = np.float32((low + high) / 2)
+    table = np.array([low, -low, high, -high], np.float32)
+    out[0] = books.to_short(low) << 16 | books.to_short(high)
+    out[2:first_entry] = 0
+    counts = out[2:first_entry].view(np.uint16)
+    entries = out[first_entry:].view(np.uint16)
+    n_entries, whole = 0, [np.zeros(0, np.intp)]
+    for piece in books.pieces(n_elements):
+        part = residual[piece]
+        indices = _selected(part, cut)
+        numbers = part[indices]
+        sizes = np.abs(numbers)
+        books.check_finite(bool((sizes < np.inf).all()))
+        is_short = sizes < books.short_end(high)
+        whole.append(books.first_of_blocks(indices[~is_short]) + piece.start)
+        indices, numbers, sizes = indices[is_short], numbers[is_short], sizes[is_short]
+        codes = (sizes >= middle).astype(np.uint16) << 1 | np.signbit(numbers)
+        part[indices] = numbers - table[codes]
+        first_row, n = piece.start // _ROW, len(indices)
+        here = np.bincount(indices // _ROW)
+        counts[first_row : first_row + len(here)] = here
+        entries[n_entries : n_entries + n] = (indices % _ROW).astype(np.uint16) << 2 | codes
+        n_entries += n
+    entries[n_entries : n_entries + n_entries % 2] = 0
+    *_, first_whole = _sizes(n_elements, n_entries)
+    n_whole = books.put_whole(residual, np.concatenate(whole), out[first_whole:])
+    out[1] = n_whole
+    return Encoded(n_words=first_whole + 2 * n_whole, n_sent=n_entries + n_whole)
+
+
+def _decode_levels(words: Words, n_elements: int) -> Adder:
+    n_rows, first_entry, _ = _sizes(n_elements, 0)
+    books.require_valid(len(words) >= first_entry, f"{len(words)} for {n_elements} elements")
+    low, high = books.short_of(int(words[0]) >> 16), books.short_of(int(words[0]) & 0xFFFF)
+    books.require_valid(low is not None and high is not None, "a level is not a number above 0")
+    counts = words[2:first_entry].view(np.uint16)[:n_rows].astype(np.int64)
+    n_entries = int(counts.sum())
+    *_, first_whole = _sizes(n_elements, n_entries)
+    is_valid = len(words) == first_whole + 2 * int(words[1])
+    books.require_valid(is_valid, f"{len(words)}, which are not as many as its counts say")
+    entries = words[first_entry:first_whole].view(np.uint16)[:n_entries]
+    rows = np.repeat(np.arange(n_rows, dtype=np.uint32) * np.uint32(_ROW), counts)
+    indices = rows + (entries >> 2)
+    books.require_indices(indices, n_elements)
+    table = np.array([low, -(low or 0), high, -(high or 0)], np.float32)
+    some = books.adds_some(indices, table[entries & 3])
+    return books.adds_both(some, books.pairs(words[first_whole:], n_elements))
