@@ -217,6 +217,7 @@ def build_rank(
         place,
         split,
         parts,
+        memory=context.memory,
         batch_plan=plan,
         program=program,
         limits=wb.on_request(),

@@ -12,7 +12,7 @@ from typing import Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from distbelief.core.errors import LocalProtocolError, MemoryGoneError
+from distbelief.core.errors import LocalProtocolError, MemoryGoneError, RemoteProtocolError
 from distbelief.core.vectors import Vector
 
 
@@ -57,6 +57,8 @@ def keep_memory(*, block_bytes_max: int | None = None) -> bool:
 
 Region = NDArray[np.uint8]  # (n_bytes,), zeroed when created, 64-byte aligned
 
+HEADER_BYTES: Final = 64  # before the values of a region whose owner tells something about them
+
 
 class Memory(Protocol):
     """The memory that a driver provides to its roles."""
@@ -88,6 +90,16 @@ class Memory(Protocol):
     def retire(self, values: Vector) -> None:
         """Mark `values` as no longer valid; the simulated driver fills them with NaN."""
         ...
+
+
+def attach_all(memory: Memory, name: str, *, n_bytes: int) -> Region:
+    """Attach a region of this size, or raise MemoryGoneError, or RemoteProtocolError."""
+    region = memory.attach(name)
+    if region.nbytes != n_bytes:
+        raise RemoteProtocolError(
+            f"region {name!r} has {region.nbytes} bytes, not {n_bytes}: use one layout"
+        )
+    return region
 
 
 class PrivateMemory:

@@ -210,6 +210,11 @@ class ReliableStream(Generic[Item, Sent]):
         self.next = 0  # number of the next item
         self.n_again = 0  # items that were sent again
 
+    @property
+    def items(self) -> list[Item]:
+        """Those that are not acknowledged."""
+        return [*(item for _, item in self._under_way), *self._waiting]
+
     def put(self, items: Iterable[Item], now: float) -> list[Sent]:
         """Send these as far as the window allows; the rest later."""
         self._waiting.extend(items)

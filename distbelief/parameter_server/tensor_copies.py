@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from distbelief.core.errors import RemoteProtocolError
-from distbelief.core.memory import Memory, Region
+from distbelief.core.memory import HEADER_BYTES, Memory, Region, attach_all
 from distbelief.core.vectors import ALIGNMENT, Element, Vector, padded
 from distbelief.parameter_server.bfloat16 import WORD, as_tensor, decode, encode
 from distbelief.parameter_server.ranges import IndexRanges, RangeCopier, rounded
@@ -195,8 +195,6 @@ def _put_ranges(copier: RangeCopier, tensor: torch.Tensor | None, vector: Vector
 
 # --- memory shared with clients ---
 
-HEADER_BYTES: Final = 64
-
 _VERSION, _CLOCK = range(2)
 
 
@@ -240,13 +238,8 @@ class SeqlockVector:
         cls, memory: Memory, name: str, *, n_elements: int, dtype: np.dtype[Element]
     ) -> "SeqlockVector":
         """Attach another role's vector, or raise MemoryGoneError, or RemoteProtocolError."""
-        region = memory.attach(name)
         n_bytes = HEADER_BYTES + n_elements * dtype.itemsize
-        if region.nbytes != n_bytes:
-            raise RemoteProtocolError(
-                f"region {name!r} has {region.nbytes} bytes, not {n_bytes}: use one layout"
-            )
-        return cls(name, region, dtype=dtype)
+        return cls(name, attach_all(memory, name, n_bytes=n_bytes), dtype=dtype)
 
     @property
     def version(self) -> int:

@@ -4,7 +4,8 @@
       | <- StartGeneration                           |   a new generation begins here
       | RankReady ---> |                             |   nothing of the old one is under way
       | <-- GrantSteps |                             |   compute up to this step
-      | TransferBlock, TransferAck between ranks     |   activations and gradients
+      | TransferBlock, TransferAck between ranks     |   activations and gradients; on one host
+      |                                              |   they lie in shared memory
       | StepsDone ---> |                             |   computed so many
       | <--- PushChunk |                             |   Sandblaster: push your part of a chunk
       | Push ------------------------------------->  |
@@ -120,7 +121,7 @@ class ChunkStaged(AnyMessage, frozen=True):
 
 
 class TransferBlock(AnyMessage, frozen=True):
-    """Rank -> rank: one block of one of the plan's messages.
+    """Rank -> rank: one block of one of the plan's messages, or all of it in shared memory.
 
     Sent again until `taken` covers it.
     """
@@ -132,7 +133,7 @@ class TransferBlock(AnyMessage, frozen=True):
     micro_batch: Count
     way: Count  # which of the plan's messages between these two ranks
     block_index: Count
-    values: Vector
+    values: Vector | None  # None: the whole message lies in the sender's outbox
 
 
 class TransferAck(AnyMessage, frozen=True):
@@ -140,3 +141,5 @@ class TransferAck(AnyMessage, frozen=True):
 
     generation: Count
     taken: Count
+    # Your outbox cannot be read here: send blocks. Unset takes no bytes
+    by_blocks: bool | msgspec.UnsetType = msgspec.UNSET

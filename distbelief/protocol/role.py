@@ -114,11 +114,12 @@ class Persisted(msgspec.Struct, frozen=True, kw_only=True):
     error: str | None = None
 
 
-class PeerJoined(msgspec.Struct, frozen=True, kw_only=True):
+class PeerJoined(msgspec.Struct, frozen=True, kw_only=True, repr_omit_defaults=True):
     """A peer, or a new incarnation of it, can be reached from now on."""
 
     peer: Address
     incarnation: int
+    host: str = ""  # whose memory it can map; "" if none, or not known
 
 
 class PeerLost(msgspec.Struct, frozen=True, kw_only=True):

@@ -511,13 +511,16 @@ class Driver:
         return number
 
     def _introduce(self, process: SimulatedProcess) -> None:
-        joined = rl.PeerJoined(peer=process.name, incarnation=process.incarnation)
         acquainted = self.options.acquainted
         others = [other for other in self.newest.values() if other is not process]
         for other in others:
             if other.alive and (not acquainted or acquainted(process.name, other.name)):
-                other.deliver(joined)
-                process.deliver(rl.PeerJoined(peer=other.name, incarnation=other.incarnation))
+                other.deliver(self._joined(process))
+                process.deliver(self._joined(other))
+
+    def _joined(self, process: SimulatedProcess) -> rl.PeerJoined:
+        host = process.memory.host if self.options.tells_hosts else ""
+        return rl.PeerJoined(peer=process.name, incarnation=process.incarnation, host=host)
 
     # --- end ---
 

@@ -149,6 +149,9 @@ class ClusterOptions:
     # With `introduce`: which pairs are connected, None for all. Thousands of replicas would
     # otherwise each get an event for every other.
     acquainted: Callable[[Address, Address], bool] | None = None
+    # With `introduce`: whether roles learn on which host the others are, as a supervisor tells
+    # them. Then ranks of one host share memory.
+    tells_hosts: bool = False
     # Probability that a message for a dead process reaches its next incarnation: ZeroMQ keeps
     # the message and reconnects, and the new process may have got the same port.
     port_reuse: float = 0.0

@@ -5,7 +5,8 @@ exists. A region's pages are allocated on creation: a host without room gets an 
 a SIGBUS in the middle of a step. The maker of a region holds a file lock on it, which ends with the
 process, as do the supervisor and the fork server of a directory; what is not locked may be removed
 (`sweep`, `remove_orphans`). A shard offers regions to clients of the same host, and blocks to all
-others (`parameter_server.sessions`).
+others (`parameter_server.sessions`); so does a rank of a split replica to other ranks
+(`worker.outboxes`).
 `multiprocessing.shared_memory` does not fit: under Python 3.11 a process that only attached
 unlinks the region when it exits.
 """

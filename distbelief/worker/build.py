@@ -16,6 +16,7 @@ from torch import nn
 from distbelief.config.algorithms import coordinator_of
 from distbelief.config.job import Job
 from distbelief.core.errors import JobError, LocalProtocolError
+from distbelief.core.memory import Memory
 from distbelief.core.vectors import Vector
 from distbelief.graph.graph import LayerGraph
 from distbelief.parameter_server.client.client import ParameterClient
@@ -49,7 +50,7 @@ from distbelief.worker.group import EVALUATORS, GroupLeader, GroupRank, group_ra
 from distbelief.worker.local_executor import FlatModel, LocalExecutor, frozen_of, loss_and_metric
 from distbelief.worker.rank import Rank
 from distbelief.worker.replica import Alone, Course, Program, Replica, Steps
-from distbelief.worker.steps import RankLink, StepRunner
+from distbelief.worker.steps import StepRunner, links_of
 from distbelief.worker.training import Items, Training
 
 
@@ -417,6 +418,7 @@ def assemble(  # noqa: PLR0913 -- one call describes a rank
     split: Split,
     parts: RankBuild,
     *,
+    memory: Memory,
     batch_plan: batches.BatchPlan,
     program: Program,
     limits: batches.Limits,
@@ -429,18 +431,26 @@ def assemble(  # noqa: PLR0913 -- one call describes a rank
     """Return the role of a rank; if the plan has only one, that of a replica."""
     flow, n_ranks = parts.flow, split.plan.cluster.n_machines
     names = member_names(rank.group, n_ranks)
-    peers = {peer for _, peer in (*flow.sent, *flow.received)}
+    micro_batches = split.plan.micro_batches if training else 1
+    execution = ex.PartitionExecutor(
+        flow,
+        dtype=parts.dtype,
+        modules=split.modules,
+        device=split.device,
+        seed_gradient=seed_gradient,
+    )
     executor = StepRunner(
-        ex.PartitionExecutor(
-            flow,
-            dtype=parts.dtype,
-            modules=split.modules,
-            device=split.device,
-            seed_gradient=seed_gradient,
+        execution,
+        links=links_of(
+            execution,
+            names,
+            rank.index,
+            memory=memory,
+            batch=split.plan.batch,
+            micro_batches=micro_batches,
         ),
-        links={peer: RankLink(names[peer]) for peer in sorted(peers)},
         batch_plan=batch_plan,
-        micro_batches=split.plan.micro_batches if training else 1,
+        micro_batches=micro_batches,
         training=training,
         seed=seed,
     )
@@ -493,6 +503,7 @@ def evaluating_rank(rank: GroupRank, *, context: BuildContext, split: Split) -> 
         rank,
         split,
         RankBuild(flow=flow, dtype=dtype, client=client, reader=reader),
+        memory=context.memory,
         batch_plan=batch_plan,
         program=program,
         limits=on_request(),
@@ -604,6 +615,7 @@ def build_rank(name: str, *, config: DownpourSettings, context: BuildContext, sp
         rank,
         split,
         parts,
+        memory=context.memory,
         batch_plan=batch_plan,
         program=program,
         limits=training_limits(config, batch_plan),

@@ -219,6 +219,7 @@ def build_computing_rank(name: str, computation: Computation, context: BuildCont
         rank,
         split,
         RankBuild(flow=flow, dtype=dtype, client=client, reader=reader),
+        memory=context.memory,
         batch_plan=batch_plan,
         program=SampleProgram(computation, flow, _values(computation, flow, dtype), outputs),
         limits=Limits(steps_max=computation.n_steps),

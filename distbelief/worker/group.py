@@ -86,7 +86,8 @@ class GroupProgress:
 
 # Generation k of the leader's incarnation i is i << 32 | k, so that all are distinct.
 GENERATION_BITS: Final = 32
-# A rank may be this many steps ahead of the slowest, so that computing and waiting overlap.
+# A rank may be this many steps ahead of the slowest, so that computing and waiting overlap. The
+# messages of so many lie in shared memory.
 AHEAD: Final = 2
 # After a Stop, the group ends without the ranks that report nothing for this time.
 STOP_SECONDS: Final = 20.0

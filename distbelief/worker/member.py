@@ -73,7 +73,7 @@ def new_peers(
             peer=peer, incarnation=incarnation, endpoint=entry.endpoint, host=entry.host
         )
         connects.append(link)
-        joined.append(rl.PeerJoined(peer=peer, incarnation=incarnation))
+        joined.append(rl.PeerJoined(peer=peer, incarnation=incarnation, host=entry.host))
     return connects, joined
 
 

@@ -145,7 +145,9 @@ class Rank(Course):
             return []
         if isinstance(event, rl.PeerJoined):
             out = [] if leader is None else leader.joined(rank, event.incarnation, now)
-            return self._deliver(out, now)
+            link = self._executor.links.get(rank)
+            shared = [] if link is None else link.join(event.host, self._incarnation, now)
+            return [*shared, *self._deliver(out, now)]
         if event.for_good and leader is not None:
             return self._deliver(leader.lost(rank, now), now)
         self._is_orphan |= event.for_good and rank == 0
@@ -163,7 +165,7 @@ class Rank(Course):
                 return self._follow(message, now)
             case wire.TransferBlock() | wire.TransferAck() if rank in self._executor.links:
                 assert rank is not None
-                return self._executor.receive(rank, message, now)
+                return self._executor.receive(rank, event.incarnation, message, now)
             case _:
                 return None
 
@@ -338,6 +340,7 @@ class Rank(Course):
             "generations": float(self._n_generations),
             "messages_out": float(sum(link.n_out for link in links.values())),
             "messages_resent": float(sum(link.n_again for link in links.values())),
+            "messages_shared": float(sum(link.n_shared for link in links.values())),
         }
         n_bytes = {f"bytes_to_{rank}": float(link.n_bytes) for rank, link in links.items()}
         return metrics | {name: n for name, n in n_bytes.items() if n}

@@ -1,6 +1,7 @@
 """Runs the steps of one rank of a partition: which operations can run, and what must be sent.
 
-Ranks send each other blocks of messages, numbered and acknowledged (`RankLink`, `Reassembly`). The
+Ranks send each other messages in blocks, numbered and acknowledged (`RankLink`, `Reassembly`); on
+one host a message is one block without values, which lie in shared memory (`worker.outboxes`). The
 size of each message is known from the dataflow and checked before memory is allocated.
 
 take      a transfer from another rank: kept for its step, rejected if unexpected
@@ -9,25 +10,28 @@ chain     all operations that can run now, as one piece of work for the compute 
 ran       the work is done: send its messages
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, NamedTuple, final
 
+import msgspec
 import numpy as np
 import torch
 
-from distbelief.core.errors import LocalProtocolError, RemoteProtocolError
+from distbelief.core.errors import LocalProtocolError, MemoryGoneError, RemoteProtocolError
+from distbelief.core.memory import Memory
 from distbelief.core.reliable import Arrivals, Backoff, ReliableStream
-from distbelief.core.vectors import ELEMENT_TYPES, Element, Vector
+from distbelief.core.vectors import Element, Vector
 from distbelief.protocol import TransferAck, TransferBlock
 from distbelief.protocol.codec import FRAME_BYTES_MAX
-from distbelief.protocol.role import Action, Address, Compute, Cost, Seconds, Send
+from distbelief.protocol.role import Action, Address, Compute, Cost, Report, Seconds, Send
 from distbelief.worker.batches import BatchPlan, BatchSlice, micro_sizes, step_seed
 from distbelief.worker.execution.executor import PartitionExecutor, Put, StepInputs, StepResult
 from distbelief.worker.execution.operations import Dataflow, InputOp
 from distbelief.worker.execution.schedule import MicroBatchSchedule, ReadyQueue
 from distbelief.worker.group import AHEAD
+from distbelief.worker.outboxes import Places, SharedLink, places_of
 
 
 STEP: Final = "replica:step"  # the work of a step
@@ -78,16 +82,19 @@ class Block(NamedTuple):
     way: int
     block_index: int
     values: Vector
+    is_shared: bool = False  # all of a message, in the outbox
 
 
 @final
 class RankLink:
     """The stream to one peer, and the acknowledgements of what it sends."""
 
-    def __init__(self, peer: Address) -> None:
+    def __init__(self, peer: Address, shared: SharedLink) -> None:
         self._peer = peer
+        self.shared = shared
         self.n_bytes = 0  # sent in all generations, each block counted once
         self.n_out = 0  # blocks sent
+        self.n_shared = 0  # of them, messages in shared memory
         self._n_again = 0  # in earlier generations
         self._stream = self._new_stream()
         self.begin(0)
@@ -104,17 +111,43 @@ class RankLink:
     def n_again(self) -> int:
         return self._n_again + self._stream.n_again
 
-    def post(self, blocks: Iterable[Block], now: Seconds) -> list[Action]:
-        return self._count(self._stream.put(blocks, now))
+    def post(self, blocks: Sequence[Block], now: Seconds) -> list[Action]:
+        self.n_out += len(blocks)
+        self.n_shared += sum(block.is_shared for block in blocks)
+        self.n_bytes += sum(block.values.nbytes for block in blocks)
+        return [*self._stream.put(blocks, now)]
 
     def acked(self, count: int, now: Seconds) -> list[Action]:
         """The peer has all transfers before `count`."""
-        return self._count(self._stream.acked(count, now))
+        return [*self._stream.acked(count, now)]
+
+    def join(self, host: str, incarnation: int, now: Seconds) -> list[Action]:
+        """The peer has joined, or has restarted, perhaps on this host."""
+        was_shared, warning = self.shared.is_used, self.shared.join(host, incarnation)
+        if warning is not None:
+            return [Report(text=warning, level="warning")]
+        return self._in_blocks(now) if was_shared and not self.shared.is_used else []
+
+    def unshare(self, now: Seconds) -> list[Action]:
+        """The peer cannot read what is shared."""
+        was_shared, self.shared.is_used = self.shared.is_used, False
+        return self._in_blocks(now) if was_shared else []
+
+    def _in_blocks(self, now: Seconds) -> list[Action]:
+        # When it is sent again, what was shared is the first block of its message.
+        rest = [
+            one._replace(block_index=index, values=values, is_shared=False)
+            for one in self._stream.items
+            if one.is_shared
+            for index, values in blocks_of(one.values)
+            if index
+        ]
+        return [*self._stream.put(rest, now)]
 
     def remind(self, now: Seconds) -> list[Action]:
         """Send again what has been under way for too long, or acknowledge what arrived."""
         again = self._stream.again(now)
-        return [*again] if again or not self._n_untold else [self._ack()]
+        return [*again] if again or not self._n_untold else [self.ack()]
 
     def is_new(self, sequence: int) -> bool:
         return self._arrivals.is_new(sequence)
@@ -123,23 +156,17 @@ class RankLink:
         """Note that a transfer arrived, perhaps again; acknowledge every few."""
         self._n_untold += 1
         self._arrivals.add(sequence)
-        return [self._ack()] if self._n_untold >= ACK_EVERY else []
+        return [self.ack()] if self._n_untold >= ACK_EVERY else []
 
     def _new_stream(self) -> ReliableStream[Block, Send]:
         backoff = Backoff(first=AGAIN_SECONDS, longest=AGAIN_SECONDS_MAX)
         return ReliableStream(self._transfer, backoff=backoff)
 
-    def _count(self, sent: Iterable[Send]) -> list[Action]:
-        actions: list[Action] = []
-        for action in sent:
-            assert isinstance(action.message, TransferBlock)
-            self.n_out += 1
-            self.n_bytes += action.message.values.nbytes
-            actions.append(action)
-        return actions
-
     def _transfer(self, sequence: int, block: Block) -> Send:
         self._n_untold = 0
+        values: Vector | None = block.values
+        if block.is_shared:
+            values = None if self.shared.is_used else next(blocks_of(block.values))[1]
         message = TransferBlock(
             generation=self._generation,
             sequence=sequence,
@@ -148,14 +175,18 @@ class RankLink:
             micro_batch=block.micro_batch,
             way=block.way,
             block_index=block.block_index,
-            values=block.values,
+            values=values,
         )
         # The stream keeps the values for a repetition, so nobody changes them meanwhile.
         return Send(receiver=self._peer, message=message, lent=True)
 
-    def _ack(self) -> Send:
+    def ack(self, *, by_blocks: bool = False) -> Send:
         self._n_untold = 0
-        ack = TransferAck(generation=self._generation, taken=self._arrivals.count)
+        ack = TransferAck(
+            generation=self._generation,
+            taken=self._arrivals.count,
+            by_blocks=by_blocks or msgspec.UNSET,
+        )
         return Send(receiver=self._peer, message=ack)
 
 
@@ -170,11 +201,22 @@ class Reassembly:
     def clear(self) -> None:
         self._messages.clear()
 
+    def put(self, key: StreamKey, values: Vector) -> bool:
+        """Keep a message that came as a whole; return whether it is new."""
+        is_new = key not in self._messages
+        self._messages.setdefault(key, (values, set()))
+        return is_new
+
     def take(
-        self, key: StreamKey, message: TransferBlock, *, n_elements: int, dtype: "np.dtype[Element]"
+        self,
+        key: StreamKey,
+        index: int,
+        values: Vector,
+        *,
+        n_elements: int,
+        dtype: "np.dtype[Element]",
     ) -> bool:
         """Keep a block that fits its message; return whether it completes the message."""
-        index, values = message.block_index, message.values
         size = FRAME_BYTES_MAX // dtype.itemsize
         count = max(1, -(-n_elements // size))
         # Meaningless for a block that does not exist: hence the check of the index.
@@ -210,14 +252,48 @@ def blocks_of(values: Vector) -> Iterator[tuple[int, Vector]]:
         yield start // size, values[start : start + size]
 
 
+def links_of(
+    execution: PartitionExecutor,
+    names: Sequence[Address],  # of all ranks
+    own: int,
+    *,
+    memory: Memory,
+    batch: int,  # samples of a step, at most
+    micro_batches: int,
+) -> dict[int, RankLink]:
+    """Return the links of a rank to those that it exchanges messages with."""
+    flow, most = execution.flow, -(-batch // micro_batches)
+
+    def places(messages: Mapping[tuple[int, int], int], peer: int) -> Places:
+        sizes = [
+            (way, *execution.size_of(operation, most))
+            for (way, other), operation in sorted(messages.items())
+            if other == peer
+        ]
+        return places_of(
+            ((way, micro_batch), n * dtype.itemsize)
+            for way, n, dtype in sizes
+            for micro_batch in range(micro_batches)
+        )
+
+    links: dict[int, RankLink] = {}
+    for peer in sorted({peer for _, peer in (*flow.sent, *flow.received)}):
+        sent, received = places(flow.sent, peer), places(flow.received, peer)
+        shared = SharedLink(memory, names[own], names[peer], sent=sent, received=received)
+        links[peer] = RankLink(names[peer], shared)
+    return links
+
+
 @final
 @dataclass(slots=True, kw_only=True)
 class _Open:
     number: int
+    sizes: Sequence[int]  # samples of each micro-batch
     ready: ReadyQueue
     put: Put
     close: Close
     arrived: dict[int, Vector]
+    rooms: dict[int, Vector] = field(default_factory=dict)  # of messages to be sent
     is_closing: bool = False
 
 
@@ -245,7 +321,7 @@ class StepRunner:
         self._training = training
         self._seed = tuple(seed)
         self._inbox = Reassembly()
-        self._early: list[tuple[int, TransferBlock]] = []
+        self._early: list[tuple[int, int, TransferBlock]] = []  # sender, its incarnation
         self._has_position = False  # the data position of this generation is known
         self._open: _Open | None = None
         self._schedules: dict[int, MicroBatchSchedule] = {}
@@ -283,22 +359,26 @@ class StepRunner:
         self._has_position = True
         early, self._early = self._early, []
         actions: list[Action] = []
-        for sender, message in early:
-            actions += self.take(sender, message, now)
+        for sender, incarnation, message in early:
+            actions += self.take(sender, incarnation, message, now)
         return actions
 
     # ----------------------------------------------------------------------- transfers
 
     def receive(
-        self, sender: int, message: TransferBlock | TransferAck, now: Seconds
+        self, sender: int, incarnation: int, message: TransferBlock | TransferAck, now: Seconds
     ) -> list[Action]:
         if isinstance(message, TransferBlock):
-            return self.take(sender, message, now)
+            return self.take(sender, incarnation, message, now)
         if message.generation != self.generation:
             return []
-        return self.links[sender].acked(message.taken, now)
+        link = self.links[sender]
+        actions = link.acked(message.taken, now)
+        return [*actions, *(link.unshare(now) if message.by_blocks is True else [])]
 
-    def take(self, sender: int, message: TransferBlock, now: Seconds) -> list[Action]:
+    def take(
+        self, sender: int, incarnation: int, message: TransferBlock, now: Seconds
+    ) -> list[Action]:
         """Handle a transfer from another rank.
 
         RemoteProtocolError if its generation, key or size is not what the dataflow expects.
@@ -313,20 +393,30 @@ class StepRunner:
         actions = stream.acked(message.taken, now)
         if not self._has_position or self._is_unknown(message.step):
             if is_new:  # not acknowledged: if dropped here it will be resent
-                self._early.append((sender, message))
+                self._early.append((sender, incarnation, message))
                 del self._early[: -AHEAD * 32 * max(len(self.links), 1)]
             return actions
         if is_new and message.step >= self.step:
             key = StreamKey(message.step, message.micro_batch, message.way, sender)
-            # The size is checked before any memory is reserved for the message.
-            n_elements, dtype = self._expected(key)
-            if self._inbox.take(key, message, n_elements=n_elements, dtype=dtype):
-                self._arrive(message.step)
+            try:
+                if self._keep(key, incarnation, message):
+                    self._arrive(message.step)
+            except MemoryGoneError:
+                return [*actions, stream.ack(by_blocks=True)]
         return [*actions, *stream.arrived(message.sequence)]
 
     def _is_unknown(self, step: int) -> bool:
         # Its samples were dealt to the leader, which has not told this rank yet.
         return self.step <= step < self.step + AHEAD and not self._sizes(step)
+
+    def _keep(self, key: StreamKey, incarnation: int, message: TransferBlock) -> bool:
+        # The size is checked before any memory is reserved for the message.
+        n, dtype = self._expected(key)
+        if message.values is None:
+            place, shared = (key.way, key.micro_batch), self.links[key.sender].shared
+            return self._inbox.put(key, shared.read(incarnation, key.step, place, n, dtype))
+        index, values = message.block_index, message.values
+        return self._inbox.take(key, index, values, n_elements=n, dtype=dtype)
 
     def _expected(self, key: StreamKey) -> tuple[int, "np.dtype[Element]"]:
         flow = self._flow
@@ -342,16 +432,7 @@ class StepRunner:
             raise RemoteProtocolError(
                 f"rank {key.sender} sent micro-batch {key.micro_batch} of a step of {len(sizes)}"
             )
-        assert isinstance(operation, InputOp)
-        assert operation.message is not None
-        message = operation.message
-        n = sum(region.n_elements for region in message.regions)
-        if not operation.once and message.name not in flow.joined:
-            n *= sizes[key.micro_batch]
-        integer = message.name in flow.integers and message.kind == "state"
-        double = self._execution.dtype == torch.float64
-        code = "i8" if integer else "f8" if double else "f4"
-        return n, ELEMENT_TYPES[code]
+        return self._execution.size_of(place, sizes[key.micro_batch])
 
     def _arrive(self, step: int) -> None:
         opened = self._open
@@ -390,8 +471,15 @@ class StepRunner:
             seed=step_seed(self._seed, batch.position),
         )
         self._execution.begin(schedule, step_inputs)
+        for link in self.links.values():
+            link.shared.begin(self.generation, self.step)
         self._open = _Open(
-            number=self.step, ready=ReadyQueue(schedule, sizes), put=put, close=close, arrived={}
+            number=self.step,
+            sizes=sizes,
+            ready=ReadyQueue(schedule, sizes),
+            put=put,
+            close=close,
+            arrived={},
         )
         self.is_open = True
         self._arrive(self.step)
@@ -414,8 +502,22 @@ class StepRunner:
             opened.is_closing = True
         elif not chain:
             return []
-        work = partial(self._run, opened, self.generation, chain, arrived, opened.is_closing)
+        rooms = dict(self._rooms(opened, chain))
+        opened.rooms |= rooms
+        work = partial(self._run, opened, self.generation, chain, arrived, rooms, opened.is_closing)
         return [Compute(name=STEP, work=work, cost=Cost(flops=flops))]
+
+    def _rooms(self, opened: _Open, chain: Sequence[int]) -> Iterator[tuple[int, Vector]]:
+        """Yield where messages are to be put, if that is shared memory."""
+        for instance in chain:
+            micro_batch, operation = divmod(instance, len(self._flow.operations))
+            if operation in self._sent:
+                way, receiver = self._sent[operation]
+                n, dtype = self._execution.size_of(operation, opened.sizes[micro_batch])
+                shared = self.links[receiver].shared
+                room = shared.room(opened.number, (way, micro_batch), n, dtype)
+                if room is not None:
+                    yield instance, room
 
     def _run(
         self,
@@ -423,13 +525,16 @@ class StepRunner:
         generation: int,
         chain: Sequence[int],
         arrived: Mapping[int, Vector],
+        rooms: Mapping[int, Vector],
         closes: bool,  # noqa: FBT001 -- bound by partial
     ) -> StepOutcome:
         # Runs in the compute executor; the arguments hold all that it may touch.
-        sends = self._execution.run(chain, arrived, opened.put)
+        sends = self._execution.run(chain, arrived, opened.put, rooms)
         if not closes:
             return StepOutcome(generation=generation, sends=sends)
         step_result = self._execution.finish()
+        for link in self.links.values():
+            link.shared.check(generation)
         return StepOutcome(
             generation=generation, sends=sends, found=step_result, closed=opened.close(step_result)
         )
@@ -443,11 +548,15 @@ class StepRunner:
         for instance, values in result.sends:
             micro_batch, operation = divmod(instance, n)
             way, receiver = self._sent[operation]
-            blocks = [
-                Block(opened.number, micro_batch, way, index, block)
-                for index, block in blocks_of(values)
-            ]
-            actions += self.links[receiver].post(blocks, now)
+            link, whole = self.links[receiver], Block(opened.number, micro_batch, way, 0, values)
+            if values is opened.rooms.pop(instance, None) and link.shared.is_used:
+                blocks = [whole._replace(is_shared=True)]
+            else:
+                blocks = [
+                    whole._replace(block_index=index, values=block)
+                    for index, block in blocks_of(values)
+                ]
+            actions += link.post(blocks, now)
         if result.found is not None:
             self._open, self.is_open = None, False
             self.step += 1

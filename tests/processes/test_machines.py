@@ -82,8 +82,12 @@ def test_a_killed_machine_costs_its_replica_a_step_and_nobody_else(folder: Path)
             poll(partial(begins_anew, command, killed), seconds=60.0)
             poll(partial(has_steps, command, killed), seconds=120.0)
             assert {name: command.pids(name) for name in before} == before
+        counters = [command.roles()[name]["counters"] for name in names[:-1]]
         command.interrupt()
     assert said_to_restart(command, "replica 0.1", "replica 0.0")
+    for each in cast("list[dict[str, float]]", counters):
+        assert each["messages_shared"] == each["messages_out"] > 0
+    assert not command.shared_memory()
 
 
 def said_to_restart(command: Command, *labels: str) -> bool:

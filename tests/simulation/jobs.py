@@ -128,6 +128,7 @@ class Direct(Downpour):
     _: KW_ONLY
     flops_per_second: float = 1e10
     await_begin: bool = False
+    tells_hosts: bool = False  # ranks of one host share memory
 
     @property
     def names(self) -> list[Address]:
@@ -143,7 +144,7 @@ class Direct(Downpour):
     @override
     def options(self) -> ClusterOptions:
         machine = SimulatedMachine(host=self.host, flops_per_second=self.flops_per_second)
-        return ClusterOptions(introduce=True, machine=machine)
+        return ClusterOptions(introduce=True, machine=machine, tells_hosts=self.tells_hosts)
 
     def build(self, name: Address, memory: Memory) -> Role:
         context = replace(self.context(memory), await_begin=self.await_begin)

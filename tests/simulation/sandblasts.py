@@ -342,7 +342,7 @@ class Batch(Scene):
     n_shards: int = 2
     n_replicas: int = 3
     backups: bool = True
-    hosts: str = "one"  # or "own": block messages
+    hosts: str = "one"  # or "own": block messages; "told": one, where ranks share memory too
     latency_seconds: Seconds = 5e-5
     bytes_per_second: float = 1e9
 
@@ -370,14 +370,20 @@ class Batch(Scene):
     def options(self) -> ClusterOptions:
         machines = {
             name: SimulatedMachine(
-                host="host-0" if self.hosts == "one" else "",
+                host="" if self.hosts == "own" else "host-0",
                 flops_per_second=self.flops(name),
                 bytes_per_second=self.bytes_per_second,
             )
             for name in (COORDINATOR, *self.shards, *self.replicas)
         }
         link = Link(latency_seconds=self.latency_seconds)
-        return ClusterOptions(introduce=True, machines=machines, link=link, link_within_host=link)
+        return ClusterOptions(
+            introduce=True,
+            tells_hosts=self.hosts == "told",
+            machines=machines,
+            link=link,
+            link_within_host=link,
+        )
 
     @override
     def checks(self, cluster: SimulatedCluster) -> Sequence[Check]:

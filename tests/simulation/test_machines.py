@@ -88,6 +88,18 @@ def faults_of(seed: int, roles: Sequence[Address]) -> tuple[Fault, ...]:
 
 @pytest.mark.parametrize("seed", range(N_SEEDS))
 def test_every_sample_counts_once_despite_crashes_and_delays(seed: int) -> None:
+    check_counts(seed, host="host-0" if seed % 2 else "")
+
+
+@pytest.mark.parametrize("seed", range(N_SEEDS))
+def test_every_sample_counts_once_where_ranks_share_memory(seed: int) -> None:
+    group = check_counts(seed, host="host-0", tells_hosts=True)
+    figures = [group.replica(name).status()[1] for name in group.machines]
+    sent, shared = (sum(each[f"messages_{what}"] for each in figures) for what in ("out", "shared"))
+    assert shared == sent
+
+
+def check_counts(seed: int, *, host: str, tells_hosts: bool = False) -> Group:
     n_machines = 2 + seed % 3
     names = [rank_name(0, m) for m in range(n_machines)]
     n_push = 1 + seed // 3 % 2
@@ -101,7 +113,8 @@ def test_every_sample_counts_once_despite_crashes_and_delays(seed: int) -> None:
         inputs=(200,),
         n_machines=n_machines,
         plan_seed=seed,
-        host="host-0" if seed % 2 else "",
+        host=host,
+        tells_hosts=tells_hosts,
         seed=seed,
         faults=faults,
     )
@@ -116,6 +129,7 @@ def test_every_sample_counts_once_despite_crashes_and_delays(seed: int) -> None:
     start = group.first_values()["weight"]
     expected = start - counted(position).expand(3, 200).reshape(-1)
     torch.testing.assert_close(group.values()["weight"], expected, rtol=0, atol=2e-4)
+    return group
 
 
 # --------------------------------------------------- silent ranks at the end

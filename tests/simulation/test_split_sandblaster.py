@@ -4,7 +4,9 @@
 played alone by SIMULATION_SEEDS=FIRST:STOP.
 """
 
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -48,6 +50,25 @@ def test_whatever_breaks_the_sums_and_the_end_are_the_same(seeds: range) -> None
 @pytest.mark.parametrize("seeds", chunks(range(2, 2002), 100), ids=name)
 def test_sums_and_end_are_the_same_for_two_thousand_seeds(seeds: range) -> None:
     play_all(seeds)
+
+
+def play_shared(seeds: range) -> None:
+    def sights(seed: int) -> Counter[str]:
+        return play(replace(drawn(seed), hosts="told")).checker.sights
+
+    play_seeds(seeds, sights, file=FILE, seldom=("machines restarted",), share=0.2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seeds", chunks(range(2), 2), ids=name)
+def test_ranks_that_share_memory_end_where_blocks_end(seeds: range) -> None:
+    play_shared(seeds)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seeds", chunks(range(2, 502), 100), ids=name)
+def test_ranks_that_share_memory_end_where_blocks_end_for_five_hundred_seeds(seeds: range) -> None:
+    play_shared(seeds)
 
 
 @pytest.mark.slow

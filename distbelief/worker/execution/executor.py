@@ -7,6 +7,7 @@ without copies: where a layer is not partitioned it reads a view and gives its g
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Final, assert_never, final
 
 import numpy as np
@@ -14,7 +15,7 @@ import torch
 from torch import nn
 
 from distbelief.core.errors import DistBeliefError, JobError, LocalProtocolError
-from distbelief.core.vectors import Vector
+from distbelief.core.vectors import ELEMENT_TYPES, Element, Vector
 from distbelief.graph.graph import INPUT, Builder, GraphError, LayerGraph
 from distbelief.graph.operator import Call, Step
 from distbelief.graph.region import Region
@@ -101,6 +102,12 @@ class _State:
     steps: list[Step]
     slots: Activations
     tape: dict[int, _Taped] = field(default_factory=dict)
+    received: set[int] = field(default_factory=set)  # addresses of what came in messages
+
+    def kept(self, value: torch.Tensor) -> torch.Tensor:
+        """Return a value for use after the step: the memory of a message may then be reused."""
+        is_received = value.untyped_storage().data_ptr() in self.received
+        return value.clone() if is_received else value
 
 
 @final
@@ -124,6 +131,18 @@ class PartitionExecutor:
         self._like = torch.zeros((), dtype=dtype, device=self._device)
         self._state: _State | None = None
 
+    def size_of(self, operation: int, n_samples: int) -> tuple[int, "np.dtype[Element]"]:
+        """Return count and type of the numbers in this operation's message, for so many samples."""
+        found, flow = self.flow.operations[operation], self.flow
+        assert isinstance(found, ops.InputOp | ops.OutputOp)
+        message = found.message
+        assert message is not None
+        is_one = found.once or message.name in flow.joined
+        n = sum(region.n_elements for region in message.regions) * (1 if is_one else n_samples)
+        is_integer = message.name in flow.integers and message.kind == "state"
+        is_double = self.dtype == torch.float64
+        return n, ELEMENT_TYPES["i8" if is_integer else "f8" if is_double else "f4"]
+
     def begin(self, schedule: MicroBatchSchedule, step_inputs: StepInputs) -> None:
         """Begin a step; drop what is left of another one."""
         firsts = np.cumsum([0, *step_inputs.sizes])
@@ -142,9 +161,17 @@ class PartitionExecutor:
         self._state = _State(step_inputs, steps, slots)
 
     def run(
-        self, chain: Sequence[int], arrived: Mapping[int, Vector], put: Put
+        self,
+        chain: Sequence[int],
+        arrived: Mapping[int, Vector],
+        put: Put,
+        rooms: Mapping[int, Vector] = MappingProxyType({}),
     ) -> list[tuple[int, Vector]]:
-        """Run operations; return what must be sent: instances and their values."""
+        """Run operations; return what must be sent: instances and their values.
+
+        What is `arrived` is read until the end of the step. What is sent lies in the `rooms` of its
+        instances, if they have one.
+        """
         sends: list[tuple[int, Vector]] = []
         n = len(self.flow.operations)
         for instance in chain:
@@ -163,7 +190,13 @@ class PartitionExecutor:
                 case ops.BackwardOp():
                     self._backward(operation, micro_batch, micro_batch * n + operation.forward)
                 case ops.OutputOp():
-                    self._output(operation, micro_batch, instance, sends, put)
+                    found = self._current().slots.read(operation.reads, micro_batch)
+                    if operation.message is None:
+                        self._put(operation, found, put)
+                    else:
+                        room = rooms.get(instance)
+                        values = self._packed(operation, micro_batch, found, room)
+                        sends.append((instance, values))
                 case _:
                     assert_never(operation)
         return sends
@@ -180,7 +213,7 @@ class PartitionExecutor:
         def output(name: str, slot: int) -> torch.Tensor:
             parts = found(slot)
             # Every micro-batch has the same single sample.
-            return parts[0] if name in flow.joined else torch.cat(parts)
+            return state.kept(parts[0]) if name in flow.joined else torch.cat(parts)
 
         loss: float | None = None
         for slot in flow.losses:
@@ -189,7 +222,7 @@ class PartitionExecutor:
             loss = total + (loss or 0.0)
         return StepResult(
             loss=loss,
-            averages={item: found(slot)[-1][0] for item, slot in flow.averages.items()},
+            averages={item: state.kept(found(slot)[-1][0]) for item, slot in flow.averages.items()},
             outputs=[
                 (name, region, output(name, slot).cpu()) for name, region, slot in flow.outputs
             ],
@@ -217,6 +250,7 @@ class PartitionExecutor:
         n = 1 if message.name in self.flow.joined else self._size(micro_batch)
         shapes = [r.shape if operation.once else (n, *r.shape) for r in message.regions]
         flat = as_tensor(arrived).to(self._device)
+        self._current().received.add(flat.untyped_storage().data_ptr())
         parts = flat[: sum(map(math.prod, shapes))].split([math.prod(shape) for shape in shapes])
         return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
@@ -272,24 +306,17 @@ class PartitionExecutor:
             if value is not None:
                 state.slots.write(slot, micro_batch, value, adds=slot in self.flow.added)
 
-    def _output(
+    def _put(self, operation: ops.OutputOp, found: Sequence[torch.Tensor | None], put: Put) -> None:
+        for item, value in zip(operation.items, found, strict=True):
+            if value is not None:
+                put(item, self._current().kept(value).cpu().reshape(-1))
+
+    def _packed(
         self,
         operation: ops.OutputOp,
         micro_batch: int,
-        instance: int,
-        sends: list[tuple[int, Vector]],
-        put: Put,
-    ) -> None:
-        found = self._current().slots.read(operation.reads, micro_batch)
-        if operation.message is None:
-            for item, value in zip(operation.items, found, strict=True):
-                if value is not None:
-                    put(item, value.cpu().reshape(-1))
-            return
-        sends.append((instance, self._packed(operation, micro_batch, found)))
-
-    def _packed(
-        self, operation: ops.OutputOp, micro_batch: int, found: Sequence[torch.Tensor | None]
+        found: Sequence[torch.Tensor | None],
+        room: Vector | None,
     ) -> Vector:
         message = operation.message
         assert message is not None
@@ -304,7 +331,15 @@ class PartitionExecutor:
                     f"the {message.kind} {message.name!r} has shape {tuple(there.shape)}, but "
                     f"its receiver expects {shape}"
                 )
-            parts.append(there.reshape(-1))
+            parts.append(there)
+        if room is not None:
+            whole = torch.from_numpy(room)
+            if all(part.dtype == whole.dtype for part in parts):
+                sizes = [part.numel() for part in parts]
+                for part, place in zip(parts, whole.split(sizes), strict=True):
+                    place.view(part.shape).copy_(part)
+                return room
+        parts = [part.reshape(-1) for part in parts]
         flat = parts[0] if len(parts) == 1 else torch.cat(parts)
         if message.kind == "parameter" and len(parts) == 1:
             flat = flat.clone()  # a resend must not see later values

@@ -144,7 +144,10 @@ class Echo:
     def _receive(self, block: TransferBlock) -> list[Action]:
         label = StreamKey(block.step, 0, 0, 1 - self._machine)
         n_numbers, dtype = len(self._values), self._values.dtype
-        if not self._inbox.take(label, block, n_elements=n_numbers, dtype=dtype):
+        assert block.values is not None
+        if not self._inbox.take(
+            label, block.block_index, block.values, n_elements=n_numbers, dtype=dtype
+        ):
             return []
         for _, values in self._inbox.pop_step(block.step):
             self._values = np.asarray(values)

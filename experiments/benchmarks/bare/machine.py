@@ -5,9 +5,9 @@
     ["rows", 3]  ->  [0.7, 0.7, 0.7]                seconds of three steps by plan "rows"
     null         ->  {"9f0c...": [0.02, 0.04], ..}  seconds of the net's layers now: both passes
 
-Steps, messages, node and network are the runtime's; parameters stay, the batch is always the same,
-and gradients are left where they are. So a step's computation is measured, and its messages. Plans
-that are compared share everything else: processes, memory, cores, and the moment.
+Steps, messages, node, network and shared memory are the runtime's; parameters stay, the batch is
+always the same, and gradients are left where they are. So a step's computation is measured, and its
+messages. Plans that are compared share everything else: processes, memory, cores, and the moment.
 """
 
 import sys
@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 import torch
 
-from distbelief.core.memory import keep_memory
+from distbelief.core.memory import Memory, PrivateMemory, keep_memory
 from distbelief.graph.graph import LayerGraph
 from distbelief.plans import plan as plans
 from distbelief.plans.compiler import Compiled, compile_plan
@@ -47,10 +47,11 @@ from distbelief.protocol.role import (
     Started,
     TimerFired,
 )
+from distbelief.transport.shared_memory import FileMemory
 from distbelief.worker.batches import BatchIndices, BatchSlice, micro_sizes
 from distbelief.worker.execution.dataflow import dataflow
 from distbelief.worker.execution.executor import PartitionExecutor, StepResult
-from distbelief.worker.steps import RankLink, StepOutcome, StepRunner
+from distbelief.worker.steps import StepOutcome, StepRunner, links_of
 from experiments.benchmarks.bare.exchange import attached, take_step
 from experiments.benchmarks.measuring.workers import serve, timed
 from experiments.benchmarks.measuring.workload import Workload
@@ -66,6 +67,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     plans: dict[str, str]  # their files, by name
     n_machines: int
     folder: str  # where they exchange their addresses
+    memory: str = ""  # directory of the memory that they share; "" if they share none
 
 
 class _SameBatch:
@@ -95,6 +97,7 @@ class BareMachine:
         workload: Workload,
         micro_batches: int,
         tensors: Mapping[str, torch.Tensor],
+        memory: Memory,  # all machines that share some are on one host
         generation: int = 1,
     ) -> None:
         flow = dataflow(compiled, machine, loss="loss")
@@ -103,11 +106,18 @@ class BareMachine:
         self.gradients: dict[int, torch.Tensor] = {}  # of the last step, per tensor and region
         self.items = flow.items
         self.names = [Address(f"machine-{m}") for m in range(compiled.n_machines)]
-        self._links = {
-            peer: RankLink(name) for peer, name in enumerate(self.names) if peer != machine
-        }
+        self._host = memory.host
+        execution = PartitionExecutor(flow)
+        self._links = links_of(
+            execution,
+            self.names,
+            machine,
+            memory=memory,
+            batch=workload.batch_size,
+            micro_batches=micro_batches,
+        )
         self._steps = StepRunner(
-            PartitionExecutor(flow),
+            execution,
             links=self._links,
             batch_plan=_SameBatch(workload.batch_size),
             micro_batches=micro_batches,
@@ -130,16 +140,16 @@ class BareMachine:
             case Started():
                 self._steps.begin(self._generation)
                 actions = [*self._steps.place(now), *self._resend(now)]
+                for link in self._links.values():
+                    actions += link.join(self._host, self._generation, now)
             case TimerFired(name=name) if name == _RESEND:
                 actions = self._resend(now)
             case TimerFired():
                 begun = self._open()
-            case Received(sender=sender, message=TransferBlock() as message):
+            case Received(sender=sender, message=TransferBlock() | TransferAck() as message):
                 peer = self.names.index(sender)
-                actions = self._steps.take(peer, message, now)
-            case Received(sender=sender, message=TransferAck() as message):
-                peer = self.names.index(sender)
-                actions = self._links[peer].acked(message.taken, now)
+                # The generation in place of the incarnation: its memory is the plan's own.
+                actions = self._steps.receive(peer, self._generation, message, now)
             case Computed():
                 actions = self._computed(event, now)
             case _:
@@ -222,6 +232,8 @@ class Machine:
 def machine_of(setting: Setting, machine: int) -> Machine:
     workload = setting.workload
     tensors = workload.tensors()
+    shared = setting.memory
+    memory = FileMemory(Path(shared)) if shared else PrivateMemory(host="")
     found: dict[str, BareMachine] = {}
     for generation, (name, path) in enumerate(setting.plans.items(), 1):
         plan = plans.load(path)
@@ -237,6 +249,7 @@ def machine_of(setting: Setting, machine: int) -> Machine:
             workload=workload,
             micro_batches=plan.micro_batches,
             tensors=tensors,
+            memory=memory,
             generation=generation,
         )
     names = [Address(f"machine-{index}") for index in range(setting.n_machines)]

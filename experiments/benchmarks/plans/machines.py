@@ -12,6 +12,7 @@ even            the planner's baseline
 planner         the planner's choice, for two machines at most
 """
 
+import atexit
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +34,7 @@ from distbelief.plans.planner.profile import Profile
 from distbelief.plans.planner.profiling.layer_timer import profiled
 from distbelief.plans.planner.profiling.this_host import Network, here
 from distbelief.plans.planner.search import PlanningRequest
+from distbelief.transport.shared_memory import FileMemory
 from experiments.benchmarks.bare.machine import Setting
 from experiments.benchmarks.measuring.workers import Workers, module
 from experiments.benchmarks.measuring.workload import Workload
@@ -214,7 +216,10 @@ def machines(
     folder: Path,
     ends: Sequence[Host] = HERE,
 ) -> Workers:
-    """Return machines that know all these plans; a request is a plan's name and a number."""
+    """Return machines that know all these plans; a request is a plan's name and a number.
+
+    Those on this host share memory.
+    """
     place = folder / name.replace(" ", "_")
     place.mkdir()
     paths = {key: place / f"plan-{index}.json" for index, key in enumerate(plans)}
@@ -226,9 +231,16 @@ def machines(
         plans={key: str(path) for key, path in paths.items()},
         n_machines=n_machines,
         folder=str(place),
+        memory=_shared_memory() if ends is HERE else "",
     )
     programs = [
         module("bare.machine", setting, index, host.address, host=host)
         for index, host in enumerate(ends[:n_machines])
     ]
     return Workers(name, programs, folder)
+
+
+def _shared_memory() -> str:
+    memory = FileMemory.make()
+    atexit.register(memory.remove_all)
+    return str(memory.directory)

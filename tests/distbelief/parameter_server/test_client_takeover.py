@@ -10,12 +10,8 @@ import numpy as np
 import pytest
 
 from distbelief.core.errors import JobError, PeerLostError, RemoteProtocolError
-from distbelief.core.memory import Memory
-from distbelief.parameter_server.tensor_copies import (
-    HEADER_BYTES,
-    push_buffer_bytes,
-    push_buffer_views,
-)
+from distbelief.core.memory import HEADER_BYTES, Memory
+from distbelief.parameter_server.tensor_copies import push_buffer_bytes, push_buffer_views
 from distbelief.protocol import Message, PrimaryChanged, push_fetch as pf
 from distbelief.protocol.role import Action, Address, PeerJoined, PeerLost, Received, Send
 from distbelief.simulation.storage import HostMemory

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, strategies as st
 
 from distbelief.core.errors import MemoryGoneError, RemoteProtocolError
-from distbelief.core.memory import PrivateMemory
-from distbelief.parameter_server.tensor_copies import HEADER_BYTES, SeqlockVector
+from distbelief.core.memory import HEADER_BYTES, PrivateMemory
+from distbelief.parameter_server.tensor_copies import SeqlockVector
 
 
 FLOAT64 = np.dtype(np.float64)

@@ -158,7 +158,7 @@ def test_the_wrapped_role_starts_once_built_and_introduced(
     if not is_built_first:
         assert driver.inner.events == []
         driver.build()
-    joined = rl.PeerJoined(peer=rl.Address("shard-0"), incarnation=1)
+    joined = rl.PeerJoined(peer=rl.Address("shard-0"), incarnation=1, host="h")
     assert driver.inner.events == [rl.Started(incarnation=2), joined]
     assert isinstance(messages(driver.beat())[0], wire.Heartbeat)
     assert driver.member.status() == ("busy", {"n": 2.0})

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from distbelief.core.errors import RemoteProtocolError
+from distbelief.core.memory import PrivateMemory
 from distbelief.graph.capture import InputSpec, capture
 from distbelief.plans.compiler import compile_plan
 from distbelief.plans.placement import Placement
@@ -15,7 +16,7 @@ from distbelief.task.data import DataShard
 from distbelief.worker.batches import BatchSlice, TrainingPlan
 from distbelief.worker.execution.dataflow import dataflow
 from distbelief.worker.execution.executor import PartitionExecutor
-from distbelief.worker.steps import RankLink, StepRunner
+from distbelief.worker.steps import StepRunner, links_of
 from tests.distbelief.plans.plans import chain
 
 
@@ -34,9 +35,12 @@ def rank_1_of_2() -> tuple[StepRunner, int]:
     shard = DataShard(30, replica_index=0, n_replicas=1, seed=0)
     batch_plan = TrainingPlan(shard, batch_size=3)
     batch_plan.start(0)
+    execution, names = PartitionExecutor(flow), [Address(f"replica-0.{rank}") for rank in range(2)]
     runner = StepRunner(
-        PartitionExecutor(flow),
-        links={0: RankLink(Address("replica-0.0"))},
+        execution,
+        links=links_of(
+            execution, names, 1, memory=PrivateMemory(host=""), batch=3, micro_batches=1
+        ),
         batch_plan=batch_plan,
         micro_batches=1,
         training=True,
@@ -74,9 +78,9 @@ def open_step(runner: StepRunner) -> None:
 
 def test_early_transfers_are_kept_for_their_step() -> None:
     runner, way = rank_1_of_2()
-    runner.take(0, transfer(way), 0.0)  # it is not known yet where the life begins
+    runner.take(0, 1, transfer(way), 0.0)  # it is not known yet where the life begins
     runner.place(0.0)
-    runner.take(0, transfer(way, step=1), 0.0)
+    runner.take(0, 1, transfer(way, step=1), 0.0)
     open_step(runner)
     assert runner.is_open
     assert runner.awaited is None
@@ -95,7 +99,7 @@ def test_the_awaited_rank_is_known() -> None:
     assert awaited(runner) == 0
     runner.chain()
     assert runner.chain() == []
-    runner.take(0, transfer(way), 0.0)
+    runner.take(0, 1, transfer(way), 0.0)
     assert awaited(runner) is None
     assert runner.chain()
 
@@ -113,16 +117,16 @@ def test_transfers_outside_the_program_are_rejected(changes: dict[str, int], tex
     runner, way = rank_1_of_2()
     runner.place(0.0)
     with pytest.raises(RemoteProtocolError, match=text):
-        runner.take(0, transfer(way, **changes), 0.0)
+        runner.take(0, 1, transfer(way, **changes), 0.0)
     with pytest.raises(RemoteProtocolError, match="no such message"):
-        runner.take(0, transfer(way + 1), 0.0)
+        runner.take(0, 1, transfer(way + 1), 0.0)
 
 
 def test_acknowledgements_of_another_generation_are_ignored() -> None:
     runner, _ = rank_1_of_2()
-    assert runner.receive(0, TransferAck(generation=GENERATION - 1, taken=5), 0.0) == []
+    assert runner.receive(0, 1, TransferAck(generation=GENERATION - 1, taken=5), 0.0) == []
     with pytest.raises(RemoteProtocolError, match="acknowledged all items before 5"):
-        runner.receive(0, TransferAck(generation=GENERATION, taken=5), 0.0)
+        runner.receive(0, 1, TransferAck(generation=GENERATION, taken=5), 0.0)
 
 
 def gradients_of_steps(first: int, n_steps: int) -> list[list[float]]:

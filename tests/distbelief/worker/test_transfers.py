@@ -4,10 +4,12 @@ import numpy as np
 import pytest
 
 from distbelief.core.errors import RemoteProtocolError
+from distbelief.core.memory import PrivateMemory
 from distbelief.core.vectors import Vector
 from distbelief.protocol import TransferAck, TransferBlock
 from distbelief.protocol.codec import FRAME_BYTES_MAX
 from distbelief.protocol.role import Action, Address, Send
+from distbelief.worker.outboxes import SharedLink
 from distbelief.worker.steps import (
     ACK_EVERY,
     AGAIN_SECONDS,
@@ -24,7 +26,9 @@ def block(step: int) -> Block:
 
 
 def link() -> RankLink:
-    made = RankLink(Address("b"))
+    here, there = Address("a"), Address("b")
+    apart = SharedLink(PrivateMemory(host=""), here, there, sent={}, received={})
+    made = RankLink(there, apart)
     made.begin(7)
     return made
 
@@ -58,19 +62,6 @@ KEY = StreamKey(step=3, micro_batch=0, way=5, sender=1)
 FLOAT = np.dtype(np.float32)
 
 
-def transfer_of(values: Vector, *, index: int = 0) -> TransferBlock:
-    return TransferBlock(
-        generation=1,
-        sequence=0,
-        taken=0,
-        step=3,
-        micro_batch=0,
-        way=5,
-        block_index=index,
-        values=values,
-    )
-
-
 @pytest.mark.parametrize("n", [0, 7, FRAME_BYTES_MAX // 4, FRAME_BYTES_MAX // 4 + 1, 1_400_000])
 def test_blocks_become_the_message_in_any_order_once(n: int) -> None:
     values = np.arange(n, dtype=np.float32)
@@ -78,8 +69,7 @@ def test_blocks_become_the_message_in_any_order_once(n: int) -> None:
     blocks = list(blocks_of(values))
     for completes in (True, False):  # a block that comes again changes nothing
         whole = [
-            inbox.take(KEY, transfer_of(block, index=i), n_elements=n, dtype=FLOAT)
-            for i, block in reversed(blocks)
+            inbox.take(KEY, i, block, n_elements=n, dtype=FLOAT) for i, block in reversed(blocks)
         ]
         assert whole == [False] * (len(blocks) - 1) + [completes]
     assert not list(inbox.pop_step(2))
@@ -100,4 +90,4 @@ def test_blocks_become_the_message_in_any_order_once(n: int) -> None:
 )
 def test_what_does_not_fit_is_refused(values: Vector, index: int) -> None:
     with pytest.raises(RemoteProtocolError, match=r"message 5 of step 3 has"):
-        Reassembly().take(KEY, transfer_of(values, index=index), n_elements=5, dtype=FLOAT)
+        Reassembly().take(KEY, index, values, n_elements=5, dtype=FLOAT)

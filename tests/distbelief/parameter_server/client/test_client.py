@@ -12,7 +12,7 @@ from hypothesis import given, strategies as st
 from numpy.typing import NDArray
 
 from distbelief.core.errors import JobError, LocalProtocolError, PeerLostError, RemoteProtocolError
-from distbelief.core.memory import Memory, PrivateMemory
+from distbelief.core.memory import HEADER_BYTES, Memory, PrivateMemory
 from distbelief.core.vectors import block_bounds
 from distbelief.graph.region import Region
 from distbelief.parameter_server.client import fetches
@@ -20,7 +20,6 @@ from distbelief.parameter_server.client.client import ParameterClient
 from distbelief.parameter_server.layout import Layout, PartialView, TensorSpec
 from distbelief.parameter_server.lost_pushes import Lost, lost_after, n_lost
 from distbelief.parameter_server.shard_config import ClientConfig
-from distbelief.parameter_server.tensor_copies import HEADER_BYTES
 from distbelief.protocol import HeartbeatAck, Message, push_fetch as pf
 from distbelief.protocol.role import (
     Action,
