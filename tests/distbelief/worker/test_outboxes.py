@@ -51,6 +51,7 @@ class Rank:
     parameters: list[torch.Tensor]
     inputs: Callable[[int], Mapping[str, list[torch.Tensor]]]
     found: Found = field(default_factory=list)
+    held: list[tuple[torch.Tensor, bytes]] = field(default_factory=list)  # and what was in it
     work: Compute | None = None
     gradients: dict[int, torch.Tensor] = field(default_factory=dict)  # of the step before, too
 
@@ -71,6 +72,9 @@ class Rank:
 
     def keep(self, step: int, gradients: dict[int, torch.Tensor], result: StepResult) -> None:
         self.found += [(step, "gradient", i, bits(gradients[i])) for i in sorted(gradients)]
+        self.held += [
+            (each, bits(each)) for each in (*gradients.values(), *result.averages.values())
+        ]
         self.found += [
             (step, name, str(region), bits(value)) for name, region, value in result.outputs
         ]
@@ -259,6 +263,9 @@ def test_results_have_the_bits_of_blocks(name: str, seed: int, micro_batches: in
     assert shared.run() == by_blocks.run()
     assert by_blocks.n_shared == 0 < shared.n_shared
     assert shared.n_bytes == by_blocks.n_bytes
+    # A sum of gradients keeps them: no later step may overwrite them.
+    held = [each for rank in shared.ranks for each in rank.held]
+    assert all(bits(value) == before for value, before in held)
 
 
 class Full(PrivateMemory):
