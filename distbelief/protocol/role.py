@@ -114,7 +114,7 @@ class Persisted(msgspec.Struct, frozen=True, kw_only=True):
     error: str | None = None
 
 
-class PeerJoined(msgspec.Struct, frozen=True, kw_only=True, repr_omit_defaults=True):
+class PeerJoined(msgspec.Struct, frozen=True, kw_only=True):
     """A peer, or a new incarnation of it, can be reached from now on."""
 
     peer: Address

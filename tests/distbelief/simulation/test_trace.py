@@ -94,8 +94,8 @@ def test_a_failure_shows_the_seed_and_the_last_events_of_every_role() -> None:
         ["time", "role", "event"],
         ["0.000000", "a#1", started],
         ["0.000000", "b#1", started],
-        ["0.000000", "a#1", "PeerJoined(peer='b', incarnation=1)"],
-        ["0.000000", "b#1", "PeerJoined(peer='a', incarnation=1)"],
+        ["0.000000", "a#1", "PeerJoined(peer='b', incarnation=1, host='')"],
+        ["0.000000", "b#1", "PeerJoined(peer='a', incarnation=1, host='')"],
         ["0.000000", "b#1", caught.value.last[B][-1].removeprefix("0.0 b#1 ")],
     ]
     assert "Computed(name='sum', result=3, error=None" in caught.value.last[B][-1]
