@@ -5,9 +5,11 @@ say what an option of another library is here.
 """
 
 import inspect
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import wraps
 from numbers import Integral, Real
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import ClassVar, ParamSpec, TypeVar, Union, cast, get_args, get_origin
 
@@ -62,7 +64,8 @@ _WORDS: Mapping[str, str] = {
     "Callable": "a function",
     "NoneType": "None",
 }
-_WIDER: Mapping[type, type] = {int: Integral, float: Real}  # numpy's numbers, too
+# Numpy's numbers, too, and all that names a file.
+_WIDER: Mapping[type, type] = {int: Integral, float: Real, Path: os.PathLike}
 
 
 def misfits(

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -221,14 +222,23 @@ def test_a_wrong_argument_is_refused_with_the_way_out(mistake: str) -> None:
         call()
 
 
+class Folder:
+    """What names a file, and is no Path."""
+
+    def __fspath__(self) -> str:
+        return "runs"
+
+
 def test_an_error_of_its_own_stays_where_arguments_fit() -> None:
+    """Regression: a folder that is no Path took the blame for an error of the user's own."""
+
     @checked("scale", {})
-    def scale(factor: float, *, by: int | None = None) -> float:
-        raise TypeError(f"of the user's function: {factor}, {by}")
+    def scale(factor: float, *, by: int | None = None, into: str | Path | None = None) -> float:
+        raise TypeError(f"of the user's function: {factor}, {by}, {into}")
 
     for fitting in (1, untyped(np.float32(2.0))):
         with pytest.raises(TypeError, match="of the user's function"):
-            scale(fitting, by=untyped(np.int64(3)))
+            scale(fitting, by=untyped(np.int64(3)), into=untyped(Folder()))
     with pytest.raises(JobError, match=r"scale: by is \[3\]; use a whole number or None"):
         scale(1.0, by=untyped([3]))
 
