@@ -15,8 +15,8 @@ from typing import Any, cast
 ROOT = str(Path(__file__).parents[1])
 
 
-# Whoever answers imports torch once, and forks for each question: what it has imported then is
-# torch, and nothing that an earlier question has done is left.
+# The other process imports torch once and forks for each question, so that no question sees what
+# an earlier one has done.
 _ANSWERING = """
 import importlib, json, os, sys
 import torch

@@ -1,4 +1,4 @@
-"""Signal handlers: Ctrl+C, SIGTERM and SIGHUP (the terminal was closed) are told to their owner."""
+"""Signal handlers for Ctrl+C, SIGTERM and SIGHUP (sent when a terminal closes)."""
 
 import errno
 import os

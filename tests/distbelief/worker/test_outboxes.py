@@ -1,4 +1,4 @@
-"""Ranks of one host exchange messages in memory: the bits of blocks, whoever is ahead."""
+"""Messages in shared memory give the same bits as messages sent in blocks."""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
