@@ -1,16 +1,61 @@
 """Codecs of pushes: words to send, and the rest that is kept, with books that balance to the bit.
 
+    accumulate(residual, push) -> bool           the push becomes their sum; False: refuse it
     codec.choose(parts, history) -> cut          once per push, before it is cut into shards
     codec.encode(residual, cut, out) -> Encoded  each shard's words; the residual becomes the rest
-    codec.decoder(words, n_elements) -> add      at the shard, which adds it by pieces
+    decoder(form, words, n_elements) -> add      at the shard, which adds it by pieces
 
 decode(words) + rest + what was clipped == residual before, with ==, in float32.
 """
 
+from collections.abc import Mapping
+from typing import Final, get_args
+
+from distbelief.parameter_server.codecs.books import (
+    Adder,
+    CodecTable,
+    Cut,
+    Encoded,
+    Form,
+    History,
+    Residual,
+    Words,
+    accumulate,
+)
 from distbelief.parameter_server.codecs.dense import Bfloat16, Int4, Int8
 from distbelief.parameter_server.codecs.threshold import Threshold
 from distbelief.parameter_server.codecs.top_k import TopK
 
 
+__all__ = [
+    "FORMS",
+    "Adder",
+    "Codec",
+    "Cut",
+    "Encoded",
+    "Form",
+    "History",
+    "Residual",
+    "Words",
+    "accumulate",
+    "decoder",
+    "n_words_max",
+]
+
 Codec = Bfloat16 | Int8 | Int4 | TopK | Threshold
 """A table of a job file: { codec = "top-k", share = 0.01 }."""
+
+FORMS: Final[tuple[Form, ...]] = get_args(Form)
+_READERS: Final[Mapping[Form, CodecTable]] = {
+    codec.form: codec for codec in (Bfloat16(), Int8(), Int4(), TopK(), TopK(bits=2), Threshold())
+}
+
+
+def decoder(form: Form, words: Words, n_elements: int) -> Adder:
+    """Return what adds words of this form to a vector; RemoteProtocolError if they are invalid."""
+    return _READERS[form].decoder(words, n_elements)
+
+
+def n_words_max(n_elements: int) -> int:
+    """Return a bound of the words of a shard with so many elements, of any form."""
+    return max(codec.n_words_max(n_elements) for codec in _READERS.values())

@@ -20,7 +20,7 @@ changes no bit. How a message is written depends on its size alone.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Final, TypeAlias
+from typing import Final, Literal, TypeAlias
 
 import msgspec
 import numpy as np
@@ -35,6 +35,8 @@ Residual = NDArray[np.float32]  # (n_elements,) of the parameters that a client 
 Words = NDArray[np.uint32]
 Indices = NDArray[np.intp]  # of elements, rising
 Piece: TypeAlias = "slice[int, int, int]"
+Form = Literal["bfloat16", "int8", "int4", "top-k", "top-k-2", "threshold"]
+"""How words are to be read."""
 
 PIECE: Final = 1 << 16  # elements at a time: all passes after the first find them in the cache
 SIZE: Final = np.uint32(0x7FFFFFFF)  # the bits of a float32 without its sign; they order sizes
@@ -89,9 +91,13 @@ class CodecTable(
 ):
     """Base of the codecs, which are the tables of a job file that choose them. They hold no state.
 
-    Words are self-contained: a shard needs the codec and the words. Retries, takeover and backup
+    Words are self-contained: a shard needs their form and the words. Retries, takeover and backup
     copies move words; nobody encodes twice.
     """
+
+    @property
+    def form(self) -> Form:
+        raise NotImplementedError
 
     def choose(
         self,
@@ -121,6 +127,22 @@ class CodecTable(
     def after(self, history: History, cut: Cut, *, n_sent: int, n_elements: int) -> History:  # noqa: ARG002
         """Return the history after a push; the counts are those of all shards."""
         return History(n_pushes=history.n_pushes + 1)
+
+
+# --- sums ---
+
+
+@np.errstate(over="ignore", invalid="ignore")
+def accumulate(residual: Residual, push: Residual) -> bool:
+    """Set the push to residual + push, and return whether all of that is finite.
+
+    If it is not, the push is refused: the residual is as before.
+    """
+    is_finite = True
+    for piece in pieces(len(push)):
+        total = np.add(residual[piece], push[piece], out=push[piece])
+        is_finite = bool(np.isfinite(total).all()) and is_finite
+    return is_finite
 
 
 # --- numbers ---

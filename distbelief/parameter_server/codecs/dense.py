@@ -21,7 +21,15 @@ from typing_extensions import override
 
 from distbelief.core.vectors import ALIGNMENT
 from distbelief.parameter_server.codecs import books, kernels
-from distbelief.parameter_server.codecs.books import Adder, Cut, Encoded, History, Residual, Words
+from distbelief.parameter_server.codecs.books import (
+    Adder,
+    Cut,
+    Encoded,
+    Form,
+    History,
+    Residual,
+    Words,
+)
 
 
 _NO_CUT: Final = Cut()
@@ -53,6 +61,11 @@ class Bfloat16(_Dense, frozen=True, kw_only=True, tag="bfloat16"):
     What is kept is at most half of the last of 8 bits, so it is near. Zero and numbers that round
     to it are sent as zero.
     """
+
+    @property
+    @override
+    def form(self) -> Form:
+        return "bfloat16"
 
     @override
     def n_words_max(self, n_elements: int) -> int:
@@ -244,6 +257,11 @@ class Int8(_Blocks, frozen=True, kw_only=True, tag="int8"):
     last: ClassVar[int] = 127
     n_bits: ClassVar[int] = 8
 
+    @property
+    @override
+    def form(self) -> Form:
+        return "int8"
+
 
 @final
 class Int4(_Blocks, frozen=True, kw_only=True, tag="int4"):
@@ -251,3 +269,8 @@ class Int4(_Blocks, frozen=True, kw_only=True, tag="int4"):
 
     last: ClassVar[int] = 7
     n_bits: ClassVar[int] = 4
+
+    @property
+    @override
+    def form(self) -> Form:
+        return "int4"

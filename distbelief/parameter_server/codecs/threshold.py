@@ -4,13 +4,13 @@
     |r| >= 2^16 tau   the element is sent whole, the first one of each 64; the others are kept
     rest > clip tau   what is beyond is lost, and counted; every so many pushes (DJ-6)
 
-    | form | n_steps | n_whole | tau | steps | whole elements: indices, values |
-    steps:  form 0    index << 1 | sign: a word each
-            form 1    2 bits an element, 16 in a word: bit f is the step, bit f + 16 its sign
+    | is_bitmap | n_steps | n_whole | tau | steps | whole elements: indices, values |
+    steps:  a list      index << 1 | sign: a word each
+            a bitmap    2 bits an element, 16 in a word: bit f is the step, bit f + 16 its sign
 
-tau is a bfloat16, so steps are short. The form is the shorter one. DL4J's bitmap also sends -tau/2
-for elements that are negative and half as large; this one is another form of the same steps, so it
-needs no switch with a memory (DJ-4), and nothing is lost at it.
+tau is a bfloat16, so steps are short. The shorter of list and bitmap is sent. DL4J's bitmap also
+sends -tau/2 for elements that are negative and half as large; this one has the same steps as the
+list, so it needs no switch with a memory (DJ-4), and nothing is lost at it.
 """
 
 from collections.abc import Sequence
@@ -27,6 +27,7 @@ from distbelief.parameter_server.codecs.books import (
     Adder,
     Cut,
     Encoded,
+    Form,
     History,
     Piece,
     Residual,
@@ -75,6 +76,11 @@ class Threshold(books.CodecTable, frozen=True, kw_only=True, tag="threshold"):
             "1 or more, and less than 65536",
         )
         require(self, user, "clip_every", lambda n: n >= 1, "a whole number of pushes, 1 or more")
+
+    @property
+    @override
+    def form(self) -> Form:
+        return "threshold"
 
     @override
     def choose(self, parts: Sequence[Residual], history: History) -> Cut:
@@ -142,17 +148,17 @@ class Threshold(books.CodecTable, frozen=True, kw_only=True, tag="threshold"):
     @override
     def decoder(self, words: Words, n_elements: int) -> Adder:
         books.require_valid(len(words) >= _HEADER, f"{len(words)}, less than the first {_HEADER}")
-        form, n_steps, n_whole, tau_bits = words[:_HEADER].tolist()
+        is_bitmap, n_steps, n_whole, tau_bits = words[:_HEADER].tolist()
         tau = books.short_of(tau_bits >> 16)
         is_short = tau is not None and not tau_bits & 0xFFFF
         books.require_valid(is_short, "tau is not a bfloat16 above 0")
-        books.require_valid(form in {0, 1}, f"form {form}")
-        n_step_words = _bitmap_words(n_elements) if form else n_steps
+        books.require_valid(is_bitmap in {0, 1}, f"is_bitmap is {is_bitmap}")
+        n_step_words = _bitmap_words(n_elements) if is_bitmap else n_steps
         is_valid = len(words) == _HEADER + n_step_words + 2 * n_whole
         books.require_valid(is_valid, f"{len(words)}, which are not as many as its counts say")
         steps, whole = words[_HEADER : _HEADER + n_step_words], words[_HEADER + n_step_words :]
         size = np.float32(tau or 0.0)
-        if form:
+        if is_bitmap:
             _require_bitmap(steps, n_steps, n_elements)
             add = _adds_bitmap(steps, size)
         else:

@@ -23,7 +23,15 @@ from typing_extensions import override
 from distbelief.core.arguments import require
 from distbelief.core.vectors import ALIGNMENT
 from distbelief.parameter_server.codecs import books
-from distbelief.parameter_server.codecs.books import Adder, Cut, Encoded, History, Residual, Words
+from distbelief.parameter_server.codecs.books import (
+    Adder,
+    Cut,
+    Encoded,
+    Form,
+    History,
+    Residual,
+    Words,
+)
 
 
 _ROW: Final = 1 << 14  # elements whose indices have 14 bits
@@ -40,6 +48,11 @@ class TopK(books.CodecTable, frozen=True, kw_only=True, tag="top-k"):
 
     def __post_init__(self) -> None:
         require(self, "codec 'top-k'", "share", lambda x: 0.0 < x < 1.0, "a share between 0 and 1")
+
+    @property
+    @override
+    def form(self) -> Form:
+        return "top-k" if self.bits == 32 else "top-k-2"
 
     @override
     def choose(self, parts: Sequence[Residual], history: History) -> Cut:

@@ -185,8 +185,8 @@ def test_dj_3_a_bitmap_has_a_step_and_a_sign_for_each_of_16_elements() -> None:
 
 
 @given(seed=SEEDS)
-def test_dj_4_both_forms_send_the_same_and_the_shorter_one_is_chosen(seed: int) -> None:
-    """Nothing is lost where the form changes: the residual is encoded once."""
+def test_dj_4_list_and_bitmap_send_the_same_and_the_shorter_is_chosen(seed: int) -> None:
+    """Nothing is lost where a list becomes a bitmap: the residual is encoded once."""
     generator = np.random.default_rng(seed)
     n = 66_000  # two pieces, and a list that becomes a bitmap in any of them
     is_step = generator.random(n) < generator.choice([0.03, 0.0625, 0.2])
@@ -316,7 +316,7 @@ TAU = 0x3F800000
 def test_each_fault_of_words_is_named() -> None:
     step = Threshold()
     refused(step, [0, 0, 0], 64, "less than the first 4")
-    refused(step, [2, 0, 0, TAU], 64, "form 2")
+    refused(step, [2, 0, 0, TAU], 64, "is_bitmap is 2")
     refused(step, [0, 0, 0, TAU | 1], 64, "tau is not a bfloat16")
     refused(step, [0, 0, 0, 0x7F800000], 64, "tau is not a bfloat16")
     refused(step, [0, 0, 0, TAU | 1 << 31], 64, "tau is not a bfloat16")
