@@ -10,6 +10,7 @@ import torch
 
 from distbelief.parameter_server.client.client import ParameterClient
 from distbelief.parameter_server.layout import PartialView
+from distbelief.parameter_server.policy import DOWNPOUR
 from distbelief.protocol.role import Address, Role
 from distbelief.task.data import DataShard, Samples
 from distbelief.task.task import BuildContext, build_model
@@ -83,7 +84,7 @@ def build_replica(config: SandblasterSettings, *, index: int, context: BuildCont
     module.train()
     model = FlatModel(module)
     n_examples = len(context.train_data())
-    client = wb.build_client(context, pushes=True, frozen=())
+    client = wb.build_client(context, exchange=DOWNPOUR, frozen=())
     warm = config.warm_start
     if warm is not None and index >= warm.n_of(context.n_replicas):
         warm = None

@@ -1,6 +1,6 @@
 """Vectors: flat arrays of numbers, and the blocks in which they are sent.
 
-Only the four element types below may cross a process boundary; the codec rejects others.
+Only the five element types below may cross a process boundary; the codec rejects others.
 """
 
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 
-Element = np.float32 | np.float64 | np.uint16 | np.int64
+Element = np.float32 | np.float64 | np.uint16 | np.uint32 | np.int64
 Vector = NDArray[Element]  # (size,): one dimension
 VectorName = str
 
@@ -25,6 +25,7 @@ ELEMENT_TYPES: dict[str, np.dtype[Element]] = {
     "f4": np.dtype(np.float32),
     "f8": np.dtype(np.float64),
     "b2": np.dtype(np.uint16),  # the bits of a bfloat16: numpy has no such type
+    "u4": np.dtype(np.uint32),  # words of an encoded push
     "i8": np.dtype(np.int64),
 }
 
@@ -39,6 +40,18 @@ def block_bounds(n_elements: int, *, itemsize: int) -> Iterator[tuple[int, int]]
 
 def n_blocks(n_elements: int, *, itemsize: int) -> int:
     return max(1, -(-n_elements // (BLOCK_BYTES // itemsize)))
+
+
+def block_range(index: int, n_elements: int, *, itemsize: int) -> range:
+    """Return which elements of a vector block `index` has; none beyond the last block."""
+    per_block = BLOCK_BYTES // itemsize
+    return range(n_elements)[index * per_block : (index + 1) * per_block]
+
+
+def block_of(vector: Vector, index: int) -> Vector:
+    """Return that block, a view."""
+    elements = block_range(index, len(vector), itemsize=vector.itemsize)
+    return vector[elements.start : elements.stop]
 
 
 def padded(n_elements: int) -> int:

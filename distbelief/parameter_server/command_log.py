@@ -252,7 +252,7 @@ class CommandExecutor:
 
     def stage_work(self, applying: PushInProgress) -> tuple[Callable[[], None], rl.Cost]:
         """Return the work that stages a pushed chunk gradient, or work that does nothing."""
-        push, values = applying.push, applying.values
+        push, values = applying.push, applying.pushed.values  # never words
         shard_slice, token = applying.client.shard_slice, push.commit_token
         if not self._sums.wants(values, commit_token=token, shard_slice=shard_slice):
             return lambda: None, rl.Cost()

@@ -336,6 +336,21 @@ class PartialView:
                 place = self.slices[k].positions_of(place)  # noqa: PLW2901 -- now the compact one
             yield index, start, stop, place
 
+    def placed_parameters(self) -> "list[tuple[int, int, list[slice[int, int, None]]]]":
+        """Return the parameters in pieces, in their own order, whatever the number of shards.
+
+        Each: its index, the shard, and where the piece lies in that shard's compact vector.
+        """
+        found = [
+            (index, start, k, place)
+            for k in self.shards
+            for index, start, stop, piece in self._compact_pieces(k)
+            if self.tensors[index].kind == "parameter"
+            for place in [_slices(piece, stop - start)]
+        ]
+        found.sort(key=lambda one: one[:2])
+        return [(index, k, place) for index, _, k, place in found]
+
     def stripes_of(self, k: int, tensors: Sequence[object | None]) -> Vector | None:
         """Return the stripes in shard k's vector of tensors that are not None; None for all.
 
@@ -352,6 +367,13 @@ class PartialView:
         starts = np.array([one.offset for one in given], np.int64)
         sizes = np.array([padded(one.n_elements) for one in given], np.int64)
         return IndexRanges.of(starts, starts + sizes).stripes()
+
+
+def _slices(place: int | IndexRanges, n: int) -> "list[slice[int, int, None]]":
+    if isinstance(place, int):
+        return [slice(place, place + n)]
+    ends = zip(place.starts.tolist(), place.stops.tolist(), strict=True)
+    return [slice(start, stop) for start, stop in ends]
 
 
 def _clipped(piece: Piece, start: int, stop: int, *, to: int = 0) -> Piece | None:

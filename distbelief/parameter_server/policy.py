@@ -18,7 +18,11 @@ from typing import Literal
 
 import msgspec
 
+from distbelief.parameter_server.codecs import Bfloat16, Codec
 from distbelief.parameter_server.rules import UpdateRule
+
+
+Numbers = Literal["float32", "bfloat16"]
 
 
 class Round(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -51,7 +55,9 @@ class ExchangePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     weight: Literal["sum", "mean", "samples"] = "sum"
     # Divides a push by 1 + its staleness, or by 1 + what of it is beyond one per other worker.
     damping: Literal["none", "inverse", "excess"] = "none"
-    numbers: Literal["float32", "bfloat16"] = "float32"  # as sent, both ways; never in memory
+    push: Codec | None = None  # how pushes are written; None: as `numbers` says
+    fetch: Numbers | None = None  # as fetched from another host; None: as `numbers` says
+    numbers: Numbers = "float32"  # as sent, both ways; never in memory
 
     def __post_init__(self) -> None:
         if self.every != "auto" and self.every < 1:
@@ -79,6 +85,15 @@ class ExchangePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                 'every is "auto" and send is "gradient": between exchanges only local steps make '
                 'progress: use send = "delta", or a number'
             )
+
+    @property
+    def push_codec(self) -> Codec | None:
+        """What encodes pushes; None: they are sent as they are."""
+        return Bfloat16() if self.push is None and self.numbers == "bfloat16" else self.push
+
+    @property
+    def fetched(self) -> Numbers:
+        return self.numbers if self.fetch is None else self.fetch
 
     @property
     def chosen(self) -> dict[str, object]:

@@ -24,13 +24,19 @@ from distbelief.core.errors import MemoryGoneError, RemoteProtocolError
 from distbelief.core.memory import Memory
 from distbelief.core.reliable import Silence, Transfer, Window
 from distbelief.core.spans import Spans
-from distbelief.core.vectors import Vector
-from distbelief.parameter_server.bfloat16 import WORD
+from distbelief.core.vectors import Vector, n_blocks
+from distbelief.parameter_server.pushed import (
+    N_PUSH_BUFFERS,
+    WORD,
+    PushBuffer,
+    Pushed,
+    push_block,
+    push_buffer_views,
+)
 from distbelief.parameter_server.sessions import PushInProgress, Sessions
-from distbelief.parameter_server.slices import ShardSlice, push_block
+from distbelief.parameter_server.slices import ShardSlice
 from distbelief.parameter_server.step_counts import StepCounts
 from distbelief.parameter_server.store import ShardStore
-from distbelief.parameter_server.tensor_copies import N_PUSH_BUFFERS, PushBuffer, push_buffer_views
 from distbelief.protocol import Message, SessionRecord, push_fetch as pf, replication as rp
 from distbelief.protocol.role import SUPERVISOR, Action, Address, Received, Seconds, Send, SetTimer
 
@@ -46,7 +52,7 @@ FromBackup = rp.StateAck | pf.PushBlockAck | pf.PushApplied
 @dataclass(frozen=True, slots=True, eq=False)
 class Replicated:
     message: rp.ReplicatePush
-    values: Vector  # (n_elements,) of what its client holds, or their words
+    pushed: Pushed
     shard_slice: ShardSlice
     touches: Vector | None  # stripes, as in the client's push
 
@@ -173,49 +179,36 @@ class Backup:
         shard_slice = table.get(message.holds)
         if ahead < n_waiting:
             # Already queued: an empty acknowledgement of blocks proves that this copy is alive.
-            return [self._block_ack(sequence, len(shard_slice.bounds))]
+            return [self._block_ack(sequence, _n_blocks(message, shard_slice))]
         # Pushes are read in the client's own memory where this copy can attach it. Otherwise the
         # answer with 0 blocks makes the primary send blocks.
         if message.push_buffers_region:
-            values, received = self._attach(message, shard_slice), 0
+            pushed, received = self._attach(message, shard_slice), 0
         else:
-            values, received = self._from_blocks(sequence, shard_slice)
-        if values is None:
+            pushed, received = self._from_blocks(message, shard_slice)
+        if pushed is None:
             return [self._block_ack(sequence, received)]
         reason = self._values.steps.register(shard_slice)
         touches = None if message.touches is None else np.array(message.touches, np.int64)
         reason = reason or self._values.why_not(touches, shard_slice)
         if reason is not None:
             raise RemoteProtocolError(f"{sender} replicates an invalid push: {reason}")
-        self._queue.append(Replicated(message, values, shard_slice, touches))
+        self._queue.append(Replicated(message, pushed, shard_slice, touches))
         return []
 
     def _take_block(self, sender: Address, message: pf.PushBlock) -> list[Action]:
-        sequence, clock, values = message.sequence, self._values.clock, message.values
+        sequence, clock = message.sequence, self._values.clock
         if sequence <= clock:
             return [self._push_applied(sequence)]
         # There are buffers for two pushes; the push at clock c has sequence c + 1.
         if sequence > clock + N_PUSH_BUFFERS:
             return []
-        bounds = self._values.slice_table.whole.bounds
-        if message.block_index >= len(bounds):
-            raise RemoteProtocolError(
-                f"{sender} sent block {message.block_index} of a push of {len(bounds)}"
-            )
         if not self._push_buffers:
-            whole = self._values.vector
-            self._push_buffers = PushBuffer(np.zeros_like(whole)), PushBuffer(np.zeros_like(whole))
+            n, dtype = len(self._values.vector), self._values.vector.dtype
+            self._push_buffers = PushBuffer(n, dtype), PushBuffer(n, dtype)
         push_buffer = self._push_buffers[sequence % N_PUSH_BUFFERS]
-        start, stop = bounds[message.block_index]
-        # The last block is shorter if the client holds a part of the shard.
-        dtype = push_buffer.memory.dtype
-        expected = WORD if message.payload == "bfloat16" and dtype == np.float32 else dtype
-        if values.dtype != expected or values.nbytes > (stop - start) * dtype.itemsize:
-            raise RemoteProtocolError(
-                f"{sender} sent {values.size} elements of {values.dtype} as a block of "
-                f"{stop - start}: use one layout"
-            )
-        push_buffer.take(message)
+        # The client may hold a part of the shard.
+        push_buffer.take(message, sender=sender, of_part=True)
         return [self._block_ack(sequence, push_buffer.received)]
 
     # ------------------------------------------------------------------------- work
@@ -255,23 +248,22 @@ class Backup:
         self.clients = {client.name: client for client in message.clients}
         return [self._state_ack()]
 
-    def _from_blocks(self, sequence: int, shard_slice: ShardSlice) -> tuple[Vector | None, int]:
+    def _from_blocks(
+        self, message: rp.ReplicatePush, shard_slice: ShardSlice
+    ) -> tuple[Pushed | None, int]:
         """Return what came in blocks, if it is complete, and how many blocks came."""
+        sequence = message.clock + 1
         if not self._push_buffers:
             return None, 0
         push_buffer = self._push_buffers[sequence % N_PUSH_BUFFERS]
         if push_buffer.sequence != sequence:
             return None, 0
-        if push_buffer.received < len(shard_slice.bounds):
-            return None, push_buffer.received
-        values = shard_slice.room(push_buffer.memory, words=push_buffer.words)
-        if push_buffer.size != values.size:
-            raise RemoteProtocolError(
-                f"push {sequence} has {push_buffer.size} elements, its client {values.size}"
-            )
-        return values, push_buffer.received
+        received = push_buffer.received
+        if received < _n_blocks(message, shard_slice):
+            return None, received
+        return push_buffer.read(shard_slice, message.form), received
 
-    def _attach(self, message: rp.ReplicatePush, shard_slice: ShardSlice) -> Vector | None:
+    def _attach(self, message: rp.ReplicatePush, shard_slice: ShardSlice) -> Pushed | None:
         name, region = message.client.name, message.push_buffers_region
         known = self._regions.get(name)
         if known is None or known[0] != region:
@@ -288,7 +280,7 @@ class Backup:
             # this copy in it.
             views = push_buffer_views(memory, n_elements=n_elements, dtype=dtype)
             known = self._regions[name] = region, views
-        return known[1][message.slot % N_PUSH_BUFFERS]
+        return Pushed.of(known[1][message.slot % N_PUSH_BUFFERS], shard_slice)
 
     def _steps(self, message: rp.StartSync) -> StepCounts:
         if message.steps is None:
@@ -311,6 +303,12 @@ class Backup:
     def _answer(self, message: Message) -> Action:
         assert self.primary is not None
         return Send(receiver=self.primary, message=message)
+
+
+def _n_blocks(message: rp.ReplicatePush, shard_slice: ShardSlice) -> int:
+    if message.n_words is msgspec.UNSET:
+        return len(shard_slice.bounds)
+    return n_blocks(message.n_words, itemsize=WORD.itemsize)
 
 
 # --- primary ---
@@ -404,11 +402,12 @@ class Primary:
             touches=None if touches is None else tuple(touches.tolist()),
             share=push.share,
             dealt=push.push.dealt,
+            form=push.push.form,
+            n_words=push.push.n_words,
         )
         if not self._is_waiting:
             self._silence.start(now)
-        blocks = Window(len(shard_slice.bounds))
-        out = Transfer(message, push.values, blocks)
+        out = Transfer(message, push.pushed.values, Window(_n_blocks(message, shard_slice)))
         self._outstanding.append(_OutstandingPush(out, push))
         return [*self._send_due(), *self._arm(now)]
 
@@ -563,13 +562,8 @@ class Primary:
                 continue
             if index >= N_PUSH_BUFFERS:
                 break
-            block = partial(
-                push_block,
-                client.shard_slice,
-                out.values,
-                sequence=out.message.clock + 1,
-                term=self.term,
-            )
+            sequence = out.message.clock + 1
+            block = partial(push_block, out.values, sequence=sequence, term=self.term)
             messages = out.due(block, credit=WINDOW_BLOCKS)
             actions += map(self._to_backup, messages)
             if not out.is_sent:

@@ -18,22 +18,21 @@ from dataclasses import dataclass, field, replace
 from typing import final
 
 import msgspec
-import numpy as np
 
 from distbelief.core.errors import FalseClaimError, RemoteProtocolError, StorageError
 from distbelief.core.memory import Memory
 from distbelief.core.spans import dealt_of
-from distbelief.core.vectors import Vector
+from distbelief.parameter_server.pushed import (
+    N_PUSH_BUFFERS,
+    PushBuffer,
+    Pushed,
+    push_buffer_bytes,
+    push_buffer_views,
+)
 from distbelief.parameter_server.shard_config import ShardConfig
 from distbelief.parameter_server.slices import NOTHING, ShardSlice, n_holding
 from distbelief.parameter_server.staleness import PartialPushes, Staleness
 from distbelief.parameter_server.store import ShardStore
-from distbelief.parameter_server.tensor_copies import (
-    N_PUSH_BUFFERS,
-    PushBuffer,
-    push_buffer_bytes,
-    push_buffer_views,
-)
 from distbelief.parameter_server.ticks import Attendance, Floor, Rounds
 from distbelief.protocol import SessionRecord, push_fetch as pf, replication as rp
 from distbelief.protocol.role import Action, Address, Received, Seconds, Send
@@ -99,20 +98,14 @@ class Session:
 
     @property
     def push_buffer_nbytes(self) -> int:
-        return sum(push_buffer.memory.nbytes for push_buffer in self.push_buffers)
-
-    @property
-    def n_blocks(self) -> int:
-        return len(self.shard_slice.bounds)
+        return sum(push_buffer.nbytes for push_buffer in self.push_buffers)
 
     def next_complete(self) -> PushBuffer | None:
         if not self.push_buffers:
             return None
         push_buffer = self.push_buffers[(self.watermark + 1) % N_PUSH_BUFFERS]
-        if push_buffer.sequence != self.watermark + 1 or push_buffer.push is None:
-            return None
-        # In shared memory the client has filled the buffer before it sends Push.
-        return push_buffer if self.region or push_buffer.received == self.n_blocks else None
+        is_next = push_buffer.sequence == self.watermark + 1
+        return push_buffer if is_next and push_buffer.pushed is not None else None
 
     def count_applied(self, push: pf.Push, *, clock: int, staleness: int, held: bool) -> None:
         """Note that `push` is in the values; `held` if the backup does not have it yet."""
@@ -161,11 +154,9 @@ class PushInProgress:
     share: rp.Share = rp.WHOLE
 
     @property
-    def values(self) -> Vector:
-        held, buffer = self.client.shard_slice, self.push_buffer
-        if buffer.words:
-            return held.room(buffer.memory, words=True)
-        return buffer.memory[: held.n_elements]
+    def pushed(self) -> Pushed:
+        assert self.push_buffer.pushed is not None
+        return self.push_buffer.pushed
 
     def record(self) -> SessionRecord:
         """Return the session record as it will be after this push."""
@@ -295,7 +286,7 @@ class Sessions:
         warning = None
         if self._needs_push_buffers(client, request):
             self._release(client)
-            warning = self._lend_push_buffers(client, region, shared=self._shares(request))
+            warning = self._lend_push_buffers(client, region, shared=self._shares_pushes(request))
         client.opened = client.connected = True
         client.parameters_region = self._values.region if self._shares(request) else ""
         # A late OpenSession must not lower the watermark.
@@ -334,29 +325,32 @@ class Sessions:
     def _shares(self, request: pf.OpenSession) -> bool:
         return bool(request.host) and request.host == self._memory.host
 
+    def _shares_pushes(self, request: pf.OpenSession) -> bool:
+        return self._shares(request) and not request.encodes
+
     def _needs_push_buffers(self, client: Session, request: pf.OpenSession) -> bool:
         if not request.pushes:
             return False
         # A client without the memory it was lent repeats OpenSession without a host.
-        return not client.push_buffers or (bool(client.region) and not self._shares(request))
+        return not client.push_buffers or (bool(client.region) and not self._shares_pushes(request))
 
     def _lend_push_buffers(self, client: Session, region: str, *, shared: bool) -> str | None:
         n_elements, dtype = client.shard_slice.n_elements, client.shard_slice.dtype
+        client.push_buffers = PushBuffer(n_elements, dtype), PushBuffer(n_elements, dtype)
+        if not shared:
+            return None
+        name = f"{region}-{self._n_regions}"
+        self._n_regions += 1
         n_bytes = push_buffer_bytes(n_elements, itemsize=dtype.itemsize)
-        warning = memory = None
-        if shared:
-            name = f"{region}-{self._n_regions}"
-            self._n_regions += 1
-            try:
-                memory = self._memory.create(name, n_bytes=n_bytes)
-                client.region = name
-            except StorageError as error:
-                warning = f"{client.name} pushes by messages, not shared memory: {error}"
-        if memory is None:
-            memory = np.zeros(n_bytes, np.uint8)
-        one, other = push_buffer_views(memory, n_elements=n_elements, dtype=dtype)
-        client.push_buffers = PushBuffer(one), PushBuffer(other)
-        return warning
+        try:
+            memory = self._memory.create(name, n_bytes=n_bytes)
+        except StorageError as error:
+            return f"{client.name} pushes by messages, not shared memory: {error}"
+        client.region = name
+        views = push_buffer_views(memory, n_elements=n_elements, dtype=dtype)
+        one, other = (PushBuffer(n_elements, dtype, shared=view) for view in views)
+        client.push_buffers = one, other
+        return None
 
     def _release(self, client: Session) -> None:
         if client.region:
@@ -401,19 +395,16 @@ class Sessions:
         sequence = message.sequence
         if sequence <= client.watermark:
             return [self._answer_duplicate(client, sequence)] if message.answer else []
-        push_buffer, index = client.push_buffer_of(sequence), message.block_index
+        push_buffer = client.push_buffer_of(sequence)
         if client.region:
             raise RemoteProtocolError(
                 f"{client.name} sent a block of push {sequence}, with buffers in shared memory"
             )
-        words = message.payload == "bfloat16"
-        client.shard_slice.check_block(index, message.values, words=words, sender=client.name)
-        push_buffer.take(message)
+        push_buffer.take(message, sender=client.name)
         self._bytes_in += message.values.nbytes
-        if index >= push_buffer.received:
+        if message.block_index >= push_buffer.received:
             return []  # an earlier one is missing
-        if push_buffer.received == client.n_blocks:  # the Push may have overtaken this block
-            self._enqueue(client)
+        self._complete(client, push_buffer)  # the Push may have overtaken this block
         return [self._block_ack(client, sequence, push_buffer.received)] if message.answer else []
 
     def take_push(self, client: Session, message: pf.Push) -> list[Action]:
@@ -430,22 +421,34 @@ class Sessions:
         if reason is not None:
             return [self.refuse(client.name, reason, for_good=True)]
         push_buffer = client.push_buffer_of(sequence)
-        if client.region and message.payload == "bfloat16":
+        is_encoded = message.n_words is not msgspec.UNSET
+        if is_encoded and (client.region or message.commit_token or message.sets):
             raise RemoteProtocolError(
-                f"{client.name} sent push {sequence} as bfloat16, with buffers in shared memory"
+                f"{client.name} sent push {sequence} in words: use numbers in shared memory, for "
+                "values, and for sums of a batch"
             )
-        push_buffer.lend(sequence, message.payload)
-        if push_buffer.push is None:
-            push_buffer.push = message
-            if message.sets:
+        push_buffer.lend(sequence, message.n_words)
+        is_news = push_buffer.push is None
+        push_buffer.push = push_buffer.push or message
+        self._complete(client, push_buffer)
+        if not is_news:
+            self._n_duplicates += 1
+        elif push_buffer.pushed is not None:
+            return []  # the client gets PushApplied later
+        return [self._block_ack(client, sequence, push_buffer.n_received)]
+
+    def _complete(self, client: Session, push_buffer: PushBuffer) -> None:
+        """Queue a push, if all of it is here; RemoteProtocolError if it is invalid."""
+        push = push_buffer.push
+        if push is not None and push_buffer.pushed is None and push_buffer.has_all_blocks:
+            try:
+                push_buffer.pushed = push_buffer.read(client.shard_slice, push.form)
+            except RemoteProtocolError:
+                push_buffer.sequence = 0  # as if nothing had come
+                raise
+            if push.sets:
                 self._set_values.add(client.name)
         self._enqueue(client)
-        received = client.n_blocks if client.region else push_buffer.received
-        if push_buffer.push is not message:
-            self._n_duplicates += 1
-        elif received == client.n_blocks:
-            return []  # the client gets PushApplied later
-        return [self._block_ack(client, sequence, received)]
 
     def _check_claims(self, client: Session, message: pf.Push) -> None:
         """Raise FalseClaimError for a push of what nobody dealt, or of a tick far ahead."""
@@ -532,7 +535,7 @@ class Sessions:
                 self._partial_pushes.add(client.shard_slice, clock=first_clock + index)
             self._n_applied += 1
             if client.region:
-                self._bytes_in += applied.push_buffer.memory.nbytes
+                self._bytes_in += applied.push_buffer.nbytes
             self._enqueue(client)
         return [] if held else [self._push_applied(applied.client) for applied in finished]
 
@@ -547,7 +550,9 @@ class Sessions:
     def _answer_duplicate(self, client: Session, sequence: int) -> Action:
         if sequence <= client.confirmed:
             return self._push_applied(client)
-        return self._block_ack(client, sequence, client.n_blocks)
+        # Applied here alone, so it is in its buffer still.
+        push_buffer = client.push_buffers[sequence % N_PUSH_BUFFERS]
+        return self._block_ack(client, sequence, push_buffer.n_blocks)
 
     def _enqueue(self, client: Session) -> None:
         if client.queued or self.is_applying(client.name):

@@ -32,6 +32,7 @@ from distbelief.core.vectors import Vector
 from distbelief.parameter_server.checkpoint import CheckpointWriter, ShardState, take
 from distbelief.parameter_server.command_log import CommandExecutor
 from distbelief.parameter_server.pinned_versions import TIMER as PINS_TIMER, PinnedVersions
+from distbelief.parameter_server.pushed import Pushed
 from distbelief.parameter_server.replication import (
     TIMER as BACKUP_TIMER,
     Backup,
@@ -558,7 +559,7 @@ class Shard:
             if replicated is not None:
                 message = replicated.message
                 return self._apply(
-                    replicated.values,
+                    replicated.pushed,
                     n_clients=max(1, message.n_pushing),
                     shard_slice=replicated.shard_slice,
                     touches=replicated.touches,
@@ -621,7 +622,7 @@ class Shard:
         if self._primary.backup is not None:
             replications = self._primary.replicate(push, n_clients=n_clients, now=now)
         apply = self._apply(
-            push.values,
+            push.pushed,
             n_clients=n_clients,
             shard_slice=client.shard_slice,
             touches=push.push.touches,
@@ -632,7 +633,7 @@ class Shard:
 
     def _apply(
         self,
-        pushed: Vector,
+        pushed: Pushed,
         *,
         n_clients: int,
         shard_slice: ShardSlice,

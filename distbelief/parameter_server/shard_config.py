@@ -1,15 +1,14 @@
 """Settings of a shard and of its clients, and the names of its copies."""
 
 from dataclasses import dataclass
-from typing import Final, Literal, final
+from typing import Final, final
 
+from distbelief.parameter_server.codecs import Codec
 from distbelief.parameter_server.layout import Layout
-from distbelief.parameter_server.policy import DOWNPOUR, ExchangePolicy
+from distbelief.parameter_server.policy import DOWNPOUR, ExchangePolicy, Numbers
 from distbelief.parameter_server.rules import UpdateRule
 from distbelief.protocol.role import Address, Seconds
 
-
-Numbers = Literal["float32", "bfloat16"]
 
 ABSENCE_SECONDS_MAX: Final = 300.0
 """How long an absent client keeps its push buffers. A user's own training loop is silent for
@@ -57,8 +56,15 @@ class ClientConfig:
     stall_seconds_max: Seconds = 600.0  # with messages but without progress
     torn_seconds_max: Seconds = 1.0  # then a fetch from shared memory goes by blocks
     credit_blocks: int = 16  # blocks of 1 MiB under way per shard and direction; at most 64
-    # As sent, both ways; never in shared memory. Half the bytes, and 8 significant bits.
-    numbers: Numbers = "float32"
+    push: Codec | None = None  # of pushes; None: as they are
+    fetch: Numbers = "float32"  # as fetched from another host
+
+    @classmethod
+    def of(cls, policy: ExchangePolicy, *, retry_seconds: Seconds = 0.5) -> "ClientConfig":
+        """Return the settings of a client that pushes as the policy says."""
+        return cls(
+            pushes=True, push=policy.push_codec, fetch=policy.fetched, retry_seconds=retry_seconds
+        )
 
     @property
     def blocks_per_answer(self) -> int:

@@ -197,22 +197,3 @@ def n_holding(shard_slice: ShardSlice, others: list[ShardSlice], part: tuple[int
 
 def payload_of(values: Vector) -> pf.Payload:
     return "bfloat16" if values.dtype == WORD else msgspec.UNSET
-
-
-def push_block(
-    held: ShardSlice,
-    values: Vector,  # of a push of this slice, or their words
-    index: int,
-    *,
-    sequence: int,
-    term: int,
-    answer: bool = True,
-) -> pf.PushBlock:
-    return pf.PushBlock(
-        sequence=sequence,
-        term=term,
-        block_index=index,
-        answer=answer,
-        values=values[slice(*held.sent_bounds(index, values.dtype))],
-        payload=payload_of(values),
-    )

@@ -23,15 +23,16 @@ from distbelief.core.errors import LocalProtocolError, RemoteProtocolError, Stor
 from distbelief.core.memory import Memory
 from distbelief.core.spans import NOTHING, Spans
 from distbelief.core.vectors import ALIGNMENT, Element, Vector, padded
-from distbelief.parameter_server.bfloat16 import as_tensor, decode
+from distbelief.parameter_server.bfloat16 import as_tensor
 from distbelief.parameter_server.checkpoint import ShardState, restore
 from distbelief.parameter_server.policy import ExchangePolicy
+from distbelief.parameter_server.pushed import PIECE, EncodedNumbers, Numbers, Pushed
 from distbelief.parameter_server.ranges import IndexRanges, RangeCopier
 from distbelief.parameter_server.rules import State, UpdateRule, initial_state, rules_on
 from distbelief.parameter_server.shard_config import ShardConfig
 from distbelief.parameter_server.slices import ShardSlice, SliceTable
 from distbelief.parameter_server.step_counts import StepCounts
-from distbelief.parameter_server.tensor_copies import SeqlockVector, convert, parts
+from distbelief.parameter_server.tensor_copies import SeqlockVector
 from distbelief.protocol import push_fetch as pf, replication as rp
 from distbelief.protocol.role import Cost, Snapshot
 
@@ -51,9 +52,6 @@ Update = Callable[[Sequence[Vector], Vector], None]
 _IN_PLACE_MIN: Final = 1 << 14
 """Elements from which a range is updated in place."""
 
-_PIECE: Final = 1 << 16
-"""Elements of each vector copied out at a time."""
-
 _Piece = tuple[int, int | RangeCopier, int | RangeCopier]
 """How many elements are updated together, and where they are in the shard's vectors and in the
 pushed vector: the first of them, if contiguous."""
@@ -68,32 +66,28 @@ class SliceUpdate:
         self._pieces = tuple(_pieces(target, source))
         copied = [n for n, place, _ in self._pieces if isinstance(place, RangeCopier)]
         self._n_copied_max = max(copied, default=0)
+        self._gathers = any(isinstance(place, RangeCopier) for *_, place in self._pieces)
 
-    def apply(self, update: Update, vectors: Sequence[Vector], pushed: Vector) -> None:
-        """Apply numbers, or the words of numbers."""
-        dtype = vectors[0].dtype
-        is_words = pushed.dtype != dtype
-        decoded = np.zeros(_PIECE if is_words else 0, dtype)
+    def apply(self, update: Update, vectors: Sequence[Vector], pushed: Numbers) -> None:
+        is_encoded = isinstance(pushed, EncodedNumbers)
+        if is_encoded and self._gathers:
+            pushed = pushed[:]
         for n, target, source in self._pieces:
             if not isinstance(target, int):
                 continue
             assert isinstance(source, int)
-            step = _PIECE if is_words else max(n, 1)
+            step = PIECE if is_encoded else max(n, 1)
             for start in range(0, n, step):
                 m = min(step, n - start)
-                gradient = pushed[source + start : source + start + m]
-                if is_words:
-                    decode(gradient, torch.from_numpy(decoded[:m]))
-                    gradient = decoded[:m]
                 here = slice(target + start, target + start + m)
+                gradient = pushed[source + start : source + start + m]
                 update([vector[here] for vector in vectors], gradient)
         if self._n_copied_max:
             self._apply_copied(update, vectors, pushed)
 
-    def _apply_copied(self, update: Update, vectors: Sequence[Vector], pushed: Vector) -> None:
+    def _apply_copied(self, update: Update, vectors: Sequence[Vector], pushed: Numbers) -> None:
         room = np.zeros((len(vectors) + 1, padded(self._n_copied_max)), vectors[0].dtype)
         wholes = [torch.from_numpy(one) for one in vectors]
-        pushed_tensor = as_tensor(pushed)
         for n, target, source in self._pieces:
             if isinstance(target, int):
                 continue
@@ -101,9 +95,10 @@ class SliceUpdate:
             copies[:, n:] = 0.0
             *targets, gradient = copies
             if isinstance(source, int):
-                torch.from_numpy(gradient[:n]).copy_(pushed_tensor[source : source + n])
+                gradient[:n] = pushed[source : source + n]
             else:
-                source.gather(pushed_tensor, torch.from_numpy(gradient[:n]))
+                assert not isinstance(pushed, EncodedNumbers)
+                source.gather(as_tensor(pushed), torch.from_numpy(gradient[:n]))
             copied = [torch.from_numpy(part[:n]) for part in targets]
             for whole, part in zip(wholes, copied, strict=True):
                 target.gather(whole, part)
@@ -128,8 +123,8 @@ def _pieces(target: IndexRanges, source: IndexRanges) -> Iterator[_Piece]:
 
 
 def _copied(target: IndexRanges, source: IndexRanges, start: int, stop: int) -> Iterator[_Piece]:
-    for first in range(start, stop, _PIECE):
-        last = min(first + _PIECE, stop)
+    for first in range(start, stop, PIECE):
+        last = min(first + PIECE, stop)
         here = source.part(first, last)
         # What is pushed lies side by side, unless its elements differ in their clocks.
         place = int(here.starts[0]) if len(here.starts) == 1 else RangeCopier(here)
@@ -171,31 +166,31 @@ class RoundSum:
         return None if self._parts is None else IndexRanges.union(self._parts)
 
     def add_work(
-        self, pushed: Vector, *, shard_slice: ShardSlice, touched: ShardSlice, weight: float
+        self, pushed: Pushed, *, shard_slice: ShardSlice, touched: ShardSlice, weight: float
     ) -> Callable[[], None]:
-        """Return the work that adds one push, or its words: of `touched`, out of the client's."""
+        """Return the work that adds one push: of `touched`, out of the client's."""
         if self._parts is not None and touched.ranges is not None:
             self._parts.append(touched.ranges)
         else:
             self._parts = None
 
         def work() -> None:
-            numbers = pushed
-            if pushed.dtype != self.total.dtype:
-                numbers = np.empty(shard_slice.n_elements, self.total.dtype)
-                convert(pushed, numbers, n_parameters=shard_slice.n_parameters)
             if touched.ranges is None:
-                self._add(numbers, weight)
+                parts = (0, pushed.gradient), (len(pushed.gradient), pushed.buffers)
+                for first, part in parts:
+                    self._add(first, part, weight)
+                self._is_empty = False
                 self._weight += weight
                 return
-            compact = numbers
+            compact = numbers = pushed.dense()
             if touched.n_elements < shard_slice.n_elements:
                 compact = np.empty(touched.n_elements, numbers.dtype)
                 places = shard_slice.positions_of(touched.ranges)
                 RangeCopier(places).gather(as_tensor(numbers), as_tensor(compact))
             spread = np.zeros(self._n_elements, numbers.dtype)
             touched.scatter(compact, spread)
-            self._add(spread, weight)
+            self._add(0, spread, weight)
+            self._is_empty = False
             if self._weights is None:
                 self._weights = np.zeros_like(spread)
             touched.scatter(np.ones_like(compact), spread)
@@ -203,14 +198,14 @@ class RoundSum:
 
         return work
 
-    def _add(self, values: Vector, weight: float) -> None:
-        is_first, self._is_empty = self._is_empty, False
-        factor = values.dtype.type(weight)
+    def _add(self, first: int, values: Numbers, weight: float) -> None:
+        factor = self.total.dtype.type(weight)
         # Multiply, then add, each rounded by itself: no kernel fuses them for some elements only.
         for start in range(0, len(values), _ROUND_PIECE):
-            piece = slice(start, start + _ROUND_PIECE)
-            part = values[piece] if weight == 1.0 else values[piece] * factor
-            self.total[piece] = part if is_first else self.total[piece] + part
+            part = values[start : start + _ROUND_PIECE]
+            part = part if weight == 1.0 else part * factor
+            here = self.total[first + start : first + start + len(part)]
+            here[:] = part if self._is_empty else here + part
 
     def finish(self) -> None:
         """Divide the sum by the weights. Runs as work, after the last push is added."""
@@ -394,7 +389,7 @@ class ShardStore:
 
     def begin_push(
         self,
-        pushed: Vector,  # of the client's part: gradient, then buffers; or their words
+        pushed: Pushed,  # of the client's part
         *,
         n_clients: int,  # over which buffers are averaged
         shard_slice: ShardSlice | None = None,  # the client's part; None: everything
@@ -421,7 +416,7 @@ class ShardStore:
 
     def _begin_in_round(
         self,
-        pushed: Vector,
+        pushed: Pushed,
         shard_slice: ShardSlice,
         touched: ShardSlice,
         share: rp.Share,
@@ -440,7 +435,7 @@ class ShardStore:
         whole, so_far = self.slice_table.whole, self._round
         add, cost = _nothing, Cost()
         if adds:
-            weight, cost = share.weight, Cost(n_bytes=3.0 * pushed.nbytes)
+            weight, cost = share.weight, Cost(n_bytes=3.0 * pushed.values.nbytes)
             add = so_far.add_work(pushed, shard_slice=shard_slice, touched=touched, weight=weight)
         if share.n_to_follow:
             self._pushed_slice = None
@@ -449,7 +444,8 @@ class ShardStore:
         ranges = so_far.touched
         touched = whole if ranges is None else self.slice_table.get(ranges.stripes())
         # Every element of the sum is a mean already.
-        apply, then = self._begin_apply(so_far.total, whole, touched, 1, share=rp.WHOLE)
+        total = Pushed.of(so_far.total, whole)
+        apply, then = self._begin_apply(total, whole, touched, 1, share=rp.WHOLE)
 
         def work() -> None:
             add()
@@ -460,7 +456,7 @@ class ShardStore:
 
     def _begin_apply(
         self,
-        pushed: Vector,
+        pushed: Pushed,
         shard_slice: ShardSlice,
         touched: ShardSlice,
         n_clients: int,
@@ -473,7 +469,7 @@ class ShardStore:
         self._pushed_slice = touched if rule.needs_clock else shard_slice
         n_here = self.n_held_elements
         n = min(self._n_gradient, n_here)
-        gradients, buffer_values = parts(pushed, shard_slice.n_parameters)
+        gradients, buffer_values = pushed.gradient, pushed.buffers
         n_averaged = min(self._n_averaged, n_here)
         buffers = self._slice_update(touched, shard_slice, n, n_averaged)
         counters = self._slice_update(touched, shard_slice, n_averaged, n_here)
@@ -569,6 +565,6 @@ def _count(vectors: Sequence[Vector], pushed: Vector, *, n_clients: int) -> None
     torch.from_numpy(vectors[0]).add_(torch.from_numpy(pushed), alpha=1.0 / n_clients)
 
 
-def _set(values: Vector, placed: Sequence[tuple[SliceUpdate, Vector]]) -> None:
+def _set(values: Vector, placed: Sequence[tuple[SliceUpdate, Numbers]]) -> None:
     for slice_update, pushed in placed:
         slice_update.apply(partial(_average, n_clients=1), [values], pushed)

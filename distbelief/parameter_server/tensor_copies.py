@@ -1,24 +1,19 @@
 """Copies between a client's tensors and a shard's vector, also in memory that they share.
 
-TensorCopier    a client's tensors <-> the values of a shard, a block of them, a push buffer
+TensorCopier    a client's tensors <-> the values of a shard, a block of them, a push
 SeqlockVector   the whole vector, in memory that clients on this host read
-push buffers    two for each client: push s lies in buffer s mod 2
 """
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Final, final
 
 import numpy as np
 import torch
 
-from distbelief.core.errors import RemoteProtocolError
 from distbelief.core.memory import HEADER_BYTES, Memory, Region, attach_all
 from distbelief.core.vectors import ALIGNMENT, Element, Vector, padded
 from distbelief.parameter_server.bfloat16 import WORD, as_tensor, decode, encode
 from distbelief.parameter_server.ranges import IndexRanges, RangeCopier, rounded
-from distbelief.protocol import push_fetch as pf
 
 
 def parts(vector: Vector, n_parameters: int) -> tuple[Vector, Vector]:
@@ -112,11 +107,10 @@ class TensorCopier:
                 self._padding.append((end, padded(end), is_buffer))
 
     def put(self, index: int, tensor: torch.Tensor | None, vector: Vector) -> float:
-        """Copy the elements of one tensor, None for zeros, into a vector or its words.
+        """Copy the elements of one tensor, None for zeros, into a vector.
 
-        Return their sum, or NaN if words cannot hold them. The sum shows NaN and infinity at a
-        fortieth of the cost of a look at each element. It may also overflow although all elements
-        are finite.
+        Return their sum, which shows NaN and infinity at a fortieth of the cost of a look at each
+        element. It may also overflow although all elements are finite.
         """
         if tensor is not None:
             _check_tensor(self._sizes[index], tensor)
@@ -131,8 +125,6 @@ class TensorCopier:
             if tensor is None:
                 here[:] = 0
                 return 0.0
-            if here.dtype == WORD:
-                return 0.0 if encode(tensor[start:stop], here) else math.nan
             array, total = _array(tensor, like=vector), 0.0
             for first in range(start, stop, _PIECE):  # summed while it is in the cache
                 piece = slice(first, min(first + _PIECE, stop))
@@ -184,13 +176,8 @@ def _put_ranges(copier: RangeCopier, tensor: torch.Tensor | None, vector: Vector
     if tensor is None:
         copier.scatter(torch.zeros(1, dtype=whole.dtype).expand(copier.n_elements), whole)
         return 0.0
-    if vector.dtype != WORD:
-        copier.scatter(tensor, whole)
-        return float(tensor.sum(dtype=whole.dtype))
-    words = np.empty(len(tensor), WORD)
-    is_finite = encode(tensor, words)
-    copier.scatter(as_tensor(words), whole)
-    return 0.0 if is_finite else math.nan
+    copier.scatter(tensor, whole)
+    return float(tensor.sum(dtype=whole.dtype))
 
 
 # --- memory shared with clients ---
@@ -272,60 +259,3 @@ class SeqlockVector:
         copy()
         clock = self.clock
         return clock if self.version == version else None
-
-
-# --- push buffers ---
-
-N_PUSH_BUFFERS: Final = 2
-
-
-def push_buffer_bytes(n_elements: int, *, itemsize: int) -> int:
-    """Return the size of a region of two push buffers; never 0, which no region can have."""
-    return max(N_PUSH_BUFFERS * n_elements * itemsize, 64)
-
-
-def push_buffer_views(
-    region: Region, *, n_elements: int, dtype: np.dtype[Element]
-) -> tuple[Vector, Vector]:
-    """Return both push buffers, each (n_elements,); RemoteProtocolError if the size differs."""
-    n_bytes = push_buffer_bytes(n_elements, itemsize=dtype.itemsize)
-    if region.nbytes != n_bytes:
-        raise RemoteProtocolError(
-            f"push buffers have {region.nbytes} bytes, not {n_bytes}: use one layout"
-        )
-    whole = region[: N_PUSH_BUFFERS * n_elements * dtype.itemsize].view(dtype)
-    return whole[:n_elements], whole[n_elements:]
-
-
-PushBuffers = tuple[Vector, Vector]
-"""Each of what the client holds: (n_elements,), or words."""
-
-
-@final
-@dataclass(slots=True, eq=False)
-class PushBuffer:
-    memory: Vector  # (n_elements,) of what the client holds: gradient, then buffers
-    sequence: int = 0  # of the push in it; 0 for none
-    words: bool = False  # whether that is in words: bfloat16
-    received: int = 0  # blocks [0, received) are in it
-    size: int = 0  # numbers, or words, of those blocks
-    push: pf.Push | None = None  # set when it has come
-
-    def lend(self, sequence: int, payload: pf.Payload) -> None:
-        """Reuse the buffer for push `sequence`, unless it already holds that push."""
-        words = payload == "bfloat16"
-        if self.sequence != sequence:
-            self.sequence, self.received, self.push = sequence, 0, None
-            self.words, self.size = words, 0
-        elif self.words is not words:
-            raise RemoteProtocolError(f"push {sequence} is of two payloads: use one")
-
-    def take(self, block: pf.PushBlock) -> None:
-        """Store a block if it is the next one: the sender repeats the others."""
-        self.lend(block.sequence, block.payload)
-        if block.block_index == self.received:
-            room = self.memory.view(WORD) if self.words else self.memory
-            stop = self.size + block.values.size
-            room[self.size : stop] = block.values
-            self.size = stop
-            self.received += 1

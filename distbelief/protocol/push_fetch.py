@@ -27,11 +27,20 @@ from distbelief.protocol.fields import Amount, AnyMessage, Count, Name, Text
 
 
 Payload = Literal["dense", "bfloat16"] | msgspec.UnsetType
-"""What values are. "dense": a number of the layout's type for each element that the client holds.
-"bfloat16": words of 16 bits, one for each parameter, and two for each buffer, which stays float32.
+"""What fetched values are. "dense": a number of the layout's type for each element that the client
+holds. "bfloat16": words of 16 bits, one for each parameter, and two for each buffer, which stays
+float32.
 
 Unset means dense, and takes no bytes. What lies in shared memory is dense.
 """
+
+Form = Literal["bfloat16", "int8", "int4", "top-k", "top-k-2", "threshold"]
+"""How a codec has written the parameters of a push, in words of 32 bits. The bits of the buffers,
+which stay float32, follow. Unset: a push is dense, as above.
+"""
+
+Words = Count | msgspec.UnsetType
+"""How many words an encoded push has; Unset: it is dense."""
 
 Ticks = Amount | msgspec.UnsetType
 """A number that is sent only where shards count ticks; Unset takes no bytes."""
@@ -39,6 +48,10 @@ Ticks = Amount | msgspec.UnsetType
 
 Dealt = tuple[Amount, Amount] | msgspec.UnsetType
 """Positions that are sent only where data are dealt; Unset takes no bytes."""
+
+
+Encodes = Literal[True] | msgspec.UnsetType
+"""Pushes are encoded, so they come in blocks, also on this host. Unset takes no bytes."""
 
 
 N_SHOWN_MAX = 4096
@@ -62,6 +75,7 @@ class OpenSession(AnyMessage, frozen=True):
     entries: Ticks = msgspec.UNSET  # how often this incarnation has entered or left; odd: it is in
     tick: Ticks = msgspec.UNSET  # ticks ended by acknowledged pushes; Unset: begin at the floor
     known_term: Count = 0  # the highest that the client knows
+    encodes: Encodes = msgspec.UNSET
 
 
 class SessionOpened(AnyMessage, frozen=True):
@@ -132,7 +146,7 @@ class PushBlock(AnyMessage, frozen=True):
     term: Count
     block_index: Count
     values: Vector  # (block_size,)
-    payload: Payload = msgspec.UNSET  # what `values` are
+    n_words: Words = msgspec.UNSET  # of the whole push
     answer: bool = True  # by PushBlockAck; one for many blocks is enough
 
 
@@ -161,7 +175,8 @@ class Push(AnyMessage, frozen=True):
     # (4 n,) stripes of the shard's vector that it changes, where some tensors have no
     # gradient; None: all that the client holds.
     touches: Vector | None = None
-    payload: Payload = msgspec.UNSET  # what lies in the push buffer
+    form: Form | msgspec.UnsetType = msgspec.UNSET  # of an encoded push; it comes in blocks
+    n_words: Words = msgspec.UNSET
     tick: Ticks = msgspec.UNSET  # ticks that the client has ended, this one included
     n_samples: Ticks = msgspec.UNSET  # of this push
     # Positions [start, stop) of its samples, where data are dealt (`core.spans`; of the rank's own

@@ -21,7 +21,7 @@ import msgspec
 
 from distbelief.core.vectors import Vector
 from distbelief.protocol.fields import Amount, AnyMessage, Count, Name
-from distbelief.protocol.push_fetch import Dealt, Ticks
+from distbelief.protocol.push_fetch import Dealt, Form, Ticks, Words
 
 
 Factor = Annotated[float, msgspec.Meta(ge=0.0)]
@@ -126,7 +126,10 @@ class ReplicatePush(AnyMessage, frozen=True):
     # a message has one array at most.
     touches: tuple[Count, ...] | None = None
     share: Share = WHOLE
-    dealt: Dealt = msgspec.UNSET  # as in `Push`
+    # As in `Push`:
+    dealt: Dealt = msgspec.UNSET
+    form: Form | msgspec.UnsetType = msgspec.UNSET
+    n_words: Words = msgspec.UNSET
 
 
 class PrimaryChanged(AnyMessage, frozen=True):

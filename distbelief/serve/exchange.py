@@ -20,8 +20,7 @@ from typing_extensions import override
 
 from distbelief.core.arguments import checked
 from distbelief.core.errors import JobError
-from distbelief.parameter_server.policy import ExchangePolicy
-from distbelief.parameter_server.shard_config import Numbers
+from distbelief.parameter_server.policy import ExchangePolicy, Numbers
 from distbelief.serve.address import ServerAddress, Tensors, exchange_policy
 from distbelief.serve.optimizer import DownpourSGD
 from distbelief.serve.server_loop import (
@@ -273,8 +272,8 @@ class Exchange(ServerLoop, torch.optim.Optimizer):
             return
         with torch.no_grad(), self._session.uninterrupted, self._session.background:
             self._follow(self._parameters())
-            if self._state.n_unsent:
-                self._exchange()
+            if self._state.n_unsent or self._session.client.owes_rest:
+                self._exchange(is_last=True)
             self._end_exchange()
             self._step_out()
             # Once more: other workers may have pushed since.
@@ -300,12 +299,12 @@ class Exchange(ServerLoop, torch.optim.Optimizer):
                 "ParameterServer; changes after a step, such as clamping, count as part of it"
             )
 
-    def _exchange(self) -> None:
+    def _exchange(self, *, is_last: bool = False) -> None:
         # The anchor is needed until the last fetch is merged: if the link is slower than `every`
         # steps, this is where the worker waits for it.
         self._end_exchange()
         # Steps since the last push are repeated from what was fetched, so that has their clocks.
-        self._issue(self._stage(self._session.client.clocks))
+        self._issue(self._stage(self._session.client.clocks, is_last=is_last))
         self._state.staged()
         self._state.sent(self._session.now())
         if self._policy.staleness is None:

@@ -220,8 +220,8 @@ class DownpourSGD(ServerLoop, torch.optim.Optimizer):
             return
         with torch.no_grad(), self._session.uninterrupted, self._session.background:
             self._follow(self._parameters)
-            if self._state.n_unsent:
-                self._issue(self._stage_accrued())
+            if self._state.n_unsent or self._session.client.owes_rest:
+                self._issue(self._stage_accrued(is_last=True))
             self._await_pushes()
             self._step_out()
             self._state.hold()
@@ -305,8 +305,9 @@ class DownpourSGD(ServerLoop, torch.optim.Optimizer):
         rates = [group["learning_rate"] for group in self.param_groups for _ in group["params"]]
         return [rates[place] for place in self._order]
 
-    def _stage_accrued(self) -> StagedPush:
-        push = self._stage(self._state.fetched_clocks(self._session.client.clocks))
+    def _stage_accrued(self, *, is_last: bool = False) -> StagedPush:
+        clocks = self._state.fetched_clocks(self._session.client.clocks)
+        push = self._stage(clocks, is_last=is_last)
         self._state.staged(finite=push.outcome.finite)
         self._state.sent(self._session.now(), finite=push.outcome.finite)
         return push

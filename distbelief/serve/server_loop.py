@@ -122,7 +122,7 @@ class ServerLoop:
             user=user,
             buffers=self._tensors,
             keys=keys,
-            numbers=policy.numbers,
+            exchange=policy,
             frozen=frozen,
         )
         self._state = ExchangeState(
@@ -261,14 +261,16 @@ class ServerLoop:
             self._session.command(Computed(name=lw.STEP_OUT), self._timeout_seconds)
             self._is_in = False
 
-    def _stage(self, clocks: tuple[int, ...]) -> lw.StagedPush:
+    def _stage(self, clocks: tuple[int, ...], *, is_last: bool = False) -> lw.StagedPush:
         """Copy a push to where `_issue` sends it from; the tensors may change then.
 
-        A tensor without a gradient does not move, as in torch.
+        A tensor without a gradient does not move, as in torch. The last push carries what a codec
+        has held back.
         """
         self._await_room()
         state, client = self._state, self._session.client
-        draft = client.draft(fetched_clocks=clocks, touched=state.touched)
+        touched = state.touched if state.n_unsent else None
+        draft = client.draft(fetched_clocks=clocks, touched=touched, is_last=is_last)
         state.put_into(draft)
         n_gradients, outcome = state.n_unsent, draft.finish()
         return lw.StagedPush(outcome=outcome, n_gradients=n_gradients, samples=self._samples)

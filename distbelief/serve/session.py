@@ -15,7 +15,8 @@ from distbelief.core.memory import Memory, PrivateMemory
 from distbelief.core.signals import HeldInterrupt
 from distbelief.parameter_server.client.client import ParameterClient
 from distbelief.parameter_server.layout import Layout, PartialView
-from distbelief.parameter_server.shard_config import ClientConfig, Numbers
+from distbelief.parameter_server.policy import DOWNPOUR, ExchangePolicy
+from distbelief.parameter_server.shard_config import ClientConfig
 from distbelief.protocol import Join
 from distbelief.protocol.role import SUPERVISOR, Computed
 from distbelief.serve.address import ServerAddress, parameter_specs
@@ -46,7 +47,7 @@ class ClientSession:
         user: str,  # the class whose session it is, for errors
         buffers: Sequence[torch.Tensor] = (),  # in that order, too
         keys: str | Path | None = None,  # directory of this host's keys, for an address with a key
-        numbers: Numbers = "float32",
+        exchange: ExchangePolicy = DOWNPOUR,
         frozen: Collection[int] = (),  # parameters that are fetched once and never pushed
     ) -> None:
         specs = parameter_specs(parameters, buffers=buffers)
@@ -63,7 +64,7 @@ class ClientSession:
             memory = FileMemory(Path(address.memory))
         layout = Layout.of(specs, n_shards=address.n_shards)
         self.client = ParameterClient(
-            ClientConfig(pushes=True, numbers=numbers, retry_seconds=RETRY_SECONDS),
+            ClientConfig.of(exchange, retry_seconds=RETRY_SECONDS),
             PartialView(layout, frozen={layout.tensors[place].name for place in frozen}),
             memory=memory,
             shard_copies=address.shard_copies,

@@ -25,13 +25,7 @@ from distbelief.parameter_server.layout import Layout, PartialView
 from distbelief.parameter_server.policy import DOWNPOUR, ExchangePolicy
 from distbelief.parameter_server.rules import UpdateRule
 from distbelief.parameter_server.shard import Shard
-from distbelief.parameter_server.shard_config import (
-    ClientConfig,
-    Numbers,
-    ShardConfig,
-    copy_names,
-    shard_of,
-)
+from distbelief.parameter_server.shard_config import ClientConfig, ShardConfig, copy_names, shard_of
 from distbelief.plans.compiler import Compiled, compile_plan
 from distbelief.plans.plan import Plan, load
 from distbelief.protocol.role import Address, Role, Seconds
@@ -169,7 +163,7 @@ def build_evaluator(context: BuildContext) -> Role:
     model = FlatModel(tk.build_model(task.model))
     return whole_evaluator(
         LocalExecutor(model, dataset, loss=loss, metric=metric, names=names),
-        client=build_client(context, pushes=False, frozen=model.frozen),
+        client=build_client(context, exchange=None, frozen=model.frozen),
         kinds=held_out(len(dataset), subset=context.evaluation_subset, seed=context.seed),
     )
 
@@ -263,10 +257,10 @@ def build_replica(index: int, *, config: DownpourSettings, context: BuildContext
     context = with_data(context)
     module = tk.build_model(context.task.model)
     module.train()
-    model, numbers = FlatModel(module), config.exchange.numbers
+    model = FlatModel(module)
     return whole_replica(
         config,
-        client=build_client(context, pushes=True, frozen=model.frozen, numbers=numbers),
+        client=build_client(context, exchange=config.exchange, frozen=model.frozen),
         executor=local_executor(
             model, context, clip_norm=config.clip_norm, seed=(config.seed, index)
         ),
@@ -315,20 +309,22 @@ def progress_seconds(context: BuildContext) -> Seconds:
 def build_client(
     context: BuildContext,
     *,
-    pushes: bool,
+    exchange: ExchangePolicy | None,  # of pushes; None: it only fetches
     frozen: Collection[str],  # parameters that do not train
     flow: Dataflow | None = None,
-    numbers: Numbers = "float32",
 ) -> ParameterClient:
     """Return a client of all shards, or of those that hold what a rank keeps."""
-    layout = context.layout
-    if numbers == "bfloat16" and layout.dtype.itemsize == 8:
+    layout, config = context.layout, ClientConfig(pushes=False)
+    if exchange is not None:
+        config = ClientConfig.of(exchange)
+    is_rounded = config.push is not None or config.fetch != "float32"
+    if is_rounded and layout.dtype.itemsize == 8:
         raise JobError(
-            '[algorithm.exchange] numbers is "bfloat16" and the model of float64: use "float32", '
-            "or convert the model"
+            "[algorithm.exchange] push, fetch or numbers rounds float32, and the model is of "
+            "float64: leave them out, or convert the model"
         )
     return ParameterClient(
-        ClientConfig(pushes=pushes, numbers=numbers),
+        config,
         PartialView(layout, None if flow is None else flow.items, frozen=frozen),
         memory=context.memory,
         shard_copies=context.shard_copies,
@@ -483,7 +479,7 @@ def evaluating_rank(rank: GroupRank, *, context: BuildContext, split: Split) -> 
     outputs = frozenset(compiled.graph.outputs)
     flow = dataflow(compiled, rank.index, training=False, outputs=outputs)
     dtype = dtype_of(context)
-    client = build_client(context, pushes=False, frozen=split.frozen, flow=flow)
+    client = build_client(context, exchange=None, frozen=split.frozen, flow=flow)
     kinds = held_out(len(dataset), subset=context.evaluation_subset, seed=context.seed)
     batch_plan = batches.EvaluationPlan(kinds, chunk=plan.batch)
     reader = batches.SliceReader(
@@ -551,7 +547,7 @@ def replica_parts(
     context: BuildContext,
     split: Split,
     batch: tuple[str, int],
-    numbers: Numbers = "float32",
+    exchange: ExchangePolicy = DOWNPOUR,
     frozen: Collection[str] = (),
 ) -> RankBuild:
     """Return the parts of a rank.
@@ -570,7 +566,7 @@ def replica_parts(
     return RankBuild(
         flow=flow,
         dtype=dtype,
-        client=build_client(context, pushes=True, frozen=frozen, flow=flow, numbers=numbers),
+        client=build_client(context, exchange=exchange, frozen=frozen, flow=flow),
         reader=batches.SliceReader(dataset, graph=split.graph, reads=flow.reads, dtype=dtype),
     )
 
@@ -582,9 +578,9 @@ def build_rank(name: str, *, config: DownpourSettings, context: BuildContext, sp
         return evaluating_rank(rank, context=context, split=split)
     context = with_data(context)
     batch = "batch_size", config.batch_size
-    numbers = config.exchange.numbers
+    exchange, frozen = config.exchange, split.frozen
     parts = replica_parts(
-        rank, context=context, split=split, batch=batch, numbers=numbers, frozen=split.frozen
+        rank, context=context, split=split, batch=batch, exchange=exchange, frozen=frozen
     )
     flow = parts.flow
     data_shard = data_shard_of(rank.replica, config=config, context=context)

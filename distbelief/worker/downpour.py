@@ -13,6 +13,7 @@ from distbelief.config.algorithms import Facts
 from distbelief.config.job import ClusterTable, Elastic
 from distbelief.core.errors import JobError
 from distbelief.core.torch_optimizers import OF_WHOLE_TENSORS
+from distbelief.parameter_server.codecs import Threshold, TopK
 from distbelief.protocol.role import Role
 from distbelief.task.task import BuildContext
 from distbelief.worker import build as roles
@@ -87,6 +88,13 @@ class DownpourAlgorithm:
                 f'[algorithm] order is "dealt", and [cluster] partitions {cluster.partitions_text} '
                 "splits replicas differently, so that shards do not know which samples each part "
                 'of the parameters has: use order = "parts", or equal partitions'
+            )
+        codec = config.exchange.push_codec
+        if isinstance(codec, TopK | Threshold) and cluster.is_split:
+            raise JobError(
+                f"[algorithm.exchange] push.codec is {codec.form!r}, which chooses among all "
+                'elements of a push, and [cluster] partitions or plan splits them: use "int4", '
+                '"int8" or "bfloat16"'
             )
         if inner is not None and inner["name"] in OF_WHOLE_TENSORS and cluster.is_split:
             raise JobError(

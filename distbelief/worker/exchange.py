@@ -395,6 +395,8 @@ class ExchangeState:
 
     def fetched_clocks(self, clocks: Sequence[int]) -> tuple[int, ...]:
         """Return the clocks of a push: those of its oldest step give the staleness."""
+        if not self.n_unsent:
+            return tuple(clocks)
         # A restarted shard counts on from an older clock, so take the smaller one.
         return tuple(map(min, self._clocks, clocks))
 
@@ -480,10 +482,11 @@ class ExchangeState:
     ) -> tuple[tuple[int, ...], list[torch.Tensor | None] | None]:
         """Return `fetched_clocks`, and what a push touches: None if that is all.
 
-        What got no gradient must not move, by weight decay or momentum, as in torch.
+        What got no gradient must not move, by weight decay or momentum, as in torch. A push without
+        any is of what a codec has held back, of everything.
         """
         touched = self.touched
-        is_all = all(touched[item] is not None for item in trained)
+        is_all = not self.n_unsent or all(touched[item] is not None for item in trained)
         return self.fetched_clocks(clocks), None if is_all else touched
 
     @property

@@ -235,6 +235,10 @@ class DealtPushes:
             start = last[0]  # this push is also for the samples just skipped
         self._due = start, stop
 
+    def end_nothing(self) -> None:
+        """The push that is due has no samples of its own."""
+        self._due = None
+
     def skip(self) -> None:
         """The push that is due has no gradient."""
         self._last_skipped = self._due
@@ -347,6 +351,7 @@ class Training(Program):
         self._step: Step | None = None
         self._push_due = False
         self._staging = False
+        self._sends_rest = True  # once in a generation, at its end
         self._bad = BadGradients(config, self.counters)
 
     @property
@@ -402,6 +407,7 @@ class Training(Program):
         if not self._position:
             self._progress.begun_at = now
         self._position = position
+        self._sends_rest = True
         if self._dealt is not None:
             self._dealt.begin()
         if self._exchange.pace.sends_delta and position:
@@ -419,7 +425,7 @@ class Training(Program):
             if is_late and not self._client.may_begin:
                 pass
             elif self._may_push(final=is_over):
-                yield from self._push(steps)
+                yield from self._push(steps, is_last=is_over)
             elif self._is_due:
                 pass
             elif is_over:
@@ -528,7 +534,9 @@ class Training(Program):
 
     @property
     def _owes(self) -> bool:
-        """Whether something is accrued that is not pushed yet."""
+        """Whether something is accrued that is not pushed yet, or was held back by a codec."""
+        if self._client.owes_rest and self._sends_rest:
+            return True
         return self._exchange.n_unsent > 0 and (self._carries_all or self._push_due)
 
     @property
@@ -551,7 +559,9 @@ class Training(Program):
         batch, pace = steps.slice.samples, self._exchange.pace
         counts = bool(self.values) and batch.stop > self._pushed
         # Stage during the backward pass only if nothing can still reject or change the gradient.
-        drafts = not (self._is_whole or pace.sums_gradients or self._config.clip_norm is not None)
+        # What is encoded cannot be taken back.
+        later = self._is_whole or pace.sums_gradients or self._client.encodes
+        drafts = not (later or self._config.clip_norm is not None)
         at_once = counts and drafts and not self._exchange.n_unsent
         draft = self._client.draft() if at_once and self._client.can_push else None
         # Read w; a local step reads g and w, and writes w; an optimizer has two moments, at most.
@@ -670,6 +680,7 @@ class Training(Program):
         """Return whether to stage what has accrued: every shard has a free slot for it."""
         if final and not self._push_due:
             self._end_last_push()
+            self._push_due = self._push_due or (self._client.owes_rest and self._sends_rest)
         # The values fetched after a push of local steps contain it, and so none after it.
         # A replica without any further step to take begins no fetch, and its push is waited for.
         is_last = final or (self._dealt is not None and self._dealt.plan.is_read)
@@ -685,11 +696,16 @@ class Training(Program):
         elif self._dealt.end_early():
             self._end_dealt(self._dealt)
 
-    def _push(self, steps: Steps) -> Waiting[None]:
+    def _push(self, steps: Steps, *, is_last: bool) -> Waiting[None]:
         self._push_due, self._staging = False, True
+        self._sends_rest = self._sends_rest and not is_last
         n_copies = 6.0 if self._exchange.pace.sends_delta else 2.0
+        n_copies += 4.0 if self._client.encodes else 0.0
         cost = Cost(n_bytes=n_copies * self._items.n_bytes)
-        steps.start(Compute(name=PUSH, work=self._staging_work(), cost=cost))
+        n_gradients = self._exchange.n_unsent
+        if self._dealt is not None and not n_gradients:
+            self._dealt.end_nothing()
+        steps.start(Compute(name=PUSH, work=self._staging_work(is_last=is_last), cost=cost))
         event = yield
         assert event is not None
         result = event.result
@@ -697,10 +713,8 @@ class Training(Program):
         self._staging = False
         if self._dealt is not None:
             self._dealt.drop()
-        n_gradients = self._exchange.n_unsent
-        steps.actions += self._staged(
-            result, n_gradients=n_gradients, stop=self._position, now=steps.now
-        )
+        stop = self._position if n_gradients else self._pushed  # or it is of what was held back
+        steps.actions += self._staged(result, n_gradients=n_gradients, stop=stop, now=steps.now)
 
     def _staged(
         self, staged: PushResult, *, n_gradients: int, stop: int, now: Seconds
@@ -767,10 +781,10 @@ class Training(Program):
 
     # --- work of the compute executor
 
-    def _staging_work(self) -> Callable[[], PushResult]:
+    def _staging_work(self, *, is_last: bool) -> Callable[[], PushResult]:
         exchange = self._exchange
         clocks, touched = exchange.push_facts(self._client.clocks, trained=self._items.trained)
-        draft = self._client.draft(fetched_clocks=clocks, touched=touched)
+        draft = self._client.draft(fetched_clocks=clocks, touched=touched, is_last=is_last)
 
         def stage() -> PushResult:
             exchange.put_into(draft)

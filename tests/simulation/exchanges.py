@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from distbelief.core.vectors import Vector
 from distbelief.parameter_server.client.client import ParameterClient, ShardLink
+from distbelief.parameter_server.codecs import Threshold, TopK
 from distbelief.parameter_server.policy import ExchangePolicy
 from distbelief.parameter_server.replication import Backup, Primary
 from distbelief.parameter_server.sessions import Session, Sessions
@@ -39,8 +40,12 @@ from tests.simulation.variants import Patch, Variants, Whole
 from tests.simulation.workers import N_MARKS, PLACES, PLAIN, Worker, marks_of
 
 
+# Marks are ones, which these codecs send at once, and as they are.
+ON_MARKS: Final = (None, Threshold(tau=1.0), TopK(share=0.2), TopK(share=0.2, bits=2))
+
+
 def policy_of(seed: int) -> ExchangePolicy:
-    """Return a random valid policy: local steps, waits, rounds, weights, damping, bfloat16."""
+    """Return a random valid policy: local steps, waits, rounds, weights, damping, codecs."""
     stream = np.random.default_rng([seed, 25])
 
     def pick(*values: object) -> object:
@@ -59,9 +64,13 @@ def policy_of(seed: int) -> ExchangePolicy:
             "numbers": pick("float32", "float32", "bfloat16"),
         }
         try:
-            return msgspec.convert(drawn, ExchangePolicy)
+            policy = msgspec.convert(drawn, ExchangePolicy)
         except msgspec.ValidationError:
             continue
+        codec = None
+        if policy.numbers == "bfloat16":  # other streams: the scenarios of former seeds stay
+            codec = ON_MARKS[int(np.random.default_rng([seed, 39]).integers(len(ON_MARKS)))]
+        return msgspec.structs.replace(policy, push=codec)
 
 
 def is_plain(policy: ExchangePolicy) -> bool:

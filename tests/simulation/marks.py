@@ -154,7 +154,7 @@ class Marks(Scene):
             memory,
             ledger=self.ledger,
             n_wanted=self.n_wanted,
-            config=replace(self.client, numbers=self.policy.numbers),
+            config=replace(self.client, push=self.policy.push_codec, fetch=self.policy.fetched),
             shard_copies=self.n_twins,
             partial=is_partial,
             policy=self.policy,

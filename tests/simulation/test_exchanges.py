@@ -41,7 +41,17 @@ BY_SCENES: dict[str, Callable[[], object]] = {
 }
 """What random runs do not tell, or seldom: there all that die come back, steps have no state."""
 
-CHOICES = ("delta", "many local steps", "bfloat16", "gate", "round", "quorum", "weights", "damping")
+CHOICES = (
+    "delta",
+    "many local steps",
+    "bfloat16",
+    "sparse",
+    "gate",
+    "round",
+    "quorum",
+    "weights",
+    "damping",
+)
 
 
 def choices(policy: ExchangePolicy) -> Mapping[str, int]:
@@ -49,7 +59,8 @@ def choices(policy: ExchangePolicy) -> Mapping[str, int]:
     return {
         "delta": is_delta,
         "many local steps": is_delta and policy.every != 1,
-        "bfloat16": policy.numbers == "bfloat16",
+        "bfloat16": policy.fetched == "bfloat16",
+        "sparse": policy.push is not None,
         "gate": policy.staleness is not None,
         "round": policy.round is not None,
         "quorum": policy.round is not None and policy.round.quorum < 1.0,

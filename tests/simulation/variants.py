@@ -17,6 +17,7 @@ from itertools import chain
 from typing import Final, Generic, TypeVar
 
 import msgspec
+import numpy as np
 import pytest
 
 from distbelief import protocol as wire
@@ -28,11 +29,12 @@ from distbelief.parameter_server.client.fetches import ShardFetch
 from distbelief.parameter_server.client.primary import ShardPrimary
 from distbelief.parameter_server.client.pushes import ShardPush
 from distbelief.parameter_server.pinned_versions import PinnedVersions, Version
+from distbelief.parameter_server.pushed import N_PUSH_BUFFERS, PushBuffer, Pushed
 from distbelief.parameter_server.replication import Backup, Primary
 from distbelief.parameter_server.sessions import PushInProgress, Session, Sessions
 from distbelief.parameter_server.shard import ClientMessage, ReplicationMessage, Shard
 from distbelief.parameter_server.shard_config import ShardConfig
-from distbelief.parameter_server.tensor_copies import N_PUSH_BUFFERS, PushBuffer, SeqlockVector
+from distbelief.parameter_server.tensor_copies import SeqlockVector
 from distbelief.protocol.role import Action, Address, Persist, Received, Seconds, Send, Snapshot
 from distbelief.simulation.trace import SimulationFailed
 from distbelief.supervisor.failover import PrimaryElection
@@ -171,13 +173,14 @@ def push_buffer_is_reused_too_early(patch: Patch) -> None:
 @VARIANTS(caught_by=43)
 def blocks_are_taken_in_any_order(patch: Patch) -> None:
     """A block counts for all blocks before it."""
+    whole = PushBuffer.take
 
-    def take(self: PushBuffer, block: wire.PushBlock) -> None:
-        self.lend(block.sequence, block.payload)
-        start = min(self.size, self.memory.size - block.values.size)
-        self.size = start + block.values.size
-        self.memory[start : self.size] = block.values
-        self.received = max(self.received, block.block_index + 1)
+    def take(
+        self: PushBuffer, block: wire.PushBlock, *, sender: str, of_part: bool = False
+    ) -> None:
+        self.lend(block.sequence, block.n_words)
+        self.received = block.block_index
+        whole(self, block, sender=sender, of_part=of_part)
 
     patch.setattr(PushBuffer, "take", take)
 
@@ -190,8 +193,12 @@ def applied_before_all_blocks_are_here(patch: Patch) -> None:
         push_buffer = (
             self.push_buffers[(self.watermark + 1) % N_PUSH_BUFFERS] if self.push_buffers else None
         )
-        is_next = push_buffer is not None and push_buffer.sequence == self.watermark + 1
-        return push_buffer if is_next and push_buffer is not None and push_buffer.push else None
+        if push_buffer is None or push_buffer.sequence != self.watermark + 1:
+            return None
+        if push_buffer.push is not None and push_buffer.pushed is None:
+            dense = np.zeros(self.shard_slice.n_elements, push_buffer.dtype)
+            push_buffer.pushed = Pushed.of(dense, self.shard_slice)
+        return push_buffer if push_buffer.push is not None else None
 
     patch.setattr(Session, "next_complete", next_complete)
 

@@ -27,6 +27,7 @@ from distbelief.parameter_server.client.fetches import FetchResult
 from distbelief.parameter_server.client.pushes import PushResult
 from distbelief.parameter_server.layout import ElementType, Layout, PartialView, TensorSpec
 from distbelief.parameter_server.policy import DOWNPOUR, ExchangePolicy
+from distbelief.parameter_server.pushed import Pushed
 from distbelief.parameter_server.rules import SGD, Adagrad
 from distbelief.parameter_server.shard import Shard
 from distbelief.parameter_server.shard_config import ClientConfig, ShardConfig
@@ -88,7 +89,7 @@ class Unreadable:
         harsh = cls._all[values] = cls(values)
 
         def begin_push(
-            pushed: Vector,
+            pushed: Pushed,
             *,
             n_clients: int,
             shard_slice: ShardSlice | None = None,

@@ -26,11 +26,12 @@ from distbelief.core.reliable import AnswerTimer
 from distbelief.parameter_server.client.fetches import FetchResult, ShardFetch, ShardReader, install
 from distbelief.parameter_server.client.primary import ShardMemory, ShardPrimary
 from distbelief.parameter_server.client.pushes import PushDraft, PushResult, ShardPush, StageTarget
+from distbelief.parameter_server.client.residuals import Residuals
 from distbelief.parameter_server.layout import PartialView, first_difference
 from distbelief.parameter_server.lost_pushes import n_lost
+from distbelief.parameter_server.pushed import N_PUSH_BUFFERS
 from distbelief.parameter_server.shard_config import ClientConfig, copy_names
 from distbelief.parameter_server.staleness import Staleness
-from distbelief.parameter_server.tensor_copies import N_PUSH_BUFFERS
 from distbelief.parameter_server.ticks import ShardTicks, WorkerTicks
 from distbelief.protocol import Message, PrimaryChanged, push_fetch as pf, role as rl
 
@@ -74,6 +75,7 @@ class ShardLink:
         *,
         memory: Memory,
         staleness: Staleness,  # of acknowledged pushes
+        residuals: Residuals | None,
     ) -> None:
         self.copies = copies
         self.index = index
@@ -89,7 +91,7 @@ class ShardLink:
         self.ticks = ShardTicks()
         self.memory = ShardMemory(memory, view, index)
         self.fetching = ShardFetch(config, view, index, self.memory)
-        self.pushing = ShardPush(config, view, index, self.memory, self.ticks)
+        self.pushing = ShardPush(config, view, index, self.memory, self.ticks, residuals)
         self.primary = ShardPrimary(copies)
         self._answer = AnswerTimer(
             config.retry_seconds,
@@ -294,6 +296,7 @@ class ShardLink:
             entries=ticks.attendance.changes or msgspec.UNSET,
             tick=msgspec.UNSET if ticks.ended is None else ticks.ended,
             known_term=self.primary.term,
+            encodes=msgspec.UNSET if self._config.push is None else True,
         )
         return [rl.Send(receiver=copy, message=request) for copy in copies]
 
@@ -340,12 +343,24 @@ class ParameterClient:
         self.fetches_own_pushes = True
         self._incarnation: int | None = None  # once started
         self._staleness = Staleness()
+        # Where pushes are encoded: what of them is not sent yet.
+        self._residuals = None
+        if config.push is not None and config.pushes:
+            self._residuals = Residuals(config.push, view)
         self._links: dict[int, ShardLink] = {}  # by index of the shard, in that order
         self._links_by_copy: dict[rl.Address, ShardLink] = {}
         self._links_by_timer: dict[str, ShardLink] = {}
         for index in view.shards:
             copies = copy_names(index, shard_copies)
-            link = ShardLink(config, view, index, copies, memory=memory, staleness=self._staleness)
+            link = ShardLink(
+                config,
+                view,
+                index,
+                copies,
+                memory=memory,
+                staleness=self._staleness,
+                residuals=self._residuals,
+            )
             self._links[index] = link
             self._links_by_copy |= dict.fromkeys(copies, link)
             self._links_by_timer[f"{TIMER}{index}"] = link
@@ -502,6 +517,15 @@ class ParameterClient:
         )
 
     @property
+    def encodes(self) -> bool:
+        return self._residuals is not None
+
+    @property
+    def owes_rest(self) -> bool:
+        """Whether a last push would send something that was held back so far."""
+        return self._residuals is not None and self._residuals.is_owed
+
+    @property
     def unacknowledged(self) -> int:
         # Every shard was sent the same pushes.
         pushes = [link.pushing for link in self._links.values()]
@@ -512,12 +536,14 @@ class ParameterClient:
         *,
         fetched_clocks: Sequence[int] | None = None,
         touched: Sequence[torch.Tensor | None] | None = None,
+        is_last: bool = False,
     ) -> PushDraft:
         """Return a push to fill in the executor; call `staged` with its result.
 
         Gradients are sums of raw gradients (DB-7). `fetched_clocks`, of the parameters of the
         oldest gradient, are by default those of the last install. With `touched`, tensors that are
-        None there keep their values and rule state.
+        None there keep their values and rule state. Where pushes are encoded, the last one
+        (`is_last`) leaves nothing behind that counts.
         """
         if not self.can_push:
             raise LocalProtocolError("draft while not can_push: wait until it is")
@@ -527,7 +553,11 @@ class ParameterClient:
             link.pushing.stage_target(fetched_clock=min(clock, link.clock), touched=touched)
             for link, clock in zip(self._links.values(), clocks, strict=True)
         ]
-        return PushDraft(self._staging, self._specs)
+        encode = None
+        if self._residuals is not None:
+            sequence = max(one.push.sequence for one in self._staging)
+            encode = partial(self._residuals.encode, sequence, is_last=is_last, touched=touched)
+        return PushDraft(self._staging, self._specs, encode)
 
     def abandon(self) -> None:
         """Drop what was drafted; its work must have ended."""
@@ -563,7 +593,7 @@ class ParameterClient:
                 counts |= self._ticks.pushed(samples, in_session=self.samples)
             for link, target in zip(self._links.values(), targets, strict=True):
                 messages = link.pushing.issue(
-                    target, is_open=link.is_open, dealt=dealt, sets=sets, **counts
+                    target, outcome.encoded, is_open=link.is_open, dealt=dealt, sets=sets, **counts
                 )
                 actions += [*link.send(messages, now), *link.wait(now)]
         else:
@@ -629,7 +659,10 @@ class ParameterClient:
         has acknowledged, `pushes_lost` those that were acknowledged and then lost by a shard.
         Bytes count blocks and copies to and from shared memory. Where workers wait for each other,
         `clock_gap` is how many ticks this one is ahead of the slowest (`clock_gap_max`: has been),
-        `waits_NAME` how many seconds it waited for that worker.
+        `waits_NAME` how many seconds it waited for that worker. Of encoded pushes: `residual` is
+        the sum of the sizes of what is held back, `clipped` of what the codec has cut off and lost,
+        `words` those of the last push, `compression` how many times fewer bytes all pushes had,
+        `tau` the smallest size that the last one sent.
         """
         links = self._links.values()
         return {
@@ -642,6 +675,7 @@ class ParameterClient:
             "non_finite": float(self._n_non_finite),
             **self._staleness.counters(),
             **self._ticks.counters(),
+            **({} if self._residuals is None else self._residuals.figures.counters()),
         }
 
     def _release(self) -> None:

@@ -113,7 +113,7 @@ class ShardFetch:
     def begin(self, *, is_open: bool, exact: bool = False) -> list[pf.Fetch]:
         self.wanted = True
         exact |= self._view is not self._later  # frozen ones come once
-        rounds = self._config.numbers == "bfloat16" and not exact
+        rounds = self._config.fetch == "bfloat16" and not exact
         self._payload = "bfloat16" if rounds else msgspec.UNSET
         self._torn_since = None
         if is_open:

@@ -10,12 +10,12 @@ are sent again with the same sequence, so each push is applied once or lost. Los
 acknowledged but missing in the values of the next primary.
 
 Each number is copied once: from the gradients into the push buffer, which in shared memory is the
-shard's own.
+shard's own. Pushes that are encoded are put together in `residuals`; their words go in blocks.
 """
 
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import final
@@ -26,18 +26,14 @@ import torch
 
 from distbelief.core.errors import LocalProtocolError, RemoteProtocolError
 from distbelief.core.reliable import Transfer, Window
-from distbelief.core.vectors import Vector
+from distbelief.core.vectors import Vector, n_blocks
 from distbelief.parameter_server.client.primary import ShardMemory
+from distbelief.parameter_server.client.residuals import EncodedPush, Residuals
 from distbelief.parameter_server.layout import PartialView, TensorSpec
 from distbelief.parameter_server.lost_pushes import Lost, lost_after
+from distbelief.parameter_server.pushed import N_PUSH_BUFFERS, PushBuffers, push_block
 from distbelief.parameter_server.shard_config import ClientConfig
-from distbelief.parameter_server.slices import payload_of, push_block
-from distbelief.parameter_server.tensor_copies import (
-    N_PUSH_BUFFERS,
-    PushBuffers,
-    TensorCopier,
-    convert,
-)
+from distbelief.parameter_server.tensor_copies import TensorCopier
 from distbelief.parameter_server.ticks import ShardTicks
 from distbelief.protocol import push_fetch as pf
 
@@ -45,8 +41,9 @@ from distbelief.protocol import push_fetch as pf
 @final
 @dataclass(frozen=True, slots=True, eq=False)
 class StageTarget:
+    index: int  # of the shard
     copier: TensorCopier
-    values: Vector  # (n_elements,), or words
+    values: Vector  # (n_elements,)
     push: pf.Push  # without its counts
 
 
@@ -59,8 +56,10 @@ class ShardPush:
         index: int,
         memory: ShardMemory,
         ticks: ShardTicks,
+        residuals: Residuals | None,  # of all shards, where pushes are encoded
     ) -> None:
         self._config, self._memory, self._ticks = config, memory, ticks
+        self._residuals = residuals
         self._view, self._index, self._slice = view, index, view.slices[index]
         self._term = 0
         self._first_clock = 0  # of that primary, when it opened the session
@@ -69,7 +68,6 @@ class ShardPush:
         self._per_answer = config.blocks_per_answer
         self._own_buffers: PushBuffers | None = None  # for pushes in blocks, created when needed
         self._by_blocks = False
-        self._payload: pf.Payload = msgspec.UNSET  # of what lies in them
         self.in_flight: deque[Transfer[pf.Push]] = deque()
         self._n_issued = 0
         self.issued = 0  # the last used sequence
@@ -109,16 +107,14 @@ class ShardPush:
         self._by_blocks = self._push_buffers is None
         if self._push_buffers is None:
             if self._own_buffers is None:
-                memory = np.zeros((N_PUSH_BUFFERS, self._slice.n_elements), self._slice.dtype)
-                words = self._config.numbers == "bfloat16"
-                one, other = (self._slice.room(part, words=words) for part in memory)
+                n = 0 if self._residuals else self._slice.n_elements
+                one, other = np.zeros((N_PUSH_BUFFERS, n), self._slice.dtype)
                 self._own_buffers = one, other
             self._push_buffers = self._own_buffers
-        self._payload = payload_of(self._push_buffers[0])
         for in_flight in self.in_flight:
             self._move(in_flight)
             # The shard may have released the old buffers of a client that it believed gone.
-            in_flight.blocks = Window(len(self._slice.bounds))
+            in_flight.blocks = _window(in_flight.values)
 
     def stage_target(
         self, *, fetched_clock: int, touched: Sequence[object | None] | None
@@ -126,7 +122,10 @@ class ShardPush:
         """Return where to stage the next push; it changes `touched` tensors, or None for all."""
         assert self._push_buffers is not None
         values = self._push_buffers[(self.issued + 1) % N_PUSH_BUFFERS]
+        if self._residuals is not None:
+            values = self._residuals.staging(self._index)
         return StageTarget(
+            index=self._index,
             copier=self._copier,
             values=values,
             push=pf.Push(
@@ -136,18 +135,25 @@ class ShardPush:
                 n_gradients=0,
                 samples=0,
                 touches=None if touched is None else self._view.stripes_of(self._index, touched),
-                payload=self._payload,
             ),
         )
 
     def issue(
-        self, staged: StageTarget, *, is_open: bool, **counts: pf.Ticks | pf.Dealt
+        self,
+        staged: StageTarget,
+        encoded: EncodedPush | None,
+        *,
+        is_open: bool,
+        **counts: pf.Ticks | pf.Dealt,
     ) -> list[pf.PushBlock | pf.Push]:
         """Send what was staged; if the session is not open, that waits for `session_opened`."""
         self.issued += 1
         self._n_issued += 1
-        push = msgspec.structs.replace(staged.push, **counts)
-        in_flight = Transfer(push, staged.values, Window(len(self._slice.bounds)))
+        push, values = msgspec.structs.replace(staged.push, **counts), staged.values
+        if encoded is not None:
+            values = encoded.words[self._index]
+            push = msgspec.structs.replace(push, form=encoded.form, n_words=len(values))
+        in_flight = Transfer(push, values, _window(values))
         self.in_flight.append(in_flight)
         self._move(in_flight)
         if not self._by_blocks:
@@ -192,10 +198,9 @@ class ShardPush:
         assert self._push_buffers is not None
         push = in_flight.message
         buffer = self._push_buffers[push.sequence % N_PUSH_BUFFERS]
-        if in_flight.values is not buffer:
-            convert(in_flight.values, buffer, n_parameters=self._slice.n_parameters)
+        if self._residuals is None and in_flight.values is not buffer:
+            np.copyto(buffer, in_flight.values)
             in_flight.values = buffer
-            push = in_flight.message = msgspec.structs.replace(push, payload=self._payload)
         if push.term != self._term:
             # Staleness is counted within one incarnation of the shard.
             in_flight.message = msgspec.structs.replace(
@@ -213,13 +218,16 @@ class ShardPush:
 
     def _block(self, in_flight: Transfer[pf.Push], index: int) -> pf.PushBlock:
         return push_block(
-            self._slice,
             in_flight.values,
             index,
             sequence=in_flight.message.sequence,
             term=self._term,
             answer=(index + 1) % self._per_answer == 0,
         )
+
+
+def _window(values: Vector) -> Window:
+    return Window(n_blocks(len(values), itemsize=values.itemsize))
 
 
 # --- work for the executor ---
@@ -230,6 +238,7 @@ class ShardPush:
 class PushResult:
     finite: bool  # whether all numbers are finite; if not, nothing is pushed
     culprits: tuple[str, ...] = ()  # names of the tensors with NaN or infinity
+    encoded: EncodedPush | None = None  # if the push is
 
 
 @final
@@ -243,6 +252,7 @@ class PushDraft:
 
     _targets: Sequence[StageTarget]  # one per shard
     _specs: Sequence[TensorSpec]  # all tensors of the push
+    _encode: Callable[[], EncodedPush | list[int]] | None  # how it is encoded, if it is
     _put: set[int] = field(default_factory=set)
     _culprits: list[int] = field(default_factory=list)
 
@@ -295,5 +305,9 @@ class PushDraft:
         for target in self._targets:
             target.copier.zero_padding(target.values)
         self._put.update(range(len(self._specs)))
-        culprits = tuple(self._specs[index].name for index in sorted(self._culprits))
-        return PushResult(finite=not culprits, culprits=culprits)
+        encoded = self._encode() if self._encode is not None and not self._culprits else None
+        if isinstance(encoded, EncodedPush):
+            return PushResult(finite=True, encoded=encoded)
+        culprits = sorted(self._culprits) if encoded is None else encoded
+        names = tuple(self._specs[index].name for index in culprits)
+        return PushResult(finite=not names, culprits=names)

@@ -1,6 +1,5 @@
-"""Pushes and fetches whose parameters travel as bfloat16: bits, bytes, faults, two copies."""
+"""Fetches whose parameters travel as bfloat16: bits, bytes, faults, two copies."""
 
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 
@@ -9,40 +8,36 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 from numpy.typing import NDArray
-from typing_extensions import override
 
-from distbelief.core.errors import RemoteProtocolError
 from distbelief.core.memory import PrivateMemory
-from distbelief.core.vectors import Vector
-from distbelief.graph.region import Region
 from distbelief.parameter_server.bfloat16 import WORD, as_tensor, decode, encode, word_count
-from distbelief.parameter_server.client.client import ParameterClient
-from distbelief.parameter_server.layout import Layout, PartialView, TensorSpec
-from distbelief.parameter_server.policy import ExchangePolicy, Round
+from distbelief.parameter_server.layout import Layout, PartialView
 from distbelief.parameter_server.ranges import IndexRanges
 from distbelief.parameter_server.rules import SGD, Adam, UpdateRule
-from distbelief.parameter_server.shard import Shard
-from distbelief.parameter_server.shard_config import ClientConfig, ShardConfig
+from distbelief.parameter_server.shard_config import ClientConfig
 from distbelief.parameter_server.slices import ShardSlice
 from distbelief.parameter_server.tensor_copies import convert, parts
-from distbelief.protocol import Message, Promote, push_fetch as pf
+from distbelief.protocol import Message, push_fetch as pf
 from distbelief.protocol.role import Address, PeerLost
-from tests.distbelief.parameter_server.pair import (
-    CLIENT,
-    OTHER,
-    READER,
-    SHARD,
-    TEST,
-    Bench,
-    Loop,
-    gather,
-    sent,
+from tests.distbelief.parameter_server.exchanges import (
+    ITEMS,
+    ONE,
+    SPECS,
+    Lossy,
+    Pair,
+    Tensors,
+    assert_same,
+    bench_of,
+    fetch,
+    first,
+    noise,
+    push,
+    served,
 )
-from tests.distbelief.parameter_server.shard_copies import OneCopy, only
+from tests.distbelief.parameter_server.pair import CLIENT, OTHER, READER, SHARD, Bench, sent
 
 
 Bits = NDArray[np.uint32]
-Tensors = list[torch.Tensor]
 
 LARGEST = 0x7F7F  # the largest finite bfloat16
 CLASSES = st.one_of(
@@ -175,29 +170,7 @@ def test_blocks_of_words_are_the_words_of_the_vector(
 
 # --- a client and its shards ---
 
-SPECS = (
-    TensorSpec(name="b", shape=(33,)),
-    TensorSpec(name="m", shape=(5,), kind="buffer"),
-    TensorSpec(name="w", shape=(700, 500)),  # two blocks and more
-)
-ROUNDING = ClientConfig(pushes=True, numbers="bfloat16")
-ONE = SGD(learning_rate=1.0)
-
-
-def noise(seed: int, layout: Layout) -> Tensors:
-    stream = torch.Generator().manual_seed(seed)
-    return [torch.randn(spec.n_elements, generator=stream) for spec in layout.tensors]
-
-
-def bench_of(
-    n_shards: int = 1, *, rule: UpdateRule = ONE, host: str = "", kind: type[Bench] = Bench
-) -> Bench:
-    """Return shards that begin with `noise(0)`."""
-    layout = Layout.of(SPECS, n_shards=n_shards)
-    bench = kind(layout=layout, memory=PrivateMemory(host=host, poison=True))
-    for k in range(n_shards):
-        bench.add_shard(Address(f"shard-{k}"), rule=rule, initialise=partial(first, layout, k))
-    return bench
+ROUNDING = ClientConfig(pushes=True, fetch="bfloat16")
 
 
 def rounding(n_shards: int = 1, *, rule: UpdateRule = ONE, host: str = "") -> Bench:
@@ -206,39 +179,6 @@ def rounding(n_shards: int = 1, *, rule: UpdateRule = ONE, host: str = "") -> Be
     bench.add_client(config=ROUNDING)
     bench.settle()
     return bench
-
-
-def first(layout: Layout, k: int) -> Vector:
-    vector = np.zeros(layout.shard_size(k), np.float32)
-    gather(layout, k, noise(0, layout), vector)
-    return vector
-
-
-def push(bench: Bench, tensors: Tensors, name: Address = CLIENT) -> bool:
-    """Push gradients, and the values of buffers."""
-    return bench.push_tensors(tensors, tensors, name).finite
-
-
-def fetch(bench: Bench, name: Address = CLIENT, *, exact: bool = False) -> Tensors:
-    client = bench.client(name)
-    tensors = [torch.full((spec.n_elements,), torch.nan) for spec in client._specs]
-    bench.perform(name, client.begin_fetch(bench.now, exact=exact))
-    bench.settle()
-    assert bench.install(tensors, name).torn == ()
-    return tensors
-
-
-def served(bench: Bench) -> Tensors:
-    """Return the values of the shards, as a client without rounding fetches them."""
-    if READER not in bench.roles:
-        bench.add_client(READER)
-        bench.settle()
-    return fetch(bench, READER)
-
-
-def assert_same(one: Tensors, other: Tensors) -> None:
-    for left, right in zip(one, other, strict=True):
-        assert left.numpy().tobytes() == right.numpy().tobytes()
 
 
 def rounded_all(tensors: Tensors, layout: Layout) -> Tensors:
@@ -250,14 +190,13 @@ def rounded_all(tensors: Tensors, layout: Layout) -> Tensors:
 
 
 def apply(values: Tensors, gradient: Tensors, layout: Layout) -> None:
-    """Change values as a push to the rule `ONE` does, rounded on its way."""
-    rounded = rounded_all(gradient, layout)
-    for spec, value, one in zip(layout.tensors, values, rounded, strict=True):
+    """Change values as a push to the rule `ONE` does."""
+    for spec, value, one in zip(layout.tensors, values, gradient, strict=True):
         value.copy_(one if spec.kind == "buffer" else value - one)
 
 
 @pytest.mark.parametrize("n_shards", [1, 2, 3])
-def test_pushes_and_fetches_are_rounded_once_and_shards_are_not(n_shards: int) -> None:
+def test_fetches_are_rounded_once_and_shards_are_not(n_shards: int) -> None:
     bench = rounding(n_shards)
     layout = bench.layout
     values = noise(0, layout)
@@ -283,20 +222,6 @@ def test_any_number_of_shards_gives_the_same_bits(rule: UpdateRule) -> None:
         found.append([*served(bench), *fetch(bench)])
     for other in found[1:]:
         assert_same(other, found[0])
-
-
-ITEMS = {
-    CLIENT: [
-        ("w", Region(((0, 700), (0, 201)))),
-        ("b", Region(((0, 10),))),
-        ("m", Region(((0, 2),))),
-    ],
-    OTHER: [
-        ("m", Region(((2, 5),))),
-        ("w", Region(((0, 700), (201, 500)))),
-        ("b", Region(((10, 33),))),
-    ],
-}
 
 
 @pytest.mark.parametrize("n_shards", [1, 3])
@@ -336,8 +261,7 @@ def test_bytes_are_two_for_each_parameter_and_four_for_each_buffer() -> None:
     fetch(bench)
     n_parameters = bench.layout.n_gradient(0)
     n_bytes = 2 * n_parameters + 4 * (bench.layout.shard_size(0) - n_parameters)
-    assert client.counters()["bytes_out"] == client.counters()["bytes_in"] == n_bytes
-    assert bench.counters()["bytes_in"] == bench.counters()["bytes_out"] == n_bytes
+    assert client.counters()["bytes_in"] == bench.counters()["bytes_out"] == n_bytes
     fetch(bench, exact=True)
     assert client.counters()["bytes_in"] == n_bytes + 4 * bench.layout.shard_size(0)
 
@@ -397,28 +321,9 @@ def test_what_is_finite_stays_finite(selection: Address | None) -> None:
     assert push(bench, gradient)
     bench.settle()
     largest = torch.finfo(torch.bfloat16).max
-    assert served(bench)[0][0] == largest
-    assert fetch(bench)[place][0] == largest
-    gradient[place][0] = -(2.0**118)  # now the value rounds up, to infinity
-    for _ in range(2):
-        push(bench, gradient)
-        bench.settle()
-    assert served(bench)[0][0] > largest
+    assert served(bench)[0][0] > largest  # it rounds up, to infinity
     assert fetch(bench)[place][0] == largest
     assert before[place][0] != largest
-
-
-@dataclass(kw_only=True)
-class Lossy(Bench):
-    """Loses a third of all messages, and sends another third twice."""
-
-    random: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
-    is_lossy: bool = False
-
-    @override
-    def send(self, sender: Address, receiver: Address, message: Message, *, life: int = 0) -> None:
-        for _ in range(int(self.random.integers(3)) if self.is_lossy else 1):
-            super().send(sender, receiver, message, life=life)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -513,7 +418,7 @@ def test_a_push_under_way_moves_between_shared_memory_and_blocks(*, starts_share
     assert bench.client().unacknowledged == 0
     expected = [
         one if spec.kind == "buffer" else -one
-        for spec, one in zip(layout.tensors, rounded_all(gradient, layout), strict=True)
+        for spec, one in zip(layout.tensors, gradient, strict=True)
     ]
     assert_same(served(bench), expected)
     assert not bench.refused
@@ -522,50 +427,12 @@ def test_a_push_under_way_moves_between_shared_memory_and_blocks(*, starts_share
 # --- two copies ---
 
 
-class Pair(Bench):
-    """A shard of two copies without shared memory, and a client that rounds."""
-
-    A, B = Address("shard-0"), Address("shard-0b")
-
-    def begin(self, *, rule: UpdateRule, n_clients: int = 1) -> None:
-        for name in (self.A, self.B):
-            self.start_copy(name, rule=rule)
-        self.lead(self.A, term=1)
-        self.settle()
-        self.lead(self.A, term=2, backup=self.B)
-        for name in (CLIENT, OTHER)[:n_clients]:
-            client = ParameterClient(
-                ROUNDING,
-                PartialView(self.layout, ITEMS[name] if n_clients > 1 else None),
-                memory=self.memory,
-                shard_copies=2,
-            )
-            self.start(name, Loop(client))
-        self.settle()
-
-    def start_copy(self, name: Address, *, rule: UpdateRule) -> None:
-        config = ShardConfig(index=0, layout=self.layout, rule=rule, name=name, is_replicated=True)
-        size = self.layout.shard_size(0)
-        shard = Shard(config, memory=self.memory, initialise=lambda: np.zeros(size, np.float32))
-        self.start(name, shard)
-
-    def lead(self, name: Address, *, term: int, backup: str = "") -> None:
-        promote = Promote(
-            term=term, receiver_incarnation=1, backup=backup, backup_incarnation=1 if backup else 0
-        )
-        self.send(TEST, name, promote)
-
-    def copy(self, name: Address) -> Shard:
-        shard = self.roles[name]
-        assert isinstance(shard, Shard)
-        return shard
-
-
 @pytest.mark.parametrize("n_clients", [1, 2])
 @pytest.mark.parametrize("rule", [ONE, Adam(learning_rate=0.1)])
 def test_the_backup_ends_with_the_bits_of_the_primary(rule: UpdateRule, n_clients: int) -> None:
     layout = Layout.of(SPECS, n_shards=1)
     pair = Pair(layout=layout, memory=PrivateMemory(host="", poison=True))
+    pair.config = ROUNDING
     pair.begin(rule=rule, n_clients=n_clients)
     n_bytes = []
 
@@ -597,6 +464,7 @@ def test_the_backup_ends_with_the_bits_of_the_primary(rule: UpdateRule, n_client
 def test_a_backup_that_takes_over_has_each_push_once() -> None:
     layout = Layout.of(SPECS, n_shards=1)
     pair = Pair(layout=layout, memory=PrivateMemory(host="", poison=True))
+    pair.config = ROUNDING
     pair.begin(rule=ONE)
     gradients = [noise(seed, layout) for seed in range(1, 4)]
     for number, gradient in enumerate(gradients):
@@ -621,60 +489,6 @@ def test_a_backup_that_takes_over_has_each_push_once() -> None:
 # --- refusals ---
 
 
-FLOAT32 = Layout.of(SPECS[:1], n_shards=1)  # 64 elements with padding
-
-
-def word_block(
-    n: int = 64, *, sequence: int = 1, dtype: type = np.uint16, payload: pf.Payload = "bfloat16"
-) -> pf.PushBlock:
-    return pf.PushBlock(
-        sequence=sequence, term=1, block_index=0, values=np.zeros(n, dtype), payload=payload
-    )
-
-
-def push_of(payload: pf.Payload) -> pf.Push:
-    return pf.Push(sequence=1, term=1, fetched_clock=0, n_gradients=1, samples=1, payload=payload)
-
-
-@pytest.mark.parametrize(
-    ("messages", "reason"),
-    [
-        ([word_block(32)], "32 elements of uint16"),
-        ([word_block(dtype=np.float32)], "64 elements of float32"),
-        ([word_block(payload="dense")], "64 elements of uint16"),
-        ([word_block(), push_of("dense")], "of two payloads"),
-        ([push_of("bfloat16"), word_block(dtype=np.float32, payload="dense")], "of two payloads"),
-    ],
-)
-def test_a_shard_refuses_blocks_that_are_not_what_they_say(
-    messages: list[Message], reason: str
-) -> None:
-    alone = OneCopy(SHARD, layout=FLOAT32, is_replicated=False)
-    alone.hello()
-    *first, last = messages
-    for message in first:
-        alone.receive(message, CLIENT)
-    with pytest.raises(RemoteProtocolError, match=reason):
-        alone.receive(last, CLIENT)
-
-
-def test_a_shard_refuses_words_where_the_push_lies_in_shared_memory() -> None:
-    alone = OneCopy(SHARD, layout=FLOAT32, is_replicated=False)
-    assert only(alone.hello(host="here"), pf.SessionOpened).push_buffers_region
-    with pytest.raises(RemoteProtocolError, match="in shared memory"):
-        alone.receive(push_of("bfloat16"), CLIENT)
-
-
-def test_shards_of_float64_know_no_words() -> None:
-    alone = OneCopy(SHARD, is_replicated=False)
-    alone.hello()
-    with pytest.raises(RemoteProtocolError, match="bfloat16 for a vector of float64"):
-        alone.receive(word_block(192), CLIENT)
-    fetch = pf.Fetch(request=1, term=1, credit=1, payload="bfloat16")
-    with pytest.raises(RemoteProtocolError, match="bfloat16 of values of float64"):
-        alone.receive(fetch, CLIENT)
-
-
 def test_a_client_refuses_blocks_of_another_payload_than_it_asked_for() -> None:
     bench = rounding()
     actions = bench.client().begin_fetch(0.0)
@@ -691,47 +505,3 @@ def test_a_client_refuses_blocks_of_another_payload_than_it_asked_for() -> None:
     bench.send(SHARD, CLIENT, block)
     bench.pass_messages()
     assert "elements of float32 as block 0" in str(bench.refused[0])
-
-
-# --- rounds ---
-
-ROUNDS = ExchangePolicy(send="delta", staleness=0, round=Round(), weight="mean")
-
-
-@pytest.mark.parametrize("holds", ["everything", "parts", "some tensors"])
-def test_a_round_of_words_is_the_round_of_the_rounded_numbers(holds: str) -> None:
-    found = []
-    for config in (ROUNDING, ClientConfig(pushes=True)):
-        layout = Layout.of(SPECS, n_shards=2)
-        bench = Bench(layout=layout, memory=PrivateMemory(host=""))
-        for k in range(2):
-            shard = Shard(
-                ShardConfig(index=k, layout=layout, rule=ONE, policy=ROUNDS),
-                memory=bench.memory,
-                initialise=partial(first, layout, k),
-            )
-            bench.start(Address(f"shard-{k}"), shard)
-        for name in (CLIENT, OTHER):
-            view = PartialView(layout, ITEMS[name]) if holds == "parts" else None
-            bench.add_client(name, config=config, view=view)
-        bench.settle()
-        for seed in range(1, 4):
-            for index, name in enumerate((CLIENT, OTHER)):
-                stream = torch.Generator().manual_seed(10 * seed + index)
-                specs = bench.client(name)._specs
-                pushed = [torch.randn(spec.n_elements, generator=stream) for spec in specs]
-                if config is not ROUNDING:
-                    pushed = [
-                        one if spec.kind == "buffer" else rounded_tensor(one)
-                        for spec, one in zip(specs, pushed, strict=True)
-                    ]
-                given_: list[torch.Tensor | None] = list(pushed)
-                if holds == "some tensors":
-                    given_[0] = None
-                skips = holds == "some tensors"
-                bench.push_tensors(given_, pushed, name, samples=seed, skip_missing=skips)
-            bench.settle()
-            assert bench.client(CLIENT).unacknowledged == 0
-        found.append(served(bench))
-    assert_same(found[0], found[1])
-    assert not torch.equal(found[0][2], noise(0, Layout.of(SPECS, n_shards=2))[2])

@@ -7,8 +7,8 @@ import pytest
 
 from distbelief.core.errors import LocalProtocolError
 from distbelief.parameter_server.layout import Layout, TensorSpec
+from distbelief.parameter_server.pushed import PushBuffer, Pushed
 from distbelief.parameter_server.sessions import PushInProgress, Session
-from distbelief.parameter_server.tensor_copies import PushBuffer
 from distbelief.protocol import (
     BeginEvaluation,
     BeginSeries,
@@ -257,7 +257,9 @@ def test_a_push_outside_any_evaluation_is_accepted_and_dropped() -> None:
     commands = bench.begun().shard._commands
     push = Push(sequence=1, term=1, fetched_clock=0, n_gradients=1, samples=1, commit_token=5)
     client = Session(name=Address("replica-0"), incarnation=1)
-    work, _ = commands.stage_work(PushInProgress(client, PushBuffer(np.zeros(64)), push, 0))
+    push_buffer = PushBuffer(64, np.dtype(np.float64))
+    push_buffer.pushed = Pushed.of(np.zeros(64), client.shard_slice)
+    work, _ = commands.stage_work(PushInProgress(client, push_buffer, push, 0))
     work()
     assert bench.shard.status()[1]["chunks_refused"] == 1.0
     assert bench.shard.status()[1]["sum_vectors"] == 0.0

@@ -10,6 +10,7 @@ from distbelief.core.vectors import Vector
 from distbelief.parameter_server.checkpoint import ShardState, restore, take
 from distbelief.parameter_server.layout import Layout, TensorSpec
 from distbelief.parameter_server.policy import ExchangePolicy, Round
+from distbelief.parameter_server.pushed import Pushed
 from distbelief.parameter_server.rules import Momentum, initial_state
 from distbelief.parameter_server.shard_config import ShardConfig
 from distbelief.parameter_server.step_counts import StepCounts
@@ -50,7 +51,7 @@ def push(
     store: ShardStore, dealt: Span | None, share: Share = WHOLE, *, value: float = 1.0
 ) -> Vector:
     work, _ = store.begin_push(
-        np.full(N, value, np.float32),
+        Pushed.of(np.full(N, value, np.float32), store.slice_table.whole),
         n_clients=1,
         share=share,
         dealt=msgspec.UNSET if dealt is None else dealt,

@@ -181,7 +181,7 @@ def test_clients_that_push_a_part_each_give_the_bits_of_one_that_pushes_everythi
     rule: UpdateRule, n_shards: int, monkeypatch: pytest.MonkeyPatch, *, small: bool
 ) -> None:
     if small:  # copied out in several pieces; some ranges updated where they lie
-        monkeypatch.setattr(store, "_PIECE", 256)
+        monkeypatch.setattr(store, "PIECE", 256)
         monkeypatch.setattr(store, "_IN_PLACE_MIN", 30)
     one = Machines(rule, shared=small, n_shards=n_shards, pushers=[CLIENT])
     two = Machines(rule, shared=not small, n_shards=n_shards)

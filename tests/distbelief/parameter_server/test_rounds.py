@@ -5,6 +5,7 @@ import pytest
 
 from distbelief.core.vectors import Vector
 from distbelief.parameter_server.policy import ExchangePolicy, Round
+from distbelief.parameter_server.pushed import Pushed
 from distbelief.parameter_server.ranges import IndexRanges
 from distbelief.parameter_server.slices import ShardSlice
 from distbelief.parameter_server.store import RoundSum
@@ -36,7 +37,7 @@ def test_parts_of_one_round_may_overlap(parts: list[ShardSlice]) -> None:
     total, counts = np.zeros(N, FLOATS), np.zeros(N)
     for value, one in enumerate(parts, 1):
         pushed: Vector = np.full(one.n_elements, value, FLOATS)
-        rounds.add_work(pushed, shard_slice=one, touched=one, weight=1.0)()
+        rounds.add_work(Pushed.of(pushed, one), shard_slice=one, touched=one, weight=1.0)()
         spread = np.zeros(N, FLOATS)
         one.scatter(pushed, spread)
         total, counts = total + spread, counts + (spread > 0)
@@ -54,7 +55,7 @@ def test_a_push_of_a_round_may_change_some_of_what_its_client_holds(held: ShardS
     whole = np.arange(N, dtype=FLOATS)
     ranges = part((48, 64), (160, 170))
     numbers: Vector = whole if held.ranges is None else whole[held.ranges.mask(np.arange(N + 1))]
-    rounds.add_work(numbers, shard_slice=held, touched=ranges, weight=2.0)()
+    rounds.add_work(Pushed.of(numbers, held), shard_slice=held, touched=ranges, weight=2.0)()
     rounds.finish()
     expected = np.zeros(N, FLOATS)
     for start, stop in ((48, 64), (160, 170)):

@@ -11,6 +11,7 @@ from distbelief.core.vectors import Vector
 from distbelief.parameter_server import staleness as module
 from distbelief.parameter_server.layout import Layout, TensorSpec
 from distbelief.parameter_server.policy import ExchangePolicy, Round
+from distbelief.parameter_server.pushed import PushBuffer
 from distbelief.parameter_server.ranges import IndexRanges
 from distbelief.parameter_server.rules import SGD
 from distbelief.parameter_server.sessions import Session, Sessions
@@ -18,7 +19,6 @@ from distbelief.parameter_server.shard_config import ShardConfig
 from distbelief.parameter_server.slices import ShardSlice
 from distbelief.parameter_server.staleness import PartialPushes, Staleness
 from distbelief.parameter_server.store import ShardStore
-from distbelief.parameter_server.tensor_copies import PushBuffer
 from distbelief.protocol import push_fetch as pf
 from distbelief.protocol.role import Address
 
@@ -86,7 +86,7 @@ def test_mean_and_maximum_are_of_all_pushes_and_p95_of_the_recent() -> None:
 
 
 def client(*, watermark: int, n_unconfirmed: int) -> Session:
-    push_buffers = (PushBuffer(np.zeros(4, np.float32)), PushBuffer(np.zeros(4, np.float32)))
+    push_buffers = tuple(PushBuffer(4, np.dtype(np.float32)) for _ in range(2))
     return Session(
         name=Address("replica-0"),
         incarnation=1,

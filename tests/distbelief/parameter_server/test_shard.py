@@ -15,6 +15,7 @@ from distbelief.parameter_server import pinned_versions
 from distbelief.parameter_server.checkpoint import N_SAVES_MAX
 from distbelief.parameter_server.layout import Kind, Layout, TensorSpec
 from distbelief.parameter_server.policy import DOWNPOUR, ExchangePolicy, Round
+from distbelief.parameter_server.pushed import Pushed
 from distbelief.parameter_server.rules import SGD, Adagrad, Momentum
 from distbelief.parameter_server.shard import Shard
 from distbelief.parameter_server.shard_config import ABSENCE_SECONDS_MAX, ShardConfig
@@ -404,7 +405,7 @@ def test_a_fetched_clock_in_the_future_is_refused() -> None:
 @pytest.mark.parametrize(
     ("message", "complaint"),
     [
-        (block(1, 1, np.ones(N)), "sent block 1 of a vector of 1"),
+        (block(1, 1, np.ones(N)), "sent block 1 of a push of 1"),
         (block(1, 0, np.ones(N - 1)), f"{N - 1} elements of float64.*has {N} of"),
         (block(1, 0, np.ones(N, np.float32)), f"{N} elements of float32"),
     ],
@@ -573,7 +574,7 @@ def test_push_buffers_of_an_absent_client_are_released_after_minutes() -> None:
     alone = opened()
     alone.work(alone.push(1))
     n_bytes = alone.counters()["push_buffer_bytes"]
-    assert n_bytes == 2 * 8 * LAYOUT.shard_size(0)
+    assert n_bytes == 8 * LAYOUT.shard_size(0)  # one push has come, and takes memory
     at = absence(alone, 7.0)
     assert at == 7.0 + ABSENCE_SECONDS_MAX
     assert alone.counters()["push_buffer_bytes"] == n_bytes
@@ -946,7 +947,8 @@ def test_a_restart_goes_on_with_the_same_bits() -> None:
     # What the old incarnation would have done with the next push, the new one does.
     alone.receive(block(2, 0, np.full(N, 2.0), number=2))
     alone.work(alone.receive(said(2, number=2)))
-    first.values.begin_push(np.full(N, 2.0), n_clients=1)[0]()
+    pushed = Pushed.of(np.full(N, 2.0), first.values.slice_table.whole)
+    first.values.begin_push(pushed, n_clients=1)[0]()
     assert second.values.vector.tobytes() == first.values.vector.tobytes()
 
 

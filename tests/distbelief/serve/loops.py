@@ -20,10 +20,10 @@ from distbelief.core.signals import HeldInterrupt
 from distbelief.core.vectors import Vector
 from distbelief.parameter_server.client.client import ParameterClient
 from distbelief.parameter_server.layout import Layout, PartialView
-from distbelief.parameter_server.policy import DOWNPOUR, ExchangePolicy
+from distbelief.parameter_server.policy import DOWNPOUR, ExchangePolicy, Numbers
 from distbelief.parameter_server.rules import UpdateRule
 from distbelief.parameter_server.shard import Shard
-from distbelief.parameter_server.shard_config import ClientConfig, Numbers, ShardConfig
+from distbelief.parameter_server.shard_config import ClientConfig, ShardConfig
 from distbelief.protocol import Join, PeerEntry, Peers
 from distbelief.protocol.role import SUPERVISOR, Address, Computed, Received
 from distbelief.serve.address import ServerAddress, parameter_specs
@@ -79,7 +79,7 @@ class Server:
 
         def worker(memory: Memory) -> LoopWorker:
             client = ParameterClient(
-                ClientConfig(pushes=True, numbers=numbers, retry_seconds=RETRY_SECONDS),
+                ClientConfig.of(ExchangePolicy(numbers=numbers), retry_seconds=RETRY_SECONDS),
                 PartialView(self.layout, frozen=frozen),
                 memory=memory,
             )

@@ -15,8 +15,7 @@ from torch.optim import lr_scheduler
 import distbelief
 from distbelief.parameter_server.client import client
 from distbelief.parameter_server.client.pushes import PushDraft
-from distbelief.parameter_server.policy import ExchangePolicy, Round
-from distbelief.parameter_server.shard_config import Numbers
+from distbelief.parameter_server.policy import ExchangePolicy, Numbers, Round
 from distbelief.serve.address import ServerAddress
 from distbelief.simulation.network import Link
 from tests.distbelief.serve.loops import Server

@@ -1,0 +1,181 @@
+"""What the pushes of a client have not sent yet, and the words of those that are encoded.
+
+    residual   r        of each shard: the rest of all pushes so far
+    staging    p        the next push, filled tensor by tensor
+    encode     p := r + p;  r, p := p, r;  words, r := codec.encode(r)
+
+decode(words) + rest == r + p, with ==: all that was put is either sent or in the residual. A push
+is encoded once, whatever becomes of its messages. One that is refused, because r + p is not finite,
+leaves the residual as it was.
+
+The last push of an orderly end is of bfloat16: at most 2^-9 of each number is left behind.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, final
+
+import numpy as np
+
+from distbelief.parameter_server.codecs import (
+    Bfloat16,
+    Codec,
+    Cut,
+    Encoded,
+    History,
+    Residual,
+    Words,
+    accumulate,
+)
+from distbelief.parameter_server.layout import PartialView
+from distbelief.parameter_server.pushed import N_PUSH_BUFFERS, PIECE, WORD
+from distbelief.parameter_server.slices import ShardSlice
+from distbelief.protocol import push_fetch as pf
+
+
+_LAST: Final = Bfloat16()
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class EncodedPush:
+    form: pf.Form
+    words: Mapping[int, Words]  # by shard
+
+
+@final
+@dataclass(slots=True, eq=False)
+class _Shard:
+    """The vectors of one shard, (n_elements,) each: parameters, then buffers."""
+
+    residual: Residual
+    staging: Residual
+    n_parameters: int
+    # Push s is written into words[s mod 2]; only what is sent takes memory.
+    words: list[Words]
+
+
+def _shard(codec: Codec, held: ShardSlice) -> _Shard:
+    n, n_buffers = held.n_parameters, held.n_elements - held.n_parameters
+    n_words = max(one.n_words_max(n) for one in (codec, _LAST)) + n_buffers
+    return _Shard(
+        residual=np.zeros(held.n_elements, np.float32),
+        staging=np.zeros(held.n_elements, np.float32),
+        n_parameters=n,
+        words=[np.empty(n_words, WORD) for _ in range(N_PUSH_BUFFERS)],
+    )
+
+
+def _sum_of_sizes(numbers: Residual) -> float:
+    starts = range(0, len(numbers), PIECE)
+    return sum(float(np.abs(numbers[i : i + PIECE]).sum(dtype=np.float64)) for i in starts)
+
+
+@final
+@dataclass(slots=True, kw_only=True)
+class Figures:
+    """Of one client; sums over its shards."""
+
+    residual: float = 0.0  # sum of sizes of what is not sent yet
+    clipped: float = 0.0  # sum of sizes of what a codec has cut off, and is lost
+    tau: float = 0.0  # the smallest size that the last push sent, or its step; 0: none
+    n_words: int = 0  # of the last push
+    n_words_max: int = 0
+    n_numbers: int = 0  # that all pushes had to send
+    n_sent: int = 0  # words of them
+
+    def counters(self) -> dict[str, float]:
+        return {
+            "residual": self.residual,
+            "clipped": self.clipped,
+            "tau": self.tau,
+            "words": float(self.n_words),
+            "words_max": float(self.n_words_max),
+            "compression": self.n_numbers / max(self.n_sent, 1),
+        }
+
+
+@final
+class Residuals:
+    """Runs in the compute executor, but for `figures`."""
+
+    def __init__(self, codec: Codec, view: PartialView) -> None:
+        self._codec, self._view = codec, view
+        self._pieces = view.placed_parameters()
+        self._history = History()
+        self._shards = {index: _shard(codec, held) for index, held in view.slices.items()}
+        self._is_flushed = True  # nothing is held back that a last push would send
+        self.figures = Figures()
+
+    def staging(self, index: int) -> Residual:
+        """Return where the next push to a shard is put, (n_elements,)."""
+        return self._shards[index].staging
+
+    @property
+    def is_owed(self) -> bool:
+        """Whether something is held back that a last push would send."""
+        return bool(self.figures.residual) and not self._is_flushed
+
+    def encode(
+        self, sequence: int, *, is_last: bool, touched: Sequence[object | None] | None
+    ) -> EncodedPush | list[int]:
+        """Return what was put, and what was held back, in words; both are the residual's now.
+
+        Return the tensors of which the sum is not finite, if there are some: then nothing is sent
+        and nothing is added. Tensors that are not `touched` are held back as they are.
+        """
+        sums = {index: one.staging[: one.n_parameters] for index, one in self._shards.items()}
+        are_finite = [
+            accumulate(one.residual[: one.n_parameters], sums[index])
+            for index, one in self._shards.items()
+        ]
+        if not all(are_finite):
+            return self._bad(sums)
+        held = {}
+        for tensor, index, places in self._pieces:
+            for place in places if touched is not None and touched[tensor] is None else ():
+                held[index, place.start, place.stop] = sums[index][place].copy()
+                sums[index][place] = 0
+        codec = _LAST if is_last else self._codec
+        parts = [sums[index][place] for _, index, places in self._pieces for place in places]
+        cut = codec.choose(parts, self._history)
+        encoded: list[Encoded] = []
+        words: dict[int, Words] = {}
+        for index, one in self._shards.items():
+            out = one.words[sequence % N_PUSH_BUFFERS]
+            encoded.append(codec.encode(sums[index], cut, out))
+            buffers = one.staging[one.n_parameters :].view(WORD)
+            words[index] = out[: encoded[-1].n_words + len(buffers)]
+            words[index][encoded[-1].n_words :] = buffers
+            one.residual, one.staging = one.staging, one.residual
+        for (index, start, stop), numbers in held.items():
+            sums[index][start:stop] = numbers
+        self._count(cut, encoded, sums.values(), is_last=is_last)
+        return EncodedPush(form=codec.form, words=words)
+
+    def _bad(self, sums: Mapping[int, Residual]) -> list[int]:
+        return sorted(
+            {
+                tensor
+                for tensor, index, places in self._pieces
+                if not all(np.isfinite(sums[index][place]).all() for place in places)
+            }
+        )
+
+    def _count(
+        self, cut: Cut, encoded: Sequence[Encoded], rests: Collection[Residual], *, is_last: bool
+    ) -> None:
+        figures, n_elements = self.figures, sum(map(len, rests))
+        if not is_last:
+            n_sent = sum(one.n_sent for one in encoded)
+            self._history = self._codec.after(
+                self._history, cut, n_sent=n_sent, n_elements=n_elements
+            )
+        self._is_flushed = is_last or self._codec == _LAST
+        figures.residual = sum(map(_sum_of_sizes, rests))
+        figures.clipped += sum(one.clipped_size for one in encoded)
+        figures.tau = cut.size
+        figures.n_words = sum(one.n_words for one in encoded)
+        figures.n_words_max = max(figures.n_words_max, figures.n_words)
+        figures.n_sent += figures.n_words
+        figures.n_numbers += n_elements
