@@ -53,6 +53,37 @@ PRESETS: Final[Mapping[str, Table]] = {
         "rule": {"name": "sgd", "learning_rate": 0.1},
         "exchange": {"staleness": 0, "round": {}, "weight": "mean"},
     },
+    "strom": {
+        "rule": {"name": "sgd", "learning_rate": 0.1},
+        "exchange": {
+            "staleness": 0,
+            "round": {},
+            "push": {"codec": "threshold", "tau": 0.004},
+            "fetch": "changed",
+        },
+    },
+    "dl4j-sharing": {
+        "rule": _ADD,
+        "inner": _SGD,
+        "exchange": {
+            "send": "delta",
+            "push": {"codec": "threshold", "tau": 0.001, "adaptive": {}, "clip": 5.0},
+            "fetch": "changed",
+        },
+    },
+    "sparseloco": {
+        "rule": _ADD,
+        "inner": _ADAMW,
+        "exchange": {
+            "send": "delta",
+            "every": 64,
+            "staleness": 0,
+            "round": {},
+            "weight": "mean",
+            "push": {"codec": "top-k", "share": 0.03, "bits": 2},
+            "fetch": "changed",
+        },
+    },
 }
 ABOUT: Final[Mapping[str, str]] = {
     "downpour": "Asynchronous gradients, Adagrad at the shards (Dean et al. 2012).",
@@ -64,20 +95,27 @@ ABOUT: Final[Mapping[str, str]] = {
     "decoupled-diloco": "Rounds that three of four replicas close; the others get 2 s.",
     "dl4j-averaging": "Parameters are averaged every 5 steps, inner state is not (DL4J on Spark).",
     "horovod": "One mean gradient of all replicas per step (Sergeev & Del Balso 2018).",
+    "strom": "Gradients as steps of one size, where they reach it; the rest waits (Strom 2015).",
+    "dl4j-sharing": "The same of local steps, at a size that adapts (DL4J's gradient sharing).",
+    "sparseloco": "DiLoCo, of the largest 3 % of a difference, as 2 bits (Sarfi et al. 2025).",
 }
 
 
 def table() -> str:
     """Return the presets as lines of text: what each is, and what it chooses."""
-    rows = [["preset", "every", "send", "ahead", "round", "weight", "numbers", "rule", "inner"]]
+    rows = [
+        ["preset", "every", "send", "ahead", "round", "weight", "push", "fetch", "rule", "inner"]
+    ]
     for name, preset in PRESETS.items():
         exchange = cast("Table", preset.get("exchange", {}))
         folded = cast("Table | None", exchange.get("round"))
         rule, inner = (cast("Table", preset.get(key, {})) for key in ("rule", "inner"))
         usual = {"every": 1, "send": "gradient", "staleness": "any", "weight": "sum"}
-        chosen = {**usual, "numbers": "float32", **exchange}
+        numbers = exchange.get("numbers", "float32")
+        chosen = {**usual, "fetch": numbers, **exchange}
+        chosen["push"] = cast("Table", exchange.get("push", {})).get("codec", numbers)
         chosen["round"] = "-" if folded is None else f"{folded.get('quorum', 1.0):.0%}"
-        keys = ("every", "send", "staleness", "round", "weight", "numbers")
+        keys = ("every", "send", "staleness", "round", "weight", "push", "fetch")
         cells = [name, *(chosen[key] for key in keys), rule["name"], inner.get("name", "-")]
         rows.append([str(cell) for cell in cells])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -11,7 +11,8 @@ update begins before the last piece, so all blocks have one clock. A fetch share
 current clock; otherwise it waits, and all waiting fetches share the next version. A pin ends when
 its reader has every block, fetches again, is gone, or makes no progress for `pin_seconds_max`.
 A fetch never mixes two versions: once its pin has ended it is not served again. If the pin expired,
-the client gets `SessionRefused` and fetches anew.
+the client gets `SessionRefused` and fetches anew. A fetch of changed elements has a version of its
+own, of these alone, if they are few and known.
 """
 
 from collections.abc import Callable
@@ -25,8 +26,9 @@ import numpy as np
 from distbelief.core.errors import RemoteProtocolError
 from distbelief.core.memory import Memory
 from distbelief.core.reliable import Window
-from distbelief.core.vectors import Element, Vector
+from distbelief.core.vectors import Element, Vector, block_of, n_blocks
 from distbelief.parameter_server.bfloat16 import WORD
+from distbelief.parameter_server.changes import Changed, compact
 from distbelief.parameter_server.sessions import Session, Sessions
 from distbelief.parameter_server.shard_config import ShardConfig
 from distbelief.parameter_server.slices import ShardSlice, payload_of
@@ -53,6 +55,7 @@ class Version:
     clock: int = 0
     n_readers: int = 0
     n_copied: int = 0  # elements [0, n_copied) are in it
+    of: Address | None = None  # whose changed elements it has; None: all elements
     in_flight: bool = False  # blocks may be under way to a reader whose pin was ended here
 
 
@@ -95,7 +98,8 @@ class PinnedVersions:
         if message.request > client.request:
             client.request = message.request
             self._end(name)
-            for version in self._versions:
+            others = [] if self._changed_for(message) is not None else self._versions
+            for version in others:
                 is_current = version.n_readers and version.clock == self._values.clock
                 if is_current and version.values.dtype == dtype:
                     return self._pin(client, message, version, now)
@@ -144,14 +148,18 @@ class PinnedVersions:
 
     @property
     def wants_copy(self) -> bool:
-        return bool(self.waiting) and (
-            len(self._versions) < self._n_copies or self._free() is not None
-        )
+        if not self.waiting:
+            return False
+        has_room = len(self._versions) < self._n_copies or self._free() is not None
+        return has_room or self._next_changed() is not None
 
     def copy_work(self) -> tuple[Callable[[], int], Cost]:
         """Return the work that copies the next piece of a version, and its cost."""
         values, version = self._values.vector, self.copying
         if version is None:
+            changed = self._next_changed()
+            if changed is not None:
+                return self._changed_work(*changed)
             version = self._free()
             if version is None:
                 assert len(self._versions) < self._n_copies, self._n_copies
@@ -176,6 +184,36 @@ class PinnedVersions:
         work = partial(convert, source, target, n_parameters=n_parameters)
         return work, Cost(n_bytes=float(source.nbytes + target.nbytes))
 
+    def _changed_for(self, message: pf.Fetch) -> Changed | None:
+        """Return what has changed since the last fetch, if that is what to send."""
+        log = self._values.changes
+        if log is None or message.payload != "changed" or message.since is msgspec.UNSET:
+            return None
+        return log.since(message.since)
+
+    def _next_changed(self) -> tuple[Session, pf.Fetch, Changed] | None:
+        """Return the first fetch that waits for changed elements."""
+        for client, message in self.waiting.values():
+            changed = self._changed_for(message)
+            if changed is not None:
+                return client, message, changed
+        return None
+
+    def _changed_work(
+        self, client: Session, message: pf.Fetch, changed: Changed
+    ) -> tuple[Callable[[], int], Cost]:
+        none = np.zeros(0, np.float32)
+        version = self.copying = Version(none, none, clock=self._values.clock, of=client.name)
+        values, ranges = self._values.vector, self._held(client, message).ranges
+
+        def work() -> int:
+            places, here = compact(changed, ranges)
+            words = np.concatenate([places, values[here].view(np.uint32)])
+            version.memory = version.values = words
+            return len(words)
+
+        return work, Cost(n_bytes=24.0 * len(changed))
+
     def copied(self, n_elements: int, now: Seconds) -> list[Action]:
         """Note a copied piece; pin the version for all waiting readers, and send them blocks."""
         version = self.copying
@@ -188,12 +226,15 @@ class PinnedVersions:
         sent = [self._blocks(pin) for pin in readers]
         dtype = version.values.dtype
         ready = [one for one in self.waiting.values() if self._dtype(one[1]) == dtype]
+        if version.of is not None:
+            ready = [one for one in self.waiting.values() if one[0].name == version.of]
         for client, fetch in ready:
             del self.waiting[client.name]
             sent.append(self._pin(client, fetch, version, now))
         if not sent:
             self.copying = None
-            self._memory.retire(version.memory)
+            if version.of is None:
+                self._memory.retire(version.memory)
         return [action for actions in sent for action in actions]
 
     def expire(self, client: Session) -> None:
@@ -214,7 +255,7 @@ class PinnedVersions:
             return
         version = pin.version
         version.n_readers -= 1
-        if version.n_readers == 0:
+        if version.n_readers == 0 and version.of is None:
             if version is self.copying:
                 self.copying = None
             if version.in_flight:
@@ -228,7 +269,10 @@ class PinnedVersions:
     ) -> list[Action]:
         version.n_readers += 1
         held = self._held(client, message)
-        blocks, expires = Window(len(held.bounds)), now + self._seconds_max
+        n, values = len(held.bounds), version.values
+        if version.of is not None:
+            n = n_blocks(len(values), itemsize=values.itemsize)
+        blocks, expires = Window(n), now + self._seconds_max
         pin = self._pins[client.name] = Pin(version, client, held, blocks, message.credit, expires)
         return [*self._watch(), *self._blocks(pin)]
 
@@ -239,7 +283,9 @@ class PinnedVersions:
         if version is self.copying:
             limit = min(limit, pin.held.n_blocks_within(version.n_copied))
         for index in blocks.due(min(limit - blocks.received, CREDIT_BLOCKS_MAX)):
-            values = pin.held.block(version.values, index)
+            is_part = version.of is not None
+            whole = version.values
+            values = block_of(whole, index) if is_part else pin.held.block(whole, index)
             self.bytes_out += values.nbytes
             message = pf.ParameterBlock(
                 request=client.request,
@@ -247,7 +293,8 @@ class PinnedVersions:
                 block_index=index,
                 clock=version.clock,
                 values=values,
-                payload=payload_of(values),
+                payload="changed" if is_part else payload_of(values),
+                n_words=len(whole) if is_part else msgspec.UNSET,
             )
             # The memory of a version is lent to the driver.
             actions.append(Send(receiver=client.name, message=message, lent=True))

@@ -23,6 +23,7 @@ from distbelief.parameter_server.rules import UpdateRule
 
 
 Numbers = Literal["float32", "bfloat16"]
+Fetched = Literal["float32", "bfloat16", "changed"]
 
 
 class Round(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -56,7 +57,9 @@ class ExchangePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     # Divides a push by 1 + its staleness, or by 1 + what of it is beyond one per other worker.
     damping: Literal["none", "inverse", "excess"] = "none"
     push: Codec | None = None  # how pushes are written; None: as `numbers` says
-    fetch: Numbers | None = None  # as fetched from another host; None: as `numbers` says
+    # As fetched from another host: all, rounded or not, or what has changed since the last fetch,
+    # which is exact. None: as `numbers` says.
+    fetch: Fetched | None = None
     numbers: Numbers = "float32"  # as sent, both ways; never in memory
 
     def __post_init__(self) -> None:
@@ -92,7 +95,7 @@ class ExchangePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         return Bfloat16() if self.push is None and self.numbers == "bfloat16" else self.push
 
     @property
-    def fetched(self) -> Numbers:
+    def fetched(self) -> Fetched:
         return self.numbers if self.fetch is None else self.fetch
 
     @property

@@ -5,7 +5,7 @@ from typing import Final, final
 
 from distbelief.parameter_server.codecs import Codec
 from distbelief.parameter_server.layout import Layout
-from distbelief.parameter_server.policy import DOWNPOUR, ExchangePolicy, Numbers
+from distbelief.parameter_server.policy import DOWNPOUR, ExchangePolicy, Fetched
 from distbelief.parameter_server.rules import UpdateRule
 from distbelief.protocol.role import Address, Seconds
 
@@ -57,7 +57,7 @@ class ClientConfig:
     torn_seconds_max: Seconds = 1.0  # then a fetch from shared memory goes by blocks
     credit_blocks: int = 16  # blocks of 1 MiB under way per shard and direction; at most 64
     push: Codec | None = None  # of pushes; None: as they are
-    fetch: Numbers = "float32"  # as fetched from another host
+    fetch: Fetched = "float32"  # as fetched from another host
 
     @classmethod
     def of(cls, policy: ExchangePolicy, *, retry_seconds: Seconds = 0.5) -> "ClientConfig":

@@ -26,10 +26,12 @@ from distbelief.core.vectors import Vector
 from distbelief.protocol.fields import Amount, AnyMessage, Count, Name, Text
 
 
-Payload = Literal["dense", "bfloat16"] | msgspec.UnsetType
+Payload = Literal["dense", "bfloat16", "changed"] | msgspec.UnsetType
 """What fetched values are. "dense": a number of the layout's type for each element that the client
 holds. "bfloat16": words of 16 bits, one for each parameter, and two for each buffer, which stays
-float32.
+float32. "changed": words of 32 bits, the elements that have changed since the client's last fetch,
+by rising index, and then the bits of their values. The shard sends all instead if that is less, or
+if it does not know the changes.
 
 Unset means dense, and takes no bytes. What lies in shared memory is dense.
 """
@@ -40,7 +42,7 @@ which stay float32, follow. Unset: a push is dense, as above.
 """
 
 Words = Count | msgspec.UnsetType
-"""How many words an encoded push has; Unset: it is dense."""
+"""How many words an encoded push or fetch has; Unset: it is dense."""
 
 Ticks = Amount | msgspec.UnsetType
 """A number that is sent only where shards count ticks; Unset takes no bytes."""
@@ -109,6 +111,9 @@ class Fetch(AnyMessage, frozen=True):
     term: Count
     credit: Count  # blocks that may be under way
     payload: Payload = msgspec.UNSET  # that the blocks should have
+    since: Count | msgspec.UnsetType = (
+        msgspec.UNSET
+    )  # the clock of this term of which the client has the values
     # (4 n,) stripes of the shard's vector, of a fetch of more than what the client holds: with the
     # parameters that do not train. Unset: what it holds.
     holds: Vector | msgspec.UnsetType = msgspec.UNSET
@@ -123,6 +128,7 @@ class ParameterBlock(AnyMessage, frozen=True):
     clock: Count  # of that version
     values: Vector  # (block_size,)
     payload: Payload = msgspec.UNSET  # what `values` are
+    n_words: Words = msgspec.UNSET  # of all blocks, if they are of changed elements
 
 
 class FetchAck(AnyMessage, frozen=True):

@@ -68,12 +68,30 @@ def make_view(
         pushes_refused=before.pushes_refused + refused,
         pushes_lost=None if before.pushes_lost is None else before.pushes_lost + lost,
         figures={name: counters[name] for name in config.fields if name in counters}
+        | _encoded(members.training, before.figures)
         | _waits(members.training, before.figures),
         roles=tuple(
             _role_view(r, failover, hosts, now, restarts=restarts.get(r.name, 0)) for r in members
         ),
         hosts=tuple(host.view() for host in hosts.joined.values()),
     )
+
+
+def _encoded(workers: Sequence[RoleRecord], before: Mapping[str, float]) -> dict[str, float]:
+    """Return how much smaller encoded pushes are, and what of them is held back, or lost."""
+    lost = before.get("residual_lost", 0.0) + sum(one.past.get("residual", 0.0) for one in workers)
+    clipped = before.get("clipped", 0.0) + sum(one.total("clipped") for one in workers)
+    held = 0.0
+    for record in workers:
+        residual = record.counters.get("residual", 0.0)
+        is_here = record.presence in {Presence.PRESENT, Presence.FINISHED}
+        held, lost = held + residual * is_here, lost + residual * (not is_here)
+    n_words = _total(workers, "words_pushed")
+    if not n_words:
+        return {"residual_lost": lost} if lost else {}
+    figures = {"compression": _total(workers, "numbers_pushed") / n_words, "residual": held}
+    more = {"residual_lost": lost, "clipped": clipped}
+    return figures | {name: value for name, value in more.items() if value}
 
 
 def _waits(workers: Sequence[RoleRecord], before: Mapping[str, float]) -> dict[str, float]:

@@ -33,7 +33,18 @@ RATE_SECONDS = 5.0  # rates are means over about this time
 
 # Counters that begin at 0 in each incarnation, and are shown as sums over all of them.
 WAITS = "waits_"  # and a worker's name: seconds waited for it; summed, too
-_SUMMED = ("pushes_applied", "pushes_refused", "pushes_lost", "bytes_in", "bytes_out")
+_SUMMED = (
+    "pushes_applied",
+    "pushes_refused",
+    "pushes_lost",
+    "bytes_in",
+    "bytes_out",
+    # Of encoded pushes; what an incarnation held back when it was last heard is lost with it.
+    "numbers_pushed",
+    "words_pushed",
+    "clipped",
+    "residual",
+)
 
 
 COUNT_MAX: Final = 2.0**53  # largest float up to which every integer is exact

@@ -25,6 +25,8 @@ from distbelief.config.job import (
     StopTable,
 )
 from distbelief.config.tables import units_of
+from distbelief.parameter_server.codecs import Codec
+from distbelief.parameter_server.codecs.threshold import Adaptive
 from distbelief.parameter_server.policy import ExchangePolicy, Round
 from distbelief.parameter_server.rules import TorchRule, UpdateRule
 from distbelief.parameter_server.schedules import Schedule
@@ -49,6 +51,8 @@ TABLES: dict[str, type[msgspec.Struct]] = {
     "data.test": DataSpec,
     "algorithm (downpour)": DownpourSettings,
     "algorithm.exchange": ExchangePolicy,
+    **{f"codec ({tag_of(each)})": each for each in get_args(Codec)},
+    "algorithm.exchange.push.adaptive": Adaptive,
     "algorithm.exchange.round": Round,
     "algorithm (sandblaster)": SandblasterSettings,
     "algorithm.warm_start": WarmStart,
@@ -201,5 +205,6 @@ def _lines() -> Iterator[str]:
 
 def _heading(table: str) -> str:
     name, _, variant = table.partition(" (")
-    name = name if name in {"rule", "schedule"} else f"[{name}]"
-    return f'{name}, name = "{variant[:-1]}"' if variant else name
+    key = "codec" if name == "codec" else "name"
+    name = name if name in {"rule", "schedule", "codec"} else f"[{name}]"
+    return f'{name}, {key} = "{variant[:-1]}"' if variant else name

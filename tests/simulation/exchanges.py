@@ -67,10 +67,12 @@ def policy_of(seed: int) -> ExchangePolicy:
             policy = msgspec.convert(drawn, ExchangePolicy)
         except msgspec.ValidationError:
             continue
-        codec = None
-        if policy.numbers == "bfloat16":  # other streams: the scenarios of former seeds stay
-            codec = ON_MARKS[int(np.random.default_rng([seed, 39]).integers(len(ON_MARKS)))]
-        return msgspec.structs.replace(policy, push=codec)
+        if policy.numbers == "float32":
+            return policy
+        more = np.random.default_rng([seed, 39])  # the scenarios of former seeds stay
+        codec = ON_MARKS[int(more.integers(len(ON_MARKS)))]
+        fetch = "changed" if more.integers(2) else None
+        return msgspec.structs.replace(policy, push=codec, fetch=fetch)
 
 
 def is_plain(policy: ExchangePolicy) -> bool:

@@ -323,7 +323,7 @@ class WholeVersions(Invariant):
 
     def _rounded(self, shard: Shard, vector: Vector) -> Iterator[Vector]:
         """Yield what a client reads of it if it goes in words, unless that has the same bits."""
-        if shard._sessions._config.policy.numbers == "bfloat16":
+        if shard._sessions._config.policy.fetched == "bfloat16":
             yield torch.from_numpy(vector).bfloat16().float().numpy()
 
     @override

@@ -8,6 +8,7 @@ from distbelief.core.errors import JobError
 from distbelief.job.launch.local import IMPORT_SECONDS_MAX
 from distbelief.job.launch.preflight import PreflightResult
 from distbelief.job.run.resume import PreviousRun
+from distbelief.parameter_server.codecs import Threshold, TopK
 from distbelief.parameter_server.layout import Layout
 from distbelief.plans.plan import load
 from distbelief.protocol.role import Address
@@ -40,6 +41,19 @@ def short_epochs(job: Job, answer: PreflightResult) -> str | None:
         f"an epoch of {n_samples:,} samples has {batches}, and exchanges are {n_push} steps apart: "
         f"they end with their epoch, so that {n_push} is never reached. Let every (or n_push) be "
         f"{n_batches} at most, and best a divisor of it, or use smaller batches"
+    )
+
+
+def bursts(job: Job) -> str | None:
+    """Return a warning if an adaptive rule meets sparse pushes ."""
+    facts = facts_of(job)
+    rule, codec = facts.rule, facts.codec
+    if rule is None or not rule.adaptive or not isinstance(codec, TopK | Threshold):
+        return None
+    return (
+        f"push.codec is {codec.form!r} and rule {rule.name!r} adapts its rates: an element that "
+        "waits comes as a burst, and rates follow how often it comes, not how large it is. Losses "
+        'were 2 to 7 % higher than with rule = { name = "sgd" }'
     )
 
 

@@ -661,8 +661,8 @@ class ParameterClient:
         `clock_gap` is how many ticks this one is ahead of the slowest (`clock_gap_max`: has been),
         `waits_NAME` how many seconds it waited for that worker. Of encoded pushes: `residual` is
         the sum of the sizes of what is held back, `clipped` of what the codec has cut off and lost,
-        `words` those of the last push, `compression` how many times fewer bytes all pushes had,
-        `tau` the smallest size that the last one sent.
+        `words` those of the last push (`words_max`: of any), `words_pushed` of all for the
+        `numbers_pushed`, `compression` their ratio, `tau` the smallest size that the last one sent.
         """
         links = self._links.values()
         return {

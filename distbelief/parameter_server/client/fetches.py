@@ -4,7 +4,8 @@
           --> Fetch, blocks in order, FetchAck, ..., FetchAck -->
 
 All blocks of a fetch have one clock, because the shard pins one version for it. Each number is
-copied once: from the published values or received blocks into the model's tensors.
+copied once: from the published values or received blocks into the model's tensors. Where only what
+has changed is fetched, the client keeps the values as last fetched, and sets those elements there.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,10 +14,11 @@ from functools import partial
 from typing import Final, final
 
 import msgspec
+import numpy as np
 import torch
 
 from distbelief.core.errors import RemoteProtocolError
-from distbelief.core.vectors import Vector
+from distbelief.core.vectors import Vector, block_range, n_blocks
 from distbelief.parameter_server.client.primary import ShardMemory
 from distbelief.parameter_server.layout import PartialView
 from distbelief.parameter_server.shard_config import ClientConfig
@@ -77,6 +79,12 @@ class ShardFetch:
         self.received = 0  # blocks [0, received) of this request have come
         # Those of them that are not installed. They stay in the transport's memory.
         self._blocks: list[Vector] = []
+        self._n_blocks = 0  # of this request, once the first has come
+        self._n_words: pf.Words = msgspec.UNSET  # that they have, if they are of changed elements
+        # The values as last fetched by blocks, where later only changed ones are; and which.
+        self._known: Vector | None = None
+        self._known_version = 0, 0
+        self._known_copier: TensorCopier | None = None
         self.wanted = False  # a fetch has begun and is not installed
         self.complete = True  # no block is to come
         self.clock = 0  # of the installed values; lowered when the shard restarts
@@ -89,7 +97,8 @@ class ShardFetch:
     @property
     def installable(self) -> bool:
         """Whether it is worth while to copy what has come into the tensors."""
-        has_part = self._view.is_whole and len(self._blocks) >= INSTALL_BLOCKS
+        is_dense = self._config.fetch != "changed"
+        has_part = is_dense and self._view.is_whole and len(self._blocks) >= INSTALL_BLOCKS
         return self.wanted and (self.complete or has_part)
 
     def session_opened(self, opened: pf.SessionOpened) -> list[pf.Fetch]:
@@ -113,8 +122,11 @@ class ShardFetch:
     def begin(self, *, is_open: bool, exact: bool = False) -> list[pf.Fetch]:
         self.wanted = True
         exact |= self._view is not self._later  # frozen ones come once
-        rounds = self._config.fetch == "bfloat16" and not exact
-        self._payload = "bfloat16" if rounds else msgspec.UNSET
+        self._payload = msgspec.UNSET
+        if self._config.fetch == "bfloat16" and not exact:
+            self._payload = "bfloat16"
+        elif self._config.fetch == "changed" and self._view is self._later:
+            self._payload = "changed"
         self._torn_since = None
         if is_open:
             return self._begin(by_blocks=self._memory.published is None)
@@ -126,8 +138,15 @@ class ShardFetch:
         if block.request != self._request or self.complete:
             return []
         sender = f"shard {self._index}"
-        words = self._payload == "bfloat16"
-        self._slice.check_block(block.block_index, block.values, words=words, sender=sender)
+        if not self.received:
+            self._n_words, self._n_blocks = block.n_words, len(self._slice.bounds)
+            if block.n_words is not msgspec.UNSET:
+                self._n_blocks = n_blocks(block.n_words, itemsize=4)
+        if block.n_words is not msgspec.UNSET and self._payload == "changed":
+            self._check_changed(block, sender)
+        else:
+            words = self._payload == "bfloat16"
+            self._slice.check_block(block.block_index, block.values, words=words, sender=sender)
         # Blocks are kept in order; the shard resends from the first missing one.
         if block.block_index != self.received:
             return []
@@ -139,7 +158,9 @@ class ShardFetch:
         self._block_term = self._term
         self._blocks.append(block.values)
         self.received += 1
-        self.complete = self.received == len(self._slice.bounds)
+        self.complete = self.received == self._n_blocks
+        if self.complete and self._n_words is not msgspec.UNSET:
+            self._check_places(sender)
         self.bytes_in += block.values.nbytes
         if not self.complete and self.received - self._acked < self._per_answer:
             return []
@@ -154,6 +175,9 @@ class ShardFetch:
     def reader(self) -> ShardReader:
         """Return what the install reads; call only if `installable`."""
         view, k, published = self._view, self._index, self._memory.published
+        if self._by_blocks and self._config.fetch == "changed" and view is self._later:
+            copy_known = partial(self._set_known, tuple(self._blocks), self._n_words)
+            return ShardReader(copy_known, None, self._block_clock, self._block_term)
         if self._by_blocks:
             blocks, copiers = tuple(self._blocks), self._block_copiers
             first = self.received - len(blocks)
@@ -171,6 +195,43 @@ class ShardFetch:
         copy_all = partial(self._copier.scatter, published.values)
         return ShardReader(copy_all, published, 0, self._term)
 
+    def _check_changed(self, block: pf.ParameterBlock, sender: str) -> None:
+        n_words, values = block.n_words or 0, block.values
+        is_valid = n_words <= 2 * self._slice.n_elements and n_words % 2 == 0
+        is_valid = (
+            is_valid and n_words == (self._n_words or 0) and block.block_index < self._n_blocks
+        )
+        expected = len(block_range(block.block_index, n_words, itemsize=4))
+        if not is_valid or values.dtype != np.uint32 or values.size != expected:
+            raise RemoteProtocolError(
+                f"{sender} sent {values.size} elements of {values.dtype} as block "
+                f"{block.block_index} of {n_words} words of changed elements"
+            )
+
+    def _check_places(self, sender: str) -> None:
+        words = np.concatenate(self._blocks)
+        places = words[: len(words) // 2]
+        is_rising = bool((places[1:] > places[:-1]).all())
+        if not is_rising or (places[-1:] >= self._slice.n_elements).any():
+            self._restart(by_blocks=True)
+            raise RemoteProtocolError(f"{sender} sent changed elements that do not exist")
+        self._blocks[:] = [words]
+
+    def _set_known(
+        self, blocks: tuple[Vector, ...], n_words: pf.Words, tensors: Sequence[torch.Tensor]
+    ) -> None:
+        """Set what has come in the values as last fetched, and copy all of them."""
+        if n_words is msgspec.UNSET:
+            self._known = np.concatenate(blocks)
+        else:
+            assert self._known is not None
+            (words,) = blocks
+            n = len(words) // 2
+            self._known[words[:n]] = words[n:].view(np.float32)
+        if self._known_copier is None:
+            self._known_copier = self._view.copier(self._index, compact=True)
+        self._known_copier.scatter(self._known, tensors)
+
     def part_installed(self, reader: ShardReader) -> None:
         """Let go of installed blocks, unless the fetch has begun anew."""
         n = len(reader.blocks)
@@ -181,6 +242,8 @@ class ShardFetch:
         self.wanted, self.complete = False, True
         self._blocks.clear()
         self.version = reader.term, clock
+        if reader.published is None:
+            self._known_version = self.version
         if reader.term != self._term:
             clock = min(clock, self._first_clock)
         self.clock = clock
@@ -218,7 +281,15 @@ class ShardFetch:
             credit=self._config.credit_blocks,
             payload=self._payload,
             holds=msgspec.UNSET if self._view is self._later else self._slice.all_stripes,
+            since=self._since,
         )
+
+    @property
+    def _since(self) -> int | msgspec.UnsetType:
+        """The clock of the values as last fetched, as far as this primary knows it."""
+        term, clock = self._known_version
+        is_asked = self._payload == "changed" and self._known is not None
+        return clock if is_asked and term == self._term else msgspec.UNSET
 
     def _ack(self, *, again: bool) -> pf.FetchAck:
         self._acked = self.received

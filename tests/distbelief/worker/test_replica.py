@@ -169,7 +169,7 @@ class Client:
     clocks = (2,)
     unacknowledged = 0
     ready = fetch_complete = fetches_own_pushes = True
-    can_push = may_begin = False
+    can_push = may_begin = encodes = owes_rest = False
     view = PartialView(Layout.of([TensorSpec(name="a", shape=(2,))], n_shards=1))
 
     def enter(self, *_: object, **__: object) -> list[Action]:

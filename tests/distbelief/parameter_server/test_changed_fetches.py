@@ -1,0 +1,288 @@
+"""Fetches of what has changed: the bits of fetches of everything, in fewer bytes (E10)."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+
+from distbelief.core.errors import RemoteProtocolError
+from distbelief.core.memory import PrivateMemory
+from distbelief.core.vectors import Vector
+from distbelief.parameter_server.changes import ChangeLog, changed_of, compact
+from distbelief.parameter_server.layout import Layout, PartialView
+from distbelief.parameter_server.policy import ExchangePolicy
+from distbelief.parameter_server.ranges import IndexRanges
+from distbelief.parameter_server.rules import SGD, Momentum, UpdateRule
+from distbelief.parameter_server.shard import Shard
+from distbelief.parameter_server.shard_config import ClientConfig, ShardConfig
+from distbelief.protocol import Message, push_fetch as pf
+from distbelief.protocol.role import Address, PeerLost
+from tests.distbelief.parameter_server.exchanges import (
+    ITEMS,
+    ONE,
+    SPECS,
+    Lossy,
+    Tensors,
+    assert_same,
+    fetch,
+    noise,
+    push,
+    served,
+)
+from tests.distbelief.parameter_server.pair import CLIENT, OTHER, SHARD, Bench
+
+
+CHANGED = ExchangePolicy(fetch="changed")
+CLIENTS = ClientConfig.of(CHANGED)
+
+
+def begin(
+    bench: Bench, *, rule: UpdateRule = ONE, policy: ExchangePolicy = CHANGED, name: Address = SHARD
+) -> None:
+    index = int(name.removeprefix("shard-"))
+    size = bench.layout.shard_size(index)
+    config = ShardConfig(index=index, layout=bench.layout, rule=rule, policy=policy)
+
+    def initialise() -> Vector:
+        return np.zeros(size, np.float32)
+
+    bench.start(name, Shard(config, memory=bench.memory, initialise=initialise))
+
+
+def bench_of(
+    n_shards: int = 1,
+    *,
+    rule: UpdateRule = ONE,
+    policy: ExchangePolicy = CHANGED,
+    kind: type[Bench] = Bench,
+    host: str = "",
+) -> Bench:
+    layout = Layout.of(SPECS, n_shards=n_shards)
+    bench = kind(layout=layout, memory=PrivateMemory(host=host, poison=True))
+    for k in range(n_shards):
+        begin(bench, rule=rule, policy=policy, name=Address(f"shard-{k}"))
+    for name in (CLIENT, OTHER):
+        bench.add_client(name, config=CLIENTS)
+    bench.settle()
+    return bench
+
+
+def sparse(seed: int, n: int = 50) -> Tensors:
+    """Return gradients of which few numbers are not zero, and values of buffers."""
+    stream = np.random.default_rng(seed)
+    tensors = []
+    for spec in SPECS:
+        tensor = torch.zeros(spec.n_elements)
+        places = stream.integers(spec.n_elements, size=min(n, spec.n_elements))
+        tensor[torch.from_numpy(places)] = torch.from_numpy(
+            stream.standard_normal(len(places)).astype(np.float32)
+        )
+        tensors.append(tensor)
+    return tensors
+
+
+def counted(bench: Bench) -> list[pf.ParameterBlock]:
+    """Return the blocks sent from now on."""
+    blocks: list[pf.ParameterBlock] = []
+
+    def note(_receiver: Address, message: Message) -> bool:
+        if isinstance(message, pf.ParameterBlock):
+            blocks.append(message)
+        return False
+
+    bench.lose = note
+    return blocks
+
+
+@pytest.mark.parametrize("n_shards", [1, 3])
+def test_after_the_first_fetch_only_changed_elements_come(n_shards: int) -> None:
+    bench = bench_of(n_shards)
+    expected = served(bench)
+    assert_same(fetch(bench), expected)
+    blocks = counted(bench)
+    for seed in range(5):
+        push(bench, sparse(seed), OTHER)
+        bench.settle()
+        expected = served(bench)
+        blocks.clear()
+        assert_same(fetch(bench), expected)
+        assert {one.payload for one in blocks} == {"changed"}
+        n_bytes = sum(one.values.nbytes for one in blocks)
+        assert 0 < n_bytes <= 8 * 3 * 50
+    blocks.clear()
+    assert_same(fetch(bench), expected)  # nothing has changed
+    assert [len(one.values) for one in blocks] == [0] * n_shards
+
+
+def test_everything_comes_if_that_is_less() -> None:
+    bench = bench_of()
+    fetch(bench)
+    push(bench, noise(1, bench.layout))
+    bench.settle()
+    blocks = counted(bench)
+    assert_same(fetch(bench), served(bench))
+    assert {one.n_words for one in blocks} == {pf.ParameterBlock.__struct_defaults__[-1]}
+
+
+def test_everything_comes_where_the_rule_moves_all() -> None:
+    """V16: momentum goes on where no gradient comes."""
+    bench = bench_of(rule=Momentum(learning_rate=1.0, momentum=0.5))
+    push(bench, noise(1, bench.layout))
+    bench.settle()
+    fetch(bench)
+    push(bench, sparse(2))
+    bench.settle()
+    assert_same(fetch(bench), served(bench))
+
+
+def test_shards_that_do_not_keep_changes_send_everything() -> None:
+    bench = bench_of(policy=ExchangePolicy())
+    fetch(bench)
+    push(bench, sparse(2))
+    bench.settle()
+    assert_same(fetch(bench), served(bench))
+
+
+def test_in_shared_memory_everything_is_read_there() -> None:
+    bench = bench_of(2, host="here")
+    for seed in range(3):
+        push(bench, sparse(seed))
+        bench.settle()
+        assert_same(fetch(bench), served(bench))
+
+
+@pytest.mark.parametrize("n_shards", [1, 3])
+def test_clients_that_hold_parts_get_what_has_changed_of_them(n_shards: int) -> None:
+    bench = bench_of(n_shards)
+    for name, items in ITEMS.items():
+        bench.add_client(name, config=CLIENTS, view=PartialView(bench.layout, items))
+    bench.add_client(Address("replica-2"), config=CLIENTS)
+    bench.settle()
+    blocks = counted(bench)
+    for seed in range(4):
+        push(bench, sparse(seed), Address("replica-2"))
+        bench.settle()
+        by_name = {
+            spec.name: value.view(spec.shape)
+            for spec, value in zip(SPECS, served(bench), strict=True)
+        }
+        for name, items in ITEMS.items():
+            blocks.clear()
+            cut = [by_name[key][region.slices].reshape(-1) for key, region in items]
+            assert_same(fetch(bench, name), cut)
+            assert not seed or {one.payload for one in blocks} == {"changed"}
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_bits_are_those_of_everything_through_any_course(seed: int) -> None:
+    """Messages are lost and doubled, shards restart, pushes come between fetches."""
+    stream = np.random.default_rng(seed)
+    bench = bench_of(2, kind=Lossy)
+    assert isinstance(bench, Lossy)
+    bench.random = stream
+    for step in range(12):
+        name = (CLIENT, OTHER)[int(stream.integers(2))]
+        bench.is_lossy = True
+        if stream.random() < 0.2 and step:
+            shard = Address(f"shard-{int(stream.integers(2))}")
+            incarnation = bench.incarnations[shard]
+            begin(bench, name=shard)
+            gone = PeerLost(peer=shard, incarnation=incarnation, reason="gone", for_good=False)
+            for client in (CLIENT, OTHER):
+                bench.deliver(client, gone)
+        while bench.client(name).unacknowledged or not bench.client(name).can_push:
+            bench.advance(0.5)
+        push(bench, sparse(100 * seed + step, n=int(stream.integers(1, 60))), name)
+        while bench.client(name).unacknowledged:
+            bench.advance(0.5)
+        bench.begin_fetch(name)
+        while not bench.client(name).fetch_complete:
+            bench.advance(0.5)
+        found = [torch.full((spec.n_elements,), torch.nan) for spec in SPECS]
+        assert bench.install(found, name).torn == ()
+        bench.is_lossy = False
+        assert_same(found, served(bench))
+
+
+# --- refusals ---
+
+
+def words_of(*words: int) -> Vector:
+    return np.array(words, np.uint32)
+
+
+@pytest.mark.parametrize(
+    ("words", "n_words"),
+    [
+        (words_of(1, 2, 3), 3),  # an element without a value
+        (words_of(5, 5, 1, 1), 4),  # twice
+        (words_of(400_000, 1), 2),  # there are fewer
+        (words_of(1, 2), 10**9),
+        (np.zeros(2, np.float32), 2),
+    ],
+)
+def test_a_client_refuses_changes_that_are_none(words: Vector, n_words: int) -> None:
+    bench = bench_of()
+    fetch(bench)
+    actions = bench.client().begin_fetch(0.0)
+    bench.perform(CLIENT, actions)
+    bench.messages.clear()
+    request = bench.client()._links[0].fetching._request
+    block = pf.ParameterBlock(
+        request=request,
+        term=1,
+        block_index=0,
+        clock=0,
+        values=words,
+        payload="changed",
+        n_words=n_words,
+    )
+    bench.send(SHARD, CLIENT, block)
+    bench.pass_messages()
+    assert isinstance(bench.refused[0], RemoteProtocolError)
+    bench.advance(5.0)  # it asks again
+    assert bench.client().fetch_complete
+    found = [torch.zeros(spec.n_elements) for spec in SPECS]
+    bench.install(found)
+    assert_same(found, served(bench))
+
+
+# --- the log ---
+
+
+@given(st.lists(st.lists(st.integers(0, 63), max_size=12), max_size=12), st.integers(0, 14))
+@settings(max_examples=300)
+def test_the_log_has_what_differs_or_nothing(pushes: Sequence[Sequence[int]], since: int) -> None:
+    log, values = ChangeLog(64), np.zeros(64, np.float32)
+    states = [values.copy()]
+    log.begin(5)
+    for number, places in enumerate(pushes, 1):
+        before = values.copy()
+        values[list(places)] = number
+        states.append(values.copy())
+        log.add(changed_of(before, values))
+    changed = log.since(5 + since)
+    if changed is None:
+        return
+    known = states[since].copy()
+    known[changed] = values[changed]
+    assert known.tobytes() == values.tobytes()
+    assert 2 * len(changed) <= 32
+
+
+@given(st.sets(st.integers(0, 99)), st.sets(st.integers(0, 99)))
+def test_changed_elements_of_a_part_are_found_in_its_compact_vector(
+    some: set[int], held: set[int]
+) -> None:
+    ranges = IndexRanges.union(IndexRanges.whole(one, one + 1) for one in held)
+    vector = np.arange(100)
+    whole = vector[ranges.mask(np.arange(101))] if held else vector[:0]
+    places, here = compact(np.array(sorted(some), np.uint32), ranges)
+    assert whole[places].tolist() == here.tolist() == sorted(some & held)
+
+
+def test_a_sign_of_zero_is_a_change() -> None:
+    assert changed_of(np.array([0.0, 1.0]), np.array([-0.0, 1.0])).tolist() == [0]
+    assert SGD(learning_rate=1.0).name == "sgd"
