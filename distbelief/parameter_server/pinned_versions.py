@@ -11,8 +11,8 @@ update begins before the last piece, so all blocks have one clock. A fetch share
 current clock; otherwise it waits, and all waiting fetches share the next version. A pin ends when
 its reader has every block, fetches again, is gone, or makes no progress for `pin_seconds_max`.
 A fetch never mixes two versions: once its pin has ended it is not served again. If the pin expired,
-the client gets `SessionRefused` and fetches anew. A fetch of changed elements has a version of its
-own, of these alone, if they are few and known.
+the client gets `SessionRefused` and fetches anew. A fetch of changes or moves (`fetch_logs`) has a
+version of its own, of their words.
 """
 
 from collections.abc import Callable
@@ -28,7 +28,7 @@ from distbelief.core.memory import Memory
 from distbelief.core.reliable import Window
 from distbelief.core.vectors import Element, Vector, block_of, n_blocks
 from distbelief.parameter_server.bfloat16 import WORD
-from distbelief.parameter_server.changes import Changed, compact
+from distbelief.parameter_server.fetch_logs import ToWords
 from distbelief.parameter_server.sessions import Session, Sessions
 from distbelief.parameter_server.shard_config import ShardConfig
 from distbelief.parameter_server.slices import ShardSlice, payload_of
@@ -55,7 +55,7 @@ class Version:
     clock: int = 0
     n_readers: int = 0
     n_copied: int = 0  # elements [0, n_copied) are in it
-    of: Address | None = None  # whose changed elements it has; None: all elements
+    of: Address | None = None  # for whom it has words of changes or moves; None: all elements
     in_flight: bool = False  # blocks may be under way to a reader whose pin was ended here
 
 
@@ -98,7 +98,7 @@ class PinnedVersions:
         if message.request > client.request:
             client.request = message.request
             self._end(name)
-            others = [] if self._changed_for(message) is not None else self._versions
+            others = [] if self._logged(client, message) is not None else self._versions
             for version in others:
                 is_current = version.n_readers and version.clock == self._values.clock
                 if is_current and version.values.dtype == dtype:
@@ -151,15 +151,15 @@ class PinnedVersions:
         if not self.waiting:
             return False
         has_room = len(self._versions) < self._n_copies or self._free() is not None
-        return has_room or self._next_changed() is not None
+        return has_room or self._next_logged() is not None
 
     def copy_work(self) -> tuple[Callable[[], int], Cost]:
         """Return the work that copies the next piece of a version, and its cost."""
         values, version = self._values.vector, self.copying
         if version is None:
-            changed = self._next_changed()
-            if changed is not None:
-                return self._changed_work(*changed)
+            logged = self._next_logged()
+            if logged is not None:
+                return self._words_work(*logged)
             version = self._free()
             if version is None:
                 assert len(self._versions) < self._n_copies, self._n_copies
@@ -184,35 +184,30 @@ class PinnedVersions:
         work = partial(convert, source, target, n_parameters=n_parameters)
         return work, Cost(n_bytes=float(source.nbytes + target.nbytes))
 
-    def _changed_for(self, message: pf.Fetch) -> Changed | None:
-        """Return what has changed since the last fetch, if that is what to send."""
-        log = self._values.changes
-        if log is None or message.payload != "changed" or message.since is msgspec.UNSET:
+    def _logged(self, client: Session, message: pf.Fetch) -> ToWords | None:
+        """Return what makes the words of what was since the last fetch, if they are to be sent."""
+        log = self._values.log
+        if log is None or message.payload != log.payload or message.since is msgspec.UNSET:
             return None
-        return log.since(message.since)
+        return log.since(message.since, self._held(client, message).ranges)
 
-    def _next_changed(self) -> tuple[Session, pf.Fetch, Changed] | None:
-        """Return the first fetch that waits for changed elements."""
+    def _next_logged(self) -> tuple[Session, ToWords] | None:
+        """Return the first fetch that waits for such words."""
         for client, message in self.waiting.values():
-            changed = self._changed_for(message)
-            if changed is not None:
-                return client, message, changed
+            to_words = self._logged(client, message)
+            if to_words is not None:
+                return client, to_words
         return None
 
-    def _changed_work(
-        self, client: Session, message: pf.Fetch, changed: Changed
-    ) -> tuple[Callable[[], int], Cost]:
-        none = np.zeros(0, np.float32)
+    def _words_work(self, client: Session, to_words: ToWords) -> tuple[Callable[[], int], Cost]:
+        none, values = np.zeros(0, np.float32), self._values.vector
         version = self.copying = Version(none, none, clock=self._values.clock, of=client.name)
-        values, ranges = self._values.vector, self._held(client, message).ranges
 
         def work() -> int:
-            places, here = compact(changed, ranges)
-            words = np.concatenate([places, values[here].view(np.uint32)])
-            version.memory = version.values = words
-            return len(words)
+            version.memory = version.values = to_words(values)
+            return len(version.values)
 
-        return work, Cost(n_bytes=24.0 * len(changed))
+        return work, Cost(n_bytes=float(values.nbytes))
 
     def copied(self, n_elements: int, now: Seconds) -> list[Action]:
         """Note a copied piece; pin the version for all waiting readers, and send them blocks."""
@@ -278,6 +273,7 @@ class PinnedVersions:
 
     def _blocks(self, pin: Pin) -> list[Action]:
         client, version, blocks = pin.client, pin.version, pin.blocks
+        log = self._values.log
         actions: list[Action] = []
         limit = pin.limit
         if version is self.copying:
@@ -293,7 +289,7 @@ class PinnedVersions:
                 block_index=index,
                 clock=version.clock,
                 values=values,
-                payload="changed" if is_part else payload_of(values),
+                payload=log.payload if is_part and log else payload_of(values),
                 n_words=len(whole) if is_part else msgspec.UNSET,
             )
             # The memory of a version is lent to the driver.

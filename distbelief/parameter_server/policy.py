@@ -18,12 +18,12 @@ from typing import Literal
 
 import msgspec
 
-from distbelief.parameter_server.codecs import Bfloat16, Codec
+from distbelief.parameter_server.codecs import Bfloat16, Codec, Int4, Int8
 from distbelief.parameter_server.rules import UpdateRule
 
 
 Numbers = Literal["float32", "bfloat16"]
-Fetched = Literal["float32", "bfloat16", "changed"]
+Fetched = Literal["float32", "bfloat16", "changed"] | Int8 | Int4
 
 
 class Round(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -57,8 +57,9 @@ class ExchangePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     # Divides a push by 1 + its staleness, or by 1 + what of it is beyond one per other worker.
     damping: Literal["none", "inverse", "excess"] = "none"
     push: Codec | None = None  # how pushes are written; None: as `numbers` says
-    # As fetched from another host: all, rounded or not, or what has changed since the last fetch,
-    # which is exact. None: as `numbers` says.
+    # As fetched from another host: all, rounded or not; what has changed since the last fetch, and
+    # exactly; or the words by which shards have moved, which move by nothing else. None: as
+    # `numbers` says.
     fetch: Fetched | None = None
     numbers: Numbers = "float32"  # as sent, both ways; never in memory
 

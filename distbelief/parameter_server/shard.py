@@ -702,7 +702,7 @@ class Shard:
         state = ShardState(
             incarnation=self._sessions.term,
             clock=self._values.clock,
-            values=self._values.vector,
+            values=self._values.settled,
             state=self._values.state,
             clients=self._sessions.records(),
             steps=self._values.steps,

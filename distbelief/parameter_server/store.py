@@ -24,8 +24,9 @@ from distbelief.core.memory import Memory
 from distbelief.core.spans import NOTHING, Spans
 from distbelief.core.vectors import ALIGNMENT, Element, Vector, padded
 from distbelief.parameter_server.bfloat16 import as_tensor
-from distbelief.parameter_server.changes import ChangeLog, changed_of
 from distbelief.parameter_server.checkpoint import ShardState, restore
+from distbelief.parameter_server.codecs import Int4, Int8
+from distbelief.parameter_server.fetch_logs import ChangeLog, FetchLog, MoveLog
 from distbelief.parameter_server.policy import ExchangePolicy
 from distbelief.parameter_server.pushed import PIECE, EncodedNumbers, Numbers, Pushed
 from distbelief.parameter_server.ranges import IndexRanges, RangeCopier
@@ -220,7 +221,6 @@ class RoundSum:
 # --- all arrays ---
 
 _N_SLICE_UPDATES_MAX: Final = 256
-_NONE_CHANGED: Final = np.zeros(0, np.uint32)
 
 
 @final
@@ -257,11 +257,13 @@ class ShardStore:
         # Where data are dealt: positions of the pushes in the values, and of those in progress.
         self.applied = NOTHING
         self._applying = NOTHING
-        # Where clients fetch what has changed: what did, and what the push in progress changes.
-        self.changes: ChangeLog | None = None
-        if config.policy.fetched == "changed" and self._dtype == np.float32:
-            self.changes = ChangeLog(self._n_elements)
-        self._changed = _NONE_CHANGED
+        # Where clients fetch what has changed, or by how much the values have moved.
+        self.log: FetchLog | None = None
+        fetched = config.policy.fetched
+        if isinstance(fetched, Int8 | Int4):
+            self.log = MoveLog(fetched, self._n_elements, n_gradient=self._n_gradient)
+        elif fetched == "changed" and self._dtype == np.float32:
+            self.log = ChangeLog(self._n_elements)
 
     @property
     def region(self) -> str:
@@ -322,8 +324,10 @@ class ShardStore:
         self.state, self.clock, self.steps = state.state, state.clock, state.steps
         self.applied = state.applied
         self._replicated = [self.vector, *(state.state[name] for name in sorted(state.state))]
+        if isinstance(self.log, MoveLog):
+            self._replicated.append(self.log.rest)
         self.n_restored = state.steps.n_pushes
-        self._forget_changes()
+        self._forget()
         self._published.end(clock=self.clock)
 
     # ------------------------------------------------------------------ replication
@@ -380,7 +384,7 @@ class ShardStore:
         self._n_held += 1
         if self._n_held == self.n_state_blocks:
             self._n_held = None
-            self._forget_changes()
+            self._forget()
             self._published.end(clock=self.clock)
 
     def _block_parts(self, index: int) -> list[Vector]:
@@ -513,22 +517,27 @@ class ShardStore:
         # Read and write each vector, read the gradient.
         n_passes = 3 + 2 * len(self.state)
         n_bytes = (n_parameters + n_buffers) * values.itemsize
-        if self.changes is not None:
-            n_passes += 4  # a copy, and a comparison with it
+        if self.log is not None:
+            n_passes += 6  # a copy, and a comparison with it
         cost = Cost(n_bytes=float(n_passes * n_bytes), flops=4.0 * n_parameters)
         if share.sets:
             rest = [(buffers, buffer_values), (counters, buffer_values)]
             work = partial(_set, values, [*((one, gradients) for *_, one in updates), *rest])
-        return work if self.changes is None else partial(self._note_changes, work), cost
+        return work if self.log is None else partial(self._noted, work, self.log), cost
 
-    def _note_changes(self, work: Callable[[], None]) -> None:
+    def _noted(self, work: Callable[[], None], log: FetchLog) -> None:
         before = self.vector.copy()
         work()
-        self._changed = changed_of(before, self.vector)
+        log.note(before, self.vector)
 
-    def _forget_changes(self) -> None:
-        if self.changes is not None:
-            self.changes.begin(self.clock)
+    def _forget(self) -> None:
+        if self.log is not None:
+            self.log.begin(self.clock)
+
+    @property
+    def settled(self) -> Vector:
+        """The values with all that a log holds back."""
+        return self.log.settled(self.vector) if isinstance(self.log, MoveLog) else self.vector
 
     def _slice_update(
         self, touched: ShardSlice, shard_slice: ShardSlice, start: int, stop: int, *, group: int = 0
@@ -549,9 +558,8 @@ class ShardStore:
     def end_push(self) -> None:
         """Finish a push: count it, and mark the values as complete; or those of its round."""
         self.clock += 1
-        if self.changes is not None:
-            self.changes.add(self._changed)
-            self._changed = _NONE_CHANGED
+        if self.log is not None:
+            self.log.end_push()
         applied, self._pushed_slice = self._pushed_slice, self.slice_table.whole
         if applied is None:
             return
@@ -569,7 +577,7 @@ class ShardStore:
         self._round, self._applying = None, NOTHING
 
     def begin_replace(self) -> None:
-        self._forget_changes()
+        self._forget()
         self._published.begin()
 
 

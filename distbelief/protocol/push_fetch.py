@@ -26,12 +26,12 @@ from distbelief.core.vectors import Vector
 from distbelief.protocol.fields import Amount, AnyMessage, Count, Name, Text
 
 
-Payload = Literal["dense", "bfloat16", "changed"] | msgspec.UnsetType
+Payload = Literal["dense", "bfloat16", "changed", "moved"] | msgspec.UnsetType
 """What fetched values are. "dense": a number of the layout's type for each element that the client
 holds. "bfloat16": words of 16 bits, one for each parameter, and two for each buffer, which stays
 float32. "changed": words of 32 bits, the elements that have changed since the client's last fetch,
-by rising index, and then the bits of their values. The shard sends all instead if that is less, or
-if it does not know the changes.
+by rising index, and then the bits of their values. "moved": the words of each move since then, and
+the bits of the buffers. The shard sends all instead if that is less, or if it does not know.
 
 Unset means dense, and takes no bytes. What lies in shared memory is dense.
 """
@@ -128,7 +128,7 @@ class ParameterBlock(AnyMessage, frozen=True):
     clock: Count  # of that version
     values: Vector  # (block_size,)
     payload: Payload = msgspec.UNSET  # what `values` are
-    n_words: Words = msgspec.UNSET  # of all blocks, if they are of changed elements
+    n_words: Words = msgspec.UNSET  # of all blocks, if they are of changes or moves
 
 
 class FetchAck(AnyMessage, frozen=True):

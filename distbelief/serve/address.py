@@ -205,6 +205,8 @@ def exchange_policy(
             table |= cast("dict[str, object]", expand({"preset": preset}).get("exchange", {}))
         except JobFileError as error:
             raise JobError(f"{user}: {error}") from None
+    if given.get("numbers") is not None:  # short for both
+        table = {key: value for key, value in table.items() if key not in {"push", "fetch"}}
     table |= {key: value for key, value in given.items() if value is not None}
     return tables.convert(table, ExchangePolicy, user=user)
 

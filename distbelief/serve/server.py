@@ -68,7 +68,7 @@ class ParameterServer:
             job file: `{"name": "AdamW", "lr": 1e-3}`; by default the preset's. It may have
             `groups`: other rules for parameters whose names match a pattern.
         preset: How workers exchange, by the name of a paper: `distbelief presets` lists them.
-            Workers follow it. The next four replace choices of it.
+            Workers follow it. The next six replace choices of it.
         staleness: Exchanges that a worker may be ahead of the slowest; by default any number.
         round: Apply one push of each worker at once, as `{"quorum": 0.75, "grace_seconds": 2}`:
             a round ends so many seconds after the pushes of that share of workers are here. By
@@ -76,6 +76,9 @@ class ParameterServer:
         weight: Of a push: "sum" as it is, "mean" divided by the number of workers, or "samples" by
             its share of their samples.
         damping: Of stale pushes: "none", "inverse" or "excess".
+        push: How pushes are encoded, as `{"codec": "int4"}`; what is not sent is added to the next.
+        fetch: What is fetched from another host: "float32", "bfloat16", "changed", or a codec such
+            as `{"codec": "int4"}`.
         shards: Number of shards over which the parameters are split.
         shard_copies: Processes per shard, 1 or 2. With 2, a backup takes over when the
             primary fails, and no acknowledged push is lost.
@@ -102,6 +105,8 @@ class ParameterServer:
         round: Mapping[str, float] | None = None,  # noqa: A002 -- as in a job file
         weight: Literal["sum", "mean", "samples"] | None = None,
         damping: Literal["none", "inverse", "excess"] | None = None,
+        push: Mapping[str, object] | None = None,
+        fetch: str | Mapping[str, object] | None = None,
         shards: int = 1,
         shard_copies: int = 1,
         shared_memory: bool = True,
@@ -126,6 +131,8 @@ class ParameterServer:
             round=round,
             weight=weight,
             damping=damping,
+            push=push,
+            fetch=fetch,
         )
         if isinstance(params, torch.nn.Module):
             if buffers is not None:

@@ -97,6 +97,12 @@ class DownpourAlgorithm:
                 'elements of a push, and [cluster] partitions or plan splits them: use "int4", '
                 '"int8" or "bfloat16"'
             )
+        fetched = config.exchange.fetched
+        if not isinstance(fetched, str) and cluster.is_split:
+            raise JobError(
+                f"[algorithm.exchange] fetch.codec is {fetched.form!r}, words of whole shards, and "
+                '[cluster] partitions or plan splits replicas, which fetch parts: use "bfloat16"'
+            )
         if inner is not None and inner["name"] in OF_WHOLE_TENSORS and cluster.is_split:
             raise JobError(
                 f"[algorithm] inner.name is {inner['name']!r}, whose steps depend on whole "

@@ -401,13 +401,13 @@ _PLAIN = {"name": "sgd", "learning_rate": 0.1}
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
 def test_every_preset_without_its_difference_is_sgd_on_the_union_of_the_batches(name: str) -> None:
-    """X-1: one worker, or a round; s = 0; one step; plain optimizers; no rounding."""
+    """X-1: one worker, or a round of means; s = 0; one step; plain optimizers; no codec."""
     table = expand({"preset": name, "loss": td.LEARNING.loss, "batch_size": 4, "max_steps": 30})
     is_delta = "inner" in table
     exchange = {**cast("dict[str, object]", table.get("exchange", {}))}
-    exchange |= {"every": 1, "staleness": 0, "numbers": "float32"}
+    exchange |= {"every": 1, "staleness": 0, "numbers": "float32", "push": None}
     if exchange.get("round") is not None:
-        exchange["round"] = {}
+        exchange |= {"round": {}, "weight": "mean"}
     table |= {"exchange": exchange, "blocking": True}
     table |= {"rule": {**_PLAIN, "learning_rate": 1.0} if is_delta else _PLAIN}
     table |= {"inner": {"name": "SGD", "lr": 0.1}} if is_delta else {}

@@ -5,13 +5,14 @@
 
 All blocks of a fetch have one clock, because the shard pins one version for it. Each number is
 copied once: from the published values or received blocks into the model's tensors. Where only what
-has changed is fetched, the client keeps the values as last fetched, and sets those elements there.
+has changed is fetched, or by how much the shards have moved, the client keeps the values as last
+fetched, and sets those elements, or moves by those words, there (`fetch_logs`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Final, final
+from typing import Final, cast, final
 
 import msgspec
 import numpy as np
@@ -20,6 +21,8 @@ import torch
 from distbelief.core.errors import RemoteProtocolError
 from distbelief.core.vectors import Vector, block_range, n_blocks
 from distbelief.parameter_server.client.primary import ShardMemory
+from distbelief.parameter_server.codecs import Int4, Int8, Residual, Words
+from distbelief.parameter_server.fetch_logs import moves_of
 from distbelief.parameter_server.layout import PartialView
 from distbelief.parameter_server.shard_config import ClientConfig
 from distbelief.parameter_server.tensor_copies import SeqlockVector, TensorCopier
@@ -82,9 +85,10 @@ class ShardFetch:
         self._n_blocks = 0  # of this request, once the first has come
         self._n_words: pf.Words = msgspec.UNSET  # that they have, if they are of changed elements
         # The values as last fetched by blocks, where later only changed ones are; and which.
-        self._known: Vector | None = None
+        self._known: Residual | None = None
         self._known_version = 0, 0
         self._known_copier: TensorCopier | None = None
+        self._update: Callable[[Residual], None] | None = None  # by what has come; None: to that
         self.wanted = False  # a fetch has begun and is not installed
         self.complete = True  # no block is to come
         self.clock = 0  # of the installed values; lowered when the shard restarts
@@ -97,8 +101,9 @@ class ShardFetch:
     @property
     def installable(self) -> bool:
         """Whether it is worth while to copy what has come into the tensors."""
-        is_dense = self._config.fetch != "changed"
-        has_part = is_dense and self._view.is_whole and len(self._blocks) >= INSTALL_BLOCKS
+        has_part = (
+            not self._keeps_known and self._view.is_whole and len(self._blocks) >= INSTALL_BLOCKS
+        )
         return self.wanted and (self.complete or has_part)
 
     def session_opened(self, opened: pf.SessionOpened) -> list[pf.Fetch]:
@@ -125,8 +130,8 @@ class ShardFetch:
         self._payload = msgspec.UNSET
         if self._config.fetch == "bfloat16" and not exact:
             self._payload = "bfloat16"
-        elif self._config.fetch == "changed" and self._view is self._later:
-            self._payload = "changed"
+        elif self._keeps_known:
+            self._payload = "moved" if isinstance(self._config.fetch, Int8 | Int4) else "changed"
         self._torn_since = None
         if is_open:
             return self._begin(by_blocks=self._memory.published is None)
@@ -142,8 +147,8 @@ class ShardFetch:
             self._n_words, self._n_blocks = block.n_words, len(self._slice.bounds)
             if block.n_words is not msgspec.UNSET:
                 self._n_blocks = n_blocks(block.n_words, itemsize=4)
-        if block.n_words is not msgspec.UNSET and self._payload == "changed":
-            self._check_changed(block, sender)
+        if block.n_words is not msgspec.UNSET and self._keeps_known:
+            self._check_words(block, sender)
         else:
             words = self._payload == "bfloat16"
             self._slice.check_block(block.block_index, block.values, words=words, sender=sender)
@@ -159,8 +164,13 @@ class ShardFetch:
         self._blocks.append(block.values)
         self.received += 1
         self.complete = self.received == self._n_blocks
+        self._update = None
         if self.complete and self._n_words is not msgspec.UNSET:
-            self._check_places(sender)
+            try:
+                self._update = self._read_words(sender)
+            except RemoteProtocolError:
+                self._restart(by_blocks=True)
+                raise
         self.bytes_in += block.values.nbytes
         if not self.complete and self.received - self._acked < self._per_answer:
             return []
@@ -175,8 +185,11 @@ class ShardFetch:
     def reader(self) -> ShardReader:
         """Return what the install reads; call only if `installable`."""
         view, k, published = self._view, self._index, self._memory.published
-        if self._by_blocks and self._config.fetch == "changed" and view is self._later:
-            copy_known = partial(self._set_known, tuple(self._blocks), self._n_words)
+        if self._by_blocks and self._keeps_known:
+            version = self._block_term, self._block_clock
+            copy_known = partial(
+                self._copy_known, tuple(self._blocks), version, update=self._update
+            )
             return ShardReader(copy_known, None, self._block_clock, self._block_term)
         if self._by_blocks:
             blocks, copiers = tuple(self._blocks), self._block_copiers
@@ -195,39 +208,54 @@ class ShardFetch:
         copy_all = partial(self._copier.scatter, published.values)
         return ShardReader(copy_all, published, 0, self._term)
 
-    def _check_changed(self, block: pf.ParameterBlock, sender: str) -> None:
+    @property
+    def _keeps_known(self) -> bool:
+        """Whether the values as last fetched are kept: not of the first fetch of frozen ones."""
+        is_logged = self._config.fetch not in {"float32", "bfloat16"}
+        return is_logged and self._view is self._later
+
+    def _check_words(self, block: pf.ParameterBlock, sender: str) -> None:
         n_words, values = block.n_words or 0, block.values
-        is_valid = n_words <= 2 * self._slice.n_elements and n_words % 2 == 0
-        is_valid = (
-            is_valid and n_words == (self._n_words or 0) and block.block_index < self._n_blocks
-        )
+        is_valid = n_words == (self._n_words or 0) and n_words <= 2 * self._slice.n_elements
         expected = len(block_range(block.block_index, n_words, itemsize=4))
+        is_valid = is_valid and block.block_index < self._n_blocks
         if not is_valid or values.dtype != np.uint32 or values.size != expected:
             raise RemoteProtocolError(
                 f"{sender} sent {values.size} elements of {values.dtype} as block "
-                f"{block.block_index} of {n_words} words of changed elements"
+                f"{block.block_index} of {n_words} words"
             )
 
-    def _check_places(self, sender: str) -> None:
-        words = np.concatenate(self._blocks)
-        places = words[: len(words) // 2]
-        is_rising = bool((places[1:] > places[:-1]).all())
-        if not is_rising or (places[-1:] >= self._slice.n_elements).any():
-            self._restart(by_blocks=True)
+    def _read_words(self, sender: str) -> Callable[[Residual], None]:
+        """Return what brings the values as last fetched up to date by the words that have come."""
+        words, n = cast("Words", np.concatenate(self._blocks)), self._slice.n_elements
+        codec = self._config.fetch
+        if isinstance(codec, Int8 | Int4):
+            return moves_of(words, codec, n, n_parameters=self._slice.n_parameters)
+        half = len(words) // 2
+        places, numbers = words[:half], words[half:].view(np.float32)
+        if len(words) % 2 or (places[1:] <= places[:-1]).any() or (places[-1:] >= n).any():
             raise RemoteProtocolError(f"{sender} sent changed elements that do not exist")
-        self._blocks[:] = [words]
 
-    def _set_known(
-        self, blocks: tuple[Vector, ...], n_words: pf.Words, tensors: Sequence[torch.Tensor]
+        def update(known: Residual) -> None:
+            known[places] = numbers
+
+        return update
+
+    def _copy_known(
+        self,
+        blocks: tuple[Vector, ...],
+        version: tuple[int, int],
+        tensors: Sequence[torch.Tensor],
+        *,
+        update: Callable[[Residual], None] | None,
     ) -> None:
-        """Set what has come in the values as last fetched, and copy all of them."""
-        if n_words is msgspec.UNSET:
-            self._known = np.concatenate(blocks)
+        """Bring the values as last fetched up to date, and copy all of them."""
+        if update is None:
+            self._known = cast("Residual", np.concatenate(blocks))
         else:
             assert self._known is not None
-            (words,) = blocks
-            n = len(words) // 2
-            self._known[words[:n]] = words[n:].view(np.float32)
+            update(self._known)
+        self._known_version = version
         if self._known_copier is None:
             self._known_copier = self._view.copier(self._index, compact=True)
         self._known_copier.scatter(self._known, tensors)
@@ -242,8 +270,6 @@ class ShardFetch:
         self.wanted, self.complete = False, True
         self._blocks.clear()
         self.version = reader.term, clock
-        if reader.published is None:
-            self._known_version = self.version
         if reader.term != self._term:
             clock = min(clock, self._first_clock)
         self.clock = clock
@@ -288,8 +314,8 @@ class ShardFetch:
     def _since(self) -> int | msgspec.UnsetType:
         """The clock of the values as last fetched, as far as this primary knows it."""
         term, clock = self._known_version
-        is_asked = self._payload == "changed" and self._known is not None
-        return clock if is_asked and term == self._term else msgspec.UNSET
+        has_known = self._keeps_known and self._known is not None
+        return clock if has_known and term == self._term else msgspec.UNSET
 
     def _ack(self, *, again: bool) -> pf.FetchAck:
         self._acked = self.received

@@ -12,6 +12,7 @@ from distbelief.core.vectors import Vector
 from distbelief.graph.region import Region
 from distbelief.parameter_server.client.client import ParameterClient
 from distbelief.parameter_server.layout import Layout, PartialView, TensorSpec
+from distbelief.parameter_server.policy import DOWNPOUR, ExchangePolicy
 from distbelief.parameter_server.rules import SGD, UpdateRule
 from distbelief.parameter_server.shard import Shard
 from distbelief.parameter_server.shard_config import ClientConfig, ShardConfig
@@ -110,6 +111,7 @@ class Pair(Bench):
     """A shard of two copies without shared memory, and clients that push as `config` says."""
 
     config: ClientConfig = ClientConfig(pushes=True)
+    policy: ExchangePolicy = DOWNPOUR
 
     A, B = Address("shard-0"), Address("shard-0b")
 
@@ -130,7 +132,14 @@ class Pair(Bench):
         self.settle()
 
     def start_copy(self, name: Address, *, rule: UpdateRule) -> None:
-        config = ShardConfig(index=0, layout=self.layout, rule=rule, name=name, is_replicated=True)
+        config = ShardConfig(
+            index=0,
+            layout=self.layout,
+            rule=rule,
+            policy=self.policy,
+            name=name,
+            is_replicated=True,
+        )
         size = self.layout.shard_size(0)
         shard = Shard(config, memory=self.memory, initialise=lambda: np.zeros(size, np.float32))
         self.start(name, shard)

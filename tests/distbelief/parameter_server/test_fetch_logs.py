@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -10,20 +11,23 @@ from hypothesis import given, settings, strategies as st
 from distbelief.core.errors import RemoteProtocolError
 from distbelief.core.memory import PrivateMemory
 from distbelief.core.vectors import Vector
-from distbelief.parameter_server.changes import ChangeLog, changed_of, compact
+from distbelief.parameter_server.codecs import Int4, Int8
+from distbelief.parameter_server.fetch_logs import ChangeLog, MoveLog, changed_of, compact
 from distbelief.parameter_server.layout import Layout, PartialView
 from distbelief.parameter_server.policy import ExchangePolicy
 from distbelief.parameter_server.ranges import IndexRanges
-from distbelief.parameter_server.rules import SGD, Momentum, UpdateRule
+from distbelief.parameter_server.rules import SGD, Adam, Momentum, UpdateRule
 from distbelief.parameter_server.shard import Shard
 from distbelief.parameter_server.shard_config import ClientConfig, ShardConfig
-from distbelief.protocol import Message, push_fetch as pf
+from distbelief.parameter_server.store import ShardStore
+from distbelief.protocol import Message, SaveCheckpoint, push_fetch as pf
 from distbelief.protocol.role import Address, PeerLost
 from tests.distbelief.parameter_server.exchanges import (
     ITEMS,
     ONE,
     SPECS,
     Lossy,
+    Pair,
     Tensors,
     assert_same,
     fetch,
@@ -31,11 +35,11 @@ from tests.distbelief.parameter_server.exchanges import (
     push,
     served,
 )
-from tests.distbelief.parameter_server.pair import CLIENT, OTHER, SHARD, Bench
+from tests.distbelief.parameter_server.pair import CLIENT, OTHER, SHARD, TEST, Bench
 
 
 CHANGED = ExchangePolicy(fetch="changed")
-CLIENTS = ClientConfig.of(CHANGED)
+MOVED = ExchangePolicy(fetch=Int4())
 
 
 def begin(
@@ -56,6 +60,7 @@ def bench_of(
     *,
     rule: UpdateRule = ONE,
     policy: ExchangePolicy = CHANGED,
+    clients: ClientConfig | None = None,
     kind: type[Bench] = Bench,
     host: str = "",
 ) -> Bench:
@@ -64,7 +69,7 @@ def bench_of(
     for k in range(n_shards):
         begin(bench, rule=rule, policy=policy, name=Address(f"shard-{k}"))
     for name in (CLIENT, OTHER):
-        bench.add_client(name, config=CLIENTS)
+        bench.add_client(name, config=clients or ClientConfig.of(policy))
     bench.settle()
     return bench
 
@@ -138,7 +143,7 @@ def test_everything_comes_where_the_rule_moves_all() -> None:
 
 
 def test_shards_that_do_not_keep_changes_send_everything() -> None:
-    bench = bench_of(policy=ExchangePolicy())
+    bench = bench_of(policy=ExchangePolicy(), clients=ClientConfig.of(CHANGED))
     fetch(bench)
     push(bench, sparse(2))
     bench.settle()
@@ -153,12 +158,17 @@ def test_in_shared_memory_everything_is_read_there() -> None:
         assert_same(fetch(bench), served(bench))
 
 
+@pytest.mark.parametrize("policy", [CHANGED, MOVED], ids=["changed", "moved"])
 @pytest.mark.parametrize("n_shards", [1, 3])
-def test_clients_that_hold_parts_get_what_has_changed_of_them(n_shards: int) -> None:
-    bench = bench_of(n_shards)
+def test_clients_that_hold_parts_get_what_has_changed_of_them(
+    n_shards: int, policy: ExchangePolicy
+) -> None:
+    """Or everything of them: moves are not cut."""
+    bench = bench_of(n_shards, policy=policy)
     for name, items in ITEMS.items():
-        bench.add_client(name, config=CLIENTS, view=PartialView(bench.layout, items))
-    bench.add_client(Address("replica-2"), config=CLIENTS)
+        config, view = ClientConfig.of(policy), PartialView(bench.layout, items)
+        bench.add_client(name, config=config, view=view)
+    bench.add_client(Address("replica-2"), config=ClientConfig.of(policy))
     bench.settle()
     blocks = counted(bench)
     for seed in range(4):
@@ -172,14 +182,16 @@ def test_clients_that_hold_parts_get_what_has_changed_of_them(n_shards: int) -> 
             blocks.clear()
             cut = [by_name[key][region.slices].reshape(-1) for key, region in items]
             assert_same(fetch(bench, name), cut)
-            assert not seed or {one.payload for one in blocks} == {"changed"}
+            payload = "changed" if policy is CHANGED else msgspec.UNSET
+            assert not seed or {one.payload for one in blocks} == {payload}
 
 
+@pytest.mark.parametrize("policy", [CHANGED, MOVED], ids=["changed", "moved"])
 @pytest.mark.parametrize("seed", range(6))
-def test_bits_are_those_of_everything_through_any_course(seed: int) -> None:
+def test_bits_are_those_of_everything_through_any_course(seed: int, policy: ExchangePolicy) -> None:
     """Messages are lost and doubled, shards restart, pushes come between fetches."""
     stream = np.random.default_rng(seed)
-    bench = bench_of(2, kind=Lossy)
+    bench = bench_of(2, kind=Lossy, policy=policy)
     assert isinstance(bench, Lossy)
     bench.random = stream
     for step in range(12):
@@ -188,7 +200,7 @@ def test_bits_are_those_of_everything_through_any_course(seed: int) -> None:
         if stream.random() < 0.2 and step:
             shard = Address(f"shard-{int(stream.integers(2))}")
             incarnation = bench.incarnations[shard]
-            begin(bench, name=shard)
+            begin(bench, name=shard, policy=policy)
             gone = PeerLost(peer=shard, incarnation=incarnation, reason="gone", for_good=False)
             for client in (CLIENT, OTHER):
                 bench.deliver(client, gone)
@@ -204,6 +216,127 @@ def test_bits_are_those_of_everything_through_any_course(seed: int) -> None:
         assert bench.install(found, name).torn == ()
         bench.is_lossy = False
         assert_same(found, served(bench))
+
+
+# --- moves ---
+
+
+@pytest.mark.parametrize("codec", [Int8(), Int4()], ids=["int8", "int4"])
+@pytest.mark.parametrize("n_shards", [1, 3])
+@pytest.mark.parametrize("rule", [ONE, Adam(learning_rate=0.1)], ids=["sgd", "adam"])
+def test_a_fetch_of_moves_has_the_bits_of_everything(
+    n_shards: int, codec: Int8 | Int4, rule: UpdateRule
+) -> None:
+    bench = bench_of(n_shards, rule=rule, policy=ExchangePolicy(fetch=codec))
+    fetch(bench)
+    blocks = counted(bench)
+    for seed in range(6):
+        for name in (CLIENT, OTHER)[: 1 + seed % 2]:
+            push(bench, noise(seed, bench.layout), name)
+            bench.settle()
+        expected = served(bench)
+        blocks.clear()
+        assert_same(fetch(bench), expected)
+        assert {one.payload for one in blocks} == {"moved"}
+        n_pushes, n_bytes = 1 + seed % 2, 0
+        for k in range(n_shards):
+            n = bench.layout.n_gradient(k)
+            n_bytes += 4 * n_pushes * codec.n_words_max(n)
+            n_bytes += 4 * (bench.layout.shard_size(k) - n)
+        assert sum(one.values.nbytes for one in blocks) == n_bytes  # E15
+    for _ in range(10):
+        push(bench, noise(1, bench.layout), OTHER)
+        bench.settle()
+    blocks.clear()
+    assert_same(fetch(bench), served(bench))
+    assert {one.payload for one in blocks} == {msgspec.UNSET}  # all are shorter
+
+
+def stores(bench: Bench) -> list[ShardStore]:
+    shards = [bench.roles[Address(f"shard-{k}")] for k in range(bench.layout.n_shards)]
+    return [shard.values for shard in shards if isinstance(shard, Shard)]
+
+
+@pytest.mark.parametrize("policy", [MOVED, ExchangePolicy()], ids=["moved", "dense"])
+def test_what_a_shard_holds_back_is_all_that_its_values_lack(policy: ExchangePolicy) -> None:
+    """E2: gradients of one push, and sums of a few, are exact; values round as ever."""
+    bench = bench_of(policy=policy)
+    total = [torch.zeros(spec.n_elements, dtype=torch.float64) for spec in SPECS]
+    for seed in range(8):
+        gradient = noise(seed, bench.layout)
+        push(bench, gradient)
+        bench.settle()
+        total = [of_all - one.double() for of_all, one in zip(total, gradient, strict=True)]
+    (store,) = stores(bench)
+    settled = [torch.zeros(spec.n_elements) for spec in SPECS]
+    PartialView(bench.layout).copier(0).scatter(store.settled, settled)
+    for place in (0, 2):  # the others are buffers
+        assert (settled[place].double() - total[place]).abs().max() < 4e-6
+    assert (served(bench)[2].double() - total[2]).abs().max() < (0.6 if policy is MOVED else 4e-6)
+
+
+def test_any_number_of_shards_moves_alike() -> None:
+    found = []
+    for n_shards in (1, 2, 5):
+        bench = bench_of(n_shards, policy=MOVED)
+        for seed in range(4):
+            push(bench, noise(seed, bench.layout))
+            bench.settle()
+        found.append(served(bench))
+    for other in found[1:]:
+        assert_same(other, found[0])
+
+
+def test_a_backup_holds_back_the_same_bits() -> None:
+    """E12, also of one that came late."""
+    layout = Layout.of(SPECS, n_shards=1)
+    pair = Pair(layout=layout, memory=PrivateMemory(host="", poison=True))
+    pair.config, pair.policy = ClientConfig.of(MOVED), MOVED
+    pair.begin(rule=ONE)
+    for seed in range(3):
+        push(pair, noise(seed, layout))
+        pair.settle()
+    one, other = pair.copy(pair.A).values, pair.copy(pair.B).values
+    assert isinstance(one.log, MoveLog)
+    assert isinstance(other.log, MoveLog)
+    assert one.vector.tobytes() == other.vector.tobytes()
+    assert one.log.rest.tobytes() == other.log.rest.tobytes()
+    assert one.log.rest.any()
+    before = fetch(pair)
+    pair.kill(pair.A)
+    pair.lead(pair.B, term=3)
+    pair.settle()
+    pair.advance(5.0)
+    push(pair, noise(9, layout))
+    pair.settle()
+    assert not torch.equal(fetch(pair)[2], before[2])
+    assert_same(fetch(pair), fetch(pair, exact=True))
+
+
+def test_a_checkpoint_has_what_was_held_back_and_all_go_on_from_there() -> None:
+    bench = bench_of(policy=MOVED)
+    for seed in range(3):
+        push(bench, noise(seed, bench.layout))
+        bench.settle()
+    fetch(bench)
+    (store,) = stores(bench)
+    settled = store.settled.copy()
+    bench.send(TEST, SHARD, SaveCheckpoint(label="1"))
+    bench.settle()
+    (snapshot,) = bench.snapshots
+    assert snapshot.arrays["values"].tobytes() == settled.tobytes()
+    config = ShardConfig(index=0, layout=bench.layout, rule=ONE, policy=MOVED)
+    zeros = np.zeros(bench.layout.shard_size(0), np.float32)
+    bench.start(
+        SHARD, Shard(config, memory=bench.memory, initialise=lambda: zeros), restored=snapshot
+    )
+    bench.settle()
+    bench.advance(5.0)
+    (store,) = stores(bench)
+    assert store.vector.tobytes() == settled.tobytes()
+    push(bench, noise(4, bench.layout))
+    bench.settle()
+    assert_same(fetch(bench), served(bench))
 
 
 # --- refusals ---
@@ -262,14 +395,16 @@ def test_the_log_has_what_differs_or_nothing(pushes: Sequence[Sequence[int]], si
         before = values.copy()
         values[list(places)] = number
         states.append(values.copy())
-        log.add(changed_of(before, values))
-    changed = log.since(5 + since)
-    if changed is None:
+        log.note(before, values)
+        log.end_push()
+    to_words = log.since(5 + since, None)
+    if to_words is None:
         return
-    known = states[since].copy()
-    known[changed] = values[changed]
+    words = to_words(values)
+    known, changed = states[since].copy(), words[: len(words) // 2]
+    known[changed] = words[len(words) // 2 :].view(np.float32)
     assert known.tobytes() == values.tobytes()
-    assert 2 * len(changed) <= 32
+    assert len(words) <= 32
 
 
 @given(st.sets(st.integers(0, 99)), st.sets(st.integers(0, 99)))
