@@ -1,5 +1,6 @@
 """Codecs of pushes: words to send, and the rest that is kept, with books that balance to the bit.
 
+    warm_up()                                    compiles kernels, where there is numba; seconds
     accumulate(residual, push) -> bool           the push becomes their sum; False: refuse it
     codec.choose(parts, history) -> cut          once per push, before it is cut into shards
     codec.encode(residual, cut, out) -> Encoded  each shard's words; the residual becomes the rest
@@ -23,6 +24,7 @@ from distbelief.parameter_server.codecs.books import (
     accumulate,
 )
 from distbelief.parameter_server.codecs.dense import Bfloat16, Int4, Int8
+from distbelief.parameter_server.codecs.kernels import warm_up
 from distbelief.parameter_server.codecs.threshold import Threshold
 from distbelief.parameter_server.codecs.top_k import TopK
 
@@ -45,6 +47,7 @@ __all__ = [
     "accumulate",
     "decoder",
     "n_words_max",
+    "warm_up",
 ]
 
 Codec = Bfloat16 | Int8 | Int4 | TopK | Threshold

@@ -20,7 +20,7 @@ changes no bit. How a message is written depends on its size alone.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Final, Literal, TypeAlias
+from typing import Final, Literal, TypeAlias, cast
 
 import msgspec
 import numpy as np
@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 from distbelief.core.arguments import CheckedArguments
 from distbelief.core.errors import JobError, LocalProtocolError, RemoteProtocolError
 from distbelief.core.vectors import ALIGNMENT
+from distbelief.parameter_server.codecs import kernels
 
 
 Residual = NDArray[np.float32]  # (n_elements,) of the parameters that a client holds of a shard
@@ -39,8 +40,9 @@ Form = Literal["bfloat16", "int8", "int4", "top-k", "top-k-2", "threshold"]
 """How words are to be read."""
 
 PIECE: Final = 1 << 16  # elements at a time: all passes after the first find them in the cache
-SIZE: Final = np.uint32(0x7FFFFFFF)  # the bits of a float32 without its sign; they order sizes
-INFINITY: Final = np.uint32(0x7F800000)  # NaN is beyond
+_SPARSE_PIECE: Final = 1 << 17  # elements at a time, where one pass finds the few that are sent
+SIZE: Final = kernels.SIZE
+INFINITY: Final = kernels.INFINITY
 SHORT_MAX: Final = 0x7F7F  # the bits of the largest bfloat16
 SHORT_RANGE: Final = 2.0**16
 LARGEST: Final = float(np.finfo(np.float32).max)
@@ -97,7 +99,7 @@ class CodecTable(
 
     @property
     def form(self) -> Form:
-        raise NotImplementedError
+        return cast("Form", self.__struct_config__.tag)
 
     def choose(
         self,
@@ -132,12 +134,17 @@ class CodecTable(
 # --- sums ---
 
 
-@np.errstate(over="ignore", invalid="ignore")
 def accumulate(residual: Residual, push: Residual) -> bool:
     """Set the push to residual + push, and return whether all of that is finite.
 
     If it is not, the push is refused: the residual is as before.
     """
+    return (kernels.compiled(kernels.accumulate) or _accumulate)(residual, push)
+
+
+@np.errstate(over="ignore", invalid="ignore")
+def _accumulate(residual: Residual, push: Residual) -> bool:
+    assert len(residual) == len(push)
     is_finite = True
     for piece in pieces(len(push)):
         total = np.add(residual[piece], push[piece], out=push[piece])
@@ -202,9 +209,9 @@ def sampled_sizes(parts: Sequence[Residual], history: History) -> Words:
     return sizes
 
 
-def pieces(n_elements: int) -> Iterator[Piece]:
-    for start in range(0, n_elements, PIECE):
-        yield slice(start, min(start + PIECE, n_elements))
+def pieces(n_elements: int, size: int = PIECE) -> Iterator[Piece]:
+    for start in range(0, n_elements, size):
+        yield slice(start, min(start + size, n_elements))
 
 
 def between(indices: Words, start: int, stop: int) -> Piece:
@@ -251,6 +258,48 @@ def require_finite(values: Words) -> None:
         require_valid((values[piece] & SIZE).max() < INFINITY, "a number is not finite")
 
 
+# --- some elements ---
+
+
+def selected(residual: Residual, cut: Cut) -> Iterator[tuple[Piece, Indices]]:
+    """Yield pieces, and which of their elements the cut sends, until the next are asked for."""
+    least = np.float32(cut.size).view(np.uint32)
+    select = kernels.compiled(kernels.select) or _select
+    room = np.empty(min(_SPARSE_PIECE, len(residual)), np.intp)
+    for piece in pieces(len(residual), _SPARSE_PIECE):
+        bits = residual[piece].view(np.uint32)
+        n = select(bits, least, cut.first_place, cut.n_places, room)
+        if n:
+            yield piece, room[:n]
+
+
+def _select(bits: Words, least: np.uint32, first_place: int, n_places: int, room: Indices) -> int:
+    sizes = bits & SIZE
+    indices = np.flatnonzero(sizes >= least)
+    if n_places < ALIGNMENT:
+        is_place = (indices - first_place) % ALIGNMENT < n_places
+        indices = indices[is_place | (sizes[indices] > least)]
+    room[: len(indices)] = indices
+    return len(indices)
+
+
+def adds_some(indices: Words, values: Residual) -> Adder:
+    def add(start: int, stop: int, out: Residual) -> None:
+        here = between(indices, start, stop)
+        add_some(out, indices[here], values[here], start)
+
+    return add
+
+
+def add_some(out: Residual, indices: Words, values: Residual, start: int) -> None:
+    (kernels.compiled(kernels.add_some) or _add_some)(out, indices, values, start)
+
+
+@np.errstate(over="ignore")
+def _add_some(out: Residual, indices: Words, values: Residual, start: int) -> None:
+    out[indices - np.uint32(start)] += values
+
+
 # --- elements that are sent whole ---
 
 
@@ -287,15 +336,6 @@ def adds_all(values: Residual) -> Adder:
     @np.errstate(over="ignore")
     def add(start: int, stop: int, out: Residual) -> None:
         out += values[start:stop]
-
-    return add
-
-
-def adds_some(indices: Words, values: Residual) -> Adder:
-    @np.errstate(over="ignore")
-    def add(start: int, stop: int, out: Residual) -> None:
-        here = between(indices, start, stop)
-        out[indices[here] - np.uint32(start)] += values[here]
 
     return add
 

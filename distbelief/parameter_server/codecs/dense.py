@@ -21,15 +21,7 @@ from typing_extensions import override
 
 from distbelief.core.vectors import ALIGNMENT
 from distbelief.parameter_server.codecs import books, kernels
-from distbelief.parameter_server.codecs.books import (
-    Adder,
-    Cut,
-    Encoded,
-    Form,
-    History,
-    Residual,
-    Words,
-)
+from distbelief.parameter_server.codecs.books import Adder, Cut, Encoded, History, Residual, Words
 
 
 _NO_CUT: Final = Cut()
@@ -48,7 +40,6 @@ class _Dense(books.CodecTable, frozen=True, kw_only=True):
 # --- 16 bits ---
 
 _HALF: Final = np.uint32(0x8000)
-_UPPER: Final = np.uint32(0xFFFF0000)
 _SHORT_SIZE: Final = np.uint16(0x7FFF)
 _LARGEST: Final = np.array([books.SHORT_MAX << 16], np.uint32).view(np.float32)[0]
 _IS_LITTLE: Final = int(np.array([1], np.uint32).view(np.uint16)[0])  # 1: the lower half is first
@@ -62,11 +53,6 @@ class Bfloat16(_Dense, frozen=True, kw_only=True, tag="bfloat16"):
     to it are sent as zero.
     """
 
-    @property
-    @override
-    def form(self) -> Form:
-        return "bfloat16"
-
     @override
     def n_words_max(self, n_elements: int) -> int:
         return -(-n_elements // 2)
@@ -78,17 +64,8 @@ class Bfloat16(_Dense, frozen=True, kw_only=True, tag="bfloat16"):
         n_words = self.n_words_max(n_elements)
         halves = out[:n_words].view(np.uint16)
         halves[n_elements:] = 0
-        room = np.empty(min(books.PIECE, n_elements), np.uint32)
-        for piece in books.pieces(n_elements):
-            rest, target = residual[piece], halves[piece]
-            bits = np.add(rest.view(np.uint32), _HALF, out=room[: len(rest)])
-            target[:] = bits.view(np.uint16)[_IS_LITTLE::2]
-            if (target & _SHORT_SIZE).max() > books.SHORT_MAX:
-                books.check_finite(bool(np.isfinite(rest).all()))
-                bits[:] = np.clip(rest, -_LARGEST, _LARGEST).view(np.uint32) + _HALF
-                target[:] = bits.view(np.uint16)[_IS_LITTLE::2]
-            bits &= _UPPER
-            rest -= bits.view(np.float32)
+        encode = kernels.compiled(kernels.encode_halves) or _encode_halves
+        books.check_finite(encode(residual, halves[:n_elements]))
         return Encoded(n_words=n_words, n_sent=n_elements)
 
     @override
@@ -98,26 +75,41 @@ class Bfloat16(_Dense, frozen=True, kw_only=True, tag="bfloat16"):
         for piece in books.pieces(len(halves)):
             is_finite = (halves[piece] & _SHORT_SIZE).max() <= books.SHORT_MAX
             books.require_valid(is_finite, "a number is not finite")
-        return _adds_halves(halves)
+
+        def add(start: int, stop: int, out: Residual) -> None:
+            add_halves = kernels.compiled(kernels.add_halves) or _add_halves
+            add_halves(out, halves[start:stop])
+
+        return add
 
 
-def _adds_halves(halves: NDArray[np.uint16]) -> Adder:
-    room = np.zeros(books.PIECE, np.uint32)
+def _encode_halves(rest: Residual, halves: NDArray[np.uint16]) -> bool:
+    room = np.empty(min(books.PIECE, len(rest)), np.uint32)
+    for piece in books.pieces(len(rest)):
+        part, target = rest[piece], halves[piece]
+        bits = np.add(part.view(np.uint32), _HALF, out=room[: len(part)])
+        target[:] = bits.view(np.uint16)[_IS_LITTLE::2]
+        if (target & _SHORT_SIZE).max() > books.SHORT_MAX:
+            if not np.isfinite(part).all():
+                return False
+            bits[:] = np.clip(part, -_LARGEST, _LARGEST).view(np.uint32) + _HALF
+            target[:] = bits.view(np.uint16)[_IS_LITTLE::2]
+        bits &= kernels.UPPER
+        part -= bits.view(np.float32)
+    return True
 
-    @np.errstate(over="ignore")
-    def add(start: int, stop: int, out: Residual) -> None:
-        for piece in books.pieces(stop - start):
-            target = out[piece]
-            bits = room[: len(target)]
-            bits.view(np.uint16)[_IS_LITTLE::2] = halves[start:stop][piece]
-            target += bits.view(np.float32)
 
-    return add
+@np.errstate(over="ignore")
+def _add_halves(out: Residual, halves: NDArray[np.uint16]) -> None:
+    room = np.zeros(min(books.PIECE, len(out)), np.uint32)
+    for piece in books.pieces(len(out)):
+        target = out[piece]
+        bits = room[: len(target)]
+        bits.view(np.uint16)[_IS_LITTLE::2] = halves[piece]
+        target += bits.view(np.float32)
 
 
 # --- 8 and 4 bits ---
-
-_SCALE_MIN: Final = np.uint32(0x00800000)  # the bits of 2^-126: smaller elements are kept
 
 
 class _Blocks(_Dense, frozen=True, kw_only=True):
@@ -158,10 +150,10 @@ class _Blocks(_Dense, frozen=True, kw_only=True):
         )
         numbers = np.empty((min(books.PIECE // ALIGNMENT, n_blocks), ALIGNMENT), np.float32)
         whole = n_elements // ALIGNMENT * ALIGNMENT
-        if fast := kernels.compiled():
-            n_whole, limits = whole // ALIGNMENT, (_SCALE_MIN, self._scale_max)
-            of_whole = residual[:whole], scales[:n_whole], codes[:n_whole]
-            books.check_finite(fast[0](*of_whole, self._divisor, self.last, limits))
+        if encode := kernels.compiled(kernels.encode_blocks):
+            n_whole = whole // ALIGNMENT
+            of_whole = residual[:whole], scales[:n_whole], codes[:n_whole].reshape(-1)
+            books.check_finite(encode(*of_whole, self._divisor, self.last, self._scale_max))
         else:
             for piece in books.pieces(whole):
                 part = slice(piece.start // ALIGNMENT, piece.stop // ALIGNMENT)
@@ -185,10 +177,10 @@ class _Blocks(_Dense, frozen=True, kw_only=True):
         largest = bits.max(axis=1)
         books.check_finite(bool(largest.max() < books.INFINITY))
         quotient = largest.view(np.float32) / self._divisor
-        short = quotient.view(np.uint32) & _UPPER
+        short = quotient.view(np.uint32) & kernels.UPPER
         is_cut = bool(short.max() > self._scale_max)
         np.minimum(short, self._scale_max, out=short)
-        short[short < _SCALE_MIN] = 0
+        short[short < kernels.SCALE_MIN] = 0
         scales[:] = short >> 16
         scale = short.view(np.float32)
         inverse = np.divide(1, scale, out=np.zeros_like(scale), where=scale > 0)
@@ -205,24 +197,23 @@ class _Blocks(_Dense, frozen=True, kw_only=True):
         self._require_length(words, n_elements)
         n_blocks, n_scale_words, _ = self._sizes(n_elements)
         scales = words[:n_scale_words].view(np.uint16)[:n_blocks].astype(np.uint32) << 16
-        is_valid = (scales == 0) | ((scales >= _SCALE_MIN) & (scales <= self._scale_max))
+        is_valid = (scales == 0) | ((scales >= kernels.SCALE_MIN) & (scales <= self._scale_max))
         books.require_valid(bool(is_valid.all()), "a scale is too small, too large or negative")
         codes = words[n_scale_words:].view(np.uint8).reshape(n_blocks, ALIGNMENT * self.n_bits // 8)
         return self._adds_blocks(scales.view(np.float32), codes)
 
     def _adds_blocks(self, scales: Residual, codes: NDArray[np.uint8]) -> Adder:
-        fast = kernels.compiled()
-
         @np.errstate(over="ignore")
         def add(start: int, stop: int, out: Residual) -> None:
             assert start % ALIGNMENT == 0 and len(out) == stop - start  # noqa: PT018
-            if fast and len(out) % ALIGNMENT == 0:
-                part = slice(start // ALIGNMENT, stop // ALIGNMENT)
-                fast[1](out, scales[part], codes[part], self.last)
-                return
-            for piece in books.pieces(stop - start):
-                target = out[piece]
-                first = (start + piece.start) // ALIGNMENT
+            n_added = 0
+            if add_blocks := kernels.compiled(kernels.add_blocks):
+                n_added = len(out) // ALIGNMENT * ALIGNMENT
+                part = slice(start // ALIGNMENT, (start + n_added) // ALIGNMENT)
+                add_blocks(out[:n_added], scales[part], codes[part].reshape(-1), self.last)
+            for piece in books.pieces(len(out) - n_added):
+                target = out[n_added:][piece]
+                first = (start + n_added + piece.start) // ALIGNMENT
                 part = slice(first, first - (-len(target) // ALIGNMENT))
                 numbers = self._unpack(codes[part]).astype(np.float32)
                 numbers *= scales[part, None]
@@ -257,11 +248,6 @@ class Int8(_Blocks, frozen=True, kw_only=True, tag="int8"):
     last: ClassVar[int] = 127
     n_bits: ClassVar[int] = 8
 
-    @property
-    @override
-    def form(self) -> Form:
-        return "int8"
-
 
 @final
 class Int4(_Blocks, frozen=True, kw_only=True, tag="int4"):
@@ -269,8 +255,3 @@ class Int4(_Blocks, frozen=True, kw_only=True, tag="int4"):
 
     last: ClassVar[int] = 7
     n_bits: ClassVar[int] = 4
-
-    @property
-    @override
-    def form(self) -> Form:
-        return "int4"

@@ -27,7 +27,6 @@ from distbelief.parameter_server.codecs.books import (
     Adder,
     Cut,
     Encoded,
-    Form,
     History,
     Piece,
     Residual,
@@ -77,11 +76,6 @@ class Threshold(books.CodecTable, frozen=True, kw_only=True, tag="threshold"):
         )
         require(self, user, "clip_every", lambda n: n >= 1, "a whole number of pushes, 1 or more")
 
-    @property
-    @override
-    def form(self) -> Form:
-        return "threshold"
-
     @override
     def choose(self, parts: Sequence[Residual], history: History) -> Cut:
         tau = books.shorten(history.tau or self.tau)
@@ -112,13 +106,8 @@ class Threshold(books.CodecTable, frozen=True, kw_only=True, tag="threshold"):
         steps = _Steps(out[_HEADER : _HEADER + _bitmap_words(n_elements)])
         whole = [np.zeros(0, np.intp)]
         clipped = clipped_size = 0.0
-        room = np.empty(min(books.PIECE, n_elements), np.uint32)
-        for piece in books.pieces(n_elements):
-            part = residual[piece]
-            sizes = np.bitwise_and(part.view(np.uint32), books.SIZE, out=room[: len(part)])
-            indices = np.flatnonzero(sizes >= tau.view(np.uint32))
-            if not len(indices):
-                continue
+        for piece, selected in books.selected(residual, cut):
+            part, indices = residual[piece], selected
             numbers = part[indices]
             books.check_finite(bool(np.isfinite(numbers).all()))
             is_short = np.abs(numbers) < end
@@ -209,12 +198,10 @@ class _Steps:
 
 
 def _adds_list(steps: Words, tau: np.float32) -> Adder:
-    signed = np.array([tau, -tau], np.float32)
-
-    @np.errstate(over="ignore")
     def add(start: int, stop: int, out: Residual) -> None:
         here = steps[books.between(steps, 2 * start, 2 * stop)]
-        out[(here >> 1) - np.uint32(start)] += signed[here & 1]
+        sent = here << np.uint32(31) | tau.view(np.uint32)
+        books.add_some(out, here >> np.uint32(1), sent.view(np.float32), start)
 
     return add
 

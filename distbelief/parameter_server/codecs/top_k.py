@@ -99,25 +99,13 @@ class TopK(books.CodecTable, frozen=True, kw_only=True, tag="top-k"):
         return books.pairs(words, n_elements)
 
 
-def _selected(part: Residual, cut: Cut) -> books.Indices:
-    """Return the elements of a part, which begins at a multiple of 64, that the cut sends."""
-    sizes = part.view(np.uint32) & books.SIZE
-    size = np.float32(cut.size).view(np.uint32)
-    indices = np.flatnonzero(sizes >= size)
-    if cut.n_places < ALIGNMENT:
-        is_place = (indices - cut.first_place) % ALIGNMENT < cut.n_places
-        indices = indices[is_place | (sizes[indices] > size)]
-    return indices
-
-
 def _encode_values(residual: Residual, cut: Cut, out: Words) -> Encoded:
     n_elements = len(residual)
     n_max = max(n_elements - 1, 0) // 2  # of a list, which is shorter than all values
     values = out[n_elements - n_max : n_elements]  # of the list, until all indices are known
     n, is_list = 0, True
-    for piece in books.pieces(n_elements):
+    for piece, indices in books.selected(residual, cut):
         part = residual[piece]
-        indices = _selected(part, cut)
         numbers = part[indices]
         books.check_finite(bool(np.isfinite(numbers).all()))
         part[indices] = 0
@@ -179,15 +167,13 @@ def _encode_levels(residual: Residual, cut: Cut, out: Words) -> Encoded:
     counts = out[2:first_entry].view(np.uint16)
     entries = out[first_entry:].view(np.uint16)
     n_entries, whole = 0, [np.zeros(0, np.intp)]
-    for piece in books.pieces(n_elements):
-        part = residual[piece]
-        indices = _selected(part, cut)
-        numbers = part[indices]
+    for piece, selected in books.selected(residual, cut):
+        part, numbers = residual[piece], residual[piece][selected]
         sizes = np.abs(numbers)
         books.check_finite(bool((sizes < np.inf).all()))
         is_short = sizes < books.short_end(high)
-        whole.append(books.first_of_blocks(indices[~is_short]) + piece.start)
-        indices, numbers, sizes = indices[is_short], numbers[is_short], sizes[is_short]
+        whole.append(books.first_of_blocks(selected[~is_short]) + piece.start)
+        indices, numbers, sizes = selected[is_short], numbers[is_short], sizes[is_short]
         codes = (sizes >= middle).astype(np.uint16) << 1 | np.signbit(numbers)
         part[indices] = numbers - table[codes]
         first_row, n = piece.start // _ROW, len(indices)
@@ -213,9 +199,9 @@ def _decode_levels(words: Words, n_elements: int) -> Adder:
     is_valid = len(words) == first_whole + 2 * int(words[1])
     books.require_valid(is_valid, f"{len(words)}, which are not as many as its counts say")
     entries = words[first_entry:first_whole].view(np.uint16)[:n_entries]
-    rows = np.repeat(np.arange(n_rows, dtype=np.uint32) * np.uint32(_ROW), counts)
-    indices = rows + (entries >> 2)
+    indices = np.repeat(np.arange(n_rows, dtype=np.uint32) * np.uint32(_ROW), counts)
+    indices += entries >> np.uint16(2)
     books.require_indices(indices, n_elements)
     table = np.array([low, -(low or 0), high, -(high or 0)], np.float32)
-    some = books.adds_some(indices, table[entries & 3])
+    some = books.adds_some(indices, table.take(entries & 3))
     return books.adds_both(some, books.pairs(words[first_whole:], n_elements))

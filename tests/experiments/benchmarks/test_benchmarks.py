@@ -51,7 +51,7 @@ FIGURES: dict[str, set[str]] = {
     "codecs": {
         f"{codec}_{figure}"
         for codec in ("bfloat16", "int8", "int4", "top_k", "threshold_1_percent")
-        for figure in ("encode", "decode", "bytes")
+        for figure in ("push", "encode", "add", "bytes")
     },
     "downpour": {
         *("downpour_bs8", "ddp_bs8", "downpour_bs8_over_kept"),
