@@ -25,7 +25,7 @@ from distbelief.core.spans import NOTHING, Spans
 from distbelief.core.vectors import ALIGNMENT, Element, Vector, padded
 from distbelief.parameter_server.bfloat16 import as_tensor
 from distbelief.parameter_server.checkpoint import ShardState, restore
-from distbelief.parameter_server.codecs import Int4, Int8
+from distbelief.parameter_server.codecs import Int4, Int8, warm_up
 from distbelief.parameter_server.fetch_logs import ChangeLog, FetchLog, MoveLog
 from distbelief.parameter_server.policy import ExchangePolicy
 from distbelief.parameter_server.pushed import PIECE, EncodedNumbers, Numbers, Pushed
@@ -299,6 +299,8 @@ class ShardStore:
         config, vector = self._config, self.vector
 
         def work() -> ShardState:
+            if config.policy.push_codec is not None or isinstance(self.log, MoveLog):
+                warm_up()
             if restored is not None:
                 state = restore(restored, config=config, incarnation=incarnation)
             else:

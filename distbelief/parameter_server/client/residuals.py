@@ -29,6 +29,7 @@ from distbelief.parameter_server.codecs import (
     Threshold,
     Words,
     accumulate,
+    warm_up,
 )
 from distbelief.parameter_server.layout import PartialView
 from distbelief.parameter_server.pushed import N_PUSH_BUFFERS, PIECE, WORD
@@ -127,6 +128,8 @@ class Residuals:
         Return the tensors of which the sum is not finite, if there are some: then nothing is sent
         and nothing is added. Tensors that are not `touched` are held back as they are.
         """
+        if not self.figures.n_numbers:
+            warm_up()
         sums = {index: one.staging[: one.n_parameters] for index, one in self._shards.items()}
         are_finite = [
             accumulate(one.residual[: one.n_parameters], sums[index])
