@@ -10,6 +10,8 @@ and backward of each step; its optimizer, and all that is sent, are real.
     local_1gbit_4    4 loops and their server at 1 Gbit/s each; 16 steps per exchange
     own_loop_1gbit   1 loop and its server at 1 Gbit/s; an exchange in each step
     straggler        4 loops, of which the last sleeps five times as long; a tiny net
+    int4_100mbit_4   4 loops, and a server at 100 Mbit/s for all of them; 64 steps per exchange
+    sparse_1gbit_4   4 loops and their server at 1 Gbit/s each; an exchange in each step
 
     alone              sends nothing
     exchange           `Exchange`, numbers="bfloat16"
@@ -19,6 +21,11 @@ and backward of each step; its optimizer, and all that is sent, are real.
     torch_local_sgd    torch's PostLocalSGDOptimizer: an average of the parameters per exchange
     torchft_diloco     torchft's DiLoCo, in the Python that --torchft names, which has it installed
     quorum, ssp        `Exchange` with the presets decoupled-diloco (a quorum of 3 of 4) and ssp (3)
+    int4               the first of these, with 4 bits both ways
+    bfloat16           `DownpourSGD` with bfloat16 both ways
+    threshold, top_k   the same with steps of one size, for 0.1 to 0.2 % of the elements, and with
+                       the largest 1 %; what has changed is fetched
+    ddp_powersgd       ddp with torch's PowerSGD hook, rank 1
 
 Loops of `exchange` begin an equal share of an exchange apart (4 that push at the same moment would
 wait for the server's card together). At 100 Mbit/s the last six run at once, each with a switch of
@@ -28,6 +35,7 @@ Not in `make bench`: only root may make network namespaces.
     CASE_share_NAME    of the steps per second of `alone`
     CASE_fewer_NAME    bytes per sample of `downpour`, over those of NAME
     own_loop_1gbit     seconds of a step, over those in which the link carries the net one way
+    NAME_over_ddp      steps per second of threshold or top_k, over those of ddp
 """
 
 import argparse
@@ -45,7 +53,7 @@ from typing import Final
 
 import msgspec
 
-from experiments.benchmarks.bare.paced_loop import PRESETS, SERVER, Moment, Setting
+from experiments.benchmarks.bare.paced_loop import SERVED, SERVER, Moment, Setting
 from experiments.benchmarks.measuring import measurement
 from experiments.benchmarks.measuring.workers import Program, Workers, module
 from experiments.benchmarks.network.hosts import INTERFACE, Lan, obstacle, switched
@@ -54,8 +62,9 @@ from experiments.benchmarks.network.hosts import INTERFACE, Lan, obstacle, switc
 N_PARAMETERS: Final = 41_777_152
 BATCH_SIZE: Final = 64
 SERVER_BITS: Final = 1e9
-OURS: Final = ("exchange", "exchange_float32", "downpour", *PRESETS)
-LOCAL: Final = ("exchange", "exchange_float32", "torch_local_sgd", "torchft_diloco")
+OURS: Final = ("exchange", "exchange_float32", "downpour", *SERVED)
+LOCAL: Final = ("exchange", "exchange_float32", "int4", "torch_local_sgd", "torchft_diloco")
+SPARSE: Final = ("threshold", "top_k")
 ASYNCHRONOUS: Final = (*OURS, "alone")  # in the first period less is under way than later
 N_ALONE: Final = 16  # steps of a period of `alone`
 N_STRAGGLING: Final = 5 * 64  # of the fast loops beside a slow one
@@ -69,6 +78,7 @@ class Case:
     bits_per_second: float  # of the card of each loop's host
     every: int  # steps between two exchanges of those that take local steps
     slower: int = 1  # times as long the last loop sleeps
+    server_bits: float = SERVER_BITS  # per second, of its card
     heats: Sequence[Sequence[str]]  # contestants that run at the same time
 
 
@@ -96,6 +106,26 @@ CASES: Final[Mapping[str, Case]] = {
         every=64,
         slower=5,
         heats=[[name] for name in ("alone", "quorum", "downpour", "ssp", "ddp")],
+    ),
+    "int4_100mbit_4": Case(
+        n_loops=4, bits_per_second=1e9, every=64, server_bits=1e8, heats=[["alone"], ["int4"]]
+    ),
+    "sparse_1gbit_4": Case(
+        n_loops=4,
+        bits_per_second=1e9,
+        every=1,
+        heats=[
+            [name]
+            for name in (
+                "alone",
+                *SPARSE,
+                "bfloat16",
+                "downpour",
+                "ddp",
+                "ddp_fp16",
+                "ddp_powersgd",
+            )
+        ],
     ),
 }
 SMALL: Final = {  # with a tiny net
@@ -126,7 +156,7 @@ def run(name: str, case: Case, options: argparse.Namespace, folder: Path) -> Res
     n_warm = 1 if name in ASYNCHRONOUS or not is_local else 0
     exchange_seconds = case.every * options.step_seconds
     with switched(case.n_loops + 1, bits_per_second=case.bits_per_second) as lan:
-        lan.limit(lan.hosts[0], bits_per_second=SERVER_BITS)
+        lan.limit(lan.hosts[0], bits_per_second=case.server_bits)
         setting = Setting(
             contestant=name,
             every=case.every,
@@ -282,7 +312,12 @@ def _figures(key: str, case: Case, results: Mapping[str, Result]) -> dict[str, f
     if key == "own_loop_1gbit":
         seconds, downpour = N_PARAMETERS * 32 / case.bits_per_second, results.get("downpour")
         return {} if downpour is None else {key: downpour.step.median / seconds}
-    return {
+    sparse = {name: results[name] for name in SPARSE if name in results and "ddp" in results}
+    over = {
+        f"{name}_over_ddp": results["ddp"].step.median / one.step.median
+        for name, one in sparse.items()
+    }
+    return over | {
         f"{key}_{word}_{name}": value
         for name in results
         if name != "alone"

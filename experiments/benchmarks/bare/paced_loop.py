@@ -8,7 +8,7 @@ Of each step it says the time, and what the interface of its host has received a
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -19,6 +19,7 @@ import torch
 from torch import distributed, nn
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
@@ -32,7 +33,17 @@ from experiments.speech.model import acoustic_net
 
 
 SERVER: Final = -1  # rank of the parameter server
-PRESETS: Final = {"quorum": "decoupled-diloco", "ssp": "ssp"}
+_INT4: Final = {"codec": "int4"}
+SERVED: Final[
+    Mapping[str, Mapping[str, Any]]
+] = {  # how a `ParameterServer` tells loops to exchange
+    "quorum": {"preset": "decoupled-diloco"},
+    "ssp": {"preset": "ssp"},
+    "int4": {"preset": "decoupled-diloco", "push": _INT4, "fetch": _INT4},
+    "bfloat16": {"push": {"codec": "bfloat16"}, "fetch": "bfloat16"},
+    "threshold": {"push": {"codec": "threshold", "tau": 3.3e-3}, "fetch": "changed"},
+    "top_k": {"push": {"codec": "top-k", "share": 0.01}, "fetch": "changed"},
+}
 _PORT: Final = 29_500
 _RATE: Final = 1e-6
 _COUNTERS: Final = [
@@ -61,13 +72,18 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PacedNet(nn.Module):
-    """A net that sleeps, and has gradients that were computed before."""
+    """A net that sleeps, and has gradients that were computed before.
+
+    They change their sign with each step: so of what a codec holds back nothing piles up.
+    """
 
     def __init__(self, net: nn.Module, seconds: float) -> None:
         super().__init__()
         self.net = net
         self._seconds = seconds
-        self._gradients = [torch.full_like(p, 1e-3) for p in net.parameters()]
+        stream = torch.Generator().manual_seed(1)
+        gradients = [torch.randn(p.shape, generator=stream) * 1e-3 for p in net.parameters()]
+        self._gradients, self._next = gradients, [-one for one in gradients]
 
     @override
     def forward(self) -> torch.Tensor:
@@ -79,6 +95,7 @@ class PacedNet(nn.Module):
 
     def compute(self) -> None:
         time.sleep(self._seconds)
+        self._gradients, self._next = self._next, self._gradients
         for parameter, gradient in zip(self.net.parameters(), self._gradients, strict=True):
             parameter.grad = gradient
 
@@ -114,9 +131,10 @@ def training(setting: Setting, rank: int) -> Iterator[tuple[Step, Step]]:
                 every=setting.every,
                 numbers="float32" if name == "exchange_float32" else "bfloat16",
             )
-        elif name in PRESETS:
-            optimizer = distbelief.Exchange(sgd, server=setting.server)
-        elif name == "downpour":
+        elif "preset" in SERVED.get(name, {}):
+            every = setting.every if name == "int4" else None
+            optimizer = distbelief.Exchange(sgd, server=setting.server, every=every)
+        elif name == "downpour" or name in SERVED:
             optimizer = distbelief.DownpourSGD(net.parameters(), server=setting.server)
         elif name == "torchft_diloco":
             stack.enter_context(_diloco(setting, rank, net, sgd))
@@ -140,6 +158,9 @@ def training(setting: Setting, rank: int) -> Iterator[tuple[Step, Step]]:
                 ddp = DistributedDataParallel(net)
                 if name == "ddp_fp16":
                     ddp.register_comm_hook(None, fp16_compress_hook)
+                if name == "ddp_powersgd":
+                    powersgd = PowerSGDState(None, start_powerSGD_iter=2)
+                    ddp.register_comm_hook(powersgd, powerSGD_hook)
 
                 def compute() -> None:
                     ddp().backward()
@@ -200,13 +221,13 @@ def _now() -> Moment:
 def serve_parameters(setting: Setting) -> None:
     """Say the address of a parameter server at the first of the addresses, until input ends."""
     n_loops = len(setting.addresses) - 1
-    preset = PRESETS.get(setting.contestant)
+    told = SERVED.get(setting.contestant, {})
     server = distbelief.ParameterServer(
         setting.net().parameters(),
-        rule=distbelief.SGD(learning_rate=1.0 / n_loops) if preset is None else None,
-        preset=preset,
+        rule=None if "preset" in told else distbelief.SGD(learning_rate=1.0 / n_loops),
         shards=2,
         shared_memory=False,
+        **told,
     )
     reach = ListenConfig(host=setting.addresses[0], secret=new_secret())
     request = msgspec.structs.replace(server._request, reach=reach)  # noqa: SLF001

@@ -21,9 +21,11 @@ from distbelief.parameter_server.client.residuals import Residuals
 from distbelief.parameter_server.codecs import Bfloat16, Codec, Int4, Int8, Threshold, TopK
 from distbelief.parameter_server.layout import Layout, PartialView, TensorSpec
 from distbelief.parameter_server.policy import ExchangePolicy, Round
+from distbelief.parameter_server.pushed import Pushed
 from distbelief.parameter_server.rules import SGD, Adam, UpdateRule
 from distbelief.parameter_server.shard import Shard
 from distbelief.parameter_server.shard_config import ClientConfig, ShardConfig
+from distbelief.parameter_server.slices import ShardSlice
 from distbelief.protocol import Message, push_fetch as pf
 from distbelief.protocol.role import Address, PeerLost
 from tests.distbelief.parameter_server.codecs.residuals import CODECS, name_of
@@ -229,7 +231,7 @@ def test_a_refused_push_changes_nothing_that_is_held_back(codec: Codec, bad: flo
 
 
 def test_a_push_is_refused_whose_sum_with_what_is_held_back_is_not_finite() -> None:
-    bench = encoding(TopK(share=1e-4), 2)
+    bench, other = encoding(TopK(share=1e-4), 2), encoding(TopK(share=1e-4), 2)
     largest = torch.finfo(torch.float32).max
     gradient = [torch.zeros(spec.n_elements) for spec in SPECS]
     gradient[2][:20_000] = largest
@@ -240,6 +242,12 @@ def test_a_push_is_refused_whose_sum_with_what_is_held_back_is_not_finite() -> N
     assert not push(bench, gradient)
     assert_same(residual_of(bench), held)
     assert "NaN or infinity in" in bench.reports[-1].text
+    # As if that push had never been: the next one looks at the same sample of elements.
+    push(other, gradient)
+    for one in (bench, other):
+        push(one, noise(1, one.layout))
+        one.settle()
+    assert_same([*served(bench), *residual_of(bench)], [*served(other), *residual_of(other)])
 
 
 # --- encoded once ---
@@ -409,6 +417,17 @@ def test_a_shard_has_memory_for_words_and_not_for_numbers(codec: Codec) -> None:
     assert max(4 * n_words, 1) <= bound
 
 
+@each_codec
+@pytest.mark.parametrize(("start", "stop"), [(0, 300), (7, 9), (64, 128), (100, 299), (5, 5)])
+def test_any_part_of_a_push_is_read_alike(codec: Codec, start: int, stop: int) -> None:
+    words = words_of(codec, 300)
+    held = ShardSlice(320, dtype=np.dtype(np.float32))  # with padding
+    pushed = Pushed.of(words, held, codec.form).gradient
+    whole_ = pushed[:].copy()
+    assert whole_.any()
+    assert pushed[start:stop].tobytes() == whole_[start:stop].tobytes()
+
+
 def test_in_shared_memory_fetches_are_exact_and_words_come_in_blocks() -> None:
     bench = encoding(Int4(), 2, host="here")
     assert_same(fetch(bench), noise(0, bench.layout))
@@ -477,7 +496,7 @@ FLOAT32 = Layout.of(SPECS[:1], n_shards=1)  # 64 elements with padding
 def words_of(codec: Codec, n: int = 64) -> NDArray[np.uint32]:
     view = PartialView(Layout.of([TensorSpec(name="b", shape=(n,))], n_shards=1))
     residuals = Residuals(codec, view)
-    residuals.staging(0)[:] = np.arange(n) - n // 2
+    residuals.staging(0)[:n] = np.arange(n) - n // 2
     encoded = residuals.encode(1, is_last=False, touched=None)
     assert not isinstance(encoded, list)
     return encoded.words[0]

@@ -14,13 +14,13 @@ from distbelief.core.vectors import Vector
 from distbelief.parameter_server.codecs import Int4, Int8
 from distbelief.parameter_server.fetch_logs import ChangeLog, MoveLog, changed_of, compact
 from distbelief.parameter_server.layout import Layout, PartialView
-from distbelief.parameter_server.policy import ExchangePolicy
+from distbelief.parameter_server.policy import ExchangePolicy, Round
 from distbelief.parameter_server.ranges import IndexRanges
 from distbelief.parameter_server.rules import SGD, Adam, Momentum, UpdateRule
 from distbelief.parameter_server.shard import Shard
 from distbelief.parameter_server.shard_config import ClientConfig, ShardConfig
 from distbelief.parameter_server.store import ShardStore
-from distbelief.protocol import Message, SaveCheckpoint, push_fetch as pf
+from distbelief.protocol import Message, Promote, SaveCheckpoint, push_fetch as pf
 from distbelief.protocol.role import Address, PeerLost
 from tests.distbelief.parameter_server.exchanges import (
     ITEMS,
@@ -311,6 +311,64 @@ def test_a_backup_holds_back_the_same_bits() -> None:
     pair.settle()
     assert not torch.equal(fetch(pair)[2], before[2])
     assert_same(fetch(pair), fetch(pair, exact=True))
+
+
+def test_a_backup_that_comes_late_gets_what_is_held_back() -> None:
+    layout = Layout.of(SPECS, n_shards=1)
+    pair = Pair(layout=layout, memory=PrivateMemory(host="", poison=True))
+    pair.config, pair.policy = ClientConfig.of(MOVED), MOVED
+    pair.begin(rule=ONE)
+    pair.kill(pair.B)
+    pair.lead(pair.A, term=3)
+    pair.settle()
+    for seed in range(3):
+        push(pair, noise(seed, layout))
+        pair.settle()
+    pair.start_copy(pair.B, rule=ONE)
+    pair.settle()
+    promote = Promote(term=4, receiver_incarnation=1, backup=pair.B, backup_incarnation=2)
+    pair.send(TEST, pair.A, promote)
+    pair.settle()
+    pair.advance(2.0)
+    for seed in range(3, 5):
+        push(pair, noise(seed, layout))
+        pair.settle()
+        pair.advance(2.0)
+    one, other = pair.copy(pair.A).values, pair.copy(pair.B).values
+    assert isinstance(one.log, MoveLog)
+    assert isinstance(other.log, MoveLog)
+    assert one.clock == other.clock == 5
+    assert one.vector.tobytes() == other.vector.tobytes()
+    assert one.log.rest.tobytes() == other.log.rest.tobytes()
+
+
+def test_a_round_moves_once() -> None:
+    rounds = ExchangePolicy(
+        send="delta", staleness=0, round=Round(), weight="mean", fetch=Int4(), push=Int4()
+    )
+    bench = bench_of(2, policy=rounds)
+    for name in (CLIENT, OTHER):
+        bench.perform(name, bench.client(name).enter(bench.now, staleness=0))
+    bench.settle()
+    fetch(bench)
+    blocks = counted(bench)
+    for seed in range(4):
+        for name in (CLIENT, OTHER):
+            bench.perform(name, bench.client(name).enter(bench.now, staleness=0))
+            bench.settle()
+            push(bench, noise(10 * seed + len(name), bench.layout), name)
+        bench.settle()
+        assert bench.client().unacknowledged == 0
+        expected = served(bench)
+        blocks.clear()
+        assert_same(fetch(bench), expected)
+        n_bytes = sum(
+            4 * Int4().n_words_max(bench.layout.n_gradient(k))
+            + 4 * (bench.layout.shard_size(k) - bench.layout.n_gradient(k))
+            for k in range(2)
+        )
+        assert sum(one.values.nbytes for one in blocks) == n_bytes
+    assert [store.clock for store in stores(bench)] == [8, 8]
 
 
 def test_a_checkpoint_has_what_was_held_back_and_all_go_on_from_there() -> None:
