@@ -94,7 +94,7 @@ def _encode_halves(rest: Residual, halves: NDArray[np.uint16]) -> bool:
                 return False
             bits[:] = np.clip(part, -_LARGEST, _LARGEST).view(np.uint32) + _HALF
             target[:] = bits.view(np.uint16)[_IS_LITTLE::2]
-        bits &= kernels.UPPER
+        bits &= books.UPPER
         part -= bits.view(np.float32)
     return True
 
@@ -177,7 +177,7 @@ class _Blocks(_Dense, frozen=True, kw_only=True):
         largest = bits.max(axis=1)
         books.check_finite(bool(largest.max() < books.INFINITY))
         quotient = largest.view(np.float32) / self._divisor
-        short = quotient.view(np.uint32) & kernels.UPPER
+        short = quotient.view(np.uint32) & books.UPPER
         is_cut = bool(short.max() > self._scale_max)
         np.minimum(short, self._scale_max, out=short)
         short[short < kernels.SCALE_MIN] = 0

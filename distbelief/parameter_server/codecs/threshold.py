@@ -104,28 +104,21 @@ class Threshold(books.CodecTable, frozen=True, kw_only=True, tag="threshold"):
         n_elements = len(residual)
         tau, end = np.float32(cut.size), books.short_end(cut.size)
         steps = _Steps(out[_HEADER : _HEADER + _bitmap_words(n_elements)])
-        whole = [np.zeros(0, np.intp)]
+        whole: list[books.Indices] = []
         clipped = clipped_size = 0.0
-        for piece, selected in books.selected(residual, cut):
-            part, indices = residual[piece], selected
-            numbers = part[indices]
-            books.check_finite(bool(np.isfinite(numbers).all()))
-            is_short = np.abs(numbers) < end
-            if not is_short.all():
-                whole.append(books.first_of_blocks(indices[~is_short]) + piece.start)
-                indices, numbers = indices[is_short], numbers[is_short]
+        for piece, indices, numbers in books.selected(residual, cut, end, whole):
             places = indices.astype(np.uint32) + np.uint32(piece.start)
             steps.add(piece, places << np.uint32(1) | np.signbit(numbers))
-            numbers -= np.copysign(tau, numbers)
+            rest = numbers - np.copysign(tau, numbers)
             if cut.clip is not None:
-                kept = np.clip(numbers, -np.float32(cut.clip), np.float32(cut.clip))
-                beyond = (numbers - kept).astype(np.float64)
+                kept = np.clip(rest, -np.float32(cut.clip), np.float32(cut.clip))
+                beyond = (rest - kept).astype(np.float64)
                 clipped += float(beyond.sum())
                 clipped_size += float(np.abs(beyond).sum())
-                numbers = kept
-            part[indices] = numbers
+                rest = kept
+            residual[piece][indices] = rest
         first_whole = _HEADER + steps.finish()
-        n_whole = books.put_whole(residual, np.concatenate(whole), out[first_whole:])
+        n_whole = books.put_whole(residual, whole, out[first_whole:])
         out[:_HEADER] = steps.is_bitmap, steps.n, n_whole, tau.view(np.uint32)
         return Encoded(
             n_words=first_whole + 2 * n_whole,
@@ -151,8 +144,9 @@ class Threshold(books.CodecTable, frozen=True, kw_only=True, tag="threshold"):
             _require_bitmap(steps, n_steps, n_elements)
             add = _adds_bitmap(steps, size)
         else:
-            books.require_indices(steps >> np.uint32(1), n_elements)
-            add = _adds_list(steps, size)
+            indices, sent = steps >> np.uint32(1), steps << np.uint32(31) | size.view(np.uint32)
+            books.require_indices(indices, n_elements)
+            add = books.adds_some(indices, sent.view(np.float32))
         return books.adds_both(add, books.pairs(whole, n_elements))
 
 
@@ -195,15 +189,6 @@ class _Steps:
     def finish(self) -> int:
         """Return the number of words."""
         return len(self._out) if self.is_bitmap else self.n
-
-
-def _adds_list(steps: Words, tau: np.float32) -> Adder:
-    def add(start: int, stop: int, out: Residual) -> None:
-        here = steps[books.between(steps, 2 * start, 2 * stop)]
-        sent = here << np.uint32(31) | tau.view(np.uint32)
-        books.add_some(out, here >> np.uint32(1), sent.view(np.float32), start)
-
-    return add
 
 
 def _require_bitmap(words: Words, n_steps: int, n_elements: int) -> None:
