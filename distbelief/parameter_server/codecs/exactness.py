@@ -1,4 +1,4 @@
-"""What every codec has: its interface, and why its books balance.
+"""What every codec has: its interface, and why nothing is lost: decode(words) + rest == residual.
 
 Of each element r of a residual a codec sends a number d, 0 for most, and keeps r - d. If r - d is
 a float32, it is computed without rounding, and so is d + (r - d), which is r. It is a float32 if
@@ -226,7 +226,7 @@ def between(indices: Words, start: int, stop: int) -> Piece:
 
 
 def check_residual(residual: Residual) -> None:
-    """Raise JobError where no codec can keep its books."""
+    """Raise JobError where any codec would lose something."""
     if len(residual) >= N_ELEMENTS_MAX:
         raise JobError(
             f"a shard has {len(residual)} elements, and codecs 2^31 - 1: use more shards"
