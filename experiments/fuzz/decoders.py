@@ -49,8 +49,8 @@ from distbelief.job.run.directory import Status, status_in
 from distbelief.job.run.metrics_file import Measurement, measurements_in
 from distbelief.job.run.resume import CheckpointSet, checkpoint_set_in
 from distbelief.parameter_server.checkpoint import ShardState, restore, take
-from distbelief.parameter_server.codecs.books import History, Residual
 from distbelief.parameter_server.codecs.dense import Bfloat16, Int4, Int8
+from distbelief.parameter_server.codecs.exactness import History, Residual
 from distbelief.parameter_server.codecs.threshold import Threshold
 from distbelief.parameter_server.codecs.top_k import TopK
 from distbelief.parameter_server.layout import Layout, TensorSpec

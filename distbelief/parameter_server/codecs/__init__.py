@@ -1,4 +1,4 @@
-"""Codecs of pushes: words to send, and the rest that is kept, with books that balance to the bit.
+"""Codecs of pushes: words to send, and the rest that is kept. Nothing is lost between them.
 
     warm_up()                                    compiles kernels, where there is numba; seconds
     accumulate(residual, push) -> bool           the push becomes their sum; False: refuse it
@@ -6,13 +6,15 @@
     codec.encode(residual, cut, out) -> Encoded  each shard's words; the residual becomes the rest
     decoder(form, words, n_elements) -> add      at the shard, which adds it by pieces
 
-decode(words) + rest + what was clipped == residual before, with ==, in float32.
+decode(words) + rest == residual, with ==, in float32; where a rest is clipped, what is cut off is
+counted, and is the third summand.
 """
 
 from collections.abc import Mapping
 from typing import Final, get_args
 
-from distbelief.parameter_server.codecs.books import (
+from distbelief.parameter_server.codecs.dense import Bfloat16, Int4, Int8
+from distbelief.parameter_server.codecs.exactness import (
     Adder,
     CodecTable,
     Cut,
@@ -23,7 +25,6 @@ from distbelief.parameter_server.codecs.books import (
     Words,
     accumulate,
 )
-from distbelief.parameter_server.codecs.dense import Bfloat16, Int4, Int8
 from distbelief.parameter_server.codecs.kernels import warm_up
 from distbelief.parameter_server.codecs.threshold import Threshold
 from distbelief.parameter_server.codecs.top_k import TopK

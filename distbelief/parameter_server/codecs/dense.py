@@ -20,28 +20,35 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from distbelief.core.vectors import ALIGNMENT
-from distbelief.parameter_server.codecs import books, kernels
-from distbelief.parameter_server.codecs.books import Adder, Cut, Encoded, History, Residual, Words
+from distbelief.parameter_server.codecs import exactness, kernels
+from distbelief.parameter_server.codecs.exactness import (
+    Adder,
+    Cut,
+    Encoded,
+    History,
+    Residual,
+    Words,
+)
 
 
 _NO_CUT: Final = Cut()
 
 
-class _Dense(books.CodecTable, frozen=True, kw_only=True):
+class _Dense(exactness.CodecTable, frozen=True, kw_only=True):
     @override
     def choose(self, parts: Sequence[Residual], history: History) -> Cut:
         return _NO_CUT
 
     def _require_length(self, words: Words, n_elements: int) -> None:
         n_words = self.n_words_max(n_elements)
-        books.require_valid(len(words) == n_words, f"{len(words)} for {n_elements} elements")
+        exactness.require_valid(len(words) == n_words, f"{len(words)} for {n_elements} elements")
 
 
 # --- 16 bits ---
 
 _HALF: Final = np.uint32(0x8000)
 _SHORT_SIZE: Final = np.uint16(0x7FFF)
-_LARGEST: Final = np.array([books.SHORT_MAX << 16], np.uint32).view(np.float32)[0]
+_LARGEST: Final = np.array([exactness.SHORT_MAX << 16], np.uint32).view(np.float32)[0]
 _IS_LITTLE: Final = int(np.array([1], np.uint32).view(np.uint16)[0])  # 1: the lower half is first
 
 
@@ -59,22 +66,22 @@ class Bfloat16(_Dense, frozen=True, kw_only=True, tag="bfloat16"):
 
     @override
     def encode(self, residual: Residual, cut: Cut, out: Words) -> Encoded:
-        books.check_residual(residual)
+        exactness.check_residual(residual)
         n_elements = len(residual)
         n_words = self.n_words_max(n_elements)
         halves = out[:n_words].view(np.uint16)
         halves[n_elements:] = 0
         encode = kernels.compiled(kernels.encode_halves) or _encode_halves
-        books.check_finite(encode(residual, halves[:n_elements]))
+        exactness.check_finite(encode(residual, halves[:n_elements]))
         return Encoded(n_words=n_words, n_sent=n_elements)
 
     @override
     def decoder(self, words: Words, n_elements: int) -> Adder:
         self._require_length(words, n_elements)
         halves = words.view(np.uint16)
-        for piece in books.pieces(len(halves)):
-            is_finite = (halves[piece] & _SHORT_SIZE).max() <= books.SHORT_MAX
-            books.require_valid(is_finite, "a number is not finite")
+        for piece in exactness.pieces(len(halves)):
+            is_finite = (halves[piece] & _SHORT_SIZE).max() <= exactness.SHORT_MAX
+            exactness.require_valid(is_finite, "a number is not finite")
 
         def add(start: int, stop: int, out: Residual) -> None:
             add_halves = kernels.compiled(kernels.add_halves) or _add_halves
@@ -84,25 +91,25 @@ class Bfloat16(_Dense, frozen=True, kw_only=True, tag="bfloat16"):
 
 
 def _encode_halves(rest: Residual, halves: NDArray[np.uint16]) -> bool:
-    room = np.empty(min(books.PIECE, len(rest)), np.uint32)
-    for piece in books.pieces(len(rest)):
+    room = np.empty(min(exactness.PIECE, len(rest)), np.uint32)
+    for piece in exactness.pieces(len(rest)):
         part, target = rest[piece], halves[piece]
         bits = np.add(part.view(np.uint32), _HALF, out=room[: len(part)])
         target[:] = bits.view(np.uint16)[_IS_LITTLE::2]
-        if (target & _SHORT_SIZE).max() > books.SHORT_MAX:
+        if (target & _SHORT_SIZE).max() > exactness.SHORT_MAX:
             if not np.isfinite(part).all():
                 return False
             bits[:] = np.clip(part, -_LARGEST, _LARGEST).view(np.uint32) + _HALF
             target[:] = bits.view(np.uint16)[_IS_LITTLE::2]
-        bits &= kernels.UPPER
+        bits &= exactness.UPPER
         part -= bits.view(np.float32)
     return True
 
 
 @np.errstate(over="ignore")
 def _add_halves(out: Residual, halves: NDArray[np.uint16]) -> None:
-    room = np.zeros(min(books.PIECE, len(out)), np.uint32)
-    for piece in books.pieces(len(out)):
+    room = np.zeros(min(exactness.PIECE, len(out)), np.uint32)
+    for piece in exactness.pieces(len(out)):
         target = out[piece]
         bits = room[: len(target)]
         bits.view(np.uint16)[_IS_LITTLE::2] = halves[piece]
@@ -138,7 +145,7 @@ class _Blocks(_Dense, frozen=True, kw_only=True):
 
     @override
     def encode(self, residual: Residual, cut: Cut, out: Words) -> Encoded:
-        books.check_residual(residual)
+        exactness.check_residual(residual)
         n_elements = len(residual)
         n_blocks, n_scale_words, n_words = self._sizes(n_elements)
         scales = out[:n_scale_words].view(np.uint16)
@@ -148,14 +155,14 @@ class _Blocks(_Dense, frozen=True, kw_only=True):
             .view(np.uint8)
             .reshape(n_blocks, ALIGNMENT * self.n_bits // 8)
         )
-        numbers = np.empty((min(books.PIECE // ALIGNMENT, n_blocks), ALIGNMENT), np.float32)
+        numbers = np.empty((min(exactness.PIECE // ALIGNMENT, n_blocks), ALIGNMENT), np.float32)
         whole = n_elements // ALIGNMENT * ALIGNMENT
         if encode := kernels.compiled(kernels.encode_blocks):
             n_whole = whole // ALIGNMENT
             of_whole = residual[:whole], scales[:n_whole], codes[:n_whole].reshape(-1)
-            books.check_finite(encode(*of_whole, self._divisor, self.last, self._scale_max))
+            exactness.check_finite(encode(*of_whole, self._divisor, self.last, self._scale_max))
         else:
-            for piece in books.pieces(whole):
+            for piece in exactness.pieces(whole):
                 part = slice(piece.start // ALIGNMENT, piece.stop // ALIGNMENT)
                 rest = residual[piece].reshape(-1, ALIGNMENT)
                 self._encode_blocks(rest, scales[part], codes[part], numbers[: len(rest)])
@@ -173,11 +180,11 @@ class _Blocks(_Dense, frozen=True, kw_only=True):
         codes: NDArray[np.uint8],
         numbers: NDArray[np.float32],
     ) -> None:
-        bits = np.bitwise_and(rest.view(np.uint32), books.SIZE, out=numbers.view(np.uint32))
+        bits = np.bitwise_and(rest.view(np.uint32), exactness.SIZE, out=numbers.view(np.uint32))
         largest = bits.max(axis=1)
-        books.check_finite(bool(largest.max() < books.INFINITY))
+        exactness.check_finite(bool(largest.max() < exactness.INFINITY))
         quotient = largest.view(np.float32) / self._divisor
-        short = quotient.view(np.uint32) & kernels.UPPER
+        short = quotient.view(np.uint32) & exactness.UPPER
         is_cut = bool(short.max() > self._scale_max)
         np.minimum(short, self._scale_max, out=short)
         short[short < kernels.SCALE_MIN] = 0
@@ -198,7 +205,7 @@ class _Blocks(_Dense, frozen=True, kw_only=True):
         n_blocks, n_scale_words, _ = self._sizes(n_elements)
         scales = words[:n_scale_words].view(np.uint16)[:n_blocks].astype(np.uint32) << 16
         is_valid = (scales == 0) | ((scales >= kernels.SCALE_MIN) & (scales <= self._scale_max))
-        books.require_valid(bool(is_valid.all()), "a scale is too small, too large or negative")
+        exactness.require_valid(bool(is_valid.all()), "a scale is too small, too large or negative")
         codes = words[n_scale_words:].view(np.uint8).reshape(n_blocks, ALIGNMENT * self.n_bits // 8)
         return self._adds_blocks(scales.view(np.float32), codes)
 
@@ -211,7 +218,7 @@ class _Blocks(_Dense, frozen=True, kw_only=True):
                 n_added = len(out) // ALIGNMENT * ALIGNMENT
                 part = slice(start // ALIGNMENT, (start + n_added) // ALIGNMENT)
                 add_blocks(out[:n_added], scales[part], codes[part].reshape(-1), self.last)
-            for piece in books.pieces(len(out) - n_added):
+            for piece in exactness.pieces(len(out) - n_added):
                 target = out[n_added:][piece]
                 first = (start + n_added + piece.start) // ALIGNMENT
                 part = slice(first, first - (-len(target) // ALIGNMENT))

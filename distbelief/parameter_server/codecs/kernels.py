@@ -223,5 +223,6 @@ def add_some(out: Floats, indices: Bits, values: Floats, start: int) -> None:
     assert len(indices) == len(values)
     if len(indices):
         assert start <= indices[0] and indices[-1] < start + len(out)  # noqa: PT018
+    first = np.uint32(start)
     for place in range(len(indices)):
-        out[indices[place] - start] += values[place]
+        out[np.uint32(indices[place] - first)] += values[place]

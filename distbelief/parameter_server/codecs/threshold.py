@@ -22,8 +22,8 @@ from typing_extensions import override
 
 from distbelief.core.arguments import require
 from distbelief.core.vectors import ALIGNMENT
-from distbelief.parameter_server.codecs import books
-from distbelief.parameter_server.codecs.books import (
+from distbelief.parameter_server.codecs import exactness
+from distbelief.parameter_server.codecs.exactness import (
     Adder,
     Cut,
     Encoded,
@@ -55,7 +55,7 @@ class Adaptive(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 @final
-class Threshold(books.CodecTable, frozen=True, kw_only=True, tag="threshold"):
+class Threshold(exactness.CodecTable, frozen=True, kw_only=True, tag="threshold"):
     """Elements of size tau or more, by one step of tau each; the rest is kept."""
 
     tau: float = 1e-3  # of the first push, and of all unless it is adaptive; kept to 8 bits
@@ -71,17 +71,17 @@ class Threshold(books.CodecTable, frozen=True, kw_only=True, tag="threshold"):
             self,
             user,
             "clip",
-            lambda x: 1.0 <= x < books.SHORT_RANGE,
+            lambda x: 1.0 <= x < exactness.SHORT_RANGE,
             "1 or more, and less than 65536",
         )
         require(self, user, "clip_every", lambda n: n >= 1, "a whole number of pushes, 1 or more")
 
     @override
     def choose(self, parts: Sequence[Residual], history: History) -> Cut:
-        tau = books.shorten(history.tau or self.tau)
+        tau = exactness.shorten(history.tau or self.tau)
         if self.clip is None or not history.n_pushes or history.n_pushes % self.clip_every:
             return Cut(size=tau)
-        return Cut(size=tau, clip=books.shorten(self.clip * tau))
+        return Cut(size=tau, clip=exactness.shorten(self.clip * tau))
 
     @override
     def after(self, history: History, cut: Cut, *, n_sent: int, n_elements: int) -> History:
@@ -96,36 +96,29 @@ class Threshold(books.CodecTable, frozen=True, kw_only=True, tag="threshold"):
 
     @override
     def n_words_max(self, n_elements: int) -> int:
-        return _HEADER + _bitmap_words(n_elements) + books.n_whole_words_max(n_elements)
+        return _HEADER + _bitmap_words(n_elements) + exactness.n_whole_words_max(n_elements)
 
     @override
     def encode(self, residual: Residual, cut: Cut, out: Words) -> Encoded:
-        books.check_residual(residual)
+        exactness.check_residual(residual)
         n_elements = len(residual)
-        tau, end = np.float32(cut.size), books.short_end(cut.size)
+        tau, end = np.float32(cut.size), exactness.short_end(cut.size)
         steps = _Steps(out[_HEADER : _HEADER + _bitmap_words(n_elements)])
-        whole = [np.zeros(0, np.intp)]
+        whole: list[exactness.Indices] = []
         clipped = clipped_size = 0.0
-        for piece, selected in books.selected(residual, cut):
-            part, indices = residual[piece], selected
-            numbers = part[indices]
-            books.check_finite(bool(np.isfinite(numbers).all()))
-            is_short = np.abs(numbers) < end
-            if not is_short.all():
-                whole.append(books.first_of_blocks(indices[~is_short]) + piece.start)
-                indices, numbers = indices[is_short], numbers[is_short]
+        for piece, indices, numbers in exactness.selected(residual, cut, end, whole):
             places = indices.astype(np.uint32) + np.uint32(piece.start)
             steps.add(piece, places << np.uint32(1) | np.signbit(numbers))
-            numbers -= np.copysign(tau, numbers)
+            rest = numbers - np.copysign(tau, numbers)
             if cut.clip is not None:
-                kept = np.clip(numbers, -np.float32(cut.clip), np.float32(cut.clip))
-                beyond = (numbers - kept).astype(np.float64)
+                kept = np.clip(rest, -np.float32(cut.clip), np.float32(cut.clip))
+                beyond = (rest - kept).astype(np.float64)
                 clipped += float(beyond.sum())
                 clipped_size += float(np.abs(beyond).sum())
-                numbers = kept
-            part[indices] = numbers
+                rest = kept
+            residual[piece][indices] = rest
         first_whole = _HEADER + steps.finish()
-        n_whole = books.put_whole(residual, np.concatenate(whole), out[first_whole:])
+        n_whole = exactness.put_whole(residual, whole, out[first_whole:])
         out[:_HEADER] = steps.is_bitmap, steps.n, n_whole, tau.view(np.uint32)
         return Encoded(
             n_words=first_whole + 2 * n_whole,
@@ -136,24 +129,27 @@ class Threshold(books.CodecTable, frozen=True, kw_only=True, tag="threshold"):
 
     @override
     def decoder(self, words: Words, n_elements: int) -> Adder:
-        books.require_valid(len(words) >= _HEADER, f"{len(words)}, less than the first {_HEADER}")
+        exactness.require_valid(
+            len(words) >= _HEADER, f"{len(words)}, less than the first {_HEADER}"
+        )
         is_bitmap, n_steps, n_whole, tau_bits = words[:_HEADER].tolist()
-        tau = books.short_of(tau_bits >> 16)
+        tau = exactness.short_of(tau_bits >> 16)
         is_short = tau is not None and not tau_bits & 0xFFFF
-        books.require_valid(is_short, "tau is not a bfloat16 above 0")
-        books.require_valid(is_bitmap in {0, 1}, f"is_bitmap is {is_bitmap}")
+        exactness.require_valid(is_short, "tau is not a bfloat16 above 0")
+        exactness.require_valid(is_bitmap in {0, 1}, f"is_bitmap is {is_bitmap}")
         n_step_words = _bitmap_words(n_elements) if is_bitmap else n_steps
         is_valid = len(words) == _HEADER + n_step_words + 2 * n_whole
-        books.require_valid(is_valid, f"{len(words)}, which are not as many as its counts say")
+        exactness.require_valid(is_valid, f"{len(words)}, which are not as many as its counts say")
         steps, whole = words[_HEADER : _HEADER + n_step_words], words[_HEADER + n_step_words :]
         size = np.float32(tau or 0.0)
         if is_bitmap:
             _require_bitmap(steps, n_steps, n_elements)
             add = _adds_bitmap(steps, size)
         else:
-            books.require_indices(steps >> np.uint32(1), n_elements)
-            add = _adds_list(steps, size)
-        return books.adds_both(add, books.pairs(whole, n_elements))
+            indices, sent = steps >> np.uint32(1), steps << np.uint32(31) | size.view(np.uint32)
+            exactness.require_indices(indices, n_elements)
+            add = exactness.adds_some(indices, sent.view(np.float32))
+        return exactness.adds_both(add, exactness.pairs(whole, n_elements))
 
 
 def _bitmap_words(n_elements: int) -> int:
@@ -197,32 +193,23 @@ class _Steps:
         return len(self._out) if self.is_bitmap else self.n
 
 
-def _adds_list(steps: Words, tau: np.float32) -> Adder:
-    def add(start: int, stop: int, out: Residual) -> None:
-        here = steps[books.between(steps, 2 * start, 2 * stop)]
-        sent = here << np.uint32(31) | tau.view(np.uint32)
-        books.add_some(out, here >> np.uint32(1), sent.view(np.float32), start)
-
-    return add
-
-
 def _require_bitmap(words: Words, n_steps: int, n_elements: int) -> None:
     n_bits = 0
-    for piece in books.pieces(len(words)):
+    for piece in exactness.pieces(len(words)):
         steps, signs = words[piece] & 0xFFFF, words[piece] >> 16
-        books.require_valid(not (signs & ~steps).any(), "an element has a sign and no step")
+        exactness.require_valid(not (signs & ~steps).any(), "an element has a sign and no step")
         n_bits += int(np.bitwise_count(steps).sum(dtype=np.int64))
-    books.require_valid(n_bits == n_steps, f"{n_bits} steps, not {n_steps}")
+    exactness.require_valid(n_bits == n_steps, f"{n_bits} steps, not {n_steps}")
     n_last = n_elements % 16
     is_valid = not n_last or not int(words[-1] & 0xFFFF) >> n_last
-    books.require_valid(is_valid, f"a step beyond {n_elements} elements")
+    exactness.require_valid(is_valid, f"a step beyond {n_elements} elements")
 
 
 def _adds_bitmap(words: Words, tau: np.float32) -> Adder:
     @np.errstate(over="ignore")
     def add(start: int, stop: int, out: Residual) -> None:
         assert start % ALIGNMENT == 0
-        for piece in books.pieces(stop - start):
+        for piece in exactness.pieces(stop - start):
             first, last = start + piece.start, start + piece.stop
             here = words[first // 16 : _bitmap_words(last)]
             halves = np.array([here & 0xFFFF, here >> 16], "<u2").view(np.uint8)

@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distbelief.parameter_server.codecs import Codec
-from distbelief.parameter_server.codecs.books import Cut, Encoded, History, Residual, Words
 from distbelief.parameter_server.codecs.dense import Bfloat16, Int4, Int8
+from distbelief.parameter_server.codecs.exactness import Cut, Encoded, History, Residual, Words
 from distbelief.parameter_server.codecs.threshold import Adaptive, Threshold
 from distbelief.parameter_server.codecs.top_k import TopK
 
@@ -114,7 +114,7 @@ def push(codec: Codec, before: Residual, history: History | None = None) -> Push
     return Pushed(before, rest, decoded(codec, words, len(rest)), encoded, words, cut)
 
 
-def assert_balanced(pushed: Pushed) -> None:
+def assert_nothing_is_lost(pushed: Pushed) -> None:
     """Demand decode(words) + rest + clipped == before, and that no sum of them was rounded."""
     before, rest, sent = pushed.before, pushed.rest, pushed.sent
     assert np.isfinite(rest).all()

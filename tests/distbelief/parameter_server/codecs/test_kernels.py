@@ -12,8 +12,8 @@ from hypothesis import given, strategies as st
 
 from distbelief.core.errors import LocalProtocolError
 from distbelief.parameter_server.codecs import Codec, Residual, accumulate, kernels
-from distbelief.parameter_server.codecs.books import PIECE, History
 from distbelief.parameter_server.codecs.dense import Bfloat16, Int4, Int8
+from distbelief.parameter_server.codecs.exactness import PIECE, History
 from distbelief.parameter_server.codecs.top_k import TopK
 from tests.distbelief.parameter_server.codecs.residuals import (
     CODECS,

@@ -8,7 +8,7 @@ from hypothesis import given, settings, strategies as st
 from numpy.typing import NDArray
 
 from distbelief.parameter_server.codecs import Codec
-from distbelief.parameter_server.codecs.books import History, Residual
+from distbelief.parameter_server.codecs.exactness import History, Residual
 from distbelief.parameter_server.codecs.threshold import Threshold
 from distbelief.parameter_server.layout import Layout, TensorSpec
 from tests.distbelief.parameter_server.codecs.residuals import (

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from distbelief.parameter_server.codecs import accumulate
-from distbelief.parameter_server.codecs.books import PIECE
+from distbelief.parameter_server.codecs.exactness import PIECE
 from tests.distbelief.parameter_server.codecs.residuals import LARGEST, residual
 
 

@@ -6,13 +6,13 @@ from hypothesis import given, strategies as st
 
 from distbelief.core.errors import RemoteProtocolError, SettingError
 from distbelief.parameter_server.codecs import Codec
-from distbelief.parameter_server.codecs.books import History, Words, from_short, shorten
 from distbelief.parameter_server.codecs.dense import Bfloat16, Int4, Int8
+from distbelief.parameter_server.codecs.exactness import History, Words, from_short, shorten
 from distbelief.parameter_server.codecs.threshold import Adaptive, Threshold
 from distbelief.parameter_server.codecs.top_k import TopK
 from tests.distbelief.parameter_server.codecs.residuals import (
     CODECS,
-    assert_balanced,
+    assert_nothing_is_lost,
     decoded,
     name_of,
     push,
@@ -83,7 +83,7 @@ def test_the_worst_residuals_keep_the_bound(codec: Codec) -> None:
     for numbers in (np.full(640, 3e38, np.float32), np.full(640, 1.0, np.float32)):
         if isinstance(codec, Threshold):
             codec = Threshold(tau=0.9)
-        assert_balanced(push(codec, numbers))
+        assert_nothing_is_lost(push(codec, numbers))
 
 
 # --- top-k ---
@@ -118,7 +118,7 @@ def test_a_list_that_would_be_longer_than_all_values_becomes_all_values() -> Non
         pushed = push(TopK(share=share), numbers)
         assert (pushed.encoded.n_words < len(numbers)) is is_list
         assert pushed.encoded.n_sent == np.count_nonzero(pushed.sent)
-        assert_balanced(pushed)
+        assert_nothing_is_lost(pushed)
 
 
 def test_zeros_are_not_sent() -> None:
@@ -224,7 +224,7 @@ def test_dj_6_every_fifth_push_but_the_first_cuts_the_rest_to_5_tau_and_counts_i
     numbers = np.array([10.0, -7.5, 5.5, 0.5], np.float32)
     for n_pushes in range(11):
         pushed = push(codec, numbers, History(n_pushes=n_pushes))
-        assert_balanced(pushed)
+        assert_nothing_is_lost(pushed)
         if n_pushes in {5, 10}:
             assert pushed.rest.tolist() == [5.0, -5.0, 4.5, 0.5]
             assert pushed.encoded.clipped == 4.0 - 1.5

@@ -9,14 +9,14 @@ from hypothesis import given, strategies as st
 
 from distbelief.core.errors import JobError, LocalProtocolError
 from distbelief.parameter_server.codecs import Codec
-from distbelief.parameter_server.codecs.books import History
 from distbelief.parameter_server.codecs.dense import Bfloat16, Int4, Int8
+from distbelief.parameter_server.codecs.exactness import History
 from distbelief.parameter_server.codecs.threshold import Threshold
 from distbelief.parameter_server.codecs.top_k import TopK
 from tests.distbelief.parameter_server.codecs.residuals import (
     CODECS,
     LARGEST,
-    assert_balanced,
+    assert_nothing_is_lost,
     name_of,
     push,
     residual,
@@ -29,19 +29,21 @@ SEEDS = st.integers(0, 1 << 60)
 
 @pytest.mark.parametrize("codec", CODECS, ids=name_of)
 @given(seed=SEEDS, n_elements=st.integers(0, 300), n_pushes=st.integers(0, 6))
-def test_books_balance_to_the_bit(codec: Codec, seed: int, n_elements: int, n_pushes: int) -> None:
+def test_nothing_is_lost(codec: Codec, seed: int, n_elements: int, n_pushes: int) -> None:
     numbers = residual(seed, n_elements)
     pushed = push(tuned(codec, numbers, seed), numbers, History(n_pushes=n_pushes))
-    assert_balanced(pushed)
+    assert_nothing_is_lost(pushed)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("codec", CODECS, ids=name_of)
-def test_books_balance_for_a_million_blocks(codec: Codec) -> None:
+def test_nothing_is_lost_in_a_million_blocks(codec: Codec) -> None:
     n_blocks = 0
     for seed in count():
         numbers = residual(seed, 64 * (seed % 200) + seed % 3)
-        assert_balanced(push(tuned(codec, numbers, seed), numbers, History(n_pushes=seed % 3)))
+        assert_nothing_is_lost(
+            push(tuned(codec, numbers, seed), numbers, History(n_pushes=seed % 3))
+        )
         n_blocks += seed % 200
         if n_blocks > 1_000_000:
             break
@@ -49,10 +51,10 @@ def test_books_balance_for_a_million_blocks(codec: Codec) -> None:
 
 @pytest.mark.parametrize("codec", CODECS, ids=name_of)
 @pytest.mark.parametrize("n_elements", [65_536, 131_137])
-def test_books_balance_over_several_pieces(codec: Codec, n_elements: int) -> None:
+def test_nothing_is_lost_over_several_pieces(codec: Codec, n_elements: int) -> None:
     for seed in range(4):
         numbers = residual(seed, n_elements)
-        assert_balanced(push(tuned(codec, numbers, seed), numbers, History(n_pushes=1)))
+        assert_nothing_is_lost(push(tuned(codec, numbers, seed), numbers, History(n_pushes=1)))
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=name_of)
@@ -104,7 +106,7 @@ def test_what_is_too_large_for_steps_is_sent_whole_one_of_each_64(n_huge: int) -
     assert pushed.sent[5] == numbers[5]
     assert np.array_equal(pushed.sent[6 : 5 + n_huge], np.zeros(n_huge - 1))
     assert pushed.sent[70] == np.float32(tau)
-    assert_balanced(pushed)
+    assert_nothing_is_lost(pushed)
     again = push(codec, pushed.rest)
     assert bool(again.sent[6]) == (n_huge > 1)
 
@@ -123,7 +125,7 @@ def test_a_huge_outlier_among_2_bit_values_is_sent_whole() -> None:
     pushed = push(codec, one)
     assert pushed.sent[place] == np.float32(3e38)
     assert pushed.sent[place + 1] == (0 if place // 64 == (place + 1) // 64 else -3e38)
-    assert_balanced(pushed)
+    assert_nothing_is_lost(pushed)
 
 
 @pytest.mark.parametrize("codec", [Int8(), Int4()])
@@ -132,7 +134,7 @@ def test_the_largest_and_the_smallest_numbers_have_a_scale_or_are_kept(codec: Co
         numbers = np.full(64, size, np.float32)
         numbers[1::2] /= -3
         pushed = push(codec, numbers)
-        assert_balanced(pushed)
+        assert_nothing_is_lost(pushed)
         assert pushed.sent.any() == (size > 2.0**-119)
 
 
@@ -141,7 +143,7 @@ def test_bfloat16_rounds_to_the_nearest_and_stays_finite() -> None:
     largest = torch.finfo(torch.bfloat16).max
     pushed = push(Bfloat16(), numbers)
     assert pushed.sent.tolist() == [1.0, 1.0, 1 + 2.0**-7, largest, -largest]
-    assert_balanced(pushed)
+    assert_nothing_is_lost(pushed)
 
 
 # --- what is refused ---

@@ -1,4 +1,4 @@
-"""What every codec has: its interface, and why its books balance.
+"""What every codec has: its interface, and why nothing is lost: decode(words) + rest == residual.
 
 Of each element r of a residual a codec sends a number d, 0 for most, and keeps r - d. If r - d is
 a float32, it is computed without rounding, and so is d + (r - d), which is r. It is a float32 if
@@ -43,6 +43,7 @@ PIECE: Final = 1 << 16  # elements at a time: all passes after the first find th
 _SPARSE_PIECE: Final = 1 << 17  # elements at a time, where one pass finds the few that are sent
 SIZE: Final = kernels.SIZE
 INFINITY: Final = kernels.INFINITY
+UPPER: Final = kernels.UPPER
 SHORT_MAX: Final = 0x7F7F  # the bits of the largest bfloat16
 SHORT_RANGE: Final = 2.0**16
 LARGEST: Final = float(np.finfo(np.float32).max)
@@ -225,7 +226,7 @@ def between(indices: Words, start: int, stop: int) -> Piece:
 
 
 def check_residual(residual: Residual) -> None:
-    """Raise JobError where no codec can keep its books."""
+    """Raise JobError where any codec would lose something."""
     if len(residual) >= N_ELEMENTS_MAX:
         raise JobError(
             f"a shard has {len(residual)} elements, and codecs 2^31 - 1: use more shards"
@@ -261,16 +262,31 @@ def require_finite(values: Words) -> None:
 # --- some elements ---
 
 
-def selected(residual: Residual, cut: Cut) -> Iterator[tuple[Piece, Indices]]:
-    """Yield pieces, and which of their elements the cut sends, until the next are asked for."""
+def selected(
+    residual: Residual, cut: Cut, end: np.float32, whole: list[Indices]
+) -> Iterator[tuple[Piece, Indices, Residual]]:
+    """Yield pieces, and of each the indices and numbers that the cut sends.
+
+    Not those of size `end` or more: of these the ones that are to be sent whole go to `whole`.
+    Indices are valid until the next are asked for.
+    """
     least = np.float32(cut.size).view(np.uint32)
     select = kernels.compiled(kernels.select) or _select
     room = np.empty(min(_SPARSE_PIECE, len(residual)), np.intp)
     for piece in pieces(len(residual), _SPARSE_PIECE):
         bits = residual[piece].view(np.uint32)
         n = select(bits, least, cut.first_place, cut.n_places, room)
-        if n:
-            yield piece, room[:n]
+        if not n:
+            continue
+        indices = room[:n]
+        numbers = residual[piece][indices]
+        sizes = np.abs(numbers)
+        if not sizes.max() < end:  # as for NaN
+            check_finite((sizes < np.inf).all())
+            is_short = sizes < end
+            whole.append(first_of_blocks(indices[~is_short]) + piece.start)
+            indices, numbers = indices[is_short], numbers[is_short]
+        yield piece, indices, numbers
 
 
 def _select(bits: Words, least: np.uint32, first_place: int, n_places: int, room: Indices) -> int:
@@ -286,13 +302,10 @@ def _select(bits: Words, least: np.uint32, first_place: int, n_places: int, room
 def adds_some(indices: Words, values: Residual) -> Adder:
     def add(start: int, stop: int, out: Residual) -> None:
         here = between(indices, start, stop)
+        add_some = kernels.compiled(kernels.add_some) or _add_some
         add_some(out, indices[here], values[here], start)
 
     return add
-
-
-def add_some(out: Residual, indices: Words, values: Residual, start: int) -> None:
-    (kernels.compiled(kernels.add_some) or _add_some)(out, indices, values, start)
 
 
 @np.errstate(over="ignore")
@@ -315,8 +328,9 @@ def n_whole_words_max(n_elements: int) -> int:
     return 2 * -(-n_elements // ALIGNMENT)
 
 
-def put_whole(residual: Residual, indices: Indices, out: Words) -> int:
+def put_whole(residual: Residual, whole: Sequence[Indices], out: Words) -> int:
     """Write elements as `pairs` reads them, and keep nothing of them; return how many there are."""
+    indices = np.concatenate([np.zeros(0, np.intp), *whole])
     n = len(indices)
     out[:n], out[n : 2 * n] = indices, residual[indices].view(np.uint32)
     residual[indices] = 0
