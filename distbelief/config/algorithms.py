@@ -17,7 +17,7 @@ from distbelief.core.formatting import nearest
 if TYPE_CHECKING:  # these import torch
     from distbelief.config.job import ClusterTable, Job
     from distbelief.core.spans import Epochs
-    from distbelief.parameter_server.codecs import Codec
+    from distbelief.parameter_server.policy import ExchangePolicy
     from distbelief.parameter_server.rules import UpdateRule
     from distbelief.protocol.role import Role
     from distbelief.task.task import BuildContext
@@ -53,7 +53,7 @@ class Facts:
     rule: "UpdateRule | None" = None  # by which shards apply pushes; None: they only sum them
     warm_start_rule: "UpdateRule | None" = None  # by which they do before, if it is another
     inner: Mapping[str, object] | None = None  # the optimizer of local steps
-    codec: "Codec | None" = None  # of pushes
+    policy: "ExchangePolicy | None" = None  # how replicas exchange
     # From the number of samples: how they are dealt. None: each replica has a part of its own.
     epochs: "Callable[[int], Epochs] | None" = None
     epoch_share: float = 1.0  # of an epoch of dealt samples; what is left then is not waited for

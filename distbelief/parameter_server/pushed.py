@@ -31,6 +31,7 @@ PIECE: Final = 1 << 16
 """Elements that are decoded at a time."""
 
 WORD: Final = np.dtype(np.uint32)
+_NOTHING: Final[Vector] = np.zeros(0, np.float32)
 
 
 @final
@@ -133,7 +134,7 @@ class PushBuffer:
     received: int = 0  # blocks [0, received) are in it
     push: pf.Push | None = None  # set when it has come
     pushed: Pushed | None = None  # set when all of it has come
-    _memory: Vector = field(default_factory=lambda: np.zeros(0, np.float32))
+    _memory: Vector = field(default_factory=lambda: _NOTHING)
     _size: int = 0  # numbers, or words, of blocks that are in it
 
     @property
@@ -203,6 +204,11 @@ class PushBuffer:
         self._memory[self._size : self._size + size] = block.values
         self._size += size
         self.received += 1
+
+    def settled(self) -> None:
+        """Give the memory of words back: nobody asks for this push again."""
+        if self.n_words is not msgspec.UNSET:
+            self._memory, self.pushed = _NOTHING, None
 
     def read(self, held: ShardSlice, form: pf.Form | msgspec.UnsetType = msgspec.UNSET) -> Pushed:
         """Return the push, of which all has come; RemoteProtocolError if it is invalid."""

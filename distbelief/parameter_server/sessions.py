@@ -536,6 +536,8 @@ class Sessions:
             self._n_applied += 1
             if client.region:
                 self._bytes_in += applied.push_buffer.nbytes
+            if not held:
+                applied.push_buffer.settled()
             self._enqueue(client)
         return [] if held else [self._push_applied(applied.client) for applied in finished]
 
@@ -545,6 +547,7 @@ class Sessions:
         assert client.n_unconfirmed > 0, client
         client.n_unconfirmed -= 1
         client.count_confirmed(push.push, staleness=push.staleness)
+        push.push_buffer.settled()
         return self._push_applied(client)
 
     def _answer_duplicate(self, client: Session, sequence: int) -> Action:

@@ -42,7 +42,7 @@ class DownpourAlgorithm:
             seed=config.seed,
             rule=config.rule,
             inner=config.inner,
-            codec=config.exchange.push_codec,
+            policy=config.exchange,
             epochs=config.epochs if config.order == "dealt" else None,
             epoch_share=config.epoch_share,
             warm_start_left=config.warm_start_left,

@@ -47,7 +47,7 @@ def short_epochs(job: Job, answer: PreflightResult) -> str | None:
 def bursts(job: Job) -> str | None:
     """Return a warning if an adaptive rule meets sparse pushes ."""
     facts = facts_of(job)
-    rule, codec = facts.rule, facts.codec
+    rule, codec = facts.rule, facts.policy.push_codec if facts.policy else None
     if rule is None or not rule.adaptive or not isinstance(codec, TopK | Threshold):
         return None
     return (

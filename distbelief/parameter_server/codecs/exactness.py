@@ -113,6 +113,11 @@ class CodecTable(
         """Return a bound of the words of a shard with so many elements, whatever their values."""
         raise NotImplementedError
 
+    @property
+    def words_per_element(self) -> float:
+        """About what a long push takes."""
+        return self.n_words_max(1 << 20) / (1 << 20)
+
     def encode(self, residual: Residual, cut: Cut, out: Words) -> Encoded:
         """Write words to `out`, with room for `n_words_max`; the residual becomes the rest.
 

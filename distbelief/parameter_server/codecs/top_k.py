@@ -82,6 +82,11 @@ class TopK(exactness.CodecTable, frozen=True, kw_only=True, tag="top-k"):
         n_entry_words = -(-n_elements // 2)
         return 2 + -(-n_counts // 2) + n_entry_words + exactness.n_whole_words_max(n_elements)
 
+    @property
+    @override
+    def words_per_element(self) -> float:
+        return min(2.0 * self.share, 1.0) if self.bits == 32 else self.share / 2.0
+
     @override
     def encode(self, residual: Residual, cut: Cut, out: Words) -> Encoded:
         exactness.check_residual(residual)

@@ -28,6 +28,8 @@ from distbelief.config.job import Job
 from distbelief.core import units
 from distbelief.core.errors import JobError
 from distbelief.graph.graph import GraphError
+from distbelief.parameter_server.codecs import Bfloat16
+from distbelief.parameter_server.policy import DOWNPOUR, ExchangePolicy
 from distbelief.parameter_server.rules import UpdateRule
 from distbelief.parameter_server.shard_config import ShardConfig
 from distbelief.plans.cluster import Cluster, Machine, uniform
@@ -199,22 +201,37 @@ def hosts_of(cluster: Cluster, config: ClusterConfig) -> HostTable:
     return hosts
 
 
-def vectors_of_shard(rule: UpdateRule | None, *, n_clients: int, by_blocks: bool) -> int:
+def vectors_of_shard(
+    rule: UpdateRule | None, *, n_clients: int, by_blocks: bool, policy: ExchangePolicy = DOWNPOUR
+) -> float:
     """Return how many vectors a shard holds: values, the rule's state, push buffers, lent copies.
 
-    `by_blocks`: clients on other hosts read copies; otherwise they read the values.
+    `by_blocks`: clients on other hosts read copies; otherwise they read the values. Of encoded
+    pushes it holds the words of one for each client, at the end of bfloat16; to know what has
+    changed, or to move by words, it copies the values.
     """
+    codec, fetched, n_more = policy.push_codec, policy.fetched, 0.0
+    of_pushes = 2.0
+    if codec is not None:
+        of_pushes = max(codec.words_per_element, Bfloat16().words_per_element)
+    if fetched not in {"float32", "bfloat16"}:
+        n_more = 1.5 if fetched == "changed" else 3.0  # and a log, and what is held back
     rules = () if rule is None else rule.rules
     n_state = len({name for one in rules for name in one.state(0, "f")})
     n_lent = min(n_clients, ShardConfig.n_copies) if by_blocks else 0
-    return 1 + n_state + 2 * n_clients + n_lent
+    return 1 + n_state + of_pushes * n_clients + n_lent + n_more
 
 
 def memory_of(prepared: PreparedJob, *, by_blocks: bool) -> dict[Address, float]:
     """Return the approximate bytes of the vectors of each role."""
     layout, kinds, job = prepared.layout, prepared.kinds, prepared.job
-    rule = facts_of(job).rule
-    n_vectors = vectors_of_shard(rule, n_clients=job.cluster.n_replicas, by_blocks=by_blocks)
+    facts = facts_of(job)
+    n_vectors = vectors_of_shard(
+        facts.rule,
+        n_clients=job.cluster.n_replicas,
+        by_blocks=by_blocks,
+        policy=facts.policy or DOWNPOUR,
+    )
     n_shards, itemsize = layout.n_shards, layout.dtype.itemsize
     whole = sum(float(layout.shard_size(k)) for k in range(n_shards)) * itemsize
     ranks = {record.name: record.ranks for record in Membership(prepared.roster)}

@@ -410,8 +410,13 @@ def test_a_shard_has_memory_for_words_and_not_for_numbers(codec: Codec) -> None:
         for name in names:
             push(bench, noise(seed, bench.layout), name)
         bench.settle()
+    assert bench.counters()["push_buffer_bytes"] == 0  # all are applied
+    bench.lose = lambda receiver, one: receiver == SHARD and isinstance(one, pf.Push)
+    for name in names:
+        push(bench, noise(5, bench.layout), name)
+    bench.pass_messages()
     n_words = max(bench.client(name).counters()["words_max"] for name in names)
-    n_bytes = 2 * 4 * (n_words + 64) * len(names)
+    n_bytes = 4 * (n_words + 64) * len(names)
     assert 0 < bench.counters()["push_buffer_bytes"] <= n_bytes
     bound = 4 * codecs.n_words_max(bench.layout.n_gradient(0))
     assert max(4 * n_words, 1) <= bound

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from distbelief import protocol as wire
+from distbelief.parameter_server.policy import ExchangePolicy
 from distbelief.parameter_server.rules import SGD, Adagrad, Adam, Momentum, UpdateRule
 from distbelief.plans.cluster import Cluster, Machine, uniform
 from distbelief.protocol import role as rl
@@ -157,3 +158,19 @@ def test_the_state_of_all_rules_counts() -> None:
     assert vectors_of_shard(rule, n_clients=1, by_blocks=False) == 1 + 3 + 2
     assert vectors_of_shard(SGD(learning_rate=1.0), n_clients=4, by_blocks=False) == 9
     assert vectors_of_shard(Adagrad(learning_rate=1.0), n_clients=4, by_blocks=True) == 12
+
+
+def test_a_shard_holds_the_words_of_encoded_pushes_and_not_their_numbers() -> None:
+    """Of 20 clients with dense pushes: 168 bytes per parameter, and copies to read from."""
+    rule = Adagrad(learning_rate=1.0)
+
+    def bytes_of(**policy: object) -> float:
+        exchange = msgspec.convert(policy, ExchangePolicy)
+        return 4 * vectors_of_shard(rule, n_clients=20, by_blocks=False, policy=exchange)
+
+    assert bytes_of() == 168
+    assert bytes_of(push={"codec": "int4"}) == 48  # at the end; 8 + 20 * 0.53 before
+    assert bytes_of(push={"codec": "int8"}) == 48
+    assert bytes_of(push={"codec": "top-k", "share": 0.5}) == 88
+    assert bytes_of(push={"codec": "bfloat16"}, fetch="changed") == 48 + 6
+    assert bytes_of(push={"codec": "bfloat16"}, fetch={"codec": "int4"}) == 48 + 12
