@@ -15,6 +15,7 @@ So that a shard's values move by what words can say, it holds back the rest:
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import Final, cast, final
 
 import numpy as np
@@ -31,6 +32,7 @@ ToWords = Callable[[Vector], Words]  # from the shard's values
 
 PIECE: Final = 1 << 16
 WORD: Final = np.dtype(np.uint32)
+_N_PUSHES_MAX: Final = 1024
 _NO_WORDS: Final = np.zeros(0, np.uint32)
 
 
@@ -57,14 +59,14 @@ class _Pushes:
         self._pushes.append(words)
         self._n_words += len(words)
         self._clock += 1
-        while self._n_words > self._n_words_max:
+        while self._n_words > self._n_words_max or len(self._pushes) > _N_PUSHES_MAX:
             self._n_words -= len(self._pushes.popleft())
 
     def since(self, clock: int) -> list[Words] | None:
         n_pushes = self._clock - clock
         if not 0 <= n_pushes <= len(self._pushes):
             return None
-        return [self._pushes[len(self._pushes) - n] for n in range(n_pushes, 0, -1)]
+        return [*islice(reversed(self._pushes), n_pushes)][::-1]
 
 
 @final
@@ -85,6 +87,9 @@ class ChangeLog:
         """The push in progress has done this."""
         self._next = changed_of(before, values)
 
+    def forget(self) -> None:
+        """The push in progress has set the values."""
+
     def end_push(self) -> None:
         self._pushes.add(self._next)
         self._next = _NO_WORDS
@@ -92,11 +97,15 @@ class ChangeLog:
     def since(self, clock: int, ranges: IndexRanges | None) -> ToWords | None:
         """Return what makes the words of a fetch: places in these ranges, then values."""
         last = self._pushes.since(clock)
-        changed = None if last is None else np.unique(np.concatenate([_NO_WORDS, *last]))
-        if changed is None or 2 * len(changed) > self._n_elements // 2:
+        # Some may be in several pushes: to find that out is work.
+        if last is None or 2 * sum(map(len, last)) > self._n_elements // 2:
             return None
-        places, here = compact(changed, ranges)
-        return lambda values: np.concatenate([places, values[here].view(WORD)])
+
+        def to_words(values: Vector) -> Words:
+            places, here = compact(np.unique(np.concatenate([_NO_WORDS, *last])), ranges)
+            return np.concatenate([places, values[here].view(WORD)])
+
+        return to_words
 
 
 @final
@@ -108,7 +117,7 @@ class MoveLog:
     def __init__(self, codec: Int8 | Int4, n_elements: int, *, n_gradient: int) -> None:
         self.codec = codec
         self._n_gradient = n_gradient
-        self._pushes = _Pushes(n_elements - 1)
+        self._pushes = _Pushes(max(n_elements - 1, 0))
         self._next: Words = _NO_WORDS
         self.rest: Residual = np.zeros(n_elements, np.float32)  # of buffers: zeros
 
@@ -138,6 +147,10 @@ class MoveLog:
             return None
         n = self._n_gradient
         return lambda values: np.concatenate([*last, values[n:].view(WORD)])
+
+    def forget(self) -> None:
+        """The push in progress has set the values."""
+        self.rest[:] = 0
 
     def settled(self, values: Vector) -> Vector:
         """Return the values without anything held back."""

@@ -55,7 +55,7 @@ class Version:
     clock: int = 0
     n_readers: int = 0
     n_copied: int = 0  # elements [0, n_copied) are in it
-    of: Address | None = None  # for whom it has words of changes or moves; None: all elements
+    of: pf.Fetch | None = None  # for which it has words of changes or moves; None: all elements
     in_flight: bool = False  # blocks may be under way to a reader whose pin was ended here
 
 
@@ -191,17 +191,17 @@ class PinnedVersions:
             return None
         return log.since(message.since, self._held(client, message).ranges)
 
-    def _next_logged(self) -> tuple[Session, ToWords] | None:
+    def _next_logged(self) -> tuple[pf.Fetch, ToWords] | None:
         """Return the first fetch that waits for such words."""
         for client, message in self.waiting.values():
             to_words = self._logged(client, message)
             if to_words is not None:
-                return client, to_words
+                return message, to_words
         return None
 
-    def _words_work(self, client: Session, to_words: ToWords) -> tuple[Callable[[], int], Cost]:
+    def _words_work(self, fetch: pf.Fetch, to_words: ToWords) -> tuple[Callable[[], int], Cost]:
         none, values = np.zeros(0, np.float32), self._values.vector
-        version = self.copying = Version(none, none, clock=self._values.clock, of=client.name)
+        version = self.copying = Version(none, none, clock=self._values.clock, of=fetch)
 
         def work() -> int:
             version.memory = version.values = to_words(values)
@@ -222,7 +222,7 @@ class PinnedVersions:
         dtype = version.values.dtype
         ready = [one for one in self.waiting.values() if self._dtype(one[1]) == dtype]
         if version.of is not None:
-            ready = [one for one in self.waiting.values() if one[0].name == version.of]
+            ready = [one for one in self.waiting.values() if one[1] is version.of]
         for client, fetch in ready:
             del self.waiting[client.name]
             sent.append(self._pin(client, fetch, version, now))

@@ -71,6 +71,7 @@ class Session:
     n_beside: int = 0  # clients that were in with it, itself included, when one of them left
     # Pushes, counted on from those of the clients that it found here. Not kept over restarts.
     turn: int = 0
+    dropped: int = 0  # the last push that was dropped, as its positions were applied before
     last_clock: int = 0  # of the values after its last push
 
     @classmethod
@@ -675,6 +676,8 @@ class Sessions:
             floor=floor,
             behind=behind,
         )
+        if client.dropped and client.dropped == client.confirmed:
+            applied = msgspec.structs.replace(applied, dropped=True)
         if self.rounds is not None:
             late = "" if self.rounds.late == client.name else self.rounds.late
             applied = msgspec.structs.replace(applied, late=late)

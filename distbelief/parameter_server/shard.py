@@ -617,6 +617,8 @@ class Shard:
             work, cost = self._commands.stage_work(push)
             return [rl.Compute(name="collect", work=work, cost=cost)]
         client = push.client
+        if self._values.knows(push.push.dealt):
+            client.dropped = push.push.sequence
         replications: list[rl.Action] = []
         n_clients = self._sessions.n_averaged(client, push.push)
         if self._primary.backup is not None:

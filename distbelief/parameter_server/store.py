@@ -257,6 +257,7 @@ class ShardStore:
         # Where data are dealt: positions of the pushes in the values, and of those in progress.
         self.applied = NOTHING
         self._applying = NOTHING
+        self._sets = False  # whether the push in progress sets values
         # Where clients fetch what has changed, or by how much the values have moved.
         self.log: FetchLog | None = None
         fetched = config.policy.fetched
@@ -418,10 +419,9 @@ class ShardStore:
         """
         shard_slice = shard_slice or self.slice_table.whole
         touched = touched or shard_slice
-        is_known = False
-        if dealt is not msgspec.UNSET:
-            is_known = any(known.overlaps(dealt) for known in (self.applied, self._applying))
-            self._applying |= NOTHING if is_known else Spans([dealt])
+        is_known = self.knows(dealt)
+        if dealt is not msgspec.UNSET and not is_known:
+            self._applying |= Spans([dealt])
         if share.weight is not None:
             return self._begin_in_round(pushed, shard_slice, touched, share, adds=not is_known)
         if is_known:
@@ -525,12 +525,23 @@ class ShardStore:
         if share.sets:
             rest = [(buffers, buffer_values), (counters, buffer_values)]
             work = partial(_set, values, [*((one, gradients) for *_, one in updates), *rest])
-        return work if self.log is None else partial(self._noted, work, self.log), cost
+        return self._logged(work, sets=share.sets), cost
 
-    def _noted(self, work: Callable[[], None], log: FetchLog) -> None:
-        before = self.vector.copy()
-        work()
-        log.note(before, self.vector)
+    def _logged(self, work: Callable[[], None], *, sets: bool) -> Callable[[], None]:
+        log = self.log
+        if log is None:
+            return work
+        self._sets = sets
+
+        def logged() -> None:
+            before = self.vector.copy()
+            work()
+            if sets:
+                log.forget()
+            else:
+                log.note(before, self.vector)
+
+        return logged
 
     def _forget(self) -> None:
         if self.log is not None:
@@ -562,6 +573,9 @@ class ShardStore:
         self.clock += 1
         if self.log is not None:
             self.log.end_push()
+        if self._sets:  # as if nothing had been before
+            self._sets = False
+            self._forget()
         applied, self._pushed_slice = self._pushed_slice, self.slice_table.whole
         if applied is None:
             return
@@ -573,6 +587,12 @@ class ShardStore:
             self.applied, self._applying = self.applied | self._applying, NOTHING
         if self._n_held is None:
             self._published.end(clock=self.clock)
+
+    def knows(self, dealt: pf.Dealt) -> bool:
+        """Return whether some of these positions are applied: then a push of them is dropped."""
+        if dealt is msgspec.UNSET:
+            return False
+        return any(known.overlaps(dealt) for known in (self.applied, self._applying))
 
     def drop_round(self) -> None:
         """Drop the round in progress: its pushes are acknowledged nowhere."""

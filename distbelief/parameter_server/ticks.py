@@ -134,6 +134,7 @@ class WorkerTicks:
         self.ended: int | None = None  # of those in; None: not in, or not placed yet
         # The worker that is waited for, and since when.
         self.waits_since: tuple[Address, Seconds] | None = None
+        self._n_samples = 0  # of the last push that had some
         self._samples: int | None = None  # up to the last push, or in the first session
         self._gap_max = 0  # ticks ahead of the slowest
         self._waits: dict[Address, Seconds] = {}  # by the worker it waited for
@@ -197,7 +198,10 @@ class WorkerTicks:
     def pushed(self, samples: int, *, in_session: int) -> dict[str, int]:
         """Return the ticks ended with a push, and the samples in it."""
         before, self._samples = self._samples, samples
-        n_samples = {"n_samples": max(samples - (in_session if before is None else before), 0)}
+        n = max(samples - (in_session if before is None else before), 0)
+        # A push without samples of its own is of what earlier ones held back.
+        self._n_samples = n or self._n_samples
+        n_samples = {"n_samples": self._n_samples}
         if self.ended is None:
             return n_samples
         self.ended += 1

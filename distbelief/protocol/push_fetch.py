@@ -204,6 +204,8 @@ class PushApplied(AnyMessage, frozen=True):
     staleness: Count
     floor: Ticks = msgspec.UNSET
     behind: Name | msgspec.UnsetType = msgspec.UNSET
+    # Its dealt positions were applied before, so the push was dropped, with what else was in it.
+    dropped: Literal[True] | msgspec.UnsetType = msgspec.UNSET
     late: Name | msgspec.UnsetType = msgspec.UNSET  # whose push the round waited for; "": nobody's
 
 

@@ -23,7 +23,7 @@ import torch
 from typing_extensions import override
 
 from distbelief.core.arguments import checked
-from distbelief.core.errors import JobError
+from distbelief.core.errors import JobError, PeerLostError
 from distbelief.core.formatting import nearest
 from distbelief.serve.address import ServerAddress, Tensors
 from distbelief.serve.server_loop import ELSEWHERE, ServerLoop, is_of_model, number_of_samples
@@ -202,7 +202,13 @@ class DownpourSGD(ServerLoop, torch.optim.Optimizer):
             if push is not None and not self._fetches_ahead:
                 self._issue(push)
             if pace.fetches_before(self._n_steps + 1):
-                self._fetch_and_repeat()
+                try:
+                    self._fetch_and_repeat()
+                except PeerLostError:
+                    # What is staged must go out, or nothing is ever staged again.
+                    if push is not None and self._fetches_ahead:
+                        self._issue(push)
+                    raise
             else:
                 self._state.descend(gradients, self._rates())
             self._n_steps += 1
@@ -225,7 +231,8 @@ class DownpourSGD(ServerLoop, torch.optim.Optimizer):
             self._await_pushes()
             self._step_out()
             self._state.hold()
-            self._fetch(self._session.values)  # what is under way may be older than the last push
+            # What is under way may be older than the last push.
+            self._fetch(self._session.values, exact=True)
             self._state.merge(contains_pushes=True)
             self._is_fetching = False
         self._note_versions()

@@ -155,6 +155,7 @@ class ServerLoop:
         values = in_order(state, self._names, tensors, user=user)
         with torch.no_grad(), self._session.background:
             self._settle()
+            self._session.client.forget_rest()
         set_values(
             values, self._address, user=user, timeout_seconds=self._timeout_seconds, keys=self._keys
         )
@@ -271,7 +272,7 @@ class ServerLoop:
         state, client = self._state, self._session.client
         touched = state.touched if state.n_unsent else None
         draft = client.draft(fetched_clocks=clocks, touched=touched, is_last=is_last)
-        state.put_into(draft)
+        state.put_into(draft, is_rest=not state.n_unsent)
         n_gradients, outcome = state.n_unsent, draft.finish()
         return lw.StagedPush(outcome=outcome, n_gradients=n_gradients, samples=self._samples)
 

@@ -79,7 +79,9 @@ def make_view(
 
 def _encoded(workers: Sequence[RoleRecord], before: Mapping[str, float]) -> dict[str, float]:
     """Return how much smaller encoded pushes are, and what of them is held back, or lost."""
-    lost = before.get("residual_lost", 0.0) + sum(one.past.get("residual", 0.0) for one in workers)
+    # What a former run held back at its end was dropped with its replicas.
+    lost = before.get("residual_lost", 0.0) + before.get("residual", 0.0)
+    lost += sum(one.past.get("residual", 0.0) + one.total("residual_lost") for one in workers)
     clipped = before.get("clipped", 0.0) + sum(one.total("clipped") for one in workers)
     held = 0.0
     for record in workers:

@@ -44,6 +44,7 @@ _SUMMED = (
     "words_pushed",
     "clipped",
     "residual",
+    "residual_lost",
 )
 
 

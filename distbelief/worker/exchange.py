@@ -497,9 +497,15 @@ class ExchangeState:
         items |= {*self.buffers.all}
         return [value if item in items else None for item, value in enumerate(self._values)]
 
-    def put_into(self, draft: Draft) -> None:
-        """Put into a draft what a push has; `staged` follows."""
+    def put_into(self, draft: Draft, *, is_rest: bool = False) -> None:
+        """Put into a draft what a push has; `staged` follows.
+
+        Nothing but buffers if it is of the rest that a codec has held back.
+        """
         buffers = self.buffers.to_push()
+        if is_rest:
+            draft.put_each(buffers)
+            return
         if self._local_steps is None:
             draft.put_each(dict(self._sum.changes()) | buffers)
             return
@@ -507,10 +513,10 @@ class ExchangeState:
             for item, change in changes:  # one difference at a time is in memory
                 draft.put(item, change)
 
-    def staged(self, *, finite: bool = True) -> None:
+    def staged(self, *, finite: bool = True, is_rest: bool = False) -> None:
         """All that was put is pushed. If it is refused, local steps are taken back."""
         self._sum.drop()
-        if self._local_steps is not None:
+        if self._local_steps is not None and not is_rest:
             self._local_steps.pushed(finite=finite)
         if finite:
             self.buffers.pushed()

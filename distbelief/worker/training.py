@@ -49,6 +49,7 @@ from distbelief.worker.steps import LocalNorm
 
 
 PUSH: Final = "replica:push"
+N_LAST_MAX: Final = 2
 N_SKIPPED_MAX: Final = 128  # ends of skipped spans in a report
 
 
@@ -351,7 +352,7 @@ class Training(Program):
         self._step: Step | None = None
         self._push_due = False
         self._staging = False
-        self._sends_rest = True  # once in a generation, at its end
+        self._n_last = 0  # pushes at the end of this generation; the first may be refused
         self._bad = BadGradients(config, self.counters)
 
     @property
@@ -407,7 +408,7 @@ class Training(Program):
         if not self._position:
             self._progress.begun_at = now
         self._position = position
-        self._sends_rest = True
+        self._n_last = 0
         if self._dealt is not None:
             self._dealt.begin()
         if self._exchange.pace.sends_delta and position:
@@ -535,9 +536,14 @@ class Training(Program):
     @property
     def _owes(self) -> bool:
         """Whether something is accrued that is not pushed yet, or was held back by a codec."""
-        if self._client.owes_rest and self._sends_rest:
+        if self._owes_rest:
             return True
         return self._exchange.n_unsent > 0 and (self._carries_all or self._push_due)
+
+    @property
+    def _owes_rest(self) -> bool:
+        """Whether a last push is still to send what a codec has held back."""
+        return self._client.owes_rest and self._n_last < N_LAST_MAX
 
     @property
     def _carries_all(self) -> bool:
@@ -680,7 +686,7 @@ class Training(Program):
         """Return whether to stage what has accrued: every shard has a free slot for it."""
         if final and not self._push_due:
             self._end_last_push()
-            self._push_due = self._push_due or (self._client.owes_rest and self._sends_rest)
+            self._push_due = self._push_due or self._owes_rest
         # The values fetched after a push of local steps contain it, and so none after it.
         # A replica without any further step to take begins no fetch, and its push is waited for.
         is_last = final or (self._dealt is not None and self._dealt.plan.is_read)
@@ -698,7 +704,7 @@ class Training(Program):
 
     def _push(self, steps: Steps, *, is_last: bool) -> Waiting[None]:
         self._push_due, self._staging = False, True
-        self._sends_rest = self._sends_rest and not is_last
+        self._n_last += is_last
         n_copies = 6.0 if self._exchange.pace.sends_delta else 2.0
         n_copies += 4.0 if self._client.encodes else 0.0
         cost = Cost(n_bytes=n_copies * self._items.n_bytes)
@@ -786,11 +792,13 @@ class Training(Program):
         clocks, touched = exchange.push_facts(self._client.clocks, trained=self._items.trained)
         draft = self._client.draft(fetched_clocks=clocks, touched=touched, is_last=is_last)
 
+        is_rest = not exchange.n_unsent
+
         def stage() -> PushResult:
-            exchange.put_into(draft)
+            exchange.put_into(draft, is_rest=is_rest)
             result = draft.finish()
             # Only the push buffers hold the sum now: no gradient is pushed twice (DB-8).
-            exchange.staged(finite=result.finite)
+            exchange.staged(finite=result.finite, is_rest=is_rest)
             return result
 
         return stage

@@ -525,6 +525,11 @@ class ParameterClient:
         """Whether a last push would send something that was held back so far."""
         return self._residuals is not None and self._residuals.is_owed
 
+    def forget_rest(self) -> None:
+        """Drop what is held back: the shards' values were set."""
+        if self._residuals is not None:
+            self._residuals.forget([*self._links])
+
     @property
     def unacknowledged(self) -> int:
         # Every shard was sent the same pushes.
@@ -548,14 +553,19 @@ class ParameterClient:
         if not self.can_push:
             raise LocalProtocolError("draft while not can_push: wait until it is")
         clocks = self.clocks if fetched_clocks is None else fetched_clocks
+        # The last one also has what is held back of tensors without a gradient.
+        is_rest = is_last and self.owes_rest
         self._staging = [
             # The gradients may be older than a restart that lowered the shard's clock.
-            link.pushing.stage_target(fetched_clock=min(clock, link.clock), touched=touched)
+            link.pushing.stage_target(
+                fetched_clock=min(clock, link.clock), touched=None if is_rest else touched
+            )
             for link, clock in zip(self._links.values(), clocks, strict=True)
         ]
         encode = None
         if self._residuals is not None:
             sequence = max(one.push.sequence for one in self._staging)
+            touched = None if is_rest else touched
             encode = partial(self._residuals.encode, sequence, is_last=is_last, touched=touched)
         return PushDraft(self._staging, self._specs, encode)
 
@@ -660,7 +670,8 @@ class ParameterClient:
         Bytes count blocks and copies to and from shared memory. Where workers wait for each other,
         `clock_gap` is how many ticks this one is ahead of the slowest (`clock_gap_max`: has been),
         `waits_NAME` how many seconds it waited for that worker. Of encoded pushes: `residual` is
-        the sum of the sizes of what is held back, `clipped` of what the codec has cut off and lost,
+        the sum of the sizes of what is held back (`residual_lost`: was, and was dropped as samples
+        are dealt again), `clipped` of what the codec has cut off and lost,
         `words` those of the last push (`words_max`: of any), `words_pushed` of all for the
         `numbers_pushed`, `compression` their ratio, `tau` the smallest size that the last one sent.
         """

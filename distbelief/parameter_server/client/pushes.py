@@ -30,7 +30,7 @@ from distbelief.core.vectors import Vector, n_blocks
 from distbelief.parameter_server.client.primary import ShardMemory
 from distbelief.parameter_server.client.residuals import EncodedPush, Residuals
 from distbelief.parameter_server.layout import PartialView, TensorSpec
-from distbelief.parameter_server.lost_pushes import Lost, lost_after
+from distbelief.parameter_server.lost_pushes import Lost, lost_after, n_lost
 from distbelief.parameter_server.pushed import N_PUSH_BUFFERS, PushBuffers, push_block
 from distbelief.parameter_server.shard_config import ClientConfig
 from distbelief.parameter_server.tensor_copies import TensorCopier
@@ -76,6 +76,7 @@ class ShardPush:
         # each incarnation of the client.
         self.lost: Lost = ()
         self.clock = 0  # the newest known clock of the current primary
+        self._is_dealt = False  # the last push was of dealt samples
         self.bytes_out = 0  # of sent blocks and filled buffers
 
     def start(self, first_sequence: int) -> None:
@@ -101,8 +102,10 @@ class ShardPush:
             self._first_clock = self.clock = opened.clock
         self.clock = max(self.clock, opened.clock)
         self._settle(opened.watermark)
-        n_settled = self._n_issued - len(self.in_flight)
+        n_settled, n_before = self._n_issued - len(self.in_flight), n_lost([self.lost])
         self.lost = lost_after(self.lost, seen=n_settled, kept=opened.applied)
+        if self._is_dealt and n_lost([self.lost]) > n_before:
+            self._forget_rest()
         self._push_buffers = self._memory.push_buffers
         self._by_blocks = self._push_buffers is None
         if self._push_buffers is None:
@@ -150,6 +153,7 @@ class ShardPush:
         self.issued += 1
         self._n_issued += 1
         push, values = msgspec.structs.replace(staged.push, **counts), staged.values
+        self._is_dealt = push.dealt is not msgspec.UNSET
         if encoded is not None:
             values = encoded.words[self._index]
             push = msgspec.structs.replace(push, form=encoded.form, n_words=len(values))
@@ -177,7 +181,14 @@ class ShardPush:
             return False
         self._settle(message.sequence)
         self.clock = max(self.clock, message.clock)
+        if message.dropped is not msgspec.UNSET:
+            self._forget_rest()
         return True
+
+    def _forget_rest(self) -> None:
+        # Samples of lost pushes are dealt again, and what is held back has some of them already.
+        if self._residuals is not None:
+            self._residuals.forget([self._index])
 
     def again(self) -> list[pf.PushBlock | pf.Push]:
         """Return the messages to repeat after a while without an answer."""

@@ -13,7 +13,7 @@ The last push of an orderly end is of bfloat16: at most 2^-9 of each number is l
 (from 83.9 to 40.6 % of digits right, where tau was too small). It is left, and counted.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -78,6 +78,7 @@ class Figures:
     """Of one client; sums over its shards."""
 
     residual: float = 0.0  # sum of sizes of what is not sent yet
+    lost: float = 0.0  # of what was held back, and dropped
     clipped: float = 0.0  # sum of sizes of what a codec has cut off, and is lost
     tau: float = 0.0  # the smallest size that the last push sent, or its step; 0: none
     n_words: int = 0  # of the last push
@@ -88,6 +89,7 @@ class Figures:
     def counters(self) -> dict[str, float]:
         return {
             "residual": self.residual,
+            "residual_lost": self.lost,
             "clipped": self.clipped,
             "tau": self.tau,
             "words": float(self.n_words),
@@ -103,11 +105,13 @@ class Residuals:
     """Runs in the compute executor, but for `figures`."""
 
     def __init__(self, codec: Codec, view: PartialView) -> None:
+        warm_up()
         self._codec, self._view = codec, view
         self._last = codec if isinstance(codec, Bfloat16 | Threshold) else Bfloat16()
         self._pieces = view.placed_parameters()
         self._history = History()
         self._shards = {index: _shard(codec, held) for index, held in view.slices.items()}
+        self._forgotten: set[int] = set()  # shards of which nothing is held back any more
         self._is_flushed = True  # nothing is held back that a last push would send
         self.figures = Figures()
 
@@ -118,7 +122,19 @@ class Residuals:
     @property
     def is_owed(self) -> bool:
         """Whether something is held back that a last push would send."""
-        return bool(self.figures.residual) and not self._is_flushed
+        is_all = self._forgotten == self._shards.keys()
+        return bool(self.figures.residual) and not (self._is_flushed or is_all)
+
+    def forget(self, shards: Iterable[int]) -> None:
+        """Drop what is held back for these shards, before the next push; in the role's thread."""
+        self._forgotten |= {*shards}
+
+    def _drop_forgotten(self) -> None:
+        while self._forgotten:
+            one = self._shards[self._forgotten.pop()]
+            rest = one.residual[: one.n_parameters]
+            self.figures.lost += _sum_of_sizes(rest)
+            rest[:] = 0
 
     def encode(
         self, sequence: int, *, is_last: bool, touched: Sequence[object | None] | None
@@ -128,8 +144,7 @@ class Residuals:
         Return the tensors of which the sum is not finite, if there are some: then nothing is sent
         and nothing is added. Tensors that are not `touched` are held back as they are.
         """
-        if not self.figures.n_numbers:
-            warm_up()
+        self._drop_forgotten()
         sums = {index: one.staging[: one.n_parameters] for index, one in self._shards.items()}
         are_finite = [
             accumulate(one.residual[: one.n_parameters], sums[index])

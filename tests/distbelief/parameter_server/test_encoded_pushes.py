@@ -205,6 +205,72 @@ def test_tensors_without_a_gradient_stay_and_so_does_what_is_held_back_of_them(
     assert not torch.equal(after[2], before[2])
 
 
+def test_the_last_push_has_what_is_held_back_of_tensors_without_a_gradient() -> None:
+    """Regression: it was left, and counted as sent."""
+    bench = encoding(TopK(share=0.01), 2)
+    start_at_zero(bench, policy=ExchangePolicy())
+    bench.settle()
+    gradient = whole(1, SPECS)
+    push(bench, gradient)
+    bench.settle()
+    client, zeros = bench.client(), [torch.zeros(spec.n_elements) for spec in SPECS]
+    draft = client.draft(touched=[None, *zeros[1:]], is_last=True)
+    outcome = draft.put_all([None, *zeros[1:]], zeros)
+    bench.perform(CLIENT, client.staged(outcome, n_gradients=0, samples=3, now=bench.now))
+    bench.settle()
+    assert client.counters()["residual"] < 0.01 * sum(float(one.abs().sum()) for one in gradient)
+
+
+@pytest.mark.parametrize("rounds", [None, Round()])
+def test_a_push_of_what_was_held_back_counts_as_the_one_before(rounds: Round | None) -> None:
+    """Regression: it had no samples, so with weight = "samples" it was multiplied by 0."""
+    policy = ExchangePolicy(send="delta", staleness=0, round=rounds, weight="samples")
+    layout = Layout.of(SPECS, n_shards=2)
+    bench = Bench(layout=layout, memory=PrivateMemory(host=""))
+    start_at_zero(bench, policy=policy)
+    bench.add_client(config=config_of(TopK(share=0.01)))
+    bench.settle()
+    client, gradient = bench.client(), whole(1, SPECS)
+    zeros = [torch.zeros(spec.n_elements) for spec in SPECS]
+    for samples, given, is_last in ((8, gradient, False), (8, zeros, True)):
+        bench.perform(CLIENT, client.enter(bench.now, staleness=0))
+        bench.settle()
+        outcome = client.draft(is_last=is_last).put_all(given, zeros)
+        actions = client.staged(outcome, n_gradients=1, samples=samples, now=bench.now)
+        bench.perform(CLIENT, actions)
+        bench.settle()
+    assert client.unacknowledged == 0
+    assert (served(bench)[2] + gradient[2]).abs().max() <= 0.01
+    assert client.counters()["residual"] < 0.01 * float(gradient[2].abs().sum())
+
+
+def test_what_is_held_back_is_dropped_and_counted_when_its_samples_are_dealt_again() -> None:
+    """A shard knows positions of a push, and drops it with all that was in it."""
+    bench = bench_of()
+    config = ShardConfig(index=0, layout=bench.layout, rule=ONE, deals=True)
+    size = bench.layout.shard_size(0)
+    bench.start(
+        SHARD, Shard(config, memory=bench.memory, initialise=partial(np.zeros, size, np.float32))
+    )
+    bench.add_client(config=config_of(TopK(share=0.01)))
+    bench.settle()
+    client, gradient = bench.client(), whole(1, SPECS)
+    for dealt in ((0, 8), (8, 16), (8, 16)):
+        outcome = client.draft().put_all(gradient, gradient)
+        bench.perform(
+            CLIENT, client.staged(outcome, n_gradients=1, samples=8, now=bench.now, dealt=dealt)
+        )
+        bench.settle()
+        held = client.counters()["residual"]
+    before = served(bench)
+    push(bench, gradient)
+    bench.settle()
+    assert client.counters()["residual_lost"] == held
+    assert (served(bench)[2] - before[2] + gradient[2] - residual_of(bench)[2]).abs().max() == 0
+    client.forget_rest()  # the values are set
+    assert not client.owes_rest
+
+
 # --- nothing is pushed that is not finite ---
 
 

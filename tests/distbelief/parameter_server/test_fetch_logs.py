@@ -371,6 +371,59 @@ def test_a_round_moves_once() -> None:
     assert [store.clock for store in stores(bench)] == [8, 8]
 
 
+@pytest.mark.parametrize("policy", [CHANGED, MOVED], ids=["changed", "moved"])
+def test_values_that_are_set_are_what_all_get(policy: ExchangePolicy) -> None:
+    """Regression: shards moved towards them by what 4 bits can say."""
+    bench = bench_of(2, policy=policy)
+    bench.add_client(Address("setter"))
+    bench.settle()
+    for seed in range(2):
+        push(bench, noise(seed, bench.layout))
+        bench.settle()
+    fetch(bench)
+    setter, values = bench.client(Address("setter")), noise(7, bench.layout)
+    outcome = setter.draft().put_all(values, values)
+    actions = setter.staged(outcome, n_gradients=0, samples=0, now=bench.now, sets=True)
+    bench.perform(Address("setter"), actions)
+    bench.settle()
+    assert_same(served(bench), values)
+    assert_same(fetch(bench), values)
+    for store in stores(bench):
+        assert store.settled.tobytes() == store.vector.tobytes()
+    push(bench, sparse(3))
+    bench.settle()
+    assert_same(fetch(bench), served(bench))
+
+
+@pytest.mark.parametrize("n_elements", [0, 1, 64])
+def test_a_log_of_few_elements_ends(n_elements: int) -> None:
+    """Regression: a shard without elements ended with IndexError."""
+    log = MoveLog(Int4(), n_elements, n_gradient=n_elements)
+    values = np.zeros(n_elements, np.float32)
+    for _ in range(3):
+        log.note(values.copy(), values)
+        log.end_push()
+    log.since(1, None)
+
+
+def test_a_second_incarnation_gets_words_of_its_own() -> None:
+    """Regression: words that were made for the fetch of its former one went to it."""
+    bench = bench_of()
+    fetch(bench)
+    push(bench, sparse(1), OTHER)
+    bench.settle()
+    bench.begin_fetch()
+    bench.pass_messages()  # the words are being made
+    bench.add_client(CLIENT, config=ClientConfig.of(CHANGED))
+    bench.pass_messages()
+    bench.begin_fetch()
+    bench.settle()
+    bench.advance(3.0)
+    found = [torch.full((spec.n_elements,), torch.nan) for spec in SPECS]
+    assert bench.install(found).torn == ()
+    assert_same(found, served(bench))
+
+
 def test_a_checkpoint_has_what_was_held_back_and_all_go_on_from_there() -> None:
     bench = bench_of(policy=MOVED)
     for seed in range(3):
