@@ -38,7 +38,7 @@ def compiled(kernel: Callable[Taken, Given]) -> Callable[Taken, Given] | None:
 def warm_up() -> None:
     """Compile the kernels, or load them from numba's cache; do nothing where there is no numba.
 
-    This takes seconds. Other threads may encode and decode meanwhile.
+    This takes seconds, and 150 MB of memory. Other threads may encode and decode meanwhile.
     """
     try:
         import numba  # noqa: PLC0415 -- an extra, and slow to import
