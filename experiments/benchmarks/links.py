@@ -25,7 +25,6 @@ and backward of each step; its optimizer, and all that is sent, are real.
     bfloat16           `DownpourSGD` with bfloat16 both ways
     threshold, top_k   the same with steps of one size, for 0.1 to 0.2 % of the elements, and with
                        the largest 1 %; what has changed is fetched
-    ddp_powersgd       ddp with torch's PowerSGD hook, rank 1
 
 Loops of `exchange` begin an equal share of an exchange apart (4 that push at the same moment would
 wait for the server's card together). At 100 Mbit/s the last six run at once, each with a switch of
@@ -114,18 +113,7 @@ CASES: Final[Mapping[str, Case]] = {
         n_loops=4,
         bits_per_second=1e9,
         every=1,
-        heats=[
-            [name]
-            for name in (
-                "alone",
-                *SPARSE,
-                "bfloat16",
-                "downpour",
-                "ddp",
-                "ddp_fp16",
-                "ddp_powersgd",
-            )
-        ],
+        heats=[[name] for name in ("alone", *SPARSE, "bfloat16", "downpour", "ddp", "ddp_fp16")],
     ),
 }
 SMALL: Final = {  # with a tiny net

@@ -38,7 +38,8 @@ def compiled(kernel: Callable[Taken, Given]) -> Callable[Taken, Given] | None:
 def warm_up() -> None:
     """Compile the kernels, or load them from numba's cache; do nothing where there is no numba.
 
-    This takes seconds, and 150 MB of memory. Other threads may encode and decode meanwhile.
+    The first call takes seconds, and 150 MB of memory; other threads may encode and decode
+    meanwhile.
     """
     try:
         import numba  # noqa: PLC0415 -- an extra, and slow to import
@@ -66,6 +67,8 @@ def warm_up() -> None:
     }
     options = {"nogil": True, "error_model": "numpy"}
     for kernel, signature in signatures.items():
+        if kernel in _COMPILED:
+            continue
         try:
             _COMPILED[kernel] = numba.njit(signature, cache=True, **options)(kernel)
         except RuntimeError:  # there is no folder for a cache

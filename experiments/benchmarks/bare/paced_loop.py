@@ -19,7 +19,6 @@ import torch
 from torch import distributed, nn
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
-from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
@@ -158,9 +157,6 @@ def training(setting: Setting, rank: int) -> Iterator[tuple[Step, Step]]:
                 ddp = DistributedDataParallel(net)
                 if name == "ddp_fp16":
                     ddp.register_comm_hook(None, fp16_compress_hook)
-                if name == "ddp_powersgd":
-                    powersgd = PowerSGDState(None, start_powerSGD_iter=2)
-                    ddp.register_comm_hook(powersgd, powerSGD_hook)
 
                 def compute() -> None:
                     ddp().backward()

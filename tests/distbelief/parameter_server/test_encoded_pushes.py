@@ -254,7 +254,7 @@ def test_what_is_held_back_is_dropped_and_counted_when_its_samples_are_dealt_aga
     )
     bench.add_client(config=config_of(TopK(share=0.01)))
     bench.settle()
-    client, gradient = bench.client(), whole(1, SPECS)
+    client, gradient, held = bench.client(), whole(1, SPECS), 0.0
     for dealt in ((0, 8), (8, 16), (8, 16)):
         outcome = client.draft().put_all(gradient, gradient)
         bench.perform(

@@ -1,6 +1,7 @@
 """What a worker keeps, pushes, holds and takes back; when a replica waits."""
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -238,3 +239,26 @@ def test_what_gets_no_gradient_is_not_touched() -> None:
     assert [one is not None for one in touched] == [True, False]
     exchange.add({1: torch.ones(2)})
     assert exchange.push_facts((5,), trained={0, 1}) == ((3,), None)
+
+
+def test_a_push_of_what_a_codec_held_back_has_no_step_in_it() -> None:
+    """Regression: it also pushed the local steps that a Stop had dropped, which are dealt again."""
+    values, pushed_ = [torch.ones(2)], dict[int, torch.Tensor]()
+    view = PartialView(Layout.of([TensorSpec(name="a", shape=(2,))], n_shards=1))
+    inner = InnerOptimizer({"name": "SGD", "lr": 1.0}, {0: values[0]})
+    pace = Pace(sends_delta=True, n_push=8)
+    exchange = ExchangeState(values, view, pace, trained=[0], inner=inner)
+    exchange.add({0: torch.ones(2)})
+    exchange.count((3,))
+    exchange.discard()
+    assert exchange.push_facts((5,), trained={0}) == ((5,), None)
+
+    class Draft:
+        def put(self, index: int, tensor: torch.Tensor) -> None:
+            pushed_[index] = tensor
+
+        def put_each(self, tensors: Mapping[int, torch.Tensor]) -> None:
+            pushed_.update(tensors)
+
+    exchange.put_into(Draft(), is_rest=True)
+    assert not pushed_

@@ -247,6 +247,15 @@ def test_they_need_no_folder_for_a_cache(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.usefixtures("_cold")
+def test_they_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    numba = fake_numba(disabled=False)
+    monkeypatch.setitem(sys.modules, "numba", numba)
+    kernels.warm_up()
+    numba.njit = None
+    kernels.warm_up()
+
+
+@pytest.mark.usefixtures("_cold")
 def test_numpy_does_the_work_without_numba_or_where_it_would_not_compile(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
