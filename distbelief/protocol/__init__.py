@@ -2,7 +2,8 @@
 
 One module for each pair of roles: `membership` (supervisor and roles), `push_fetch`
 (client and shard), `replication` (the two copies of a shard), `batch` (coordinator, shards
-and batch workers), `groups` (the ranks of one replica), `hosts` (supervisor and hosts).
+and batch workers), `groups` (the ranks of one replica), `ring` (replicas that sum gradients),
+`hosts` (supervisor and hosts).
 Each message says "sender -> receiver: purpose". Headers are small and typed; arrays
 travel beside them, raw (`codec`). Roles declare which messages they accept; the drivers
 refuse all others (`role`: events in, actions out).
@@ -20,6 +21,7 @@ from distbelief.protocol.hosts import *
 from distbelief.protocol.membership import *
 from distbelief.protocol.push_fetch import *
 from distbelief.protocol.replication import *
+from distbelief.protocol.ring import *
 
 
 MESSAGES = tuple(AnyMessage.__subclasses__())

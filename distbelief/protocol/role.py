@@ -289,6 +289,7 @@ _COORDINATOR: Final = "coordinator"
 ORDERS: Final[Mapping[type, tuple[str, ...]]] = {
     **dict.fromkeys((wire.Promote, wire.Peers, wire.HeartbeatAck, wire.Evaluate), (SUPERVISOR,)),
     **dict.fromkeys((wire.Assignments, wire.Release, wire.FileChunk), (SUPERVISOR,)),
+    wire.RingMembers: (SUPERVISOR,),
     **dict.fromkeys((wire.StartTraining, wire.SaveCheckpoint), (SUPERVISOR, _COORDINATOR)),
     wire.Stop: (SUPERVISOR, _COORDINATOR, USER),
     **dict.fromkeys((wire.ShardCommand, wire.Assignment), (_COORDINATOR,)),

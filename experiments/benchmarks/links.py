@@ -12,6 +12,7 @@ and backward of each step; its optimizer, and all that is sent, are real.
     straggler        4 loops, of which the last sleeps five times as long; a tiny net
     int4_100mbit_4   4 loops, and a server at 100 Mbit/s for all of them; 64 steps per exchange
     sparse_1gbit_4   4 loops and their server at 1 Gbit/s each; an exchange in each step
+    ring             2 and 4 hosts at 1 Gbit/s that sum a vector as long as the net; no loop
 
     alone              sends nothing
     exchange           `Exchange`, numbers="bfloat16"
@@ -35,6 +36,7 @@ Not in `make bench`: only root may make network namespaces.
     CASE_fewer_NAME    bytes per sample of `downpour`, over those of NAME
     own_loop_1gbit     seconds of a step, over those in which the link carries the net one way
     NAME_over_ddp      steps per second of threshold or top_k, over those of ddp
+    ring_over_ddp_N    of N hosts: seconds of gloo's all-reduce, as DDP uses it, over our ring's
 """
 
 import argparse
@@ -42,7 +44,7 @@ import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -64,6 +66,8 @@ SERVER_BITS: Final = 1e9
 OURS: Final = ("exchange", "exchange_float32", "downpour", *SERVED)
 LOCAL: Final = ("exchange", "exchange_float32", "int4", "torch_local_sgd", "torchft_diloco")
 SPARSE: Final = ("threshold", "top_k")
+RING: Final = "ring"
+N_IN_RING: Final = (2, 4)
 ASYNCHRONOUS: Final = (*OURS, "alone")  # in the first period less is under way than later
 N_ALONE: Final = 16  # steps of a period of `alone`
 N_STRAGGLING: Final = 5 * 64  # of the fast loops beside a slow one
@@ -118,7 +122,7 @@ CASES: Final[Mapping[str, Case]] = {
 }
 SMALL: Final = {  # with a tiny net
     "step_seconds": 0.005,
-    "only": ["local_100mbit"],
+    "only": ["local_100mbit", RING],
     "without": ["exchange_float32", "torch_local_sgd", "torchft_diloco", "ddp_fp16"],
 }
 
@@ -248,6 +252,40 @@ def results_of(
     return results, failures
 
 
+def _ring(options: argparse.Namespace, folder: Path) -> dict[str, float]:
+    """Let rings and gloo take turns; return how many times as long gloo takes."""
+    n_numbers = 100_000 if options.small else N_PARAMETERS
+    figures: dict[str, float] = {}
+    for n in N_IN_RING:
+        with switched(n, bits_per_second=SERVER_BITS) as lan, ExitStack() as stack:
+            contestants = [
+                stack.enter_context(_summing(kind, n_numbers, lan, folder))
+                for kind in (RING, "gloo")
+            ]
+            for one in measurement.turns(contestants, n_rounds=options.periods):
+                one.turn()
+            ring, gloo = contestants
+            figures[f"ring_over_ddp_{n}"] = gloo.step.median / ring.step.median
+            rows = {one.name: one.row() for one in contestants}
+            measurement.show(f"{RING}: {n} hosts sum {n_numbers:,} numbers", rows)
+    return figures
+
+
+def _summing(kind: str, n_numbers: int, lan: Lan, folder: Path) -> Workers:
+    n, own = len(lan.hosts), folder / f"{kind}-{len(lan.hosts)}"
+    own.mkdir()
+    programs = [
+        module(
+            "bare.ring",
+            *(kind, n_numbers, rank, n, host.address, own),
+            host=host,
+            environment={"GLOO_SOCKET_IFNAME": INTERFACE},
+        )
+        for rank, host in enumerate(lan.hosts)
+    ]
+    return Workers(kind, programs, own)
+
+
 def _compared(name: str, results: Mapping[str, Result]) -> dict[str, float]:
     """Return the share of steps, and by how many times bytes are fewer."""
     found, one = {}, results[name]
@@ -271,7 +309,7 @@ def _cells(name: str, results: Mapping[str, Result]) -> dict[str, str]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--only", action="append", choices=list(CASES))
+    parser.add_argument("--only", action="append", choices=[*CASES, RING])
     parser.add_argument("--without", nargs="+", default=[], help="contestants to leave out")
     parser.add_argument("--periods", type=int, default=3, help="that are measured of each")
     parser.add_argument("--step-seconds", type=float, default=0.2, help="slept in each step")
@@ -280,7 +318,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if (why := obstacle()) is not None:
         raise SystemExit(why)
     figures: dict[str, float] = {}
-    for key in options.only or CASES:
+    for key in options.only or [*CASES, RING]:
+        if key == RING:
+            with TemporaryDirectory(prefix="links-") as folder:
+                figures |= _ring(options, Path(folder))
+            continue
         case = CASES[key]
         heats = [[name for name in heat if name not in options.without] for heat in case.heats]
         case = replace(case, heats=heats)

@@ -15,6 +15,7 @@ from distbelief.supervisor.supervisor import Supervisor
 from distbelief.worker.loop_worker import LoopWorker
 from distbelief.worker.rank import Rank
 from distbelief.worker.replica import Replica
+from distbelief.worker.ring import Ring
 from sandblaster.coordinator.coordinator import Coordinator
 from sandblaster.warm_start_worker import WarmStartWorker
 from sandblaster.worker import ChunkProgram
@@ -43,7 +44,8 @@ class OnlyStop:
 
 def test_each_message_is_accepted_by_some_role_and_no_role_accepts_all() -> None:
     accepted = frozenset().union(*(role.accepts for role in ROLES))
-    assert accepted | Rank.accepts | ChunkProgram.accepts == rl.ALL_MESSAGES
+    parts = Rank.accepts | ChunkProgram.accepts | Ring.accepts
+    assert accepted | parts == rl.ALL_MESSAGES
     assert frozenset(get_args(Message)) == rl.ALL_MESSAGES
     assert all(role.accepts < rl.ALL_MESSAGES for role in ROLES)
     assert all(Stop in role.accepts for role in ROLES)  # any role can be asked to end

@@ -69,7 +69,7 @@ FIGURES: dict[str, set[str]] = {
     "lan": {"beyond_downpour", "beyond_worst", "shards_2", "forecast_error"},
     "links": {
         *(f"local_100mbit_share_{name}" for name in ("exchange", "downpour", "ddp")),
-        "local_100mbit_fewer_exchange",
+        *("local_100mbit_fewer_exchange", "ring_over_ddp_2", "ring_over_ddp_4"),
     },
     "model_parallel": {
         *("speech_bs64", "speech_bs256", "speech_bs256_over_two_threads", "image"),
