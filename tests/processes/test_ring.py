@@ -1,5 +1,6 @@
 """Replicas of real processes that sum their gradients over a ring."""
 
+import signal
 from functools import partial
 from pathlib import Path
 
@@ -47,7 +48,7 @@ def test_hv3_a_ring_survives_a_death_and_an_interrupted_run_goes_on(folder: Path
         command.kill("shard-1")
         poll(partial(has_restarted, command, "shard-1"))
         command.trains(1000)
-        command.signal(2)
+        command.signal(signal.SIGINT)
         assert command.wait() == 130, command.output
     first = command.summary()
     goal = sets(f"stop.samples={first['samples'] + 2000}")

@@ -30,7 +30,7 @@ def lists_in(actions: Sequence[Action]) -> list[tuple[str, int, list[tuple[str, 
 def passed(desk: Desk, generation: int = 0) -> list[tuple[str, int, list[tuple[str, int]]]]:
     """Let half a second pass, in which all replicas say which generation they know."""
     for name in NAMES:
-        desk.beat(name, **{GENERATION: float(generation)})
+        desk.beat(name, "busy", **{GENERATION: float(generation)})
     return lists_in(desk.pass_time(0.25))
 
 
