@@ -56,6 +56,7 @@ class Facts:
     codec: "Codec | None" = None  # of pushes
     # From the number of samples: how they are dealt. None: each replica has a part of its own.
     epochs: "Callable[[int], Epochs] | None" = None
+    in_ring: bool = False  # replicas talk to each other
     epoch_share: float = 1.0  # of an epoch of dealt samples; what is left then is not waited for
     # From the number of samples done, n_samples and n_replicas: the steps of replica 0 alone that
     # are left.

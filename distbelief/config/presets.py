@@ -51,7 +51,7 @@ PRESETS: Final[Mapping[str, Table]] = {
     },
     "horovod": {
         "rule": {"name": "sgd", "learning_rate": 0.1},
-        "exchange": {"staleness": 0, "round": {}, "weight": "mean"},
+        "exchange": {"staleness": 0, "round": {}, "weight": "mean", "route": "ring"},
     },
     "strom": {
         "rule": {"name": "sgd", "learning_rate": 0.1},
@@ -94,7 +94,7 @@ ABOUT: Final[Mapping[str, str]] = {
     "diloco": "Rounds of local steps, whose mean is an outer gradient (Douillard et al. 2023).",
     "decoupled-diloco": "Rounds that three of four replicas close; the others get 2 s.",
     "dl4j-averaging": "Parameters are averaged every 5 steps, inner state is not (DL4J on Spark).",
-    "horovod": "One mean gradient of all replicas per step (Sergeev & Del Balso 2018).",
+    "horovod": "One mean gradient of all replicas per step, by a ring (Sergeev & Del Balso 2018).",
     "strom": "Gradients as steps of one size, where they reach it; the rest waits (Strom 2015).",
     "dl4j-sharing": "The same of local steps, at a size that adapts (DL4J's gradient sharing).",
     "sparseloco": "DiLoCo, of the largest 3 % of a difference, as 2 bits (Sarfi et al. 2025).",
@@ -103,19 +103,18 @@ ABOUT: Final[Mapping[str, str]] = {
 
 def table() -> str:
     """Return the presets as lines of text: what each is, and what it chooses."""
-    rows = [
-        ["preset", "every", "send", "ahead", "round", "weight", "push", "fetch", "rule", "inner"]
-    ]
+    heads = ["preset", "every", "send", "ahead", "round", "weight", "push", "fetch", "route"]
+    rows = [[*heads, "rule", "inner"]]
     for name, preset in PRESETS.items():
         exchange = cast("Table", preset.get("exchange", {}))
         folded = cast("Table | None", exchange.get("round"))
         rule, inner = (cast("Table", preset.get(key, {})) for key in ("rule", "inner"))
         usual = {"every": 1, "send": "gradient", "staleness": "any", "weight": "sum"}
         numbers = exchange.get("numbers", "float32")
-        chosen = {**usual, "fetch": numbers, **exchange}
+        chosen = {**usual, "fetch": numbers, "route": "server", **exchange}
         chosen["push"] = cast("Table", exchange.get("push", {})).get("codec", numbers)
         chosen["round"] = "-" if folded is None else f"{folded.get('quorum', 1.0):.0%}"
-        keys = ("every", "send", "staleness", "round", "weight", "push", "fetch")
+        keys = ("every", "send", "staleness", "round", "weight", "push", "fetch", "route")
         cells = [name, *(chosen[key] for key in keys), rule["name"], inner.get("name", "-")]
         rows.append([str(cell) for cell in cells])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -62,6 +62,10 @@ class ExchangePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     # `numbers` says.
     fetch: Fetched | None = None
     numbers: Numbers = "float32"  # as sent, both ways; never in memory
+    # How gradients get together. "server": by the shards. "ring": replicas pass them on to each
+    # other, and each applies the rule; shards hold the commits.
+    route: Literal["server", "ring"] = "server"
+    commit_every: int = 32  # steps between two commits of a ring: what a death repeats at most
 
     def __post_init__(self) -> None:
         if self.every != "auto" and self.every < 1:
@@ -84,11 +88,36 @@ class ExchangePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                     'weight is "sum" and a round of deltas is averaged: use weight = "mean" or '
                     '"samples"'
                 )
+        if self.commit_every < 1:
+            raise ValueError(f"commit_every is {self.commit_every}; use 1 or more")
+        if self.route == "ring":
+            self._check_ring()
         if self.every == "auto" and self.send == "gradient":
             raise ValueError(
                 'every is "auto" and send is "gradient": between exchanges only local steps make '
                 'progress: use send = "delta", or a number'
             )
+
+    def _check_ring(self) -> None:
+        # Every member gives to every sum, in every step (Sergeev & Del Balso 2018).
+        is_whole = self.round is not None and self.round.quorum == 1.0 and self.staleness == 0
+        unfit: dict[str, str | bool] = {
+            f'send is "{self.send}"': self.send != "gradient" and 'send = "gradient"',
+            f"every is {self.every!r}": self.every != 1 and "every = 1",
+            "a round may end without some": not is_whole and "staleness = 0 and round = {}",
+            f'weight is "{self.weight}"': self.weight == "samples" and 'weight = "mean" or "sum"',
+        }
+        for key in ("push", "fetch"):
+            if getattr(self, key) is not None:
+                unfit[f"{key} is given"] = f"no {key}"
+        if self.numbers != "float32":
+            unfit[f'numbers is "{self.numbers}"'] = 'numbers = "float32"'
+        for what, fix in unfit.items():
+            if fix:
+                raise ValueError(
+                    f'route is "ring" and {what}: a ring sums one whole gradient of each replica '
+                    f'in each step: use {fix}, or route = "server"'
+                )
 
     @property
     def push_codec(self) -> Codec | None:

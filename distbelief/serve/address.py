@@ -203,6 +203,7 @@ def exchange_policy(
     if preset is not None:
         try:
             table |= cast("dict[str, object]", expand({"preset": preset}).get("exchange", {}))
+            table.pop("route", None)  # loops of one's own know their server, not each other
         except JobFileError as error:
             raise JobError(f"{user}: {error}") from None
     if given.get("numbers") is not None:  # short for both

@@ -117,6 +117,7 @@ class RoleRecord:
     step: int = 0
 
     ranks: int = 1  # of its group
+    in_ring: bool = False  # with the other replicas
     shard: Address = field(init=False)  # of which it is a copy; for other roles its own name
     group: str = field(init=False)  # of which it is a rank; for other roles its own name
     trains: bool = field(init=False)
@@ -132,11 +133,11 @@ class RoleRecord:
         """Return whether these two roles talk to each other.
 
         Clients need the shards and shards need all clients. No shard needs another shard (DB-5),
-        but the two copies of one do, and so do the ranks of one group. A coordinator needs the
-        replicas.
+        but the two copies of one do, and so do the ranks of one group, and replicas in a ring. A
+        coordinator needs the replicas.
         """
         if self.kind == other.kind == "replica":
-            return False  # first, because it is asked of every pair of thousands of replicas
+            return self.in_ring  # first, as it is asked of every pair of thousands of replicas
         if (self.kind == "shard") != (other.kind == "shard"):
             return True
         if {self.kind, other.kind} == {"coordinator", "replica"}:
@@ -210,6 +211,7 @@ class Membership:
         *,
         incarnation: int = 1,
         admits_guests: bool = False,
+        in_ring: bool = False,  # replicas
     ) -> None:
         self._records: dict[Address, RoleRecord] = {}
         self._of_kind: dict[Kind, list[RoleRecord]] = {kind: [] for kind in get_args(Kind)}
@@ -219,6 +221,7 @@ class Membership:
         n_ranks = Counter(record.group for record in self)
         for record in self:
             record.ranks = n_ranks[record.group]
+            record.in_ring = in_ring and record.kind == "replica"
 
     def __iter__(self) -> Iterator[RoleRecord]:
         return iter(self._records.values())

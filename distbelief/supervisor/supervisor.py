@@ -33,6 +33,7 @@ from distbelief.supervisor.membership import Membership, Presence, RoleRecord
 from distbelief.supervisor.metrics import JobMetrics
 from distbelief.supervisor.output import Output
 from distbelief.supervisor.periodic_requests import Checkpoints, Evaluations
+from distbelief.supervisor.ring_generations import RingGenerations
 from distbelief.supervisor.role_placement import PlacementPolicy, RolePlacement
 from distbelief.supervisor.scheduler import HostToSupervisor, Scheduler
 from distbelief.supervisor.shutdown import Shutdown, ShutdownStage
@@ -81,7 +82,10 @@ class Supervisor:
     ) -> None:
         self._config, self._handover = config, handover
         self.members = Membership(
-            config.roster, incarnation=config.first_incarnation, admits_guests=config.admits_guests
+            config.roster,
+            incarnation=config.first_incarnation,
+            admits_guests=config.admits_guests,
+            in_ring=config.in_ring,
         )
         self.metrics = JobMetrics(
             metric_name=config.metric_name,
@@ -106,6 +110,7 @@ class Supervisor:
             cluster=cluster,
             policy=policy or RolePlacement.of(cluster),
         )
+        self._ring = RingGenerations(self.members, self.out) if config.in_ring else None
         self.has_begun = False
         self._clock = Silence()  # our own tick, and the progress of all replicas
         self._requested_end: str | None = None
@@ -194,6 +199,8 @@ class Supervisor:
                 self._handle_death(record, f"silent for {self._now - record.heard_at:.1f} s")
         if self.shutdown.stage < ShutdownStage.CLOSE or not self.shutdown.interrupted:
             self._check_silence()
+        if self._ring is not None and self.has_begun:
+            self._ring.tick()
         if self._runs:
             self._send_due_requests()
             self._report_stall()

@@ -24,6 +24,7 @@ class SupervisorConfig:
     higher_is_better: bool = True
     batch_size: int = 1  # samples of a step of one replica
     warm_start_steps: int = 0  # steps that replica 0 takes before the others begin
+    in_ring: bool = False  # replicas sum gradients among themselves
     replicas_min: int = 1  # that must be there before training begins
     dealt: Epochs | None = None  # how samples are cut that the supervisor deals
     # Of split replicas, to which samples are dealt: the ranks that push to each shard.

@@ -104,6 +104,11 @@ class TrainingPlan:
             self._next += 1
         return self._batches[step]
 
+    def position_of(self, step: int) -> int:
+        """Return the position after so many steps."""
+        n_passes, rest = divmod(step, self._n_within(self._n_samples, self._n_samples))
+        return n_passes * self._n_samples + rest * self._batch_size
+
     def n_steps(self, start: int, stop: int) -> int:
         """Return how many steps there are from one position to another."""
         left = self._n_samples - start % self._n_samples

@@ -44,6 +44,8 @@ from distbelief.worker.group import EVALUATORS, GroupLeader, GroupRank, group_ra
 from distbelief.worker.local_executor import FlatModel, LocalExecutor, frozen_of, loss_and_metric
 from distbelief.worker.rank import Rank
 from distbelief.worker.replica import Alone, Course, Program, Replica, Steps
+from distbelief.worker.ring_training import RingTraining
+from distbelief.worker.ring_values import RingValues
 from distbelief.worker.steps import StepRunner, links_of
 from distbelief.worker.training import Items, Training
 
@@ -147,6 +149,11 @@ def build_shard(
         n_samples=context.n_train or 0,
     )
     return Shard(config, memory=context.memory, initialise=initialise)
+
+
+def policy_of_shards(policy: ExchangePolicy) -> ExchangePolicy:
+    """Return how shards fold in what they get: of a ring, the commits of one replica."""
+    return DOWNPOUR if policy.route == "ring" else policy
 
 
 def build_evaluator(context: BuildContext) -> Role:
@@ -258,6 +265,8 @@ def build_replica(index: int, *, config: DownpourSettings, context: BuildContext
     module = tk.build_model(context.task.model)
     module.train()
     model = FlatModel(module)
+    if config.exchange.route == "ring":
+        return ring_replica(index, config=config, context=context, model=model)
     return whole_replica(
         config,
         client=build_client(context, exchange=config.exchange, frozen=model.frozen),
@@ -268,6 +277,50 @@ def build_replica(index: int, *, config: DownpourSettings, context: BuildContext
         await_begin=context.await_begin,
         progress_seconds=progress_seconds(context),
     )
+
+
+def ring_replica(
+    index: int,
+    *,
+    config: DownpourSettings,
+    context: BuildContext,
+    model: FlatModel,
+    samples_max: int | None = None,
+) -> Replica:
+    """Return a replica of a whole model that sums its gradients with the others, by a ring."""
+    seed = config.seed, index
+    executor = local_executor(model, context, clip_norm=config.clip_norm, seed=seed)
+    data_shard = data_shard_of(index, config=config, context=context)
+    batch_plan = batches.TrainingPlan(data_shard, batch_size=config.batch_size)
+    shards = policy_of_shards(config.exchange)
+    client = build_client(context, exchange=shards, frozen=model.frozen)
+    own = RingValues(
+        model.values,
+        {i: spec for i, spec in enumerate(model.specs()) if spec.name not in model.frozen},
+        config.rule,
+        is_mean=config.exchange.weight == "mean",
+        layout=context.layout,
+    )
+    program = RingTraining(
+        Address(f"replica-{index}"),
+        config,
+        model.values,
+        own=own,
+        client=client,
+        plan=batch_plan,
+        progress_seconds=progress_seconds(context),
+    )
+    steps = Steps(
+        program,
+        client=client,
+        executor=executor,
+        slices=batches.SlicePrefetch(executor.batches, batch_plan),
+        course=Alone(
+            limits=training_limits(config, batch_plan, samples_max=samples_max),
+            begins=not context.await_begin,
+        ),
+    )
+    return Replica(steps)
 
 
 def with_data(context: BuildContext) -> BuildContext:

@@ -39,6 +39,7 @@ class DownpourAlgorithm:
             loss=config.loss,
             batch_size=config.batch_size,
             exchanges=1.0 / pace.n_fetch + 1.0 / pace.n_push,
+            in_ring=config.exchange.route == "ring",
             seed=config.seed,
             rule=config.rule,
             inner=config.inner,
@@ -57,7 +58,8 @@ class DownpourAlgorithm:
             is_even = len(cluster.partitions_wanted) == 1
             # Ranks of which one is a push ahead would wait for each other.
             waits = cluster.is_split and config.exchange.staleness is not None
-            order = "dealt" if is_even and not waits else "parts"
+            in_ring = config.exchange.route == "ring"
+            order = "dealt" if is_even and not (waits or in_ring) else "parts"
             config = msgspec.structs.replace(config, order=order)
         self._check(config, cluster)
         return config
@@ -68,6 +70,8 @@ class DownpourAlgorithm:
             config.exchange.refuse(config.rule, inner=inner is not None, workers=cluster.n_replicas)
         except ValueError as error:
             raise JobError(f"[algorithm] {error}") from None
+        if config.exchange.route == "ring":
+            self._check_ring(config, cluster)
         if isinstance(cluster.replicas, Elastic) and config.order != "dealt":
             raise JobError(
                 f'[cluster] replicas has min and max, and [algorithm] order is "{config.order}", '
@@ -109,6 +113,26 @@ class DownpourAlgorithm:
                 "tensors, and [cluster] partitions or plan splits them: use another optimizer"
             )
 
+    def _check_ring(self, config: DownpourSettings, cluster: ClusterTable) -> None:
+        unfit = {
+            "[cluster] splits replicas into ranks": cluster.is_split
+            and "leave partitions, plan and device out",
+            "[cluster] replicas has min and max": isinstance(cluster.replicas, Elastic)
+            and "give replicas a number",
+            '[algorithm] order is "dealt"': config.order == "dealt" and 'use order = "parts"',
+            "[algorithm] has warm_start_steps": config.warm_start_steps > 0
+            and "leave warm_start_steps out",
+            "[algorithm] has max_steps": config.max_steps is not None and "let [stop] end the job",
+            "[algorithm] has n_fetch or n_push": (config.n_fetch, config.n_push) != (1, 1)
+            and "leave them out",
+        }
+        for what, fix in unfit.items():
+            if fix:
+                raise JobError(
+                    f'[algorithm.exchange] route is "ring" and {what}, which a ring does not '
+                    f'know: {fix}, or use route = "server"'
+                )
+
     def build(self, name: str, *, config: DownpourSettings, context: BuildContext) -> Role:
         """Return the role of this name, in its own process; may take long, starts nothing.
 
@@ -121,7 +145,7 @@ class DownpourAlgorithm:
             shard=lambda: roles.build_shard(
                 name,
                 rule=config.rule,
-                policy=config.exchange,
+                policy=roles.policy_of_shards(config.exchange),
                 context=context,
                 deals=config.order == "dealt",
             ),

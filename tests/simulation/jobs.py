@@ -288,6 +288,7 @@ class JobCluster(Downpour, JobScene):
             dealt=settings.epochs(n_train) if settings.order == "dealt" else None,
             parts=None if split is None else wb.pushing_ranks(split(), self.layout),
             epoch_share=settings.epoch_share,
+            in_ring=settings.exchange.route == "ring",
             replicas_min=self.replicas_min,
             warm_start_steps=settings.warm_start_left(n_done, n_train, self.n_replicas),
             evaluate_every=self.evaluate_every,

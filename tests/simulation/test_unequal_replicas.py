@@ -35,6 +35,7 @@ RULE = SGD(learning_rate=0.1)
 # Every step is one mean of all replicas: how long each takes makes no difference.
 TOGETHER = (
     "algorithm.preset=horovod",
+    "algorithm.exchange.route=server",  # the only one for split replicas
     "algorithm.rule={name='sgd', learning_rate=0.1}",
     "algorithm.max_steps=10",
     "model.initial=seed",

@@ -77,6 +77,7 @@ def supervisor_config(
         metric_name=answer.metric_name,
         higher_is_better=answer.higher_is_better,
         batch_size=job.batch_size,
+        in_ring=facts.in_ring,
         replicas_min=job.cluster.replicas_min,
         warm_start_steps=facts.warm_start_left(n_done, n_train, job.cluster.n_replicas),
         dealt=dealt,

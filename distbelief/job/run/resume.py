@@ -281,7 +281,12 @@ class _Client(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_previous_run(
-    run: RunDirectory, store: CheckpointStore, *, n_shards: int, coordinator: str | None = None
+    run: RunDirectory,
+    store: CheckpointStore,
+    *,
+    n_shards: int,
+    coordinator: str | None = None,
+    in_ring: bool = False,  # replicas took the same steps, and one of them told the shards
 ) -> PreviousRun:
     """Return what the previous sessions left in this run directory.
 
@@ -331,6 +336,8 @@ def read_previous_run(
             name: 0 if missing else min(_position(of_one, name) for of_one in known)
             for name in sorted(replicas - {""})
         }
+        if in_ring:
+            samples = dict.fromkeys(samples, max(samples.values(), default=0))
         if any(applied):
             common = reduce(and_, map(in_all_parts, applied))
             samples = {DEALT: 0 if missing else common.n_positions}
@@ -442,6 +449,9 @@ def check_same(job: Job, earlier: Job, *, directory: str) -> None:
             "[algorithm] order: it says where in the data the run has come to": (
                 "dealt" if facts.epochs else "parts"
             ),
+            "[algorithm.exchange] route: in a ring replicas have the rule's state, not shards": (
+                "ring" if facts.in_ring else "server"
+            ),
             "[cluster] checkpoints: they are where they were": each.cluster.checkpoints,
         }
         for each, facts in ((one, facts_of(one)) for one in (earlier, job))
@@ -488,14 +498,16 @@ def resume_run(
     elif job.cluster.checkpoints is not None and not run.place_file.exists():
         raise _damaged(run.place_file, "it is missing")
     store = store_of(run, directory, report=report)
-    coordinator = coordinator_of(job)
+    coordinator, in_ring = coordinator_of(job), facts_of(job).in_ring
     notes: tuple[str, ...] = ()
     if coordinator is not None:
         try:
             notes = set_aside(store, [f"shard-{k}" for k in range(was.n_shards)])
         except StorageError as error:
             raise StorageError(f"{error}. {FIX}") from error
-    previous = read_previous_run(run, store, n_shards=was.n_shards, coordinator=coordinator)
+    previous = read_previous_run(
+        run, store, n_shards=was.n_shards, coordinator=coordinator, in_ring=in_ring
+    )
     notes += previous.notes
     if previous.trained:
         _check_data(job, run, was=was.train or train, now=train)

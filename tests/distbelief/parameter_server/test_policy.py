@@ -4,7 +4,9 @@ import itertools
 import re
 
 import msgspec
+import pytest
 
+from distbelief.parameter_server.policy import ExchangePolicy, Round
 from distbelief.worker.downpour_settings import DownpourSettings
 
 
@@ -26,7 +28,7 @@ RULES = [
     {"name": "adam", "learning_rate": 0.1},
 ]
 INNER = [None, {"name": "SGD", "lr": 0.1}]
-KEYS = {*CHOICES, "rule", "inner"}
+KEYS = {*CHOICES, "route", "rule", "inner"}
 
 
 def test_every_combination_is_valid_or_refused_by_one_sentence_that_names_both_keys() -> None:
@@ -55,3 +57,27 @@ def test_every_combination_is_valid_or_refused_by_one_sentence_that_names_both_k
             assert settings.pace.sends_delta == (inner is not None)
     assert n_valid > 500
     assert len(reasons) == 10, "\n".join(reasons)
+
+
+def test_a_ring_is_of_whole_gradients_in_each_step_and_all_else_is_refused() -> None:
+    n_valid = 0
+    for values in itertools.product(*CHOICES.values()):
+        given = dict(zip(CHOICES, values, strict=True))
+        try:
+            policy = msgspec.convert({**given, "route": "ring"}, ExchangePolicy)
+        except ValueError as error:
+            said = str(error).partition(" - at ")[0]
+            what, _, mend = said.rpartition(": ")
+            assert len(KEYS & set(re.findall(r"\w+", what))) >= 2, said
+            assert re.match(r"use |leave ", mend), said
+            continue
+        n_valid += 1
+        assert (policy.every, policy.send, policy.staleness) == (1, "gradient", 0)
+        assert policy.round == Round()
+        assert policy.weight != "samples"
+    assert n_valid == 2  # sum, mean
+
+
+def test_commits_are_some_steps_apart() -> None:
+    with pytest.raises(ValueError, match="commit_every is 0; use 1 or more"):
+        ExchangePolicy(commit_every=0)

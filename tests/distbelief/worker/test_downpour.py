@@ -8,10 +8,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from distbelief.config.job import ClusterTable, Elastic
 from distbelief.core.errors import JobError, LocalProtocolError
 from distbelief.core.memory import PrivateMemory
 from distbelief.core.tensor_files import TensorFile
 from distbelief.parameter_server.layout import Layout
+from distbelief.parameter_server.policy import ExchangePolicy, Round
 from distbelief.parameter_server.rules import SGD, Adagrad
 from distbelief.parameter_server.shard import Shard
 from distbelief.protocol.role import Compute, Role, Started
@@ -172,3 +174,35 @@ def test_a_shard_begins_with_the_values_of_the_file(tmp_path: Path) -> None:
         scatter(layout, k, shard.values.vector, found)
     for got, value in zip(found, model.values, strict=True):
         assert torch.equal(got, value)
+
+
+RING = ExchangePolicy(staleness=0, round=Round(), weight="mean", route="ring")
+
+
+@pytest.mark.parametrize(
+    ("changes", "cluster", "said"),
+    [
+        ({}, {"partitions": 2}, "[cluster] splits replicas into ranks"),
+        ({}, {"replicas": Elastic(min=1, max=3)}, "[cluster] replicas has min and max"),
+        ({"order": "dealt"}, {}, '[algorithm] order is "dealt"'),
+        ({"warm_start_steps": 5}, {}, "[algorithm] has warm_start_steps"),
+        ({"max_steps": 5}, {}, "[algorithm] has max_steps"),
+    ],
+)
+def test_what_a_ring_does_not_know_is_refused_with_the_way_out(
+    changes: dict[str, object], cluster: dict[str, object], said: str
+) -> None:
+    settings = msgspec.structs.replace(SETTINGS, exchange=RING, **changes)
+    table = ClusterTable(**{"replicas": 2, **cluster})  # type: ignore[arg-type]
+    with pytest.raises(JobError) as caught:
+        DOWNPOUR.settled(settings, table)
+    assert f'route is "ring" and {said}' in str(caught.value)
+    assert str(caught.value).endswith('or use route = "server"')
+
+
+def test_replicas_in_a_ring_have_parts_and_shards_hold_commits_only() -> None:
+    settings = msgspec.structs.replace(SETTINGS, exchange=RING)
+    settled = DOWNPOUR.settled(settings, ClusterTable(replicas=2))
+    assert settled.order == "parts"
+    assert DOWNPOUR.facts(settled).in_ring
+    assert not wb.policy_of_shards(RING).counts_ticks
