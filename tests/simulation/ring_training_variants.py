@@ -3,16 +3,14 @@
 from typing import Final
 
 from distbelief.core.vectors import Vector
-from distbelief.worker.replica import Steps, Waiting
-from distbelief.worker.ring_training import RingTraining
 from distbelief.worker.ring_values import RingValues
-from tests.simulation.variants import Patch, Variants, Whole
+from tests.simulation.variants import Variants, Whole
 
 
 VARIANTS: Final = Variants[int]()
 
 
-@VARIANTS.replacing(RingValues, "restore")
+@VARIANTS.replacing(RingValues, "restore", caught_by=0)
 def survivors_keep_what_they_have(
     whole: Whole[None], self: RingValues, vector: Vector, step: int
 ) -> None:
@@ -21,7 +19,7 @@ def survivors_keep_what_they_have(
     self.step = step
 
 
-@VARIANTS.replacing(RingValues, "restore")
+@VARIANTS.replacing(RingValues, "restore", caught_by=0)
 def one_that_comes_gets_values_without_state(
     whole: Whole[None], self: RingValues, vector: Vector, step: int
 ) -> None:
@@ -29,14 +27,3 @@ def one_that_comes_gets_values_without_state(
     whole(self, vector, step)
     for state in self._state.values() if is_new and step else ():
         state[:] = 0
-
-
-@VARIANTS()
-def a_commit_is_no_copy(patch: Patch) -> None:
-    def make(self: RingTraining, steps: Steps) -> Waiting[None]:
-        del steps
-        self._commit = self._own.step, self._own.all
-        self._positions = {self._own.step: self._position}
-        yield from ()
-
-    patch.setattr(RingTraining, "_make_commit", make)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from distbelief.protocol import Heartbeat
 from distbelief.protocol.ring import RingMembers
 from distbelief.protocol.role import Action
 from distbelief.supervisor.membership import Kind
@@ -30,7 +31,7 @@ def lists_in(actions: Sequence[Action]) -> list[tuple[str, int, list[tuple[str, 
 def passed(desk: Desk, generation: int = 0) -> list[tuple[str, int, list[tuple[str, int]]]]:
     """Let half a second pass, in which all replicas say which generation they know."""
     for name in NAMES:
-        desk.beat(name, "busy", **{GENERATION: float(generation)})
+        desk.hear(name, Heartbeat(state="busy", counters={GENERATION: float(generation)}))
     return lists_in(desk.pass_time(0.25))
 
 
