@@ -14,13 +14,13 @@ from typing import Final, cast, final
 import msgspec
 import numpy as np
 
+from distbelief.core import vectors
 from distbelief.core.errors import RemoteProtocolError
 from distbelief.core.memory import Region
-from distbelief.core.vectors import ALIGNMENT, Element, Vector, block_of, block_range, n_blocks
+from distbelief.core.vectors import ALIGNMENT, Element, Vector
 from distbelief.parameter_server import codecs
 from distbelief.parameter_server.codecs import Adder, Residual, Words
 from distbelief.parameter_server.slices import ShardSlice
-from distbelief.parameter_server.tensor_copies import parts
 from distbelief.protocol import push_fetch as pf
 
 
@@ -79,8 +79,7 @@ class Pushed:
         """Read a push of these elements; RemoteProtocolError if its words are invalid."""
         n = held.n_parameters
         if form is msgspec.UNSET:
-            gradient, buffers = parts(values, n)
-            return cls(values=values, form=form, gradient=gradient, buffers=buffers)
+            return cls(values=values, form=form, gradient=values[:n], buffers=values[n:])
         if held.dtype != np.float32:
             raise RemoteProtocolError(f"words of a push to a vector of {held.dtype}: use float32")
         n_words = len(values) - (held.n_elements - n)
@@ -134,18 +133,13 @@ class PushBuffer:
     received: int = 0  # blocks [0, received) are in it
     push: pf.Push | None = None  # set when it has come
     pushed: Pushed | None = None  # set when all of it has come
+    n_blocks: int = 0  # that the push in it has
     _memory: Vector = field(default_factory=lambda: _NOTHING)
     _size: int = 0  # numbers, or words, of blocks that are in it
 
     @property
     def nbytes(self) -> int:
         return (self._memory if self.shared is None else self.shared).nbytes
-
-    @property
-    def n_blocks(self) -> int:
-        """How many blocks the push in it has."""
-        n, dtype = self._kind
-        return n_blocks(n, itemsize=dtype.itemsize)
 
     @property
     def _kind(self) -> tuple[int, np.dtype[Element]]:
@@ -158,22 +152,21 @@ class PushBuffer:
         """Blocks [0, n_received) are in it; all of them where the client fills it."""
         return self.received if self.shared is None else self.n_blocks
 
-    @property
-    def has_all_blocks(self) -> bool:
-        return self.n_received == self.n_blocks
-
     def lend(self, sequence: int, n_words: pf.Words) -> None:
         """Reuse the buffer for push `sequence`, unless it already holds that push."""
         if self.sequence == sequence:
             if self.n_words != n_words:
                 raise RemoteProtocolError(f"push {sequence} is of two sizes: encode it once")
             return
-        n_max = codecs.n_words_max(self.n_elements)
-        if n_words is not msgspec.UNSET and n_words > n_max:
-            raise RemoteProtocolError(f"push {sequence} has {n_words} words, more than {n_max}")
+        if n_words is not msgspec.UNSET:
+            n_max = codecs.n_words_max(self.n_elements)
+            if n_words > n_max:
+                raise RemoteProtocolError(f"push {sequence} has {n_words} words, more than {n_max}")
         self.sequence, self.n_words = sequence, n_words
         self.received = self._size = 0
         self.push = self.pushed = None
+        n, dtype = self._kind
+        self.n_blocks = max(1, -(-n // _per_block(dtype)))
 
     def take(self, block: pf.PushBlock, *, sender: str, of_part: bool = False) -> None:
         """Store a block if it is the next one: the sender repeats the others.
@@ -187,7 +180,8 @@ class PushBuffer:
                 f"{sender} sent block {block.block_index} of a push of {self.n_blocks}: use one "
                 "layout"
             )
-        expected = len(block_range(block.block_index, n, itemsize=dtype.itemsize))
+        per_block = _per_block(dtype)
+        expected = min(n - block.block_index * per_block, per_block)
         size = block.values.size
         fits = size == expected or (of_part and size < expected)
         if block.values.dtype != dtype or not fits:
@@ -207,8 +201,22 @@ class PushBuffer:
 
     def settled(self) -> None:
         """Give the memory of words back: nobody asks for this push again."""
-        if self.n_words is not msgspec.UNSET:
-            self._memory, self.pushed = _NOTHING, None
+        self._memory, self.pushed = _NOTHING, None
+
+    def complete(self, held: ShardSlice) -> bool:
+        """Read the push if all of it is here; return whether that is so for the first time.
+
+        RemoteProtocolError if it is invalid: then it is as if nothing had come.
+        """
+        push = self.push
+        if push is None or self.pushed is not None or self.n_received != self.n_blocks:
+            return False
+        try:
+            self.pushed = self.read(held, push.form)
+        except RemoteProtocolError:
+            self.sequence = 0
+            raise
+        return True
 
     def read(self, held: ShardSlice, form: pf.Form | msgspec.UnsetType = msgspec.UNSET) -> Pushed:
         """Return the push, of which all has come; RemoteProtocolError if it is invalid."""
@@ -226,6 +234,10 @@ class PushBuffer:
         return Pushed.of(self._memory[: self._size], held, form)
 
 
+def _per_block(dtype: np.dtype[Element]) -> int:
+    return vectors.BLOCK_BYTES // dtype.itemsize
+
+
 def push_block(
     values: Vector,  # all numbers of a push, or all words
     index: int,
@@ -234,11 +246,12 @@ def push_block(
     term: int,
     answer: bool = True,
 ) -> pf.PushBlock:
+    per_block = _per_block(values.dtype)
     return pf.PushBlock(
         sequence=sequence,
         term=term,
         block_index=index,
         answer=answer,
-        values=block_of(values, index),
+        values=values[index * per_block : (index + 1) * per_block],
         n_words=len(values) if values.dtype == WORD else msgspec.UNSET,
     )

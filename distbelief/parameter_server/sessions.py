@@ -441,13 +441,9 @@ class Sessions:
     def _complete(self, client: Session, push_buffer: PushBuffer) -> None:
         """Queue a push, if all of it is here; RemoteProtocolError if it is invalid."""
         push = push_buffer.push
-        if push is not None and push_buffer.pushed is None and push_buffer.has_all_blocks:
-            try:
-                push_buffer.pushed = push_buffer.read(client.shard_slice, push.form)
-            except RemoteProtocolError:
-                push_buffer.sequence = 0  # as if nothing had come
-                raise
-            if push.sets:
+        if push is not None and push_buffer.pushed is None:
+            is_new = push_buffer.complete(client.shard_slice)
+            if is_new and push.sets:
                 self._set_values.add(client.name)
         self._enqueue(client)
 
@@ -535,9 +531,9 @@ class Sessions:
             if client.shard_slice.ranges is not None and not staged:
                 self._partial_pushes.add(client.shard_slice, clock=first_clock + index)
             self._n_applied += 1
-            if client.region:
-                self._bytes_in += applied.push_buffer.nbytes
-            if not held:
+            if applied.push_buffer.shared is not None:
+                self._bytes_in += applied.push_buffer.shared.nbytes
+            if not held and applied.push.n_words is not msgspec.UNSET:
                 applied.push_buffer.settled()
             self._enqueue(client)
         return [] if held else [self._push_applied(applied.client) for applied in finished]
@@ -548,7 +544,8 @@ class Sessions:
         assert client.n_unconfirmed > 0, client
         client.n_unconfirmed -= 1
         client.count_confirmed(push.push, staleness=push.staleness)
-        push.push_buffer.settled()
+        if push.push.n_words is not msgspec.UNSET:
+            push.push_buffer.settled()
         return self._push_applied(client)
 
     def _answer_duplicate(self, client: Session, sequence: int) -> Action:

@@ -20,6 +20,8 @@ from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from typing import Final, assert_never, cast, final
 
+import msgspec
+
 from distbelief.core.errors import (
     DistBeliefError,
     FalseClaimError,
@@ -617,7 +619,7 @@ class Shard:
             work, cost = self._commands.stage_work(push)
             return [rl.Compute(name="collect", work=work, cost=cost)]
         client = push.client
-        if self._values.knows(push.push.dealt):
+        if push.push.dealt is not msgspec.UNSET and self._values.knows(push.push.dealt):
             client.dropped = push.push.sequence
         replications: list[rl.Action] = []
         n_clients = self._sessions.n_averaged(client, push.push)

@@ -134,7 +134,7 @@ class WorkerTicks:
         self.ended: int | None = None  # of those in; None: not in, or not placed yet
         # The worker that is waited for, and since when.
         self.waits_since: tuple[Address, Seconds] | None = None
-        self._n_samples = 0  # of the last push that had some
+        self._n_samples = 0  # of the last push with gradients
         self._samples: int | None = None  # up to the last push, or in the first session
         self._gap_max = 0  # ticks ahead of the slowest
         self._waits: dict[Address, Seconds] = {}  # by the worker it waited for
@@ -195,12 +195,14 @@ class WorkerTicks:
         is_gated = (slowest.floor or 0) < (self.ended or 0) - staleness and not is_own
         self.waits_since = (is_gated and slowest.behind) or Address(""), now
 
-    def pushed(self, samples: int, *, in_session: int) -> dict[str, int]:
-        """Return the ticks ended with a push, and the samples in it."""
+    def pushed(self, samples: int, *, in_session: int, is_rest: bool = False) -> dict[str, int]:
+        """Return the ticks ended with a push, and the samples in it.
+
+        One of the rest that earlier ones held back counts as the last of them.
+        """
         before, self._samples = self._samples, samples
-        n = max(samples - (in_session if before is None else before), 0)
-        # A push without samples of its own is of what earlier ones held back.
-        self._n_samples = n or self._n_samples
+        if not is_rest:
+            self._n_samples = max(samples - (in_session if before is None else before), 0)
         n_samples = {"n_samples": self._n_samples}
         if self.ended is None:
             return n_samples

@@ -358,7 +358,7 @@ class ExchangeState:
     `add`, `put_into`, `staged`, `hold` and `merge` work on the tensors; the others count.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 -- one call describes one worker's exchange
         self,
         values: Sequence[torch.Tensor],  # flat; parameters and buffers
         view: PartialView,  # of the same tensors
@@ -369,6 +369,7 @@ class ExchangeState:
         shares_memory: bool = True,  # of gradients, as in `GradientSum`
         copies: bool = False,
         fits_link: bool = False,  # every = "auto"
+        encodes: bool = False,  # pushes: what was put cannot be taken back
     ) -> None:
         self.pace = pace
         self.buffers = LocalBuffers(view, values)
@@ -381,7 +382,7 @@ class ExchangeState:
         self._local_steps = LocalSteps(values, trained, inner) if pace.sends_delta else None
         self._sum = GradientSum(len(values), shares_memory=shares_memory, copies=copies)
         self._clocks: tuple[int, ...] = ()  # of the shards, when the oldest of them was computed
-        self._fits_link = fits_link
+        self._fits_link, self.encodes = fits_link, encodes
         self._began: float | None = None  # the last exchange, until it is measured
         self._seconds: float | None = None  # that one takes
 

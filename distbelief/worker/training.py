@@ -345,6 +345,7 @@ class Training(Program):
             inner=inner,
             shares_memory=not is_whole,
             fits_link=config.exchange.every == "auto",
+            encodes=client.encodes,
         )
         self._position = 0  # samples consumed since the replica's first incarnation
         self._pushed = 0  # samples up to the end of the last push
@@ -543,7 +544,8 @@ class Training(Program):
     @property
     def _owes_rest(self) -> bool:
         """Whether a last push is still to send what a codec has held back."""
-        return self._client.owes_rest and self._n_last < N_LAST_MAX
+        is_asked = self._exchange.encodes and self._n_last < N_LAST_MAX
+        return is_asked and self._client.owes_rest
 
     @property
     def _carries_all(self) -> bool:
@@ -566,7 +568,7 @@ class Training(Program):
         counts = bool(self.values) and batch.stop > self._pushed
         # Stage during the backward pass only if nothing can still reject or change the gradient.
         # What is encoded cannot be taken back.
-        later = self._is_whole or pace.sums_gradients or self._client.encodes
+        later = self._is_whole or pace.sums_gradients or self._exchange.encodes
         drafts = not (later or self._config.clip_norm is not None)
         at_once = counts and drafts and not self._exchange.n_unsent
         draft = self._client.draft() if at_once and self._client.can_push else None
@@ -706,7 +708,7 @@ class Training(Program):
         self._push_due, self._staging = False, True
         self._n_last += is_last
         n_copies = 6.0 if self._exchange.pace.sends_delta else 2.0
-        n_copies += 4.0 if self._client.encodes else 0.0
+        n_copies += 4.0 if self._exchange.encodes else 0.0
         cost = Cost(n_bytes=n_copies * self._items.n_bytes)
         n_gradients = self._exchange.n_unsent
         if self._dealt is not None and not n_gradients:

@@ -600,7 +600,9 @@ class ParameterClient:
             self.fetches_own_pushes = False
             counts = {"n_gradients": n_gradients, "samples": samples, "commit_token": commit_token}
             if self._counting and not commit_token:
-                counts |= self._ticks.pushed(samples, in_session=self.samples)
+                counts |= self._ticks.pushed(
+                    samples, in_session=self.samples, is_rest=not n_gradients
+                )
             for link, target in zip(self._links.values(), targets, strict=True):
                 messages = link.pushing.issue(
                     target, outcome.encoded, is_open=link.is_open, dealt=dealt, sets=sets, **counts

@@ -117,7 +117,7 @@ class ShardPush:
         for in_flight in self.in_flight:
             self._move(in_flight)
             # The shard may have released the old buffers of a client that it believed gone.
-            in_flight.blocks = _window(in_flight.values)
+            in_flight.blocks = self._window(in_flight.values)
 
     def stage_target(
         self, *, fetched_clock: int, touched: Sequence[object | None] | None
@@ -157,7 +157,7 @@ class ShardPush:
         if encoded is not None:
             values = encoded.words[self._index]
             push = msgspec.structs.replace(push, form=encoded.form, n_words=len(values))
-        in_flight = Transfer(push, values, _window(values))
+        in_flight = Transfer(push, values, self._window(values))
         self.in_flight.append(in_flight)
         self._move(in_flight)
         if not self._by_blocks:
@@ -227,6 +227,11 @@ class ShardPush:
         )
         return messages
 
+    def _window(self, values: Vector) -> Window:
+        if values.dtype == self._slice.dtype:
+            return Window(len(self._slice.bounds))
+        return Window(n_blocks(len(values), itemsize=values.itemsize))
+
     def _block(self, in_flight: Transfer[pf.Push], index: int) -> pf.PushBlock:
         return push_block(
             in_flight.values,
@@ -235,10 +240,6 @@ class ShardPush:
             term=self._term,
             answer=(index + 1) % self._per_answer == 0,
         )
-
-
-def _window(values: Vector) -> Window:
-    return Window(n_blocks(len(values), itemsize=values.itemsize))
 
 
 # --- work for the executor ---

@@ -236,7 +236,8 @@ def test_a_push_of_what_was_held_back_counts_as_the_one_before(rounds: Round | N
         bench.perform(CLIENT, client.enter(bench.now, staleness=0))
         bench.settle()
         outcome = client.draft(is_last=is_last).put_all(given, zeros)
-        actions = client.staged(outcome, n_gradients=1, samples=samples, now=bench.now)
+        n = 0 if is_last else 1
+        actions = client.staged(outcome, n_gradients=n, samples=samples, now=bench.now)
         bench.perform(CLIENT, actions)
         bench.settle()
     assert client.unacknowledged == 0
