@@ -25,18 +25,18 @@ from distbelief.core.memory import Memory
 from distbelief.core.reliable import Silence, Transfer, Window
 from distbelief.core.spans import Spans
 from distbelief.core.vectors import Vector, n_blocks
-from distbelief.parameter_server.pushed import (
+from distbelief.parameter_server.sessions import PushInProgress, Sessions
+from distbelief.parameter_server.slices import ShardSlice
+from distbelief.parameter_server.step_counts import StepCounts
+from distbelief.parameter_server.store import ShardStore
+from distbelief.parameter_server.tensor_copies import (
     N_PUSH_BUFFERS,
-    WORD,
+    PUSH_WORD,
     PushBuffer,
     Pushed,
     push_block,
     push_buffer_views,
 )
-from distbelief.parameter_server.sessions import PushInProgress, Sessions
-from distbelief.parameter_server.slices import ShardSlice
-from distbelief.parameter_server.step_counts import StepCounts
-from distbelief.parameter_server.store import ShardStore
 from distbelief.protocol import Message, SessionRecord, push_fetch as pf, replication as rp
 from distbelief.protocol.role import SUPERVISOR, Action, Address, Received, Seconds, Send, SetTimer
 
@@ -308,7 +308,7 @@ class Backup:
 def _n_blocks(message: rp.ReplicatePush, shard_slice: ShardSlice) -> int:
     if message.n_words is msgspec.UNSET:
         return len(shard_slice.bounds)
-    return n_blocks(message.n_words, itemsize=WORD.itemsize)
+    return n_blocks(message.n_words, itemsize=PUSH_WORD.itemsize)
 
 
 # --- primary ---

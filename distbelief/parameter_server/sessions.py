@@ -22,17 +22,17 @@ import msgspec
 from distbelief.core.errors import FalseClaimError, RemoteProtocolError, StorageError
 from distbelief.core.memory import Memory
 from distbelief.core.spans import dealt_of
-from distbelief.parameter_server.pushed import (
+from distbelief.parameter_server.shard_config import ShardConfig
+from distbelief.parameter_server.slices import NOTHING, ShardSlice, n_holding
+from distbelief.parameter_server.staleness import PartialPushes, Staleness
+from distbelief.parameter_server.store import ShardStore
+from distbelief.parameter_server.tensor_copies import (
     N_PUSH_BUFFERS,
     PushBuffer,
     Pushed,
     push_buffer_bytes,
     push_buffer_views,
 )
-from distbelief.parameter_server.shard_config import ShardConfig
-from distbelief.parameter_server.slices import NOTHING, ShardSlice, n_holding
-from distbelief.parameter_server.staleness import PartialPushes, Staleness
-from distbelief.parameter_server.store import ShardStore
 from distbelief.parameter_server.ticks import Attendance, Floor, Rounds
 from distbelief.protocol import SessionRecord, push_fetch as pf, replication as rp
 from distbelief.protocol.role import Action, Address, Received, Seconds, Send

@@ -34,7 +34,6 @@ from distbelief.core.vectors import Vector
 from distbelief.parameter_server.checkpoint import CheckpointWriter, ShardState, take
 from distbelief.parameter_server.command_log import CommandExecutor
 from distbelief.parameter_server.pinned_versions import TIMER as PINS_TIMER, PinnedVersions
-from distbelief.parameter_server.pushed import Pushed
 from distbelief.parameter_server.replication import (
     TIMER as BACKUP_TIMER,
     Backup,
@@ -46,6 +45,7 @@ from distbelief.parameter_server.sessions import PushInProgress, Session, Sessio
 from distbelief.parameter_server.shard_config import ShardConfig, other_copy
 from distbelief.parameter_server.slices import ShardSlice
 from distbelief.parameter_server.store import ShardStore
+from distbelief.parameter_server.tensor_copies import Pushed
 from distbelief.protocol import (
     batch as bt,
     membership as ms,

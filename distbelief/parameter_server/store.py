@@ -28,13 +28,18 @@ from distbelief.parameter_server.checkpoint import ShardState, restore
 from distbelief.parameter_server.codecs import Int4, Int8, warm_up
 from distbelief.parameter_server.fetch_logs import ChangeLog, FetchLog, MoveLog
 from distbelief.parameter_server.policy import ExchangePolicy
-from distbelief.parameter_server.pushed import PIECE, EncodedNumbers, Numbers, Pushed
 from distbelief.parameter_server.ranges import IndexRanges, RangeCopier
 from distbelief.parameter_server.rules import State, UpdateRule, initial_state, rules_on
 from distbelief.parameter_server.shard_config import ShardConfig
 from distbelief.parameter_server.slices import ShardSlice, SliceTable
 from distbelief.parameter_server.step_counts import StepCounts
-from distbelief.parameter_server.tensor_copies import SeqlockVector
+from distbelief.parameter_server.tensor_copies import (
+    PIECE,
+    EncodedNumbers,
+    Numbers,
+    Pushed,
+    SeqlockVector,
+)
 from distbelief.protocol import push_fetch as pf, replication as rp
 from distbelief.protocol.role import Cost, Snapshot
 

@@ -1,7 +1,7 @@
 """Messages between the members of a ring, who sum one vector of each (`worker.ring`).
 
     supervisor       member            its right neighbour
-      | RingMembers -->  |                 |   who is there, in order: a generation begins
+      | RingMembers -->  |                 |   the members, in order: a generation begins
       |                  | RingBlock --->  |   a block of a partial sum, later of the whole one
       |                  | <----- RingAck  |   blocks that it holds, and how many it takes
       |                  | <- RingFailed > |   the vectors differ: no member gets a sum

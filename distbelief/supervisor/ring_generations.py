@@ -1,4 +1,4 @@
-"""Who is in the ring of replicas that sum their gradients: a generation for each list of them.
+"""The members of a ring of replicas that sum their gradients: a generation for each list.
 
 A new list begins a generation, in which all return to their last commit. The first one waits for
 every replica, so that none trains alone. Later a death ends the generation at once, and a replica

@@ -22,7 +22,7 @@ Rounds are numbered within a generation, which has one list of members. When tha
 under way ends without a sum, and late messages of it are dropped. A member may have had that sum
 already when another has not: so all return to what they last had in common.
 
-Who is there is not decided here: a neighbour that is silent may compute.
+The supervisor decides on the members: a neighbour that is silent may compute.
 """
 
 from collections import deque
@@ -127,7 +127,7 @@ class _Round:
         if message.vector != self.vector or (values.dtype, len(values)) != (room.dtype, len(room)):
             return False
         if piece.step < self.n_members - 1:
-            with np.errstate(all="ignore"):  # whoever uses the sum looks at it
+            with np.errstate(all="ignore"):  # the user of the sum checks it
                 np.add(values, room, out=room)
         else:
             room[:] = values
@@ -243,7 +243,7 @@ class Ring:
             case RingFailed():
                 actions = self._hear_failure(event.sender, message, now)
             case _ if self.failure is not None:
-                actions = []  # whoever sent it is told of the failure
+                actions = []  # its sender hears of the failure
             case RingAck():
                 actions = self._acked(message, now)
             case RingBlock():

@@ -1,7 +1,7 @@
 """The training program of a member of a ring: replicas sum their gradients, without the shards.
 
-    agree    a new generation of the ring: members tell the step of their last commit; who has the
-             newest gives it to the others, or the shards' values if nobody has any
+    agree    a new generation of the ring: members tell the step of their last commit; the one with
+             the newest gives it to the others, or the shards' values if there is none
     step     each computes the gradient of a batch of its own; the ring sums; each applies the rule
     commit   every so many steps: a copy that outlives a death; the first member sets the shards'
              values to it

@@ -14,7 +14,7 @@ from tests.sandblaster.test_outcomes import Scripted
 from tests.simulation.sandblasts import Sandblast
 
 
-N_FILES_MAX: Final = 25
+N_FILES_MAX: Final = 24
 """Bound on their number, to be lowered."""
 
 ROOT: Final = Path(distbelief.__file__).parents[1]

@@ -30,8 +30,8 @@ from distbelief.core.vectors import Vector
 from distbelief.parameter_server.client.client import ShardLink
 from distbelief.parameter_server.client.fetches import FetchResult
 from distbelief.parameter_server.lost_pushes import n_lost
-from distbelief.parameter_server.pushed import N_PUSH_BUFFERS
 from distbelief.parameter_server.shard import Shard
+from distbelief.parameter_server.tensor_copies import N_PUSH_BUFFERS
 from distbelief.protocol import Message, PrimaryChanged, PushApplied, SessionOpened
 from distbelief.protocol.role import Address, Computed, Role, Started
 from distbelief.simulation.cluster import SimulatedCluster

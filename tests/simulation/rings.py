@@ -1,4 +1,4 @@
-"""Members of a ring who sum vectors, round after round, and an overseer who says who they are.
+"""Members of a ring that sum vectors, round after round, and an overseer that names them.
 
 At the start of a generation every member begins again with the first round. So each is asked for
 `n_rounds` of the newest generation; what any member got in any generation must be the plain sum.

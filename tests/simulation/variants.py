@@ -29,12 +29,16 @@ from distbelief.parameter_server.client.fetches import ShardFetch
 from distbelief.parameter_server.client.primary import ShardPrimary
 from distbelief.parameter_server.client.pushes import ShardPush
 from distbelief.parameter_server.pinned_versions import PinnedVersions, Version
-from distbelief.parameter_server.pushed import N_PUSH_BUFFERS, PushBuffer, Pushed
 from distbelief.parameter_server.replication import Backup, Primary
 from distbelief.parameter_server.sessions import PushInProgress, Session, Sessions
 from distbelief.parameter_server.shard import ClientMessage, ReplicationMessage, Shard
 from distbelief.parameter_server.shard_config import ShardConfig
-from distbelief.parameter_server.tensor_copies import SeqlockVector
+from distbelief.parameter_server.tensor_copies import (
+    N_PUSH_BUFFERS,
+    PushBuffer,
+    Pushed,
+    SeqlockVector,
+)
 from distbelief.protocol.role import Action, Address, Persist, Received, Seconds, Send, Snapshot
 from distbelief.simulation.trace import SimulationFailed
 from distbelief.supervisor.failover import PrimaryElection

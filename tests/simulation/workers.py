@@ -27,12 +27,12 @@ from distbelief.parameter_server.client.fetches import FetchResult
 from distbelief.parameter_server.client.pushes import PushResult
 from distbelief.parameter_server.layout import ElementType, Layout, PartialView, TensorSpec
 from distbelief.parameter_server.policy import DOWNPOUR, ExchangePolicy
-from distbelief.parameter_server.pushed import Pushed
 from distbelief.parameter_server.rules import SGD, Adagrad
 from distbelief.parameter_server.shard import Shard
 from distbelief.parameter_server.shard_config import ClientConfig, ShardConfig
 from distbelief.parameter_server.slices import ShardSlice
 from distbelief.parameter_server.store import ShardStore
+from distbelief.parameter_server.tensor_copies import Pushed
 from distbelief.protocol import role as rl
 from distbelief.protocol.push_fetch import Dealt
 from distbelief.protocol.replication import WHOLE, Share

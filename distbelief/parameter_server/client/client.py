@@ -29,9 +29,9 @@ from distbelief.parameter_server.client.pushes import PushDraft, PushResult, Sha
 from distbelief.parameter_server.client.residuals import Residuals
 from distbelief.parameter_server.layout import PartialView, first_difference
 from distbelief.parameter_server.lost_pushes import n_lost
-from distbelief.parameter_server.pushed import N_PUSH_BUFFERS
 from distbelief.parameter_server.shard_config import ClientConfig, copy_names
 from distbelief.parameter_server.staleness import Staleness
+from distbelief.parameter_server.tensor_copies import N_PUSH_BUFFERS
 from distbelief.parameter_server.ticks import ShardTicks, WorkerTicks
 from distbelief.protocol import Message, PrimaryChanged, push_fetch as pf, role as rl
 

@@ -6,8 +6,7 @@ from typing import Final, final
 from distbelief.core.errors import MemoryGoneError
 from distbelief.core.memory import Memory
 from distbelief.parameter_server.layout import PartialView
-from distbelief.parameter_server.pushed import PushBuffers, push_buffer_views
-from distbelief.parameter_server.tensor_copies import SeqlockVector
+from distbelief.parameter_server.tensor_copies import PushBuffers, SeqlockVector, push_buffer_views
 from distbelief.protocol import push_fetch as pf
 from distbelief.protocol.role import Address
 

@@ -31,9 +31,13 @@ from distbelief.parameter_server.client.primary import ShardMemory
 from distbelief.parameter_server.client.residuals import EncodedPush, Residuals
 from distbelief.parameter_server.layout import PartialView, TensorSpec
 from distbelief.parameter_server.lost_pushes import Lost, lost_after, n_lost
-from distbelief.parameter_server.pushed import N_PUSH_BUFFERS, PushBuffers, push_block
 from distbelief.parameter_server.shard_config import ClientConfig
-from distbelief.parameter_server.tensor_copies import TensorCopier
+from distbelief.parameter_server.tensor_copies import (
+    N_PUSH_BUFFERS,
+    PushBuffers,
+    TensorCopier,
+    push_block,
+)
 from distbelief.parameter_server.ticks import ShardTicks
 from distbelief.protocol import push_fetch as pf
 

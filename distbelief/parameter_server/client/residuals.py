@@ -32,8 +32,8 @@ from distbelief.parameter_server.codecs import (
     warm_up,
 )
 from distbelief.parameter_server.layout import PartialView
-from distbelief.parameter_server.pushed import N_PUSH_BUFFERS, PIECE, WORD
 from distbelief.parameter_server.slices import ShardSlice
+from distbelief.parameter_server.tensor_copies import N_PUSH_BUFFERS, PIECE, PUSH_WORD
 from distbelief.protocol import push_fetch as pf
 
 
@@ -63,7 +63,7 @@ def _shard(codec: Codec, held: ShardSlice) -> _Shard:
         residual=np.zeros(held.n_elements, np.float32),
         staging=np.zeros(held.n_elements, np.float32),
         n_parameters=n,
-        words=[np.empty(n_words, WORD) for _ in range(N_PUSH_BUFFERS)],
+        words=[np.empty(n_words, PUSH_WORD) for _ in range(N_PUSH_BUFFERS)],
     )
 
 
@@ -165,7 +165,7 @@ class Residuals:
         for index, one in self._shards.items():
             out = one.words[sequence % N_PUSH_BUFFERS]
             encoded.append(codec.encode(sums[index], cut, out))
-            buffers = one.staging[one.n_parameters :].view(WORD)
+            buffers = one.staging[one.n_parameters :].view(PUSH_WORD)
             words[index] = out[: encoded[-1].n_words + len(buffers)]
             words[index][encoded[-1].n_words :] = buffers
             one.residual, one.staging = one.staging, one.residual

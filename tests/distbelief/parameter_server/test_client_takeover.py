@@ -11,7 +11,7 @@ import pytest
 
 from distbelief.core.errors import JobError, PeerLostError, RemoteProtocolError
 from distbelief.core.memory import HEADER_BYTES, Memory
-from distbelief.parameter_server.pushed import push_buffer_bytes, push_buffer_views
+from distbelief.parameter_server.tensor_copies import push_buffer_bytes, push_buffer_views
 from distbelief.protocol import Message, PrimaryChanged, push_fetch as pf
 from distbelief.protocol.role import Action, Address, PeerJoined, PeerLost, Received, Send
 from distbelief.simulation.storage import HostMemory

@@ -7,8 +7,8 @@ import pytest
 
 from distbelief.core.errors import LocalProtocolError
 from distbelief.parameter_server.layout import Layout, TensorSpec
-from distbelief.parameter_server.pushed import PushBuffer, Pushed
 from distbelief.parameter_server.sessions import PushInProgress, Session
+from distbelief.parameter_server.tensor_copies import PushBuffer, Pushed
 from distbelief.protocol import (
     BeginEvaluation,
     BeginSeries,

@@ -10,11 +10,11 @@ from distbelief.core.vectors import Vector
 from distbelief.parameter_server.checkpoint import ShardState, restore, take
 from distbelief.parameter_server.layout import Layout, TensorSpec
 from distbelief.parameter_server.policy import ExchangePolicy, Round
-from distbelief.parameter_server.pushed import Pushed
 from distbelief.parameter_server.rules import Momentum, initial_state
 from distbelief.parameter_server.shard_config import ShardConfig
 from distbelief.parameter_server.step_counts import StepCounts
 from distbelief.parameter_server.store import ShardStore
+from distbelief.parameter_server.tensor_copies import Pushed
 from distbelief.protocol.replication import WHOLE, Share
 
 

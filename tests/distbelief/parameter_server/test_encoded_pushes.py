@@ -21,11 +21,11 @@ from distbelief.parameter_server.client.residuals import Residuals
 from distbelief.parameter_server.codecs import Bfloat16, Codec, Int4, Int8, Threshold, TopK
 from distbelief.parameter_server.layout import Layout, PartialView, TensorSpec
 from distbelief.parameter_server.policy import ExchangePolicy, Round
-from distbelief.parameter_server.pushed import Pushed
 from distbelief.parameter_server.rules import SGD, Adam, UpdateRule
 from distbelief.parameter_server.shard import Shard
 from distbelief.parameter_server.shard_config import ClientConfig, ShardConfig
 from distbelief.parameter_server.slices import ShardSlice
+from distbelief.parameter_server.tensor_copies import Pushed
 from distbelief.protocol import Message, push_fetch as pf
 from distbelief.protocol.role import Address, PeerLost
 from tests.distbelief.parameter_server.codecs.residuals import CODECS, name_of

@@ -10,10 +10,10 @@ from distbelief.core.vectors import Vector
 from distbelief.graph.region import Region
 from distbelief.parameter_server import step_counts
 from distbelief.parameter_server.layout import PartialView, TensorSpec
-from distbelief.parameter_server.pushed import push_buffer_views
 from distbelief.parameter_server.ranges import IndexRanges
 from distbelief.parameter_server.rules import SGD, Adam, UpdateRule
 from distbelief.parameter_server.slices import ShardSlice
+from distbelief.parameter_server.tensor_copies import push_buffer_views
 from distbelief.protocol import push_fetch as pf
 from distbelief.protocol.role import Action, Address, Send
 from tests.distbelief.parameter_server.pair import layout_of

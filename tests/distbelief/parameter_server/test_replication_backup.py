@@ -8,9 +8,9 @@ import pytest
 from distbelief.core.errors import DistBeliefError, RemoteProtocolError, StorageError
 from distbelief.core.memory import PrivateMemory
 from distbelief.parameter_server import shard_config
-from distbelief.parameter_server.pushed import push_buffer_bytes
 from distbelief.parameter_server.rules import Adagrad
 from distbelief.parameter_server.shard_config import copy_names, other_copy
+from distbelief.parameter_server.tensor_copies import push_buffer_bytes
 from distbelief.protocol import (
     CheckpointSaved,
     Finished,

@@ -5,7 +5,6 @@ import pytest
 
 from distbelief.core.memory import PrivateMemory
 from distbelief.parameter_server.policy import ExchangePolicy
-from distbelief.parameter_server.pushed import push_buffer_views
 from distbelief.parameter_server.replication import (
     REPORT_SECONDS,
     SILENCE_SECONDS,
@@ -14,6 +13,7 @@ from distbelief.parameter_server.replication import (
 )
 from distbelief.parameter_server.rules import Adagrad
 from distbelief.parameter_server.shard_config import ABSENCE_SECONDS_MAX
+from distbelief.parameter_server.tensor_copies import push_buffer_views
 from distbelief.protocol import Message, Stop, push_fetch as pf, replication as rp
 from distbelief.protocol.role import SUPERVISOR, Action, Exit, PeerLost
 from tests.distbelief.parameter_server.pair import CLIENT, LARGE, OTHER, layout_of, sent

@@ -5,10 +5,10 @@ import pytest
 
 from distbelief.core.vectors import Vector
 from distbelief.parameter_server.policy import ExchangePolicy, Round
-from distbelief.parameter_server.pushed import Pushed
 from distbelief.parameter_server.ranges import IndexRanges
 from distbelief.parameter_server.slices import ShardSlice
 from distbelief.parameter_server.store import RoundSum
+from distbelief.parameter_server.tensor_copies import Pushed
 from distbelief.protocol.role import Address, Seconds
 from tests.distbelief.parameter_server.shard_copies import A, OneCopy
 

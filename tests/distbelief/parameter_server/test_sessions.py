@@ -11,7 +11,6 @@ from distbelief.core.vectors import Vector
 from distbelief.parameter_server import staleness as module
 from distbelief.parameter_server.layout import Layout, TensorSpec
 from distbelief.parameter_server.policy import ExchangePolicy, Round
-from distbelief.parameter_server.pushed import PushBuffer
 from distbelief.parameter_server.ranges import IndexRanges
 from distbelief.parameter_server.rules import SGD
 from distbelief.parameter_server.sessions import Session, Sessions
@@ -19,6 +18,7 @@ from distbelief.parameter_server.shard_config import ShardConfig
 from distbelief.parameter_server.slices import ShardSlice
 from distbelief.parameter_server.staleness import PartialPushes, Staleness
 from distbelief.parameter_server.store import ShardStore
+from distbelief.parameter_server.tensor_copies import PushBuffer
 from distbelief.protocol import push_fetch as pf
 from distbelief.protocol.role import Address
 

@@ -15,10 +15,10 @@ from distbelief.parameter_server import pinned_versions
 from distbelief.parameter_server.checkpoint import N_SAVES_MAX
 from distbelief.parameter_server.layout import Kind, Layout, TensorSpec
 from distbelief.parameter_server.policy import DOWNPOUR, ExchangePolicy, Round
-from distbelief.parameter_server.pushed import Pushed
 from distbelief.parameter_server.rules import SGD, Adagrad, Momentum
 from distbelief.parameter_server.shard import Shard
 from distbelief.parameter_server.shard_config import ABSENCE_SECONDS_MAX, ShardConfig
+from distbelief.parameter_server.tensor_copies import Pushed
 from distbelief.protocol import (
     CheckpointSaved,
     Finished,

@@ -12,7 +12,7 @@ from distbelief.graph.region import Region
 from distbelief.parameter_server import layout as module
 from distbelief.parameter_server.layout import Layout, PartialView, TensorSpec
 from distbelief.parameter_server.slices import ShardSlice, SliceTable
-from distbelief.parameter_server.tensor_copies import _PIECE
+from distbelief.parameter_server.tensor_copies import PIECE
 from tests.distbelief.parameter_server.pair import gather, numbered, put_all
 
 
@@ -211,11 +211,11 @@ def test_a_whole_part_is_the_layout_itself() -> None:
 
 
 def test_the_sum_of_a_tensor_shows_nan_in_any_of_its_pieces() -> None:
-    layout = layout_of(_PIECE + 64)
+    layout = layout_of(PIECE + 64)
     vector = np.zeros(layout.shard_size(0), np.float32)
-    tensor = torch.ones(_PIECE + 64)
+    tensor = torch.ones(PIECE + 64)
     copier = PartialView(layout).copier(0)
-    assert copier.put(0, tensor, vector) == _PIECE + 64
+    assert copier.put(0, tensor, vector) == PIECE + 64
     tensor[0] = math.nan
     assert math.isnan(copier.put(0, tensor, vector))
 

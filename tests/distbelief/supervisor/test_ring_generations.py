@@ -1,4 +1,4 @@
-"""Who is in the ring: a generation for each list of replicas."""
+"""Members of a ring: a generation for each list of replicas."""
 
 from collections.abc import Sequence
 

@@ -485,6 +485,21 @@ def test_waits_are_shown_by_culprit_where_replicas_wait_for_each_other() -> None
     }
 
 
+def test_what_encoded_pushes_hold_back_is_counted_as_lost_with_its_replica_or_run() -> None:
+    roster: list[tuple[str, Kind]] = [("shard-0", "shard"), ("replica-0", "replica")]
+    last = JobView(figures={"residual": 3.0, "residual_lost": 1.0, "compression": 4.0})
+    desk = a_job(roster, before=PreviousTotals(view=last))
+    desk.join()
+    assert desk.view.figures == {"residual_lost": 4.0}
+    encoded = {"numbers_pushed": 80.0, "words_pushed": 10.0, "clipped": 0.5}
+    desk.beat("replica-0", "busy", residual=2.0, **encoded)
+    figures = {"compression": 8.0, "residual": 2.0, "residual_lost": 4.0, "clipped": 0.5}
+    assert desk.view.figures == figures
+    desk.restart("replica-0")
+    desk.beat("replica-0", "busy", residual=0.25, **encoded)
+    assert desk.view.figures == figures | {"residual": 0.25, "residual_lost": 6.0, "clipped": 1.0}
+
+
 def test_last_counters_of_a_shard_are_counted(desk: Desk) -> None:
     desk.join()
     applied(desk, "shard-0", 7)
