@@ -62,6 +62,9 @@ class ExchangePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     # `numbers` says.
     fetch: Fetched | None = None
     numbers: Numbers = "float32"  # as sent, both ways; never in memory
+    # Workers save what an encoded push holds back before they send it, with the checkpoints, so
+    # that the next incarnation goes on with it. Else what a killed worker holds back is lost.
+    durable: bool = False
     # How gradients get together. "server": by the shards. "ring": replicas pass them on to each
     # other, and each applies the rule; shards hold the commits.
     route: Literal["server", "ring"] = "server"
@@ -88,6 +91,11 @@ class ExchangePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                     'weight is "sum" and a round of deltas is averaged: use weight = "mean" or '
                     '"samples"'
                 )
+        if self.durable and self.push_codec is None:
+            raise ValueError(
+                "durable is true and push is not given: whole pushes hold nothing back that could "
+                "be saved: give push, or leave durable out"
+            )
         if self.commit_every < 1:
             raise ValueError(f"commit_every is {self.commit_every}; use 1 or more")
         if self.route == "ring":

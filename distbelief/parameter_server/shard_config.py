@@ -58,12 +58,17 @@ class ClientConfig:
     credit_blocks: int = 16  # blocks of 1 MiB under way per shard and direction; at most 64
     push: Codec | None = None  # of pushes; None: as they are
     fetch: Fetched = "float32"  # as fetched from another host
+    durable: bool = False  # what pushes hold back is saved before they go
 
     @classmethod
     def of(cls, policy: ExchangePolicy, *, retry_seconds: Seconds = 0.5) -> "ClientConfig":
         """Return the settings of a client that pushes as the policy says."""
         return cls(
-            pushes=True, push=policy.push_codec, fetch=policy.fetched, retry_seconds=retry_seconds
+            pushes=True,
+            push=policy.push_codec,
+            fetch=policy.fetched,
+            durable=policy.durable,
+            retry_seconds=retry_seconds,
         )
 
     @property

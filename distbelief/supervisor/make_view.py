@@ -82,6 +82,7 @@ def _encoded(workers: Sequence[RoleRecord], before: Mapping[str, float]) -> dict
     # What a former run held back at its end was dropped with its replicas.
     lost = before.get("residual_lost", 0.0) + before.get("residual", 0.0)
     lost += sum(one.past.get("residual", 0.0) + one.total("residual_lost") for one in workers)
+    lost = max(lost - sum(one.total("residual_restored") for one in workers), 0.0)
     clipped = before.get("clipped", 0.0) + sum(one.total("clipped") for one in workers)
     held = 0.0
     for record in workers:

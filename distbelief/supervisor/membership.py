@@ -45,6 +45,7 @@ _SUMMED = (
     "clipped",
     "residual",
     "residual_lost",
+    "residual_restored",
 )
 
 

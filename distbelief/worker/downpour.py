@@ -101,6 +101,11 @@ class DownpourAlgorithm:
                 'elements of a push, and [cluster] partitions or plan splits them: use "int4", '
                 '"int8" or "bfloat16"'
             )
+        if config.exchange.durable and cluster.is_split:
+            raise JobError(
+                "[algorithm.exchange] durable is true, and [cluster] partitions, plan or device "
+                "splits replicas, whose ranks save nothing: leave durable out"
+            )
         fetched = config.exchange.fetched
         if not isinstance(fetched, str) and cluster.is_split:
             raise JobError(

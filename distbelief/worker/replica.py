@@ -770,7 +770,7 @@ class Replica:
             return []
         begun: list[rl.Action] = []
         if isinstance(event, rl.Started):
-            begun = self._client.start(event.incarnation, now)
+            begun = self._client.start(event.incarnation, now, restored=event.restored)
         actions = course.handle(event, now)
         if actions is None and isinstance(event, rl.Received):
             kind = type(event.message).__name__

@@ -10,11 +10,12 @@ from hypothesis import given, settings, strategies as st
 from torch import nn
 
 from distbelief.config.presets import PRESETS, expand
+from distbelief.parameter_server.codecs import TopK
 from distbelief.parameter_server.policy import ExchangePolicy, Round
 from distbelief.parameter_server.rules import SGD, Momentum, UpdateRule
 from distbelief.protocol import StartTraining, Stop
 from distbelief.protocol.role import Address
-from distbelief.simulation.faults import Delay, Drop, Duplicate, Fault, Kill, Pause
+from distbelief.simulation.faults import Delay, DiskFull, Drop, Duplicate, Fault, Kill, Pause
 from distbelief.task.losses import loss_function
 from distbelief.task.task import TaskSpec, build_dataset, build_model
 from distbelief.worker.downpour_settings import DownpourSettings
@@ -245,11 +246,11 @@ def test_pushes_are_the_sum_of_all_local_steps(
 @given(
     seed=st.integers(0, 2**32 - 1),
     every=st.integers(1, 4),
-    at=st.floats(0.0, 0.02),
+    at=st.floats(0.0, 0.002),  # the run takes some 2 ms
     after_actions=st.none() | st.integers(0, 4),
     drop=st.floats(0.0, 0.2),
     duplicate=st.floats(0.0, 0.2),
-    pause=st.floats(0.0, 0.02),
+    pause=st.floats(0.0, 0.002),
 )
 @settings(max_examples=25)
 def test_each_local_step_counts_once_despite_kills_and_lost_messages(
@@ -274,6 +275,38 @@ def test_each_local_step_counts_once_despite_kills_and_lost_messages(
     )
     cluster.run()
     assert torch.equal(cluster.values()["weight"], -td.gradient_sum(cluster))
+
+
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    every=st.integers(1, 3),
+    at=st.floats(0.0, 0.002),  # the run takes some 2 ms
+    after_actions=st.none() | st.integers(0, 4),
+    drop=st.floats(0.0, 0.2),
+)
+@settings(max_examples=40)
+def test_what_a_killed_replica_holds_back_is_there_when_it_returns_if_durable(
+    seed: int, every: int, at: float, after_actions: int | None, drop: float
+) -> None:
+    """E2 over a kill, with a codec that sends a third: saved before a push, whoever has it."""
+    exchange = ExchangePolicy(send="delta", every=every, push=TopK(share=0.3), durable=True)
+    job = msgspec.structs.replace(counting(every, max_steps=9), exchange=exchange)
+    kill = Kill(at=at, role=Address("replica-0"), restart_after=0.01, after_actions=after_actions)
+    faults: Sequence[Fault] = (kill, Drop(probability=drop))
+    cluster = td.Cluster(td.COUNTING, job, n_replicas=2, host="", seed=seed, faults=faults)
+    cluster.run()
+    # The last push is of bfloat16, which these whole numbers fit.
+    assert torch.equal(cluster.values()["weight"], -td.gradient_sum(cluster))
+
+
+def test_what_cannot_be_saved_is_pushed_all_the_same() -> None:
+    exchange = ExchangePolicy(send="delta", every=2, push=TopK(share=0.3), durable=True)
+    job = msgspec.structs.replace(counting(2, max_steps=9), exchange=exchange)
+    faults = (DiskFull(at=0.0, seconds=1e9),)
+    cluster = td.Cluster(td.COUNTING, job, n_replicas=2, host="", faults=faults)
+    cluster.run()
+    assert torch.equal(cluster.values()["weight"], -td.gradient_sum(cluster))
+    assert any("is not saved" in report.text for _, report in cluster.cluster.reports)
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -26,7 +26,7 @@ from distbelief.core.reliable import AnswerTimer
 from distbelief.parameter_server.client.fetches import FetchResult, ShardFetch, ShardReader, install
 from distbelief.parameter_server.client.primary import ShardMemory, ShardPrimary
 from distbelief.parameter_server.client.pushes import PushDraft, PushResult, ShardPush, StageTarget
-from distbelief.parameter_server.client.residuals import Residuals
+from distbelief.parameter_server.client.residuals import EncodedPush, Residuals
 from distbelief.parameter_server.layout import PartialView, first_difference
 from distbelief.parameter_server.lost_pushes import n_lost
 from distbelief.parameter_server.shard_config import ClientConfig, copy_names
@@ -366,6 +366,8 @@ class ParameterClient:
             self._links_by_timer[f"{TIMER}{index}"] = link
         self._installing: dict[int, ShardReader] | None = None
         self._staging: list[StageTarget] | None = None
+        self._durable = config.durable
+        self._unsaved: Callable[[rl.Seconds], list[rl.Action]] | None = None  # sends that push
         self._n_torn = 0  # torn reads, each of one shard
         self._n_pushed = 0
         self._n_non_finite = 0  # pushes dropped because of NaN or infinity
@@ -375,11 +377,18 @@ class ParameterClient:
 
     # ---------------------------------------------------------------------- events
 
-    def start(self, incarnation: int, now: rl.Seconds) -> list[rl.Action]:
-        """Open a session with every shard, once. `incarnation` is that of the role."""
+    def start(
+        self, incarnation: int, now: rl.Seconds, *, restored: rl.Snapshot | None = None
+    ) -> list[rl.Action]:
+        """Open a session with every shard, once. `incarnation` is that of the role.
+
+        `restored` is what a former one has saved.
+        """
         if self._incarnation == incarnation:
             return []  # another role that shares this client has started it
         self._incarnation = incarnation
+        if self._residuals is not None and self._durable:
+            self._residuals.restored = restored
         actions: list[rl.Action] = []
         for link in self._links.values():
             link.fetching.start(incarnation << _INCARNATION_BITS)
@@ -388,13 +397,18 @@ class ParameterClient:
         return actions
 
     def owns(self, event: rl.Event) -> bool:
-        return self._link_of(event) is not None
+        return self._link_of(event) is not None or self._is_saved(event)
+
+    def _is_saved(self, event: rl.Event) -> bool:
+        return isinstance(event, rl.Persisted) and self._unsaved is not None
 
     def handle(self, event: rl.Event, now: rl.Seconds) -> list[rl.Action]:
         """Return the actions for `event`; none if the client does not own it.
 
         PeerLostError if a shard was silent for too long; JobError if it refuses this client.
         """
+        if isinstance(event, rl.Persisted) and self._unsaved is not None:
+            return self._saved(event, self._unsaved, now)
         link = self._link_of(event)
         if link is None:
             return []
@@ -534,7 +548,8 @@ class ParameterClient:
     def unacknowledged(self) -> int:
         # Every shard was sent the same pushes.
         pushes = [link.pushing for link in self._links.values()]
-        return max((one.issued - one.settled for one in pushes), default=0)
+        n_issued = max((one.issued - one.settled for one in pushes), default=0)
+        return n_issued + (self._unsaved is not None)
 
     def draft(
         self,
@@ -593,26 +608,53 @@ class ParameterClient:
         """
         if self._staging is None:
             raise LocalProtocolError("staged without a draft: draft a push first")
-        targets, self._staging = self._staging, None
-        actions: list[rl.Action] = []
-        if outcome.finite:
-            self._n_pushed += 1
-            self.fetches_own_pushes = False
-            counts = {"n_gradients": n_gradients, "samples": samples, "commit_token": commit_token}
-            if self._counting and not commit_token:
-                counts |= self._ticks.pushed(
-                    samples, in_session=self.samples, is_rest=not n_gradients
-                )
-            for link, target in zip(self._links.values(), targets, strict=True):
-                messages = link.pushing.issue(
-                    target, outcome.encoded, is_open=link.is_open, dealt=dealt, sets=sets, **counts
-                )
-                actions += [*link.send(messages, now), *link.wait(now)]
-        else:
+        if not outcome.finite:
+            self.abandon()
             self._n_non_finite += 1
             text = f"not pushed: NaN or infinity in {', '.join(outcome.culprits)}"
-            actions.append(rl.Report(text=text, level="warning"))
+            return [rl.Report(text=text, level="warning")]
+        self.fetches_own_pushes = False
+        counts = {"n_gradients": n_gradients, "samples": samples, "commit_token": commit_token}
+        issue = partial(self._issue, outcome.encoded, counts, dealt=dealt, sets=sets)
+        if self._residuals is None or not self._durable:
+            return issue(now)
+        self._unsaved = issue  # it stays staged until then
+        assert self._incarnation is not None
+        snapshot = self._residuals.snapshot(samples, incarnation=self._incarnation)
+        return [rl.Persist(snapshot=snapshot)]
+
+    def _issue(
+        self,
+        encoded: EncodedPush | None,
+        counts: dict[str, int],
+        now: rl.Seconds,
+        *,
+        dealt: pf.Dealt,
+        sets: bool,
+    ) -> list[rl.Action]:
+        targets, self._staging = self._staging, None
+        self._n_pushed += 1
+        if self._counting and not counts["commit_token"]:
+            counts |= self._ticks.pushed(
+                counts["samples"], in_session=self.samples, is_rest=not counts["n_gradients"]
+            )
+        actions: list[rl.Action] = []
+        for link, target in zip(self._links.values(), targets or (), strict=True):
+            messages = link.pushing.issue(
+                target, encoded, is_open=link.is_open, dealt=dealt, sets=sets, **counts
+            )
+            actions += [*link.send(messages, now), *link.wait(now)]
         self._release()
+        return actions
+
+    def _saved(
+        self, event: rl.Persisted, issue: Callable[[rl.Seconds], list[rl.Action]], now: rl.Seconds
+    ) -> list[rl.Action]:
+        self._unsaved, self.has_news = None, True
+        actions = issue(now)
+        if event.error is not None:
+            text = f"what a push holds back is not saved ({event.error}): a kill would lose it"
+            actions.append(rl.Report(text=text, level="warning"))
         return actions
 
     # ---------------------------------------------------------------------- ticks
@@ -673,9 +715,10 @@ class ParameterClient:
         `clock_gap` is how many ticks this one is ahead of the slowest (`clock_gap_max`: has been),
         `waits_NAME` how many seconds it waited for that worker. Of encoded pushes: `residual` is
         the sum of the sizes of what is held back (`residual_lost`: was, and was dropped as samples
-        are dealt again), `clipped` of what the codec has cut off and lost,
-        `words` those of the last push (`words_max`: of any), `words_pushed` of all for the
-        `numbers_pushed`, `compression` their ratio, `tau` the smallest size that the last one sent.
+        are dealt again; `residual_restored`: was saved by a former incarnation), `clipped` of what
+        the codec has cut off or let decay, `words` those of the last push (`words_max`: of any),
+        `words_pushed` of all for the `numbers_pushed`, `compression` their ratio, `tau` the
+        smallest size that the last one sent.
         """
         links = self._links.values()
         return {

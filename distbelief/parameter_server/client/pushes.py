@@ -101,6 +101,8 @@ class ShardPush:
 
         Pushes in flight are moved there; `again` sends them.
         """
+        if self._residuals is not None:
+            self._residuals.opened(self._index, opened.samples)
         if opened.term != self._term:
             self._term = opened.term
             self._first_clock = self.clock = opened.clock

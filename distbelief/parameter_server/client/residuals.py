@@ -4,7 +4,8 @@
     staging    p        the next push, filled tensor by tensor
     encode     p := r + p;  r, p := p, r;  words, r := codec.encode(r)
 
-decode(words) + rest == r + p, with ==: all that was put is either sent or in the residual. A push
+decode(words) + rest == r + p, with ==: all that was put is either sent or in the residual, unless a
+codec clips the rest or lets it decay: then `clipped` counts what is lost. A push
 is encoded once, whatever becomes of its messages. One that is refused, because r + p is not finite,
 leaves the residual as it was.
 
@@ -19,6 +20,7 @@ from typing import final
 
 import numpy as np
 
+from distbelief.core.vectors import Vector
 from distbelief.parameter_server.codecs import (
     Bfloat16,
     Codec,
@@ -27,6 +29,7 @@ from distbelief.parameter_server.codecs import (
     History,
     Residual,
     Threshold,
+    TopK,
     Words,
     accumulate,
     warm_up,
@@ -35,6 +38,7 @@ from distbelief.parameter_server.layout import PartialView
 from distbelief.parameter_server.slices import ShardSlice
 from distbelief.parameter_server.tensor_copies import N_PUSH_BUFFERS, PIECE, PUSH_WORD
 from distbelief.protocol import push_fetch as pf
+from distbelief.protocol.role import NEWEST, Snapshot
 
 
 @final
@@ -79,7 +83,8 @@ class Figures:
 
     residual: float = 0.0  # sum of sizes of what is not sent yet
     lost: float = 0.0  # of what was held back, and dropped
-    clipped: float = 0.0  # sum of sizes of what a codec has cut off, and is lost
+    restored: float = 0.0  # of what a former incarnation had saved
+    clipped: float = 0.0  # sum of sizes of what a codec has cut off or let decay, and is lost
     tau: float = 0.0  # the smallest size that the last push sent, or its step; 0: none
     n_words: int = 0  # of the last push
     n_words_max: int = 0
@@ -90,6 +95,7 @@ class Figures:
         return {
             "residual": self.residual,
             "residual_lost": self.lost,
+            "residual_restored": self.restored,
             "clipped": self.clipped,
             "tau": self.tau,
             "words": float(self.n_words),
@@ -113,6 +119,8 @@ class Residuals:
         self._shards = {index: _shard(codec, held) for index, held in view.slices.items()}
         self._forgotten: set[int] = set()  # shards of which nothing is held back any more
         self._is_flushed = True  # nothing is held back that a last push would send
+        self.restored: Snapshot | None = None  # of a former incarnation, until sessions are open
+        self._samples: dict[int, int] = {}  # of the last push to each shard
         self.figures = Figures()
 
     def staging(self, index: int) -> Residual:
@@ -135,6 +143,43 @@ class Residuals:
             rest = one.residual[: one.n_parameters]
             self.figures.lost += _sum_of_sizes(rest)
             rest[:] = 0
+
+    # --- what outlives this incarnation ---
+
+    def snapshot(self, samples: int, *, incarnation: int) -> Snapshot:
+        """Return what was held back before the push just encoded, and after it.
+
+        `samples` is the client's total with that push. Before it is sent nobody knows which shards
+        will have it; by their totals the next incarnation does. Valid until the next push is put.
+        """
+        arrays: dict[str, Vector] = {}
+        facts = {"incarnation": str(incarnation), "layout": self._view.layout.fingerprint}
+        for index, one in self._shards.items():
+            before = self._samples.get(index, 0)
+            facts[f"samples-{index}"] = f"{before} {samples}"
+            arrays[f"before-{index}"] = one.staging[: one.n_parameters]
+            arrays[f"after-{index}"] = one.residual[: one.n_parameters]
+            self._samples[index] = samples
+        return Snapshot(label=NEWEST, arrays=arrays, facts=facts)
+
+    def opened(self, index: int, samples: int) -> None:
+        """A shard has pushes up to so many samples: go on with what was held back then."""
+        if index in self._samples:
+            return
+        self._samples[index] = samples
+        saved = self.restored
+        if saved is None or saved.facts.get("layout") != self._view.layout.fingerprint:
+            return
+        before, after = saved.facts.get(f"samples-{index}", "0 0").split()
+        # Pushes of the same total cannot be told apart: the last one, of what is held back.
+        if before != after and str(samples) in {before, after}:
+            name = "before" if str(samples) == before else "after"
+            rest = self._shards[index].residual[: self._shards[index].n_parameters]
+            rest[:] = saved.arrays[f"{name}-{index}"]
+            size = _sum_of_sizes(rest)
+            self.figures.restored += size
+            self.figures.residual += size
+            self._is_flushed = False
 
     def encode(
         self, sequence: int, *, is_last: bool, touched: Sequence[object | None] | None
@@ -169,10 +214,18 @@ class Residuals:
             words[index] = out[: encoded[-1].n_words + len(buffers)]
             words[index][encoded[-1].n_words :] = buffers
             one.residual, one.staging = one.staging, one.residual
+        if isinstance(codec, TopK) and codec.decay < 1.0:
+            self._decay(sums.values(), codec.decay)
         for (index, start, stop), numbers in held.items():
             sums[index][start:stop] = numbers
         self._count(codec, cut, encoded, sums.values())
         return EncodedPush(form=codec.form, words=words)
+
+    def _decay(self, rests: Collection[Residual], decay: float) -> None:
+        # Error feedback with a decay of its own (SparseLoCo, Sarfi et al. 2025, algorithm 1).
+        for rest in rests:
+            self.figures.clipped += (1.0 - decay) * _sum_of_sizes(rest)
+            np.multiply(rest, np.float32(decay), out=rest)
 
     def _bad(self, sums: Mapping[int, Residual]) -> list[int]:
         return sorted(

@@ -45,8 +45,10 @@ class TopK(exactness.CodecTable, frozen=True, kw_only=True, tag="top-k"):
 
     share: float = 0.01
     bits: Literal[2, 32] = 32  # of each value
+    decay: float = 1.0  # of what is held back, from one push to the next
 
     def __post_init__(self) -> None:
+        require(self, "codec 'top-k'", "decay", lambda x: 0.0 < x <= 1.0, "above 0, and at most 1")
         require(self, "codec 'top-k'", "share", lambda x: 0.0 < x < 1.0, "a share between 0 and 1")
 
     @property

@@ -7,6 +7,7 @@ what was pushed, with == (E2).
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Literal
 
 import msgspec
 import numpy as np
@@ -127,6 +128,26 @@ def test_what_shards_have_and_what_is_held_back_is_all_that_was_pushed(
     assert not bench.refused
     is_clipped = isinstance(codec, Threshold) and codec.clip is not None
     assert bool(clipped_of(bench)) == is_clipped
+
+
+@pytest.mark.parametrize("bits", [2, 32])
+def test_what_is_held_back_decays_and_what_that_drops_is_counted(bits: Literal[2, 32]) -> None:
+    """SparseLoCo's error feedback: e := decay (e + d - sent), here with exact halves."""
+    both = [TopK(share=0.05, bits=bits, decay=decay) for decay in (1.0, 0.5)]
+    kept, decaying = [encoding(codec, 2) for codec in both]
+    gradient = whole(0, SPECS)
+    assert push(kept, gradient)
+    assert push(decaying, gradient)
+    rests, halves = residual_of(kept), residual_of(decaying)
+    assert_same(halves, [rest / 2 for rest in rests])
+    lost = decaying.client().counters()["clipped"]
+    assert lost == sum(float(rest.double().abs().sum()) for rest in halves) > 0.0
+    # A push that is refused, and tensors without a gradient, let nothing decay.
+    assert not push(decaying, [torch.full_like(one, torch.inf) for one in gradient])
+    assert_same(residual_of(decaying), halves)
+    decaying.settle()
+    decaying.push_tensors([None, *gradient[1:]], gradient, skip_missing=True)
+    assert_same(residual_of(decaying)[:1], halves[:1])
 
 
 @each_codec
