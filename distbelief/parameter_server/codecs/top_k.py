@@ -36,6 +36,7 @@ from distbelief.parameter_server.codecs.exactness import (
 
 _ROW: Final = 1 << 14  # elements whose indices have 14 bits
 _SLACK: Final = 1.25  # of the share: so many elements of one size need no thinning
+_FAR: Final = 8.0  # times below the mean: left to later pushes, where few elements are not 0
 _LEAST: Final = (127 - 120) << 23  # the bits of 2^-120: smaller elements have no level
 
 
@@ -64,6 +65,8 @@ class TopK(exactness.CodecTable, frozen=True, kw_only=True, tag="top-k"):
         size = least
         if len(sizes):
             size = max(int(np.partition(sizes, len(sizes) - wanted)[len(sizes) - wanted]), least)
+            if self.bits == 2 and size == _LEAST:
+                size = _least_of_few(sizes)
         n_above = int(np.count_nonzero(sizes > size))
         n_equal = int(np.count_nonzero(sizes == size))
         n_places = ALIGNMENT
@@ -131,6 +134,18 @@ def _encode_values(residual: Residual, cut: Cut, out: Words) -> Encoded:
 
 
 # --- 2 bits ---
+
+
+def _least_of_few(sizes: Words) -> int:
+    """Return the cut where less than the share has any size.
+
+    At the least one that there is, two levels would be far from most: so not far below the mean.
+    """
+    some = sizes[sizes >= _LEAST]
+    if not len(some):
+        return _LEAST
+    numbers = some.view(np.float32)
+    return int(some[numbers >= numbers.mean(dtype=np.float64) / _FAR].min())
 
 
 def _levels(sizes: Words, size: int) -> tuple[float, float]:

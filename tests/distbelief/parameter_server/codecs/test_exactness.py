@@ -128,6 +128,19 @@ def test_a_huge_outlier_among_2_bit_values_is_sent_whole() -> None:
     assert_nothing_is_lost(pushed)
 
 
+def test_two_bits_fit_the_elements_that_there_are_if_these_are_less_than_the_share() -> None:
+    """Regression: the cut fell to nothing, and both levels with it; one of each 64 was sent."""
+    numbers = np.zeros(4096, np.float32)
+    numbers[:300:3] = 1.0
+    numbers[1:300:3] = -3.0
+    numbers[2:300:3] = 1e-6  # far below the others: these wait
+    pushed = push(TopK(share=0.2, bits=2), numbers)
+    assert np.array_equal(pushed.sent[:300:3], numbers[:300:3])
+    assert np.array_equal(pushed.sent[1:300:3], numbers[1:300:3])
+    assert np.array_equal(pushed.rest[2:300:3], numbers[2:300:3])
+    assert_nothing_is_lost(pushed)
+
+
 @pytest.mark.parametrize("codec", [Int8(), Int4()])
 def test_the_largest_and_the_smallest_numbers_have_a_scale_or_are_kept(codec: Codec) -> None:
     for size in (LARGEST, 2.0**127, 2.0**-110, 2.0**-118, 2.0**-124, 2.0**-149):
