@@ -18,15 +18,18 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from distbelief.core.errors import SettingError
 from distbelief.core.formatting import nearest
+from distbelief.core.muon import Muon
 
 
 Table = Mapping[str, object]
 
-# They need the loss, a second pass, sparse gradients, matrices only, or a function.
+# They need the loss, a second pass, sparse gradients, or a function. Of rules of shards, which have
+# parts of matrices, Muon is left out, too.
 _UNFIT: Final = {"LBFGS", "SparseAdam", "Muon", "ReduceLROnPlateau", "LambdaLR", "MultiplicativeLR"}
 _WRAPPED: Final = ("add_param_group", "step", "zero_grad")
 _RAISED: Final = TypeError, ValueError, AssertionError, LookupError, RuntimeError, ArithmeticError
-OF_WHOLE_TENSORS: Final = {"Adafactor"}  # the others treat each element by itself
+OF_WHOLE_TENSORS: Final = {"Adafactor", "Muon"}  # the others treat each element by itself
+_OWN: Final = {"Muon": Muon}  # which in torch is for matrices only
 
 
 def kinds_of(module: object, base: type) -> dict[str, type]:
@@ -43,7 +46,7 @@ def made(
 ) -> tuple[Optimizer, LRScheduler | None]:
     """Return the optimizer of a table, and its scheduler if it has one; or raise SettingError."""
     keywords = {key: value for key, value in table.items() if key != "schedule"}
-    kinds = kinds_of(torch.optim, Optimizer)
+    kinds = kinds_of(torch.optim, Optimizer) | _OWN
     name = _known(keywords.pop("name", None), kinds, where=where)
     _check_keywords(kinds[name], keywords, where=f"{where} {name}")
     with explaining(name, keywords, where=f"{where} {name}"):
@@ -84,7 +87,7 @@ def optimizer(name: str, parameters: Sequence[nn.Parameter], keywords: Table) ->
 def _plain(name: str) -> type:
     # Without the wrappers that keep torch.compile away from its methods: they import the compiler
     # at the first call, six seconds of every process.
-    kind = getattr(torch.optim, name)
+    kind = _OWN.get(name) or getattr(torch.optim, name)
     methods = {each: inspect.unwrap(getattr(kind, each)) for each in _WRAPPED}
     methods["step"] = torch.no_grad()(methods["step"])
     return type(name, (kind,), methods)
@@ -136,7 +139,7 @@ def _check_keywords(kind: type, keywords: Table, *, where: str) -> None:
 
 
 def _known(name: object, kinds: Mapping[str, type], *, where: str) -> str:
-    if name in _UNFIT:
+    if name in _UNFIT and name not in kinds:
         raise SettingError(
             f"{where} has name = {name!r}, which does not fit here. {nearest('', kinds)}"
         )
