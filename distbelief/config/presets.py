@@ -16,6 +16,18 @@ Table = Mapping[str, object]
 _ADD: Final = {"name": "sgd", "learning_rate": 1.0}  # a delta, as it is
 _OUTER: Final = {"name": "momentum", "learning_rate": 0.7, "momentum": 0.9, "nesterov": True}
 _ADAMW: Final = {"name": "AdamW", "lr": 1e-3}
+_INT4: Final = {"codec": "int4"}
+# Sooner than the others, a slow replica gives what it has.
+_EARLY: Final = {"quorum": 0.75, "grace_seconds": 30.0, "early": True}
+_LOCAL_ROUNDS: Final = {
+    "send": "delta",
+    "every": 24,
+    "staleness": 0,
+    "round": _EARLY,
+    "weight": "samples",
+    "push": _INT4,
+    "fetch": _INT4,
+}
 _SGD: Final = {"name": "SGD", "lr": 0.1}
 
 PRESETS: Final[Mapping[str, Table]] = {
@@ -27,6 +39,8 @@ PRESETS: Final[Mapping[str, Table]] = {
         "inner": _ADAMW,
         "exchange": {"send": "delta", "every": 64, "weight": "mean", "numbers": "bfloat16"},
     },
+    "local-rounds": {"rule": _ADD, "inner": _ADAMW, "exchange": _LOCAL_ROUNDS},
+    "muloco": {"rule": _ADD, "inner": {"name": "Muon", "lr": 1e-2}, "exchange": _LOCAL_ROUNDS},
     "dpplee3-asgd": {"rule": _ADD, "inner": _SGD, "exchange": {"send": "delta", "every": 10}},
     "diloco": {
         "rule": _OUTER,
@@ -80,7 +94,7 @@ PRESETS: Final[Mapping[str, Table]] = {
             "staleness": 0,
             "round": {},
             "weight": "mean",
-            "push": {"codec": "top-k", "share": 0.03, "bits": 2},
+            "push": {"codec": "top-k", "share": 0.03, "bits": 2, "decay": 0.95},
             "fetch": "changed",
         },
     },
@@ -90,6 +104,8 @@ ABOUT: Final[Mapping[str, str]] = {
     "hogwild": "Asynchronous gradients, SGD at the shards, but not lock-free (Niu et al. 2011).",
     "ssp": "Asynchronous, but never more than 3 steps ahead of the slowest (Ho et al. 2013).",
     "local": "For slow links: many local steps, half the bytes, no waiting.",
+    "local-rounds": "Mean of 24 local steps, in 4 bits; a slow replica takes fewer (Stich 2019).",
+    "muloco": "The same with Muon, for batches of many rows (Therien et al. 2025).",
     "dpplee3-asgd": "Local steps are added as they come (Dpplee3's asynchronous mode).",
     "diloco": "Rounds of local steps, whose mean is an outer gradient (Douillard et al. 2023).",
     "decoupled-diloco": "Rounds that three of four replicas close; the others get 2 s.",

@@ -36,6 +36,9 @@ class Round(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     quorum: float = 1.0  # share of the workers that are present
     grace_seconds: float = 0.0
+    # Once the share is here, the others push what they have after their step: a slow worker takes
+    # fewer local steps in a round, and nobody waits for more than one of them.
+    early: bool = False
 
     def __post_init__(self) -> None:
         if not 0.0 < self.quorum <= 1.0:
@@ -86,6 +89,13 @@ class ExchangePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                     f"damping is {self.damping!r} and there is a round, whose pushes are folded "
                     "into one: leave damping or round out"
                 )
+            is_fixed = self.every not in {1, "auto"} and self.send == "delta"
+            if self.round.early and not (is_fixed and self.round.quorum < 1.0):
+                raise ValueError(
+                    f"round has early = true, quorum is {self.round.quorum}, every {self.every!r} "
+                    f'and send "{self.send}": a late worker pushes fewer local steps than the '
+                    'others: use quorum below 1, every of several steps, and send = "delta"'
+                )
             if self.weight == "sum" and self.send == "delta":
                 raise ValueError(
                     'weight is "sum" and a round of deltas is averaged: use weight = "mean" or '
@@ -135,6 +145,11 @@ class ExchangePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     @property
     def fetched(self) -> Fetched:
         return self.numbers if self.fetch is None else self.fetch
+
+    @property
+    def is_of_any_length(self) -> bool:
+        """Whether a push may have fewer steps than another."""
+        return self.every == "auto" or (self.round is not None and self.round.early)
 
     @property
     def chosen(self) -> dict[str, object]:

@@ -581,6 +581,10 @@ class Sessions:
         pushes = [one.push for one in buffers if one is not None and one.push is not None]
         return self.rounds.may_end(now, members, pushes)
 
+    def round_calls(self, rounds: Rounds) -> list[Action]:
+        """Ask those whose pushes a round waits for to push what they have, where these may."""
+        return rounds.calls(self._clients.values(), term=self.term)
+
     def _share_of(self, client: Session, push: pf.Push, staleness: int) -> rp.Share:
         policy = self._config.policy
         n_samples = 1 if push.n_samples is msgspec.UNSET else push.n_samples

@@ -610,6 +610,8 @@ class Shard:
         if until is not None and until != self._grace_until:
             self._grace_until = until
             actions.append(rl.SetTimer(name=_GRACE, at=until))
+        if rounds is not None:
+            actions += self._sessions.round_calls(rounds)
         return actions
 
     def _begin_push(self, push: PushInProgress, now: rl.Seconds) -> list[rl.Action]:

@@ -58,6 +58,7 @@ class ShardTicks:
         self.floor: int | None = None  # that the shard has told; None: it counts no ticks
         self.behind: Address | None = None  # who keeps it down
         self.late = ""  # whose push the last round waited for
+        self.closes = 0  # the tick of this worker that a round waits for; 0: none
         self.known: int | None = None  # this worker's tick, as the shard knows it; None: not in
         self._needed = 0  # the floor that the worker waits for
         self._known_changes = 0  # of the attendance, to the shard
@@ -111,6 +112,8 @@ class ShardTicks:
     def note_floor(self, message: pf.SessionOpened | pf.PushApplied | pf.Floor) -> None:
         if message.floor is not msgspec.UNSET and message.floor >= (self.floor or 0):
             self.floor, self.behind = message.floor, Address(message.behind or "") or None
+        if isinstance(message, pf.Floor):
+            self.closes = max(self.closes, message.closes or 0)
 
     def settled(self, tick: pf.Ticks) -> None:
         """A push that ended this tick is applied, or lost."""
@@ -180,6 +183,11 @@ class WorkerTicks:
         agree = all(one.agrees and not one.waits_for_floor for one in self._counting)
         return self.ended is not None and agree
 
+    @property
+    def is_awaited(self) -> bool:
+        """Whether a round waits for the push that ends the present tick."""
+        return self.ended is not None and any(one.closes > self.ended for one in self._counting)
+
     def _count_wait(self, now: Seconds, staleness: int, *, unacknowledged: int) -> None:
         if self.waits_since is not None:
             culprit, since = self.waits_since
@@ -246,7 +254,7 @@ class Floor:
         self.value = 0
         self.awaits_clients = False  # after a restart: the floor stays
         self._staleness = staleness
-        self._behind = ""  # who keeps it down
+        self.behind = ""  # who keeps it down
 
     def check(self, name: Address, member: Member | None, tick: pf.Ticks) -> None:
         """Raise FalseClaimError for a tick far ahead of what is known here."""
@@ -271,14 +279,14 @@ class Floor:
             member.tick = max(member.tick or 0, self.value)
         # Of equal ticks, a client whose next push is not here yet.
         slowest = min(inside, key=lambda one: (one.tick, one.queued, one.name), default=None)
-        self._behind = "" if slowest is None else slowest.name
+        self.behind = "" if slowest is None else slowest.name
         if slowest is not None:
             self.value = slowest.tick or 0
 
     def tell(self, member: Member) -> tuple[int, str]:
         """Return the floor, and who keeps it down, for a message to a member."""
         member.told = self.value
-        return self.value, "" if self._behind == member.name else self._behind
+        return self.value, "" if self.behind == member.name else self.behind
 
     def news(self, members: Collection[Member], *, term: int) -> list[Action]:
         """Tell a new floor to the clients that could not begin a tick at the old one."""
@@ -290,7 +298,7 @@ class Floor:
             assert member.tick is not msgspec.UNSET
             if member.tick - staleness > member.told:
                 member.told = self.value
-                floor = pf.Floor(term=term, floor=self.value, behind=self._behind)
+                floor = pf.Floor(term=term, floor=self.value, behind=self.behind)
                 actions.append(Send(receiver=member.name, message=floor))
         return actions
 
@@ -310,6 +318,7 @@ class Rounds:
         self.due: Seconds | None = None
         self.late = ""  # whose push the last round waited for at its end
         self._missing = ""  # whose push the next one waits for
+        self._told: set[Address] = set()  # that this round waits for them
         self._began: Seconds | None = None
         self._seconds: Seconds = 0.0  # that the last round took
 
@@ -344,7 +353,24 @@ class Rounds:
         self.due = due if self.due is None else min(self.due, due)
         return now >= self.due
 
+    def calls(self, members: Collection[Member], *, term: int) -> list[Action]:
+        """Ask those whose pushes are awaited, once, to push what they have."""
+        if self.due is None or not self._policy.early:
+            return []
+        late = [one for one in members if one.is_in and not one.queued]
+        late = [one for one in late if one.name not in self._told]
+        self._told |= {one.name for one in late}
+        floor = pf.Floor(term=term, floor=self._floor.value, behind=self._floor.behind)
+        return [
+            Send(
+                receiver=one.name,
+                message=msgspec.structs.replace(floor, closes=(one.tick or 0) + 1),
+            )
+            for one in late
+        ]
+
     def end(self, now: Seconds) -> None:
         began = now if self._began is None else self._began
         self.due, self._began, self._seconds = None, now, now - began
         self.late, self._missing = self._missing, ""
+        self._told.clear()

@@ -218,3 +218,4 @@ class Floor(AnyMessage, frozen=True):
     term: Count
     floor: Count
     behind: Name  # the first of the clients that have ended no more; "": none is in
+    closes: Ticks = msgspec.UNSET  # the receiver's tick, which the round of the others waits for

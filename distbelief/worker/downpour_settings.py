@@ -107,8 +107,8 @@ class DownpourSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
     def epochs(self, n_samples: int) -> Epochs:
         """Return how dealt samples are cut."""
-        # Pushes that are fitted to the link are of any batches of a range.
-        n_push = 1 if self.exchange.every == "auto" else self.pace.n_push
+        # Pushes that are fitted to the link, or to others, are of any batches of a range.
+        n_push = 1 if self.exchange.is_of_any_length else self.pace.n_push
         return Epochs(n_samples=n_samples, batch_size=self.batch_size, n_push=n_push)
 
     def warm_start_left(self, n_done: int, n_samples: int, n_replicas: int) -> int:

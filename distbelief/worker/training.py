@@ -616,15 +616,16 @@ class Training(Program):
             actions = [*actions, *self._fit_to_link(now)]
         # If every gradient was skipped there is nothing to push. Skipped samples are behind us.
         if self._dealt is None or batch.dealt is None:
-            self._push_due = self._exchange.pushes_after(step.number)
+            is_awaited = self._client.is_awaited and self._exchange.n_unsent > 0
+            self._push_due = is_awaited or self._exchange.pushes_after(step.number)
         else:
             self._end_batch(self._dealt, batch.dealt)
         return actions
 
     def _end_batch(self, pushes: DealtPushes, dealt: DealtBatch) -> None:
         """Let a push end where that of any other replica would, or as the link allows."""
-        exchange, is_auto = self._exchange, self._config.exchange.every == "auto"
-        is_full = exchange.n_unsent >= exchange.pace.n_push
+        exchange, is_auto = self._exchange, self._config.exchange.is_of_any_length
+        is_full = exchange.n_unsent >= exchange.pace.n_push or self._client.is_awaited
         if not pushes.add(dealt, is_auto=is_auto, is_full=is_full):
             return
         self._end_dealt(pushes)

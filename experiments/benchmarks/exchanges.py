@@ -11,8 +11,9 @@ Each preset has three rates a factor of three apart, the same for all with one o
 but for `dpplee3-asgd`. All are tried with seed 0 at 100 Mbit/s; the one with the least held-out
 loss after `--gradients` batches goes on with two more seeds, and with seed 0 at 1 Gbit/s. Presets
 with local steps run twice as long: samples cost them little. `one process` is plain torch with
-AdamW, without a link.
+AdamW, without a link; `AdamW in step` is that at the shards, of the mean gradient of each step.
 
+    uneven       one of 4 replicas takes 5 times as long for each step: loss at equal samples
     straggler    one of 4 replicas takes 5 times as long for each step; no limit by the link
     kill         replica 3 of `decoupled-diloco` dies within a round, at three moments
 
@@ -24,6 +25,8 @@ Not in `make bench`: it says nothing about the machine, and takes long.
     TASK_local_time            seconds until `local` has Downpour's final loss, over Downpour's
     TASK_local_loss            loss of `local` at equal samples, over Downpour's
     TASK_local_loss_alone      the same, over that of one process
+    TASK_PRESET_loss           loss at equal samples, over that of `horovod`; PRESET_uneven: with a
+                               slow replica; PRESET_bytes: bytes per sample over those of `horovod`
     straggler_PRESET           samples/s, over what the speeds of the four replicas allow
     kill_steps, kill_wait      most steps done again; most seconds that another one stood still
 """
@@ -50,6 +53,7 @@ from experiments.benchmarks.measuring import measurement
 from experiments.benchmarks.simulated.courses import (
     ALONE,
     BATCH,
+    IN_STEP,
     N_EVALUATIONS,
     N_REPLICAS,
     TIME_SCALE,
@@ -66,21 +70,24 @@ from experiments.figures.results import code_of, fingerprint, keep, kept, slug
 
 
 TASKS: Final = ("text", "speech")
-PARTS: Final = (*TASKS, "straggler", "kill")
+PARTS: Final = (*TASKS, "uneven", "straggler", "kill")
 RATES: Final[Mapping[str, tuple[float, ...]]] = {
     "text sgd": (0.2, 0.6, 1.8),
     "text dpplee3-asgd": (0.02, 0.06, 0.2),  # four times ten steps are added up: more diverges
     "speech sgd": (0.02, 0.06, 0.2),
     **{f"{task} adagrad": (0.01, 0.03, 0.09) for task in TASKS},
     **{f"{task} adamw": (0.001, 0.003, 0.009) for task in TASKS},
+    **{f"{task} muon": (0.003, 0.009, 0.027) for task in TASKS},
 }
 SLOW_LINK, FAST_LINK, NO_LIMIT = 1e8, 1e9, 1e12  # bits a second
 SEEDS: Final = (0, 1, 2)
 LONGER: Final = 2  # times the gradients of the others, for presets with local steps
 SLOWER: Final = 5.0
-STRAGGLING: Final = ("decoupled-diloco", "local", "ssp", "horovod", "downpour")
+UNEVEN: Final = ("local-rounds", "muloco")
+STRAGGLING: Final = ("local-rounds", "decoupled-diloco", "local", "ssp", "horovod", "downpour")
 STRAGGLER_SECONDS: Final = 120.0
 KILLED: Final = Address("replica-3")
+SLOW: Final = Slow(at=0.0, role=KILLED, factor=SLOWER, seconds=1e9)
 KILLED_AT: Final = (35.0, 59.0, 83.0)  # a round takes some 21 seconds
 SMALL: Final = {
     "gradients": 64,
@@ -103,14 +110,22 @@ class Runs:
     n_done: int = 0
 
     def course(
-        self, task: str, preset: str, *, rate: float, seed: int, bits_per_second: float = SLOW_LINK
+        self,
+        task: str,
+        preset: str,
+        *,
+        rate: float,
+        seed: int,
+        bits_per_second: float = SLOW_LINK,
+        is_uneven: bool = False,  # a replica is slow
     ) -> Course:
         longer = preset == ALONE or exchange_of(preset).get("every", 1) != 1
         gradients = self.gradients * (LONGER if longer else 1)
         every = 0.0
         if preset != ALONE:
             every = expected_seconds(preset, bits_per_second, gradients) / N_EVALUATIONS
-        name = slug(f"{task} {preset} {rate} {seed} {bits_per_second:.0e} {gradients}")
+        uneven = " uneven" if is_uneven else ""
+        name = slug(f"{task} {preset} {rate} {seed} {bits_per_second:.0e} {gradients}{uneven}")
         path, of = _FOLDER / f"{name}.json", fingerprint(code_of(_CODE), name, every)
         found = kept(path, of, Course)
         if found is None:
@@ -120,7 +135,8 @@ class Runs:
                 stop = {"samples": gradients * BATCH}
                 text = job_text(task, preset, rate=rate, seed=seed, every=every, stop=stop)
                 hosts = Hosts(bits_per_second=bits_per_second)
-                found, _ = run(self.preparation, text, hosts, seed=seed)
+                faults = [SLOW] if is_uneven else []
+                found, _ = run(self.preparation, text, hosts, seed=seed, faults=faults)
             finite = tuple(point for point in found.points if math.isfinite(point[2]))
             if finite != found.points:  # which JSON could not keep
                 why = found.error or "its loss is not finite"
@@ -196,6 +212,35 @@ def figures_of(task: str, found: Mapping[str, Found], samples: int) -> dict[str,
     return figures
 
 
+def figures_in_rounds(
+    task: str, found: Mapping[str, Found], runs: Runs, *, uneven: bool
+) -> dict[str, float]:
+    """Return the loss of rounds of local steps beside that of synchronous steps, and the bytes."""
+    figures: dict[str, float] = {}
+    samples, in_step = runs.gradients * BATCH, found.get("horovod")
+    for preset in UNEVEN if in_step is not None else ():
+        if preset not in found:
+            continue
+        assert in_step is not None
+        name, one, least = (
+            f"{task}_{preset.replace('-', '_')}",
+            found[preset],
+            in_step.loss(samples),
+        )
+        figures[f"{name}_loss"] = one.loss(samples) / least
+        n_bytes = one.slow[0].bytes_per_sample / in_step.slow[0].bytes_per_sample
+        figures[f"{name}_bytes"] = n_bytes
+        if uneven:
+            courses = [
+                runs.course(task, preset, rate=one.rate, seed=seed, is_uneven=True)
+                for seed in SEEDS[: len(one.slow)]
+            ]
+            figures[f"{name}_uneven"] = fmean(one.loss_at(samples) for one in courses) / least
+            n_bytes = courses[0].bytes_per_sample / in_step.slow[0].bytes_per_sample
+            figures[f"{name}_uneven_bytes"] = n_bytes
+    return figures
+
+
 # --------------------------------------------------------------------- stragglers, kills
 
 
@@ -205,7 +250,7 @@ def share_with_straggler(preparation: Preparation, preset: str, seconds: float) 
     rate = RATES[f"text {optimizer_of(preset).lower()}"][0]
     stop = {"seconds": seconds / TIME_SCALE}
     text = job_text("text", preset, rate=rate, seed=0, every=10 * seconds, stop=stop)
-    for faults in ([], [Slow(at=0.0, role=KILLED, factor=SLOWER, seconds=1e9)]):
+    for faults in ([], [SLOW]):
         course, _ = run(preparation, text, Hosts(bits_per_second=NO_LIMIT), seed=0, faults=faults)
         rates.append(course.samples / course.seconds)
     return rates[1] / (rates[0] * (N_REPLICAS - 1 + 1 / SLOWER) / N_REPLICAS)
@@ -274,7 +319,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seeds", type=int, default=len(SEEDS))
     parser.add_argument("--draw", type=Path, help="folder for exchanges_TASK.png")
     options = measurement.options_of(parser, arguments, small=SMALL)
-    samples, names = options.gradients * BATCH, [*options.presets, ALONE]
+    samples, names = options.gradients * BATCH, [*options.presets, IN_STEP, ALONE]
     tasks = [task for task in TASKS if task in options.only]
     n_runs = len(tasks) * (len(names) * (3 + options.seeds) - 1)
     figures: dict[str, float] = {}
@@ -288,6 +333,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             title = f"{task}: after {samples:,} samples, and seconds to {names[0]}'s loss there"
             measurement.show(title, rows)
             figures |= figures_of(task, found, samples)
+            uneven = "uneven" in options.only
+            figures |= figures_in_rounds(task, found, runs, uneven=uneven)
             if options.draw is not None:
                 draw(task, found, options.draw / f"exchanges_{task}.png")
         seconds = 30.0 if options.small else STRAGGLER_SECONDS

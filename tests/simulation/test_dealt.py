@@ -9,7 +9,7 @@ import pytest
 from distbelief.core.spans import NOTHING, Spans
 from distbelief.parameter_server import checkpoint, shard as shard_module
 from distbelief.parameter_server.checkpoint import ShardState
-from distbelief.parameter_server.policy import ExchangePolicy
+from distbelief.parameter_server.policy import ExchangePolicy, Round
 from distbelief.parameter_server.rules import SGD
 from distbelief.parameter_server.shard_config import ShardConfig
 from distbelief.parameter_server.store import ShardStore
@@ -39,6 +39,24 @@ def test_pushes_fitted_to_the_link_are_of_any_batches(faults: Sequence[Fault]) -
     job = DealtJob(n_samples=65, n_epochs=10, exchange=exchange, inner=sgd, faults=faults)
     job.run()
     assert job.job.view.samples == 650
+
+
+@pytest.mark.parametrize("faults", [[], [Kill(at=2.0, role=REPLICAS[0], after_actions=1)]])
+def test_pushes_of_a_slow_replica_end_where_a_round_waits_for_it(
+    faults: Sequence[Fault], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Values are means of local steps here; what is applied has each sample once all the same."""
+    monkeypatch.setattr(DealtJob, "_check", lambda *_: None)
+    monkeypatch.setattr(DealtJob, "check_end", lambda *_: None)
+    ends = Round(quorum=0.5, grace_seconds=20.0, early=True)
+    exchange = ExchangePolicy(send="delta", every=8, staleness=0, round=ends, weight="samples")
+    slow = Slow(at=0.0, role=REPLICAS[1], factor=8.0, seconds=1e9)
+    sgd: dict[str, object] = {"name": "SGD", "lr": 1.0}
+    job = DealtJob(n_samples=65, n_epochs=20, exchange=exchange, inner=sgd, faults=[slow, *faults])
+    job.run()
+    assert job.job.view.samples == 1300
+    applied = {str(applied) for applied, _ in job._last.values()}
+    assert applied == {str(Spans([(0, 1300)]))}
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from distbelief.parameter_server.policy import ExchangePolicy, Round
 from distbelief.parameter_server.rules import SGD, Momentum, UpdateRule
 from distbelief.protocol import StartTraining, Stop
 from distbelief.protocol.role import Address
-from distbelief.simulation.faults import Delay, DiskFull, Drop, Duplicate, Fault, Kill, Pause
+from distbelief.simulation.faults import Delay, DiskFull, Drop, Duplicate, Fault, Kill, Pause, Slow
 from distbelief.task.losses import loss_function
 from distbelief.task.task import TaskSpec, build_dataset, build_model
 from distbelief.worker.downpour_settings import DownpourSettings
@@ -307,6 +307,28 @@ def test_what_cannot_be_saved_is_pushed_all_the_same() -> None:
     cluster.run()
     assert torch.equal(cluster.values()["weight"], -td.gradient_sum(cluster))
     assert any("is not saved" in report.text for _, report in cluster.cluster.reports)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_slow_replica_pushes_what_it_has_when_a_round_waits_for_it(seed: int) -> None:
+    """E2 with fewer local steps of one: each still counts once, and nobody waits for its eight."""
+    seconds = {}
+    for early in (False, True):
+        ends = Round(quorum=0.5, grace_seconds=10.0, early=early)
+        exchange = ExchangePolicy(
+            send="delta", every=8, staleness=0, round=ends, weight="samples", push=TopK(share=0.3)
+        )
+        job = msgspec.structs.replace(counting(8, max_steps=40), exchange=exchange)
+        slow = Slow(at=0.0, role=Address("replica-0"), factor=8.0, seconds=1e9)
+        cluster = td.Cluster(
+            td.COUNTING, job, n_replicas=3, host="", seed=seed, faults=(slow,), flops_per_second=1e6
+        )
+        cluster.run(but=["replica-0"])
+        seconds[early] = cluster.ended_at
+        counters = cluster.counters(0)
+        assert counters.pushes == 5
+        assert counters.gradients_pushed < 10 if early else counters.gradients_pushed == 40
+    assert seconds[True] < 0.3 * seconds[False]
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -689,6 +689,11 @@ class ParameterClient:
         is_known = all(link.is_open for link in counting) and not self.unacknowledged
         return not counting or (is_known and self._ticks.may_begin)
 
+    @property
+    def is_awaited(self) -> bool:
+        """Whether a round of the others waits for this worker's next push."""
+        return self._ticks.is_awaited
+
     def leave(self, now: rl.Seconds) -> list[rl.Action]:
         """End no further tick until `enter`: nobody waits for this worker."""
         self._ticks.leave()

@@ -26,6 +26,7 @@ from torch.nn import functional
 from distbelief.config.load import parse_job
 from distbelief.config.presets import PRESETS, Table
 from distbelief.core import vectors
+from distbelief.parameter_server.policy import ExchangePolicy
 from distbelief.plans.cluster import Cluster, Machine
 from distbelief.protocol.role import SUPERVISOR, Address, Computed, Event, Role, Seconds
 from distbelief.simulation.cluster_options import options_for
@@ -51,6 +52,7 @@ MEMORY_RATE: Final = 1e10  # bytes a second
 N_BLOCKS: Final = 32  # of a push or a fetch; the large net has 160
 N_EVALUATIONS: Final = 24  # of a course, about
 ALONE: Final = "one process"
+IN_STEP: Final = "AdamW in step"  # at the shards, of the mean gradient of each step
 # Of one process: a step, and AdamW, as a replica with local steps pays for it
 ALONE_SECONDS: Final = STEP_SECONDS + 8 * 4 * N_PARAMETERS / MEMORY_RATE
 _DATA: Final = {"text": "text", "speech": "frames"}
@@ -138,23 +140,32 @@ class Hosts:
         )
 
 
+def table_of(preset: str) -> Table:
+    """Return a preset, whose gradients go through the shards."""
+    table = PRESETS["horovod" if preset == IN_STEP else preset]
+    exchange = {**cast("Table", table.get("exchange", {})), "route": "server"}
+    rule = {"name": "AdamW"} if preset == IN_STEP else table["rule"]
+    return {**table, "rule": rule, "exchange": exchange}
+
+
 def exchange_of(preset: str) -> Table:
-    return cast("Table", PRESETS[preset].get("exchange", {}))
+    return cast("Table", table_of(preset)["exchange"])
 
 
 def optimizer_of(preset: str) -> str:
     """Return the optimizer whose rate is chosen: the inner one, or else the shards' rule."""
     if preset == ALONE:
         return "AdamW"
-    table = cast("Table", PRESETS[preset].get("inner", PRESETS[preset]["rule"]))
-    return str(table["name"])
+    table = table_of(preset)
+    return str(cast("Table", table.get("inner", table["rule"]))["name"])
 
 
 def expected_seconds(preset: str, bits_per_second: float, gradients: int) -> float:
     """Return roughly how long so many gradients take, to spread evaluations over them."""
     exchange = exchange_of(preset)
+    codec = msgspec.convert(exchange, ExchangePolicy).push_codec
     n_bytes = 4 * N_PARAMETERS / cast("int", exchange.get("every", 1))
-    n_bytes *= 0.5 if exchange.get("numbers") == "bfloat16" else 1.0
+    n_bytes *= 1.0 if codec is None else codec.words_per_element
     ways = 2.0 if "staleness" in exchange else 1.0
     return gradients * (STEP_SECONDS / N_REPLICAS + 8 * ways * n_bytes / bits_per_second)
 
@@ -164,9 +175,13 @@ def job_text(
 ) -> str:
     """Return the job file; `every`: seconds between evaluations."""
     data = f'{{ factory = "{_TASKS}:{_DATA[task]}", arguments = {{ part = "%s" }} }}'
-    chosen = "inner = { lr" if "inner" in PRESETS[preset] else "rule = { learning_rate"
+    table, rate_key = table_of(preset), "lr"
+    optimizer = "inner" if "inner" in table else "rule"
+    if optimizer == "rule" and preset != IN_STEP:
+        rate_key = "learning_rate"
+    name = cast("Table", table[optimizer])["name"]
     grace = cast("Table", exchange_of(preset).get("round", {})).get("grace_seconds")
-    scaled = f"round = {{ grace_seconds = {cast('float', grace) / TIME_SCALE} }}" if grace else ""
+    scaled = f"round.grace_seconds = {cast('float', grace) / TIME_SCALE}," if grace else ""
     return f"""
 [model]
 factory = "{_TASKS}:{task}_net"
@@ -176,12 +191,12 @@ train = {data % "train"}
 test = {data % "test"}
 [algorithm]
 name = "downpour"
-preset = "{preset}"
+preset = "{"horovod" if preset == IN_STEP else preset}"
 loss = "cross_entropy"
 batch_size = {BATCH}
 seed = {seed}
-{chosen} = {rate} }}
-exchange = {{ {scaled} }}
+{optimizer} = {{ name = "{name}", {rate_key} = {rate} }}
+exchange = {{ {scaled} route = "server" }}
 [cluster]
 replicas = {N_REPLICAS}
 [evaluation]

@@ -1,5 +1,7 @@
 """Rounds: when one ends, and what clients add to it that push parts of a shard."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 
@@ -9,7 +11,8 @@ from distbelief.parameter_server.ranges import IndexRanges
 from distbelief.parameter_server.slices import ShardSlice
 from distbelief.parameter_server.store import RoundSum
 from distbelief.parameter_server.tensor_copies import Pushed
-from distbelief.protocol.role import Address, Seconds
+from distbelief.protocol import push_fetch as pf
+from distbelief.protocol.role import Action, Address, Seconds, Send
 from tests.distbelief.parameter_server.shard_copies import A, OneCopy
 
 
@@ -72,19 +75,22 @@ BEFORE: Seconds = 1e-3
 class Shard:
     """One shard, whose workers are all in; it works at once."""
 
-    def __init__(self, n_workers: int, *, quorum: float) -> None:
-        policy = ExchangePolicy(round=Round(quorum=quorum, grace_seconds=GRACE), weight="mean")
+    def __init__(self, n_workers: int, *, quorum: float, early: bool = False) -> None:
+        ends = Round(quorum=quorum, grace_seconds=GRACE, early=early)
+        policy = ExchangePolicy(send="delta", round=ends, weight="mean", every=4)
         self.copy = OneCopy(A, policy=policy, is_replicated=False)
         self.workers = [Address(f"worker-{n}") for n in range(n_workers)]
         self.ticks = [0] * n_workers
         for name in self.workers:
             self.copy.hello(name, tick=0)
 
-    def push(self, *indices: int) -> None:
+    def push(self, *indices: int) -> list[Action]:
+        actions: list[Action] = []
         for index in indices:
             self.ticks[index] += 1
-            self.copy.push(self.ticks[index], sender=self.workers[index], tick=self.ticks[index])
-        self.copy.work_all()
+            tick, name = self.ticks[index], self.workers[index]
+            actions += self.copy.push(tick, sender=name, tick=tick)
+        return [*actions, *self.copy.work_all()]
 
     def push_elsewhere(self, *indices: int) -> None:
         """End a tick whose push another shard has, and the round there waits for this shard's."""
@@ -146,6 +152,26 @@ def test_the_grace_begins_with_the_quorum_and_later_pushes_do_not_prolong_it() -
     assert shard.n_applied == 0
     shard.wait(2 * BEFORE)
     assert shard.n_applied == 3
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_late_workers_are_asked_once_a_round_for_what_they_have(*, early: bool) -> None:
+    shard = Shard(4, quorum=0.5, early=early)
+    assert not called(shard.push(0))
+    assert called(shard.push(1)) == ({"worker-2": 1, "worker-3": 1} if early else {})
+    assert not called(shard.push(2))
+    assert not called(shard.push(3))
+    assert shard.n_applied == 4
+    shard.push(3)
+    assert called(shard.push(2)) == ({"worker-0": 2, "worker-1": 2} if early else {})
+
+
+def called(actions: Sequence[Action]) -> dict[str, int]:
+    return {
+        action.receiver: action.message.closes or 0
+        for action in actions
+        if isinstance(action, Send) and isinstance(action.message, pf.Floor)
+    }
 
 
 def test_each_round_has_a_grace_of_its_own() -> None:
