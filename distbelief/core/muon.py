@@ -13,7 +13,7 @@ the batch: it is for batches of many rows, such as tokens, not for wide layers a
 
 import math
 from collections.abc import Callable, Iterable
-from typing import Any, Final, final
+from typing import Final, TypedDict, cast, final
 
 import torch
 from torch import nn
@@ -58,11 +58,13 @@ class Muon(Optimizer):
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
         super().__init__(params, {**defaults, "betas": betas, "eps": eps})
 
+    @torch.no_grad()
     @override
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         loss = None if closure is None else closure()
-        for group in self.param_groups:
-            for parameter in group["params"]:
+        for each in self.param_groups:
+            group = cast("_Group", each)
+            for parameter in each["params"]:
                 if parameter.grad is None:
                     continue
                 parameter.mul_(1.0 - group["lr"] * group["weight_decay"])
@@ -71,11 +73,19 @@ class Muon(Optimizer):
         return loss
 
 
-State = dict[str, Any]
+class _Group(TypedDict):
+    lr: float
+    weight_decay: float
+    momentum: float
+    betas: tuple[float, float]
+    eps: float
+
+
+State = dict[str, torch.Tensor]
 
 
 def _descend_matrix(
-    parameter: nn.Parameter, gradient: torch.Tensor, state: State, group: State
+    parameter: nn.Parameter, gradient: torch.Tensor, state: State, group: _Group
 ) -> None:
     mean = state.setdefault("mean", torch.zeros_like(gradient))
     mean.lerp_(gradient, 1.0 - group["momentum"])
@@ -84,10 +94,11 @@ def _descend_matrix(
     parameter.add_(update.view_as(parameter), alpha=-group["lr"] * scale)
 
 
-def _descend(parameter: nn.Parameter, gradient: torch.Tensor, state: State, group: State) -> None:
+def _descend(parameter: nn.Parameter, gradient: torch.Tensor, state: State, group: _Group) -> None:
     """Take AdamW's step."""
-    (beta1, beta2), n = group["betas"], state.get("n", 0) + 1
-    state["n"] = n
+    beta1, beta2 = group["betas"]
+    state["n"] = state.get("n", torch.zeros(())) + 1.0
+    n = float(state["n"])
     mean = state.setdefault("mean", torch.zeros_like(gradient))
     square = state.setdefault("square", torch.zeros_like(gradient))
     mean.lerp_(gradient, 1.0 - beta1)

@@ -347,6 +347,7 @@ class Training(Program):
             fits_link=config.exchange.every == "auto",
             encodes=client.encodes,
         )
+        self._any_length = config.exchange.is_of_any_length  # pushes are
         self._position = 0  # samples consumed since the replica's first incarnation
         self._pushed = 0  # samples up to the end of the last push
         self._clock = 0  # pushes in the parameters in use; the compute executor's
@@ -616,16 +617,17 @@ class Training(Program):
             actions = [*actions, *self._fit_to_link(now)]
         # If every gradient was skipped there is nothing to push. Skipped samples are behind us.
         if self._dealt is None or batch.dealt is None:
-            is_awaited = self._client.is_awaited and self._exchange.n_unsent > 0
-            self._push_due = is_awaited or self._exchange.pushes_after(step.number)
+            is_early = self._any_length and self._client.is_awaited and self._exchange.n_unsent > 0
+            self._push_due = is_early or self._exchange.pushes_after(step.number)
         else:
             self._end_batch(self._dealt, batch.dealt)
         return actions
 
     def _end_batch(self, pushes: DealtPushes, dealt: DealtBatch) -> None:
         """Let a push end where that of any other replica would, or as the link allows."""
-        exchange, is_auto = self._exchange, self._config.exchange.is_of_any_length
-        is_full = exchange.n_unsent >= exchange.pace.n_push or self._client.is_awaited
+        exchange, is_auto = self._exchange, self._any_length
+        is_full = exchange.n_unsent >= exchange.pace.n_push
+        is_full = is_full or (is_auto and self._client.is_awaited)
         if not pushes.add(dealt, is_auto=is_auto, is_full=is_full):
             return
         self._end_dealt(pushes)

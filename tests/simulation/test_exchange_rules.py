@@ -406,7 +406,7 @@ def test_every_preset_without_its_difference_is_sgd_on_the_union_of_the_batches(
     is_delta = "inner" in table
     exchange = {**cast("dict[str, object]", table.get("exchange", {}))}
     exchange |= {"every": 1, "staleness": 0, "numbers": "float32", "push": None}
-    exchange |= {"route": "server"}
+    exchange |= {"route": "server", "fetch": None}
     if exchange.get("round") is not None:
         exchange |= {"round": {}, "weight": "mean"}
     table |= {"exchange": exchange, "blocking": True}

@@ -10,7 +10,8 @@ from hypothesis import given, settings, strategies as st
 from torch import nn
 
 from distbelief.config.presets import PRESETS, expand
-from distbelief.parameter_server.codecs import TopK
+from distbelief.core.muon import Muon
+from distbelief.parameter_server.codecs import Int4, TopK
 from distbelief.parameter_server.policy import ExchangePolicy, Round
 from distbelief.parameter_server.rules import SGD, Momentum, UpdateRule
 from distbelief.protocol import StartTraining, Stop
@@ -122,7 +123,8 @@ def _inner(
         return None, None
     keywords = dict(settings.inner)
     schedule = dict(cast("Mapping[str, object]", keywords.pop("schedule", {})))
-    kind = getattr(torch.optim, str(keywords.pop("name")))
+    name = str(keywords.pop("name"))
+    kind = Muon if name == "Muon" else getattr(torch.optim, name)
     optimizer = kind(module.parameters(), **keywords)
     if not schedule:
         return optimizer, None
@@ -157,11 +159,13 @@ def test_a_preset_follows_the_equations_of_its_paper(name: str, host: str) -> No
     table = {"preset": name, "loss": td.LEARNING.loss, "batch_size": 4, "max_steps": 12}
     settings = msgspec.convert(expand(table), DownpourSettings)
     exchange = settings.exchange
-    every = 4 if exchange.every == 64 else exchange.every  # three rounds, not one
+    every = 4 if exchange.every in {24, 64} else exchange.every  # three rounds, not one
     # Of a codec, the sum of what was sent and what is held back is that of no codec.
     weight = "mean" if exchange.weight == "sum" and exchange.round else exchange.weight
+    fetch = None if isinstance(exchange.fetch, Int4) else exchange.fetch
+    ends = Round() if exchange.staleness == 0 else exchange.round  # of as many steps each
     exchange = msgspec.structs.replace(
-        exchange, every=every, push=None, route="server", weight=weight
+        exchange, every=every, push=None, fetch=fetch, route="server", weight=weight, round=ends
     )
     settings = msgspec.structs.replace(settings, blocking=True, exchange=exchange)
     is_round = exchange.round is not None and exchange.staleness == 0

@@ -40,10 +40,10 @@ def test_steps_are_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     matrices = [one for one in others if muon.is_matrix(one)]
     rest = [one for one in others if not muon.is_matrix(one)]
     assert len(matrices) == 4
-    settings = {"lr": 0.02, "weight_decay": 0.05}
+    rms = "match_rms_adamw"
     theirs = (
-        torch.optim.Muon(matrices, **settings, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(rest, **settings, betas=(0.8, 0.95)),
+        torch.optim.Muon(matrices, lr=0.02, weight_decay=0.05, adjust_lr_fn=rms),
+        torch.optim.AdamW(rest, lr=0.02, weight_decay=0.05, betas=(0.8, 0.95)),
     )
     take_steps(theirs, others, 5)
     for one, other in zip(own, others, strict=True):
@@ -56,7 +56,7 @@ def in_float32(
     assert coefficients == (3.4445, -4.7750, 2.0315)
     assert n_steps == muon.N_ITERATIONS
     a, b, c = coefficients
-    x = grad if grad.size(0) <= grad.size(1) else grad.T
+    x: torch.Tensor = grad if grad.size(0) <= grad.size(1) else grad.T
     x = x / x.norm().clamp(min=eps)
     for _ in range(n_steps):
         gram = x @ x.T
