@@ -23,6 +23,7 @@ from distbelief.parameter_server.tensor_copies import N_PUSH_BUFFERS, PUSH_WORD
 Pair = tuple[torch.Tensor, torch.Tensor]  # E (K, M) and A (K, N) of a weight (M, N)
 
 N_TRIES: Final = 3  # in a row, until a tensor whose product is not its gradient goes as it is
+N_NAMED: Final = 12  # in a message
 
 
 class FactorSource(Protocol):
@@ -58,7 +59,7 @@ class FactoredPushes:
                 start = ends.get(tensor, 0)
                 self._places.setdefault(tensor, []).append((index, place, start))
                 ends[tensor] = start + place.stop - place.start
-        self._takes: dict[int, bool] = {}  # by tensor, as chosen with its first push
+        self._takes: dict[int, bool] = {}  # by tensor; where chosen once, with its first push
         self._n_failed: dict[int, int] = {}  # in a row
         self._has_told = False
         self.news: str | None = None  # to be told once
@@ -82,12 +83,14 @@ class FactoredPushes:
         for vector in self._staging.values():
             exactness.check_residual(vector)
         layers: dict[int, list[factors.Layer]] = {index: [] for index in self._staging}
+        sent: list[int] = []
         for tensor, (errors, inputs) in sorted(self._source.take().items()):
             if self._chooses(tensor, errors, inputs):
                 found = self._layers_of(tensor, errors.numpy(), inputs.numpy())
                 self._note(tensor, is_gradient=found is not None)
                 for index, layer in found or ():
                     layers[index].append(layer)
+                sent += [tensor] if found else []
         words: dict[int, Words] = {}
         for index, numbers in self._staging.items():
             n = self._view.slices[index].n_parameters
@@ -97,7 +100,7 @@ class FactoredPushes:
             words[index] = out[: n_words + len(numbers) - n]
             words[index][n_words:] = numbers[n:].view(PUSH_WORD)
             self.figures.n_numbers += n
-        self._tell()
+        self._tell(sent)
         n_words = sum(map(len, words.values()))
         self.figures.n_words = n_words
         self.figures.n_words_max = max(self.figures.n_words_max, n_words)
@@ -106,11 +109,11 @@ class FactoredPushes:
 
     def _chooses(self, tensor: int, errors: torch.Tensor, inputs: torch.Tensor) -> bool:
         (k, m), (_, n) = errors.shape, inputs.shape
-        if tensor not in self._takes:
-            shards = self._view.layout.n_shards
-            self._takes[tensor] = self._codec.takes(
-                k, m, n, workers=self._source.workers, shards=shards
-            )
+        if self._n_failed.get(tensor, 0) >= N_TRIES:
+            return False
+        if tensor not in self._takes or isinstance(self._codec, Factors):
+            workers, shards = self._source.workers, self._view.layout.n_shards
+            self._takes[tensor] = self._codec.takes(k, m, n, workers=workers, shards=shards)
         # Fewer bits, if a user has chosen these, may be kept here and not at the shards.
         is_exact = torch.get_float32_matmul_precision() == "highest"
         return self._takes[tensor] and is_exact
@@ -149,21 +152,21 @@ class FactoredPushes:
     def _note(self, tensor: int, *, is_gradient: bool) -> None:
         self._n_failed[tensor] = 0 if is_gradient else self._n_failed.get(tensor, 0) + 1
         if self._n_failed[tensor] == N_TRIES:
-            self._takes[tensor] = False
             name = self._view.tensors[tensor].name
             self.news = (
                 f"{name} goes as it is from now on: its gradient is not the product of its layer's "
                 "factors (it is tied, or used elsewhere, or hooks change it)"
             )
 
-    def _tell(self) -> None:
+    def _tell(self, sent: Sequence[int]) -> None:
         if self._has_told or not self._takes:
             return
         self._has_told = True
         specs = self._view.tensors
-        names = [specs[one].name for one, is_taken in sorted(self._takes.items()) if is_taken]
+        names = [specs[tensor].name for tensor in sent]
         n_others = sum(spec.kind == "parameter" for spec in specs) - len(names)
-        listed = f"factors for {', '.join(names)}" if names else "no factors"
+        more = f", {len(names) - N_NAMED} more" if len(names) > N_NAMED else ""
+        listed = f"factors for {', '.join(names[:N_NAMED])}{more}" if names else "no factors"
         self.news = f"{listed}; {n_others} others as they are"
 
 
