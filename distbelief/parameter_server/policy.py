@@ -101,10 +101,11 @@ class ExchangePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                     'weight is "sum" and a round of deltas is averaged: use weight = "mean" or '
                     '"samples"'
                 )
-        if self.durable and self.push_codec is None:
+        if self.durable and (self.push_codec is None or self.sends_factors):
+            what = 'of "factors" or "auto"' if self.sends_factors else "not given"
             raise ValueError(
-                "durable is true and push is not given: whole pushes hold nothing back that could "
-                "be saved: give push, or leave durable out"
+                f"durable is true and push is {what}: such pushes hold nothing back that could "
+                "be saved: give another push, or leave durable out"
             )
         if self.commit_every < 1:
             raise ValueError(f"commit_every is {self.commit_every}; use 1 or more")

@@ -40,8 +40,6 @@ class FactorSource(Protocol):
 class FactoredPushes:
     """Runs in the compute executor, but for `news`; in place of `Residuals`."""
 
-    is_owed = False  # nothing is held back
-
     def __init__(self, codec: Factors | Auto, view: PartialView, source: FactorSource) -> None:
         self._codec, self._view, self._source = codec, view, source
         sizes = {index: held.n_elements for index, held in view.slices.items()}
@@ -71,6 +69,9 @@ class FactoredPushes:
 
     def forget(self, shards: object) -> None:
         """Nothing is held back."""
+
+    def opened(self, index: int, samples: int) -> None:
+        """Nothing is held back, so nothing of a former incarnation."""
 
     def encode(
         self,
