@@ -111,16 +111,19 @@ class ExchangePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise ValueError(f"commit_every is {self.commit_every}; use 1 or more")
         if self.route == "ring":
             self._check_ring()
+        self._check_factors()
+        if self.every == "auto" and self.send == "gradient":
+            raise ValueError(
+                'every is "auto" and send is "gradient": between exchanges only local steps make '
+                'progress: use send = "delta", or a number'
+            )
+
+    def _check_factors(self) -> None:
         if self.sends_factors and (self.send, self.every) != ("gradient", 1):
             raise ValueError(
                 f'push.codec is "factors" or "auto", send is "{self.send}" and every '
                 f"{self.every!r}: factors are those of one mini-batch's gradient: use "
                 'send = "gradient" and every = 1, or push = { codec = "int4" }'
-            )
-        if self.every == "auto" and self.send == "gradient":
-            raise ValueError(
-                'every is "auto" and send is "gradient": between exchanges only local steps make '
-                'progress: use send = "delta", or a number'
             )
 
     def _check_ring(self) -> None:
