@@ -67,6 +67,10 @@ PRESETS: Final[Mapping[str, Table]] = {
         "rule": {"name": "sgd", "learning_rate": 0.1},
         "exchange": {"staleness": 0, "round": {}, "weight": "mean", "route": "ring"},
     },
+    "poseidon": {
+        "rule": {"name": "sgd", "learning_rate": 0.1},
+        "exchange": {"staleness": 0, "round": {}, "weight": "mean", "push": {"codec": "auto"}},
+    },
     "strom": {
         "rule": {"name": "sgd", "learning_rate": 0.1},
         "exchange": {
@@ -111,6 +115,7 @@ ABOUT: Final[Mapping[str, str]] = {
     "decoupled-diloco": "Rounds that three of four replicas close; the others get 2 s.",
     "dl4j-averaging": "Parameters are averaged every 5 steps, inner state is not (DL4J on Spark).",
     "horovod": "One mean gradient of all replicas per step, by a ring (Sergeev & Del Balso 2018).",
+    "poseidon": "One mean gradient per step; dense layers as factors (Zhang et al. 2017).",
     "strom": "Gradients as steps of one size, where they reach it; the rest waits (Strom 2015).",
     "dl4j-sharing": "The same of local steps, at a size that adapts (DL4J's gradient sharing).",
     "sparseloco": "DiLoCo, of the largest 3 % of a difference, as 2 bits (Sarfi et al. 2025).",

@@ -18,7 +18,7 @@ from typing import Literal
 
 import msgspec
 
-from distbelief.parameter_server.codecs import Bfloat16, Codec, Int4, Int8
+from distbelief.parameter_server.codecs import Auto, Bfloat16, Codec, Factors, Int4, Int8
 from distbelief.parameter_server.rules import UpdateRule
 
 
@@ -101,19 +101,29 @@ class ExchangePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                     'weight is "sum" and a round of deltas is averaged: use weight = "mean" or '
                     '"samples"'
                 )
-        if self.durable and self.push_codec is None:
+        if self.durable and (self.push_codec is None or self.sends_factors):
+            what = 'of "factors" or "auto"' if self.sends_factors else "not given"
             raise ValueError(
-                "durable is true and push is not given: whole pushes hold nothing back that could "
-                "be saved: give push, or leave durable out"
+                f"durable is true and push is {what}: such pushes hold nothing back that could "
+                "be saved: give another push, or leave durable out"
             )
         if self.commit_every < 1:
             raise ValueError(f"commit_every is {self.commit_every}; use 1 or more")
         if self.route == "ring":
             self._check_ring()
+        self._check_factors()
         if self.every == "auto" and self.send == "gradient":
             raise ValueError(
                 'every is "auto" and send is "gradient": between exchanges only local steps make '
                 'progress: use send = "delta", or a number'
+            )
+
+    def _check_factors(self) -> None:
+        if self.sends_factors and (self.send, self.every) != ("gradient", 1):
+            raise ValueError(
+                f'push.codec is "factors" or "auto", send is "{self.send}" and every '
+                f"{self.every!r}: factors are those of one mini-batch's gradient: use "
+                'send = "gradient" and every = 1, or push = { codec = "int4" }'
             )
 
     def _check_ring(self) -> None:
@@ -141,6 +151,11 @@ class ExchangePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     def push_codec(self) -> Codec | None:
         """What encodes pushes; None: they are sent as they are."""
         return Bfloat16() if self.push is None and self.numbers == "bfloat16" else self.push
+
+    @property
+    def sends_factors(self) -> bool:
+        """Whether dense layers go as factors, all or some."""
+        return isinstance(self.push, Factors | Auto)
 
     @property
     def fetched(self) -> Fetched:

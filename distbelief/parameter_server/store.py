@@ -455,7 +455,8 @@ class ShardStore:
         whole, so_far = self.slice_table.whole, self._round
         add, cost = _nothing, Cost()
         if adds:
-            weight, cost = share.weight, Cost(n_bytes=3.0 * pushed.values.nbytes)
+            weight = share.weight
+            cost = Cost(n_bytes=3.0 * pushed.values.nbytes, flops=pushed.flops)
             add = so_far.add_work(pushed, shard_slice=shard_slice, touched=touched, weight=weight)
         if share.n_to_follow:
             self._pushed_slice = None
@@ -472,7 +473,7 @@ class ShardStore:
             so_far.finish()
             apply()
 
-        return work, Cost(n_bytes=cost.n_bytes + then.n_bytes, flops=then.flops)
+        return work, Cost(n_bytes=cost.n_bytes + then.n_bytes, flops=cost.flops + then.flops)
 
     def _begin_apply(
         self,
@@ -526,7 +527,8 @@ class ShardStore:
         n_bytes = (n_parameters + n_buffers) * values.itemsize
         if self.log is not None:
             n_passes += 6  # a copy, and a comparison with it
-        cost = Cost(n_bytes=float(n_passes * n_bytes), flops=4.0 * n_parameters)
+        flops = 4.0 * n_parameters + pushed.flops
+        cost = Cost(n_bytes=float(n_passes * n_bytes), flops=flops)
         if share.sets:
             rest = [(buffers, buffer_values), (counters, buffer_values)]
             work = partial(_set, values, [*((one, gradients) for *_, one in updates), *rest])

@@ -301,8 +301,8 @@ class EncodedNumbers:
     numbers[start:stop] is a vector, as of an array.
     """
 
-    def __init__(self, add: Adder, n_elements: int) -> None:
-        self._add, self._n_elements = add, n_elements
+    def __init__(self, add: Adder, n_elements: int, *, zero: float = 0.0) -> None:
+        self._add, self._n_elements, self._zero = add, n_elements, zero
         self._room: Residual = np.zeros(0, np.float32)
 
     def __len__(self) -> int:
@@ -314,7 +314,7 @@ class EncodedNumbers:
         if len(self._room) < stop - first:
             self._room = np.empty(stop - first, np.float32)
         out = self._room[: stop - first]
-        out[:] = 0
+        out[:] = self._zero
         self._add(first, stop, out)
         return out[start - first :]
 
@@ -331,6 +331,7 @@ class Pushed:
     form: pf.Form | msgspec.UnsetType
     gradient: Numbers  # (n_parameters,)
     buffers: Vector
+    flops: float = 0.0  # that decoding takes, beside what it moves
 
     @classmethod
     def of(
@@ -347,8 +348,11 @@ class Pushed:
             raise RemoteProtocolError(f"a push of {len(values)} words lacks some of its buffers")
         words = cast("Words", values[:n_words])
         add = codecs.decoder(form, words, n)
-        buffers = values[n_words:].view(np.float32)
-        return cls(values=values, form=form, gradient=EncodedNumbers(add, n), buffers=buffers)
+        buffers, flops, zero = values[n_words:].view(np.float32), 0.0, 0.0
+        if form == "factors":
+            flops, zero = codecs.flops_of(words, n), -0.0  # -0.0 + x has the bits of x
+        gradient = EncodedNumbers(add, n, zero=zero)
+        return cls(values=values, form=form, gradient=gradient, buffers=buffers, flops=flops)
 
     def dense(self) -> Vector:
         """Return all numbers, decoded if they are not dense."""

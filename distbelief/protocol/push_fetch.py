@@ -36,7 +36,7 @@ the bits of the buffers. The shard sends all instead if that is less, or if it d
 Unset means dense, and takes no bytes. What lies in shared memory is dense.
 """
 
-Form = Literal["bfloat16", "int8", "int4", "top-k", "top-k-2", "threshold"]
+Form = Literal["bfloat16", "int8", "int4", "top-k", "top-k-2", "threshold", "factors"]
 """How a codec has written the parameters of a push, in words of 32 bits. The bits of the buffers,
 which stay float32, follow. Unset: a push is dense, as above.
 """

@@ -204,12 +204,20 @@ def exchange_policy(
         try:
             table |= cast("dict[str, object]", expand({"preset": preset}).get("exchange", {}))
             table.pop("route", None)  # loops of one's own know their server, not each other
+            if table.get("push") == {"codec": "auto"}:  # nor the layers of a model
+                del table["push"]
         except JobFileError as error:
             raise JobError(f"{user}: {error}") from None
     if given.get("numbers") is not None:  # short for both
         table = {key: value for key, value in table.items() if key not in {"push", "fetch"}}
     table |= {key: value for key, value in given.items() if value is not None}
-    return tables.convert(table, ExchangePolicy, user=user)
+    policy = tables.convert(table, ExchangePolicy, user=user)
+    if policy.sends_factors:
+        raise JobError(
+            f'{user}: push has codec "factors" or "auto", and a loop of one\'s own knows '
+            'parameters, not layers: use push={"codec": "int4"}, or train by a job'
+        )
+    return policy
 
 
 class _Given(msgspec.Struct, frozen=True):

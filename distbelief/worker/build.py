@@ -40,6 +40,7 @@ from distbelief.worker.evaluator import CHUNK, Evaluation, Score, held_out
 from distbelief.worker.execution import executor as ex
 from distbelief.worker.execution.dataflow import dataflow
 from distbelief.worker.execution.operations import Dataflow
+from distbelief.worker.factors import LayerFactors
 from distbelief.worker.group import EVALUATORS, GroupLeader, GroupRank, group_rank_of, member_names
 from distbelief.worker.local_executor import FlatModel, LocalExecutor, frozen_of, loss_and_metric
 from distbelief.worker.rank import Rank
@@ -267,9 +268,12 @@ def build_replica(index: int, *, config: DownpourSettings, context: BuildContext
     model = FlatModel(module)
     if config.exchange.route == "ring":
         return ring_replica(index, config=config, context=context, model=model)
+    exchange, factors = config.exchange, None
+    if exchange.sends_factors:
+        factors = LayerFactors(module, model.named_tensors(), workers=context.n_replicas)
     return whole_replica(
         config,
-        client=build_client(context, exchange=config.exchange, frozen=model.frozen),
+        client=build_client(context, exchange=exchange, frozen=model.frozen, factors=factors),
         executor=local_executor(
             model, context, clip_norm=config.clip_norm, seed=(config.seed, index)
         ),
@@ -365,6 +369,7 @@ def build_client(
     exchange: ExchangePolicy | None,  # of pushes; None: it only fetches
     frozen: Collection[str],  # parameters that do not train
     flow: Dataflow | None = None,
+    factors: LayerFactors | None = None,
 ) -> ParameterClient:
     """Return a client of all shards, or of those that hold what a rank keeps."""
     layout, config = context.layout, ClientConfig(pushes=False)
@@ -381,6 +386,7 @@ def build_client(
         PartialView(layout, None if flow is None else flow.items, frozen=frozen),
         memory=context.memory,
         shard_copies=context.shard_copies,
+        factors=factors,
     )
 
 

@@ -72,6 +72,8 @@ class DownpourAlgorithm:
             raise JobError(f"[algorithm] {error}") from None
         if config.exchange.route == "ring":
             self._check_ring(config, cluster)
+        if config.exchange.sends_factors:
+            self._check_factors(config, cluster)
         if isinstance(cluster.replicas, Elastic) and config.order != "dealt":
             raise JobError(
                 f'[cluster] replicas has min and max, and [algorithm] order is "{config.order}", '
@@ -136,6 +138,25 @@ class DownpourAlgorithm:
                 raise JobError(
                     f'[algorithm.exchange] route is "ring" and {what}, which a ring does not '
                     f'know: {fix}, or use route = "server"'
+                )
+
+    def _check_factors(self, config: DownpourSettings, cluster: ClusterTable) -> None:
+        unfit = {
+            "[algorithm] has clip_norm, which changes gradients": config.clip_norm is not None
+            and "leave clip_norm out, or clip by value at the shards (rule.clip_value)",
+            "[algorithm] has n_push, which sums gradients": config.n_push > 1
+            and "leave n_push out",
+            "[cluster] splits replicas into ranks, which compute without layers": cluster.is_split
+            and "leave partitions, plan and device out",
+            '[cluster] has rounding = "any", so that shards may round otherwise': cluster.rounding
+            == "any"
+            and 'use rounding = "same"',
+        }
+        for what, fix in unfit.items():
+            if fix:
+                raise JobError(
+                    f'[algorithm.exchange] push.codec is "factors" or "auto", and {what}: {fix}, '
+                    'or use push = { codec = "int4" }'
                 )
 
     def build(self, name: str, *, config: DownpourSettings, context: BuildContext) -> Role:

@@ -50,7 +50,8 @@ from distbelief.job.run.metrics_file import Measurement, measurements_in
 from distbelief.job.run.resume import CheckpointSet, checkpoint_set_in
 from distbelief.parameter_server.checkpoint import ShardState, restore, take
 from distbelief.parameter_server.codecs.dense import Bfloat16, Int4, Int8
-from distbelief.parameter_server.codecs.exactness import History, Residual
+from distbelief.parameter_server.codecs.exactness import History, Residual, Words
+from distbelief.parameter_server.codecs.factors import Factors, Layer, write
 from distbelief.parameter_server.codecs.threshold import Threshold
 from distbelief.parameter_server.codecs.top_k import TopK
 from distbelief.parameter_server.layout import Layout, TensorSpec
@@ -352,7 +353,7 @@ _WORDS_HEAD: Final = struct.Struct("<BH")  # which codec, elements; words follow
 
 def _words() -> Decoder:
     """Decode them by pieces, as a shard does."""
-    kinds = (Bfloat16(), Int8(), Int4(), TopK(), TopK(bits=2), Threshold(tau=1.0))
+    kinds = (Bfloat16(), Int8(), Int4(), TopK(), TopK(bits=2), Threshold(tau=1.0), Factors())
 
     def read(data: bytes) -> None:
         index, n_elements = _WORDS_HEAD.unpack(data[: _WORDS_HEAD.size].ljust(3, b"\x00"))
@@ -375,7 +376,19 @@ def _words() -> Decoder:
     numbers = generator.standard_normal(100).astype(np.float32)
     huge = np.where(np.arange(100) % 40, numbers, np.float32(1e30))
     seeds = [written(index, one.copy()) for index in range(len(kinds)) for one in (numbers, huge)]
+    seeds.append(_WORDS_HEAD.pack(len(kinds) - 1, 400) + _factored(generator).tobytes())
     return Decoder(seeds=tuple(seeds), decode=read, refusals=(RemoteProtocolError,))
+
+
+def _factored(generator: np.random.Generator) -> Words:
+    """Return words of 400 elements, some of which are those of two layers."""
+    numbers = generator.standard_normal(400).astype(np.float32)
+    layers = [
+        Layer(first, n, offset, numbers[:10].reshape(1, 10), numbers[:20].reshape(1, 20))
+        for first, n, offset in ((64, 200, 0), (264, 100, 37))
+    ]
+    out = np.zeros(400, np.uint32)
+    return out[: write(numbers, layers, out)]
 
 
 _ENTRY: Final = f"{_KEY} worker,host lab-3\n# nobody else\n".encode()

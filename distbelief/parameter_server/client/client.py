@@ -23,10 +23,12 @@ from distbelief.core import formatting
 from distbelief.core.errors import JobError, LocalProtocolError
 from distbelief.core.memory import Memory
 from distbelief.core.reliable import AnswerTimer
+from distbelief.parameter_server.client.factored import FactoredPushes, FactorSource, PushEncoder
 from distbelief.parameter_server.client.fetches import FetchResult, ShardFetch, ShardReader, install
 from distbelief.parameter_server.client.primary import ShardMemory, ShardPrimary
 from distbelief.parameter_server.client.pushes import PushDraft, PushResult, ShardPush, StageTarget
 from distbelief.parameter_server.client.residuals import EncodedPush, Residuals
+from distbelief.parameter_server.codecs import Auto, Factors
 from distbelief.parameter_server.layout import PartialView, first_difference
 from distbelief.parameter_server.lost_pushes import n_lost
 from distbelief.parameter_server.shard_config import ClientConfig, copy_names
@@ -75,7 +77,7 @@ class ShardLink:
         *,
         memory: Memory,
         staleness: Staleness,  # of acknowledged pushes
-        residuals: Residuals | None,
+        encoder: PushEncoder | None,
     ) -> None:
         self.copies = copies
         self.index = index
@@ -91,7 +93,7 @@ class ShardLink:
         self.ticks = ShardTicks()
         self.memory = ShardMemory(memory, view, index)
         self.fetching = ShardFetch(config, view, index, self.memory)
-        self.pushing = ShardPush(config, view, index, self.memory, self.ticks, residuals)
+        self.pushing = ShardPush(config, view, index, self.memory, self.ticks, encoder)
         self.primary = ShardPrimary(copies)
         self._answer = AnswerTimer(
             config.retry_seconds,
@@ -335,6 +337,7 @@ class ParameterClient:
         *,
         memory: Memory,  # shared with shards on this host
         shard_copies: int = 1,
+        factors: FactorSource | None = None,  # of dense layers, where they go as these
     ) -> None:
         self.view = view
         self._specs = view.tensors
@@ -344,9 +347,13 @@ class ParameterClient:
         self._incarnation: int | None = None  # once started
         self._staleness = Staleness()
         # Where pushes are encoded: what of them is not sent yet.
-        self._residuals = None
-        if config.push is not None and config.pushes:
+        self._residuals: Residuals | None = None
+        self._factored: FactoredPushes | None = None
+        if isinstance(config.push, Factors | Auto) and factors is not None:
+            self._factored = FactoredPushes(config.push, view, factors)
+        elif config.push is not None and config.pushes:
             self._residuals = Residuals(config.push, view)
+        self._encoder: PushEncoder | None = self._factored or self._residuals
         self._links: dict[int, ShardLink] = {}  # by index of the shard, in that order
         self._links_by_copy: dict[rl.Address, ShardLink] = {}
         self._links_by_timer: dict[str, ShardLink] = {}
@@ -359,7 +366,7 @@ class ParameterClient:
                 copies,
                 memory=memory,
                 staleness=self._staleness,
-                residuals=self._residuals,
+                encoder=self._encoder,
             )
             self._links[index] = link
             self._links_by_copy |= dict.fromkeys(copies, link)
@@ -532,7 +539,7 @@ class ParameterClient:
 
     @property
     def encodes(self) -> bool:
-        return self._residuals is not None
+        return self._encoder is not None
 
     @property
     def owes_rest(self) -> bool:
@@ -578,10 +585,10 @@ class ParameterClient:
             for link, clock in zip(self._links.values(), clocks, strict=True)
         ]
         encode = None
-        if self._residuals is not None:
+        if self._encoder is not None:
             sequence = max(one.push.sequence for one in self._staging)
             touched = None if is_rest else touched
-            encode = partial(self._residuals.encode, sequence, is_last=is_last, touched=touched)
+            encode = partial(self._encoder.encode, sequence, is_last=is_last, touched=touched)
         return PushDraft(self._staging, self._specs, encode)
 
     def abandon(self) -> None:
@@ -644,6 +651,9 @@ class ParameterClient:
                 target, encoded, is_open=link.is_open, dealt=dealt, sets=sets, **counts
             )
             actions += [*link.send(messages, now), *link.wait(now)]
+        if self._factored is not None and self._factored.news is not None:
+            actions.append(rl.Report(text=self._factored.news))
+            self._factored.news = None
         self._release()
         return actions
 
@@ -736,7 +746,7 @@ class ParameterClient:
             "non_finite": float(self._n_non_finite),
             **self._staleness.counters(),
             **self._ticks.counters(),
-            **({} if self._residuals is None else self._residuals.figures.counters()),
+            **({} if self._encoder is None else self._encoder.figures.counters()),
         }
 
     def _release(self) -> None:

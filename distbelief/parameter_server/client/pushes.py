@@ -27,8 +27,9 @@ import torch
 from distbelief.core.errors import LocalProtocolError, RemoteProtocolError
 from distbelief.core.reliable import Transfer, Window
 from distbelief.core.vectors import Vector, n_blocks
+from distbelief.parameter_server.client.factored import PushEncoder
 from distbelief.parameter_server.client.primary import ShardMemory
-from distbelief.parameter_server.client.residuals import EncodedPush, Residuals
+from distbelief.parameter_server.client.residuals import EncodedPush
 from distbelief.parameter_server.layout import PartialView, TensorSpec
 from distbelief.parameter_server.lost_pushes import Lost, lost_after, n_lost
 from distbelief.parameter_server.shard_config import ClientConfig
@@ -60,7 +61,7 @@ class ShardPush:
         index: int,
         memory: ShardMemory,
         ticks: ShardTicks,
-        residuals: Residuals | None,  # of all shards, where pushes are encoded
+        residuals: PushEncoder | None,  # of all shards, where pushes are encoded
     ) -> None:
         self._config, self._memory, self._ticks = config, memory, ticks
         self._residuals = residuals

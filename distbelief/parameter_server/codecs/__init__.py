@@ -25,6 +25,7 @@ from distbelief.parameter_server.codecs.exactness import (
     Words,
     accumulate,
 )
+from distbelief.parameter_server.codecs.factors import Auto, Factors, flops_of
 from distbelief.parameter_server.codecs.kernels import warm_up
 from distbelief.parameter_server.codecs.threshold import Threshold
 from distbelief.parameter_server.codecs.top_k import TopK
@@ -33,10 +34,12 @@ from distbelief.parameter_server.codecs.top_k import TopK
 __all__ = [
     "FORMS",
     "Adder",
+    "Auto",
     "Bfloat16",
     "Codec",
     "Cut",
     "Encoded",
+    "Factors",
     "Form",
     "History",
     "Int4",
@@ -47,16 +50,18 @@ __all__ = [
     "Words",
     "accumulate",
     "decoder",
+    "flops_of",
     "n_words_max",
     "warm_up",
 ]
 
-Codec = Bfloat16 | Int8 | Int4 | TopK | Threshold
+Codec = Bfloat16 | Int8 | Int4 | TopK | Threshold | Factors | Auto
 """A table of a job file: { codec = "top-k", share = 0.01 }."""
 
 FORMS: Final[tuple[Form, ...]] = get_args(Form)
 _READERS: Final[Mapping[Form, CodecTable]] = {
-    codec.form: codec for codec in (Bfloat16(), Int8(), Int4(), TopK(), TopK(bits=2), Threshold())
+    codec.form: codec
+    for codec in (Bfloat16(), Int8(), Int4(), TopK(), TopK(bits=2), Threshold(), Factors())
 }
 
 

@@ -36,7 +36,7 @@ Residual = NDArray[np.float32]  # (n_elements,) of the parameters that a client 
 Words = NDArray[np.uint32]
 Indices = NDArray[np.intp]  # of elements, rising
 Piece: TypeAlias = "slice[int, int, int]"
-Form = Literal["bfloat16", "int8", "int4", "top-k", "top-k-2", "threshold"]
+Form = Literal["bfloat16", "int8", "int4", "top-k", "top-k-2", "threshold", "factors"]
 """How words are to be read."""
 
 PIECE: Final = 1 << 16  # elements at a time: all passes after the first find them in the cache

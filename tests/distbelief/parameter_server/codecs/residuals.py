@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from distbelief.parameter_server.codecs import Codec
 from distbelief.parameter_server.codecs.dense import Bfloat16, Int4, Int8
 from distbelief.parameter_server.codecs.exactness import Cut, Encoded, History, Residual, Words
+from distbelief.parameter_server.codecs.factors import Factors
 from distbelief.parameter_server.codecs.threshold import Adaptive, Threshold
 from distbelief.parameter_server.codecs.top_k import TopK
 
@@ -22,6 +23,7 @@ CODECS: Final[Sequence[Codec]] = (
     TopK(share=0.3),
     TopK(share=0.05, bits=2),
     Threshold(tau=2.0),
+    Factors(),
     Threshold(tau=3e-4, adaptive=Adaptive(), clip=5.0, clip_every=1),
 )
 LARGEST: Final = np.finfo(np.float32).max

@@ -32,7 +32,7 @@ def test_words_are_read_without_the_settings_of_their_codec(
 
 def test_each_form_is_that_of_a_codec() -> None:
     assert {codec.form for codec in CODECS} == set(FORMS)
-    assert len(FORMS) == 6
+    assert len(FORMS) == 7
 
 
 @pytest.mark.parametrize("form", FORMS)
