@@ -258,7 +258,8 @@ def _at_cost(
     if rate.unit == "bytes" and not on_one_host:
         cost = Cost(n_bytes=seconds * reference.memory_rate, waiting=waiting)
     else:
-        cost = Cost(flops=seconds * reference.flops, waiting=waiting)
+        flops = seconds * reference.flops
+        cost = Cost(flops=flops, waiting=waiting, threads=asked.cost.threads)
     return msgspec.structs.replace(asked, cost=cost)
 
 
