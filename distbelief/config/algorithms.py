@@ -110,6 +110,11 @@ def facts_of(job: "Job") -> Facts:
     return algorithm_of(job).facts(job.algorithm)
 
 
+def cores_of(job: "Job") -> int:
+    """Return how many cores each process of a replica keeps busy."""
+    return job.cluster.threads * (facts_of(job).threads or 1)
+
+
 def settled(job: "Job") -> "Job":
     """Return the job as its algorithm runs it on its cluster; JobError if it cannot."""
     settled = algorithm_of(job).settled(job.algorithm, job.cluster)

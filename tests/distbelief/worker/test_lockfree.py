@@ -8,7 +8,7 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from threading import Barrier, Event
+from threading import Barrier, Event, Lock
 from typing import ClassVar
 
 import numpy as np
@@ -20,13 +20,13 @@ from typing_extensions import override
 from distbelief.core.errors import JobError
 from distbelief.protocol.role import Together, in_turn
 from distbelief.task import dry_run
-from distbelief.task.data import Dataset
+from distbelief.task.data import Batch, Dataset
 from distbelief.transport.node import in_threads
 from distbelief.worker.batches import BatchIndices, BatchSlice
 from distbelief.worker.downpour_settings import LockFree
 from distbelief.worker.execution.executor import StepResult
 from distbelief.worker.local_executor import FlatModel, LocalExecutor
-from distbelief.worker.lockfree import LockFreeSteps
+from distbelief.worker.lockfree import LockFreeSteps, descend, prove, sharing_copy
 from tests.distbelief.examples import Frames, everything_net, minus_mean, net
 
 
@@ -194,8 +194,8 @@ def test_gradients_are_summed_raw_while_the_values_move() -> None:
     for start in (0, 4, 8):
         before = copy.deepcopy(module)
         trained(module, Words(), [range(start, start + 4)], {"name": "SGD", "lr": 0.5})
-        for name, value in before.named_parameters():
-            total[name] += (value.detach() - _sorted(module)[name]) / 0.5
+        for name, old in before.named_parameters():
+            total[name] += (old.detach() - _sorted(module)[name]) / 0.5
     for item, (name, value) in enumerate(replica.values.items()):
         assert torch.equal(value, _sorted(module)[name])
         torch.testing.assert_close(replica.pushed[item].view_as(value), total[name])
@@ -422,3 +422,264 @@ def test_buffers_are_the_mean_of_the_threads_and_counters_add_up(
     replica.step([2, 4])
     assert replica.values["last"] == 3.0
     assert replica.values["n"] == 17
+
+
+# ------------------------------------------------------------ without locks, and with one
+
+
+def raced(
+    replica: Replica, indices: Sequence[int], *, locked: bool, monkeypatch: pytest.MonkeyPatch
+) -> dict[str, torch.Tensor]:
+    """Take steps; if `locked`, no two small batches at the same time."""
+    lock = Lock()
+    take = LockFreeSteps._take
+
+    def one_at_a_time(*arguments: object) -> float:
+        with lock:
+            return take(*arguments)  # type: ignore[arg-type] # as they come
+
+    with monkeypatch.context() as patch:
+        if locked:
+            patch.setattr(LockFreeSteps, "_take", one_at_a_time)
+        for start in range(0, len(indices), 16):
+            replica.step(indices[start : start + 16])
+    return {name: value.clone() for name, value in replica.values.items()}
+
+
+class Apart:
+    """Sample i reads row i of a table; its target is drawn."""
+
+    def __init__(self, *, n: int = 64) -> None:
+        draw = torch.Generator().manual_seed(4)
+        self.targets = torch.rand(n, generator=draw)
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.tensor(index), self.targets[index]
+
+
+class Rows(nn.Module):
+    """Sample i reads row i, of which it has a sparse gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(64, 33, sparse=True)
+
+    @override
+    def forward(self, numbers: torch.Tensor) -> torch.Tensor:
+        means: torch.Tensor = self.table(numbers).square().mean(1)
+        return means
+
+
+class Branches(nn.Module):
+    """Sample i reads a tensor of its own; the others have no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = nn.ParameterList([torch.randn(33) for _ in range(64)])
+
+    @override
+    def forward(self, numbers: torch.Tensor) -> torch.Tensor:
+        return torch.stack([self.tables[int(number)].square().mean() for number in numbers])
+
+
+@pytest.mark.parametrize("make", [Rows, Branches], ids=["sparse", "dense"])
+def test_disjoint_supports_end_where_locks_would(
+    monkeypatch: pytest.MonkeyPatch, make: Callable[[], nn.Module]
+) -> None:
+    """HG-1: with ==, after each of three passes."""
+    found = []
+    for locked in (False, True):
+        replica = Replica(
+            module=seeded(make),
+            data=Apart(),
+            threads=4,
+            samples=1,
+            together=in_threads,
+            loss=nn.functional.mse_loss,
+        )
+        passes = range(3)
+        found += [raced(replica, range(64), locked=locked, monkeypatch=monkeypatch) for _ in passes]
+    for one, other in zip(found[:3], found[3:], strict=True):
+        assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_dense_updates_learn_what_locked_ones_learn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """HG-1, a statistical test: held against the fall of the loss, within which all runs end."""
+    data = Frames(n_samples=256, width=8)
+    losses = {}
+    for locked in (False, True):
+        module = seeded(partial(net, width=8, hidden=(64,)))
+        replica = Replica(module=module, data=data, threads=4, samples=2, together=in_threads)
+        before = loss_of(module, data)
+        for _ in range(4):
+            raced(replica, range(256), locked=locked, monkeypatch=monkeypatch)
+        losses[locked] = before - loss_of(module, data)
+    assert losses[True] > 0.3
+    assert losses[False] > 0.75 * losses[True]
+
+
+def loss_of(module: nn.Module, data: Frames) -> float:
+    with torch.no_grad():
+        return float(nn.functional.cross_entropy(module(data.inputs), data.targets))
+
+
+def test_an_update_may_be_lost_and_none_is_made_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DP-4: no locks, so updates may overwrite each other; what is pushed has all of them."""
+    n_steps, n_small = 20, 16
+    replica = meeting(monkeypatch, lambda _: None, threads=4, samples=1)
+    for _ in range(n_steps):
+        replica.step(range(n_small))
+    reached = float(replica.values["other"])
+    assert reached == int(reached)
+    assert n_steps <= reached <= n_steps * n_small  # the last to write had seen an own update
+    assert replica.values["weight"].equal(replica.values["weight"].round())
+
+
+def test_pushed_gradients_have_all_that_a_race_may_lose(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DB-8: each thread has a sum of its own."""
+    monkeypatch.setattr(Meeting, "met", staticmethod(lambda _: None))
+    replica = Replica(
+        module=Meeting(64),
+        data=Numbers(),
+        threads=4,
+        samples=1,
+        together=in_threads,
+        inner=None,
+        loss=minus_mean,
+    )
+    for _ in range(10):
+        replica.step(range(16), rate=1.0)
+        pushed = dict(zip(replica.values, map(replica.pushed.get, range(2)), strict=True))
+        other, weight = pushed["other"], pushed["weight"]
+        assert other is not None
+        assert weight is not None
+        assert float(other) == -16.0
+        assert weight.tolist() == [-1.0] * 16 + [0.0] * 48
+
+
+@pytest.mark.parametrize(
+    ("dtype", "step"), [(torch.float64, 1 + 2**-40), (torch.float32, 1 + 2**-12)]
+)
+@pytest.mark.parametrize("sparse", [True, False])
+def test_no_element_is_torn(dtype: torch.dtype, step: float, *, sparse: bool) -> None:
+    """Each is a whole multiple of a step with bits in both halves: one that a thread has written.
+
+    After at most 1600 updates all multiples are exact.
+    """
+    n = 64
+    value = torch.zeros(n, 37, dtype=dtype)
+    one = torch.full((n, 37), step, dtype=dtype)
+    given = torch.sparse_coo_tensor(torch.arange(n)[None], one, check_invariants=True)
+    gradient = given if sparse else one
+    seen: set[float] = set()
+
+    def add(rate: float) -> None:
+        for _ in range(400):  # up and down
+            descend({0: value}, {0: gradient}, rate=rate)
+            descend({0: value}, {0: gradient}, rate=-rate)
+
+    def look() -> None:
+        for _ in range(400):
+            seen.update(value.unique().tolist())
+
+    in_threads([partial(add, 1.0), partial(add, -1.0), look])
+    seen.update(value.unique().tolist())
+    assert all((each / step).is_integer() for each in seen)
+
+
+# ------------------------------------------------------------ copies, and their proof
+
+
+class Shared(nn.Module):
+    """A layer whose penalty stands in a list of the class until the loss takes it."""
+
+    penalties: ClassVar[list[torch.Tensor]] = []
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(4, 2)
+
+    @override
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        Shared.penalties.append(self.last.weight.square().sum())
+        output: torch.Tensor = self.last(x)
+        return output
+
+
+def with_penalties(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    penalty = sum(Shared.penalties, torch.tensor(0.0))
+    Shared.penalties.clear()
+    return nn.functional.cross_entropy(outputs, targets) + penalty
+
+
+class Closure(nn.Module):
+    """Its forward is of the module that was built, also in a copy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(4, 2)
+        last = self.last
+        self.function = lambda x: last(x + 0.0)
+
+    @override
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.function(x)
+        return output
+
+
+def pair() -> tuple[Batch, Batch]:
+    frames = Frames()
+    return (
+        Batch(frames.inputs[:8], frames.targets[:8]),
+        Batch(frames.inputs[8:16], frames.targets[8:16]),
+    )
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        net,
+        everything_net,
+        lambda: nn.Sequential(nn.Linear(4, 9), nn.Dropout(), nn.Linear(9, 2)),
+        lambda: nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(4, 2))),
+        lambda: nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)),
+    ],
+    ids=["net", "everything", "dropout", "spectral norm", "batch norm"],
+)
+def test_copies_of_usual_models_are_proved(make: Callable[[], nn.Module]) -> None:
+    prove(partial(seeded, make), pair(), loss=nn.functional.cross_entropy, name="net")
+
+
+@pytest.mark.parametrize(
+    ("make", "loss"), [(Shared, with_penalties), (Closure, nn.functional.cross_entropy)]
+)
+def test_copies_that_share_more_than_parameters_are_refused(
+    make: Callable[[], nn.Module], loss: Callable[..., torch.Tensor]
+) -> None:
+    with pytest.raises(JobError, match=r"two copies of net .* leave .algorithm. lockfree out"):
+        prove(partial(seeded, make), pair(), loss=loss, name="net")
+
+
+class Uncopied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(4, 2)
+
+    def __deepcopy__(self, memo: object) -> "Uncopied":
+        raise TypeError("one of a kind")
+
+
+class Separate(Uncopied):
+    @override
+    def __deepcopy__(self, memo: object) -> "Uncopied":
+        return Separate()
+
+
+def test_a_module_without_a_copy_or_with_parameters_of_its_own_is_refused() -> None:
+    with pytest.raises(JobError, match=r"cannot be copied .*TypeError: one of a kind"):
+        sharing_copy(Uncopied(), model="net")
+    with pytest.raises(JobError, match=r"copies of net do not share 'last\.(bias|weight)'"):
+        Replica(module=Separate(), data=Frames(), threads=2)
