@@ -121,10 +121,7 @@ def test_as_many_as_fit_are_bounded() -> None:
         ({"inner": {"name": "AdamW"}}, "inner is AdamW, whose state threads cannot share"),
         ({"inner": {"name": "SGD", "momentum": 0.9}}, "inner is SGD, momentum, whose state"),
         (
-            {
-                "inner": None,
-                "exchange": ExchangePolicy(staleness=0, round=Round(), route="ring"),
-            },
+            {"inner": None, "exchange": ExchangePolicy(staleness=0, round=Round(), route="ring")},
             'lockfree is given and exchange.route is "ring"',
         ),
         (
