@@ -55,12 +55,14 @@ def sharing_copy(module: nn.Module, *, model: str) -> nn.Module:
         ) from error
 
 
-def shared_rows(gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the rows of a sparse gradient, each once, and their gradients."""
-    rows, place = gradient._indices()[0].unique(return_inverse=True)  # noqa: SLF001 -- not sorted
+def coalesced(gradient: torch.Tensor) -> torch.Tensor:
+    """Return a sparse gradient with each row once, summed in the order in which a dense one is."""
+    rows, place = gradient._indices()[0].unique(return_inverse=True)  # noqa: SLF001 -- uncoalesced
     values = gradient._values()  # noqa: SLF001 -- as above
-    # In the order in which a dense gradient adds them.
-    return rows, values.new_zeros(len(rows), *values.shape[1:]).index_add_(0, place, values)
+    sums = values.new_zeros(len(rows), *values.shape[1:]).index_add_(0, place, values)
+    return torch.sparse_coo_tensor(
+        rows[None], sums, gradient.shape, is_coalesced=True, check_invariants=False
+    )
 
 
 def descend(
@@ -73,12 +75,9 @@ def descend(
     """Take a step in place: as `torch.optim.SGD`, but a sparse gradient moves its rows only."""
     for item, given in gradients.items():
         value, gradient = values[item], given
-        if gradient.is_sparse and gradient.sparse_dim() == 1 and not weight_decay:
-            rows, sums = shared_rows(gradient)
-            value.index_add_(0, rows, sums, alpha=-rate)
-            continue
         if gradient.is_sparse:
-            gradient = gradient.to_dense()
+            is_rows = gradient.sparse_dim() == 1 and not weight_decay
+            gradient = coalesced(gradient) if is_rows else gradient.to_dense()
         if weight_decay:
             gradient = gradient.add(value, alpha=weight_decay)
         value.add_(gradient, alpha=-rate)

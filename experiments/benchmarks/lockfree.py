@@ -145,12 +145,12 @@ def run(problem: Problem, contestant: str, *, n_threads: int, n_steps: int) -> R
             descend(*arguments, **keywords)  # type: ignore[arg-type] # as they come
 
     with patch.object(lockfree, "descend", locked if contestant == "locked" else descend):
+        ends = []
         for number, batch in enumerate(batches):
-            if number == 1:  # after a first step, which warms up
-                begun = time.perf_counter()
             small.begin(number=number, rate=lambda: 0.0, counts=True)
             executor.run(batch, lambda *_: None)
-        seconds = time.perf_counter() - begun
+            ends.append(time.perf_counter())
+    seconds = ends[-1] - ends[0]  # the first step warms up
     torch.set_num_threads(1)
     inputs, targets = data[-n_step:]
     with torch.no_grad():

@@ -621,13 +621,19 @@ class Closure(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.last = nn.Linear(4, 2)
-        last = self.last
-        self.function = lambda x: last(x + 0.0)
+        self.function = closure(self.last)
 
     @override
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = self.function(x)
+        return self.function(x)
+
+
+def closure(layer: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = layer(x)
         return output
+
+    return function
 
 
 def pair() -> tuple[Batch, Batch]:
