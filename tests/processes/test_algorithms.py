@@ -61,7 +61,9 @@ def test_an_algorithm_of_another_package_trains(
 @pytest.mark.parametrize("preset", ["hogwild", "adam-2014"])
 def test_threads_without_locks_learn_from_each_sample_once(folder: Path, preset: str) -> None:
     """AD-2, HG-1: in real processes, where threads do race."""
-    given = TABLES + f"""
+    given = (
+        TABLES
+        + f"""
 [algorithm]
 name = "downpour"
 preset = "{preset}"
@@ -71,6 +73,7 @@ batch_size = 20
 [stop]
 epochs = 8
 """
+    )
     write_job(folder, job=given)
     done = ended(folder, COMMAND, "train", "tiny.toml")
     assert done.returncode == 0, done.stdout + done.stderr
