@@ -38,7 +38,7 @@ docs: .venv/docs
 	@echo "build/site/index.html"
 
 BENCHMARKS := downpour parameter_server async_peers chaos planner \
-    model_parallel planner_against_runtime sandblaster codecs
+    model_parallel planner_against_runtime sandblaster codecs lockfree
 
 # Each takes some minutes; on a machine with nothing else to do, or the figures lie. One
 # that fails does not stop the others. The rest of experiments/benchmarks says why it is

@@ -53,6 +53,10 @@ class Facts:
     rule: "UpdateRule | None" = None  # by which shards apply pushes; None: they only sum them
     warm_start_rule: "UpdateRule | None" = None  # by which they do before, if it is another
     inner: Mapping[str, object] | None = None  # the optimizer of local steps
+    threads: int | None = (
+        None  # of each replica, that share its parameters; None: one that does not
+    )
+    n_small_batches: int = 1  # of a step of theirs
     policy: "ExchangePolicy | None" = None  # how replicas exchange
     # From the number of samples: how they are dealt. None: each replica has a part of its own.
     epochs: "Callable[[int], Epochs] | None" = None
@@ -104,6 +108,11 @@ def coordinator_of(job: "Job") -> str | None:
 
 def facts_of(job: "Job") -> Facts:
     return algorithm_of(job).facts(job.algorithm)
+
+
+def cores_of(job: "Job") -> int:
+    """Return how many cores each process of a replica keeps busy."""
+    return job.cluster.threads * (facts_of(job).threads or 1)
 
 
 def settled(job: "Job") -> "Job":

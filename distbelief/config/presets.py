@@ -32,7 +32,17 @@ _SGD: Final = {"name": "SGD", "lr": 0.1}
 
 PRESETS: Final[Mapping[str, Table]] = {
     "downpour": {"rule": {"name": "adagrad", "learning_rate": 0.02}},
-    "hogwild": {"rule": {"name": "sgd", "learning_rate": 0.1}},
+    "hogwild": {
+        "rule": _ADD,
+        "inner": _SGD,
+        "exchange": {"send": "delta", "every": 4},
+        "lockfree": {"threads": 4},
+    },
+    "adam-2014": {
+        "rule": {"name": "sgd", "learning_rate": 0.1},
+        "exchange": {"every": 4},
+        "lockfree": {"threads": 4},
+    },
     "ssp": {"rule": _ADD, "inner": _SGD, "exchange": {"send": "delta", "staleness": 3}},
     "local": {
         "rule": _ADD,
@@ -105,7 +115,8 @@ PRESETS: Final[Mapping[str, Table]] = {
 }
 ABOUT: Final[Mapping[str, str]] = {
     "downpour": "Asynchronous gradients, Adagrad at the shards (Dean et al. 2012).",
-    "hogwild": "Asynchronous gradients, SGD at the shards, but not lock-free (Niu et al. 2011).",
+    "hogwild": "Threads of a replica share its parameters without locks (Niu et al. 2011).",
+    "adam-2014": "The same, and raw gradients for the shards (Chilimbi et al. 2014, Project Adam).",
     "ssp": "Asynchronous, but never more than 3 steps ahead of the slowest (Ho et al. 2013).",
     "local": "For slow links: many local steps, half the bytes, no waiting.",
     "local-rounds": "Mean of 24 local steps, in 4 bits; a slow replica takes fewer (Stich 2019).",
@@ -124,7 +135,18 @@ ABOUT: Final[Mapping[str, str]] = {
 
 def table() -> str:
     """Return the presets as lines of text: what each is, and what it chooses."""
-    heads = ["preset", "every", "send", "ahead", "round", "weight", "push", "fetch", "route"]
+    heads = [
+        "preset",
+        "threads",
+        "every",
+        "send",
+        "ahead",
+        "round",
+        "weight",
+        "push",
+        "fetch",
+        "route",
+    ]
     rows = [[*heads, "rule", "inner"]]
     for name, preset in PRESETS.items():
         exchange = cast("Table", preset.get("exchange", {}))
@@ -136,7 +158,9 @@ def table() -> str:
         chosen["push"] = cast("Table", exchange.get("push", {})).get("codec", numbers)
         chosen["round"] = "-" if folded is None else f"{folded.get('quorum', 1.0):.0%}"
         keys = ("every", "send", "staleness", "round", "weight", "push", "fetch", "route")
-        cells = [name, *(chosen[key] for key in keys), rule["name"], inner.get("name", "-")]
+        threads = cast("Table", preset.get("lockfree", {})).get("threads", 1)
+        chosen_keys = (chosen[key] for key in keys)
+        cells = [name, threads, *chosen_keys, rule["name"], inner.get("name", "-")]
         rows.append([str(cell) for cell in cells])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [

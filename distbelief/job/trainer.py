@@ -27,7 +27,7 @@ from rich.console import Console
 from safetensors.torch import load_file
 from torch import nn
 
-from distbelief.config.algorithms import find
+from distbelief.config.algorithms import facts_of, find
 from distbelief.config.job import Job
 from distbelief.config.load import job_from_json, load_job
 from distbelief.core import files
@@ -562,7 +562,8 @@ def train(  # noqa: PLR0913 -- a front door: all but the first are options
         hosting = None if hosting is None else hosting.checked()
         if hosting is None:
             job.cluster.check_formed()
-            cluster = job.cluster.fitted(len(os.sched_getaffinity(0)))
+            n_cores = len(os.sched_getaffinity(0)) // (facts_of(job).threads or 1)
+            cluster = job.cluster.fitted(n_cores)
             job = msgspec.structs.replace(job, cluster=cluster)
         FileMemory.sweep()
         run, is_new = _open_run(job, resume, hosting, from_scratch=from_scratch)

@@ -54,6 +54,7 @@ class Cost(msgspec.Struct, frozen=True, kw_only=True):
     flops: float = 0.0
     n_bytes: float = 0.0  # moved to or from memory, or the disk
     waiting: Seconds = 0.0  # without computing: for a disk, or for other processes
+    threads: int = 1  # that share the flops, each with the cores that work usually has
 
 
 NEWEST = ""
@@ -252,6 +253,19 @@ Action = (
     | Terminate
     | Exit
 )
+
+
+Together = Callable[[Sequence[Callable[[], object]]], None]
+"""Runs pieces of work, which raise nothing, and returns when all have ended.
+
+The driver gives it to roles whose work has pieces that may run at the same time.
+"""
+
+
+def in_turn(pieces: Sequence[Callable[[], object]]) -> None:
+    """Run the pieces one after the other, as in virtual time."""
+    for piece in pieces:
+        piece()
 
 
 def message_types(union: UnionType) -> frozenset[type]:

@@ -202,12 +202,18 @@ def exchange_policy(
     table = dict(usual)
     if preset is not None:
         try:
-            table |= cast("dict[str, object]", expand({"preset": preset}).get("exchange", {}))
+            whole = expand({"preset": preset})
+            table |= cast("dict[str, object]", whole.get("exchange", {}))
             table.pop("route", None)  # loops of one's own know their server, not each other
             if table.get("push") == {"codec": "auto"}:  # nor the layers of a model
                 del table["push"]
         except JobFileError as error:
             raise JobError(f"{user}: {error}") from None
+        if "lockfree" in whole:
+            raise JobError(
+                f"{user}: preset {preset!r} has threads in each replica, and a loop of your own "
+                'takes its steps itself: use preset = "downpour", or "dpplee3-asgd" for Exchange'
+            )
     if given.get("numbers") is not None:  # short for both
         table = {key: value for key, value in table.items() if key not in {"push", "fetch"}}
     table |= {key: value for key, value in given.items() if value is not None}

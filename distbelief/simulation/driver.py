@@ -328,14 +328,16 @@ class Driver:
             left = cost
             if action.remaining is not None:
                 part = action.remaining()
-                left = rl.Cost(
+                left = msgspec.structs.replace(
+                    cost,
                     flops=part * cost.flops,
                     n_bytes=part * cost.n_bytes,
                     waiting=part * cost.waiting,
                 )
             modelled = machine.seconds_of(left, self.streams.schedule)
             slowness = self.slowness(process.name)  # a slowed role leaves cores to others
-            threads = machine.threads if action.executor is rl.Executor.COMPUTE else 1
+            is_compute = action.executor is rl.Executor.COMPUTE
+            threads = machine.threads * cost.threads if is_compute else 1
             return machine.demand(cost, modelled * slowness, threads / slowness)
 
         def end(seconds: Seconds) -> None:

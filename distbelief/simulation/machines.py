@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Final, Literal
 
 import numpy as np
+from msgspec import structs
 
 from distbelief.parameter_server.shard_config import shard_of
 from distbelief.protocol.role import Address, Cost, Seconds
@@ -48,7 +49,7 @@ class SimulatedMachine:
     def demand(self, cost: Cost, seconds: Seconds, threads: float) -> Demand:
         """Return the demand of work on its host; `seconds` is its duration if it runs alone."""
         in_memory = cost.n_bytes / self.bytes_per_second
-        computing = cost.flops / self.flops_per_second + self.overhead_seconds
+        computing = self._computing(cost) + self.overhead_seconds
         share = in_memory / (in_memory + computing) if in_memory else 0.0
         if cost.waiting:  # waiting needs no core; spread it over the duration
             threads *= 1.0 - cost.waiting / (in_memory + computing + cost.waiting)
@@ -61,8 +62,11 @@ class SimulatedMachine:
 
     def seconds_of(self, cost: Cost, stream: np.random.Generator) -> Seconds:
         """Draw how long work of this cost takes."""
-        modelled = cost.flops / self.flops_per_second + cost.n_bytes / self.bytes_per_second
+        modelled = self._computing(cost) + cost.n_bytes / self.bytes_per_second
         return (modelled + self.overhead_seconds) * self._factor(stream) + cost.waiting
+
+    def _computing(self, cost: Cost) -> Seconds:
+        return cost.flops / (self.flops_per_second * cost.threads)
 
     def seconds_to_save(self, n_bytes: float, stream: np.random.Generator) -> Seconds:
         """Draw how long writing `n_bytes` to disk takes."""
@@ -98,8 +102,8 @@ class CostScale:
 
     def of(self, cost: Cost) -> Cost:
         """Return the cost of the same computation in the large task."""
-        return Cost(
-            flops=cost.flops * self.flops, n_bytes=cost.n_bytes * self.n_bytes, waiting=cost.waiting
+        return structs.replace(
+            cost, flops=cost.flops * self.flops, n_bytes=cost.n_bytes * self.n_bytes
         )
 
 

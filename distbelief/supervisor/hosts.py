@@ -8,7 +8,7 @@ from typing import Final, Self, final
 
 import msgspec
 
-from distbelief.config.algorithms import facts_of
+from distbelief.config.algorithms import cores_of, facts_of
 from distbelief.config.job import Job, ShardPlacement
 from distbelief.core import formatting
 from distbelief.core.reliable import Silence
@@ -62,7 +62,7 @@ class ClusterConfig:
     n_hosts: int = 0  # hosts to wait for before the job begins
     hosts_seconds_max: Seconds = 600.0  # for them; then it begins with those that are there
     slots_here: int  # processes of replicas that the supervisor's own host may run
-    threads: int = 1  # of each process
+    threads: int = 1  # of each process: the cores that it keeps busy
     device: str = "cpu"  # on which they compute
     step: StepTime = field(default_factory=StepTime)  # cost of a replica's step, to rank hosts
     placement: ShardPlacement = "here"  # of shards
@@ -85,7 +85,7 @@ class ClusterConfig:
         sizes = {f"shard-{k}": layout.shard_size(k) * itemsize for k in range(layout.n_shards)}
         return cls(
             slots_here=slots_here,
-            threads=job.cluster.threads,
+            threads=cores_of(job),
             device=job.cluster.device,
             step=StepTime.of(job),
             placement=job.cluster.placement,

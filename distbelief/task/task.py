@@ -23,6 +23,7 @@ from distbelief.graph.graph import INPUT, Builder, GraphError, LayerGraph, as_re
 from distbelief.graph.module_calls import module_at
 from distbelief.parameter_server.initial_values import Initial
 from distbelief.parameter_server.layout import Layout, TensorSpec, kind_of
+from distbelief.protocol.role import Together, in_turn
 from distbelief.task import dry_run, losses
 from distbelief.task.data import Dataset, Path, are_alike, marks_of, read_batch, shown_path
 from distbelief.task.forward import Forward, Sample, WholeLoss, input_specs
@@ -103,6 +104,7 @@ class BuildContext:
     # values have [model] seed).
     seed: int
     memory: Memory  # given by the driver
+    together: Together = in_turn  # likewise
     # How to draw each tensor, by name; needed by shards if [model] initial is "seed".
     initials: Mapping[str, Initial] = field(default_factory=dict)
     # A safetensors file with whole tensors in the layout's shapes, needed by shards otherwise:

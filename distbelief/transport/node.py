@@ -126,6 +126,19 @@ class WorkExecutors:
             self._wake()
 
 
+def in_threads(pieces: Sequence[Callable[[], object]]) -> None:
+    """Run pieces of work at the same time, each in a thread of its own; wait for all."""
+    caller = threading.current_thread().name
+    threads = [
+        threading.Thread(target=piece, name=f"{caller}-{i}", daemon=True)
+        for i, piece in enumerate(pieces)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
 POSTED_MAX = 1024
 WAIT_SECONDS_MAX = 60.0  # of one poll
 JOIN_SECONDS_MAX = 5.0  # how long `close` waits for running work

@@ -311,14 +311,18 @@ class Draws:
 
     def run(self, code: Callable[[], T], *, seed: Callable[[], int]) -> T:
         """Let code draw from this seed, alone; what draws nothing runs as it is."""
-        self._n_runs += 1
-        if not (self.are_seen or self._n_runs & (self._n_runs - 1) == 0):
+        looks = self.are_seen or self._n_runs & (self._n_runs + 1) == 0
+        # The first run counts once it has ended: others that begin meanwhile are looked at, too.
+        is_first = not self._n_runs
+        self._n_runs += not is_first
+        if not looks:
             return code()
         with ALONE:
             reseed(seed())
             before = None if self.are_seen else _states()
             result = code()
             self.are_seen = before is None or _states() != before
+            self._n_runs += is_first
         return result
 
 

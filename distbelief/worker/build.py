@@ -42,7 +42,14 @@ from distbelief.worker.execution.dataflow import dataflow
 from distbelief.worker.execution.operations import Dataflow
 from distbelief.worker.factors import LayerFactors
 from distbelief.worker.group import EVALUATORS, GroupLeader, GroupRank, group_rank_of, member_names
-from distbelief.worker.local_executor import FlatModel, LocalExecutor, frozen_of, loss_and_metric
+from distbelief.worker.local_executor import (
+    FlatModel,
+    LocalExecutor,
+    SmallBatches,
+    frozen_of,
+    loss_and_metric,
+)
+from distbelief.worker.lockfree import LockFreeSteps
 from distbelief.worker.rank import Rank
 from distbelief.worker.replica import Alone, Course, Program, Replica, Steps
 from distbelief.worker.ring_training import RingTraining
@@ -221,6 +228,7 @@ def whole_replica(
         shapes=model.shapes,
         n_steps=batch_plan.n_steps,
         dealt=_dealt(batch_plan),
+        small=executor.small,
         progress_seconds=progress_seconds,
     )
     steps = Steps(
@@ -268,15 +276,22 @@ def build_replica(index: int, *, config: DownpourSettings, context: BuildContext
     model = FlatModel(module)
     if config.exchange.route == "ring":
         return ring_replica(index, config=config, context=context, model=model)
-    exchange, factors = config.exchange, None
+    exchange, factors, small = config.exchange, None, None
     if exchange.sends_factors:
         factors = LayerFactors(module, model.named_tensors(), workers=context.n_replicas)
+    if config.lockfree is not None:
+        small = LockFreeSteps(
+            model,
+            config.lockfree,
+            together=context.together,
+            name=context.task.model.factory,
+            inner=config.inner,
+        )
+    seed = config.seed, index
     return whole_replica(
         config,
         client=build_client(context, exchange=exchange, frozen=model.frozen, factors=factors),
-        executor=local_executor(
-            model, context, clip_norm=config.clip_norm, seed=(config.seed, index)
-        ),
+        executor=local_executor(model, context, clip_norm=config.clip_norm, seed=seed, small=small),
         data_shard=data_shard_of(index, config=config, context=context),
         await_begin=context.await_begin,
         progress_seconds=progress_seconds(context),
@@ -339,6 +354,7 @@ def local_executor(
     seed: tuple[int, int],
     clip_norm: float | None = None,
     sums: bool = False,
+    small: SmallBatches | None = None,
 ) -> LocalExecutor:
     task = context.task
     return LocalExecutor(
@@ -349,6 +365,7 @@ def local_executor(
         clip_norm=clip_norm,
         seed=seed,
         sums=sums,
+        small=small,
     )
 
 

@@ -34,7 +34,7 @@ class DownpourAlgorithm:
     )
 
     def facts(self, config: DownpourSettings) -> Facts:
-        pace = config.pace
+        pace, lockfree = config.pace, config.lockfree
         return Facts(
             loss=config.loss,
             batch_size=config.batch_size,
@@ -43,6 +43,8 @@ class DownpourAlgorithm:
             seed=config.seed,
             rule=config.rule,
             inner=config.inner,
+            threads=None if lockfree is None else lockfree.threads,
+            n_small_batches=1 if lockfree is None else len(lockfree.sizes(config.batch_size)),
             policy=config.exchange,
             epochs=config.epochs if config.order == "dealt" else None,
             epoch_share=config.epoch_share,
@@ -96,6 +98,11 @@ class DownpourAlgorithm:
                 "splits replicas differently, so that shards do not know which samples each part "
                 'of the parameters has: use order = "parts", or equal partitions'
             )
+        if config.lockfree is not None and cluster.is_split:
+            raise JobError(
+                "[algorithm] lockfree is given, and [cluster] partitions, plan or device splits "
+                "replicas: threads share the parameters of a whole model on the CPU: leave one out"
+            )
         codec = config.exchange.push_codec
         if isinstance(codec, TopK | Threshold) and cluster.is_split:
             raise JobError(
@@ -146,6 +153,9 @@ class DownpourAlgorithm:
             and "leave clip_norm out, or clip by value at the shards (rule.clip_value)",
             "[algorithm] has n_push, which sums gradients": config.n_push > 1
             and "leave n_push out",
+            "[algorithm] has lockfree, whose threads have gradients of their own": config.lockfree
+            is not None
+            and "leave lockfree out",
             "[cluster] splits replicas into ranks, which compute without layers": cluster.is_split
             and "leave partitions, plan and device out",
             '[cluster] has rounding = "any", so that shards may round otherwise': cluster.rounding

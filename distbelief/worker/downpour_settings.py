@@ -12,8 +12,34 @@ from distbelief.core.spans import Epochs
 from distbelief.parameter_server.policy import DOWNPOUR, ExchangePolicy
 from distbelief.parameter_server.rules import UpdateRule
 from distbelief.task.data import DataShard
-from distbelief.worker.batches import TrainingPlan
+from distbelief.worker.batches import TrainingPlan, micro_sizes
 from distbelief.worker.exchange import EVERY_MIN, Pace
+
+
+class LockFree(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Threads of a replica that take steps on the same parameters without locks."""
+
+    threads: int
+    # Of each small batch, after which a thread updates the parameters; None: a step has as many
+    # small batches as threads.
+    samples: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("threads", "samples"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} is {value}; use 1 or more")
+
+    def sizes(self, n_samples: int) -> list[int]:
+        """Return the samples of each small batch of a step."""
+        if self.samples is None:
+            return micro_sizes(n_samples, self.threads)
+        n, rest = divmod(n_samples, self.samples)
+        sizes = [self.samples] * n + [rest] * (rest > 0)
+        # One sample has no variance, which a model may need: it joins the others, as of a pass.
+        if rest == 1 and n:
+            sizes[-2:] = [self.samples + 1]
+        return sizes
 
 
 class DownpourSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -33,6 +59,8 @@ class DownpourSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     # The optimizer of local steps: a class of torch.optim as "name", and its keywords; its key
     # "schedule" is such a table for a class of torch.optim.lr_scheduler.
     inner: Mapping[str, object] | None = None
+    # Several threads in each replica, which share one copy of the parameters; None: one.
+    lockfree: LockFree | None = None
     warm_start_steps: int = 0  # steps of replica 0 alone, before the others start
     # Of a replica's own steps between fetches and pushes, before the rule's schedule; by default
     # the rule's. With an adaptive rule it is required if n_fetch > 1; if only n_push > 1, a replica
@@ -74,6 +102,8 @@ class DownpourSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
             raise ValueError(f"epoch_share is {self.epoch_share}; use a share above 0, at most 1")
         self.exchange.refuse(self.rule, inner=self.inner is not None, workers=1)
         self._check_pairs()
+        if self.lockfree is not None:
+            self._check_lockfree(self.lockfree)
 
     def _check_pairs(self) -> None:
         is_delta = self.exchange.send == "delta"
@@ -103,6 +133,34 @@ class DownpourSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
             raise ValueError(
                 f"{key} is {n_fetch} and rule {rule.name!r} {why}; a replica's own steps between "
                 f"fetches need a rate: give local_learning_rate, or use {key} = 1"
+            )
+
+    def _check_lockfree(self, lockfree: LockFree) -> None:
+        n_small, n_threads = len(lockfree.sizes(self.batch_size)), lockfree.threads
+        if n_small < n_threads:
+            raise ValueError(
+                f"lockfree.threads is {n_threads}, and a step of batch_size {self.batch_size} has "
+                f"{n_small} small batches: use a larger batch_size, or fewer lockfree.samples"
+            )
+        if self.exchange.route == "ring":
+            raise ValueError(
+                'lockfree is given and exchange.route is "ring", whose members have the same '
+                'bits: leave lockfree out, or use route = "server"'
+            )
+        if self.inner is None:
+            if not self.local_rate:
+                raise ValueError(
+                    f"lockfree is given and rule {self.rule.name!r} has no rate for steps of a "
+                    "replica: give local_learning_rate"
+                )
+            return
+        others = sorted(set(self.inner) - {"name", "lr", "weight_decay", "schedule"})
+        if self.inner["name"] != "SGD" or others:
+            found = ", ".join([str(self.inner["name"]), *others])
+            raise ValueError(
+                f"lockfree is given and inner is {found}, whose state threads cannot share "
+                'without locks: use inner = { name = "SGD", lr = ... }, with weight_decay and '
+                "schedule if you like"
             )
 
     def epochs(self, n_samples: int) -> Epochs:

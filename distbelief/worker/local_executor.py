@@ -4,10 +4,10 @@
 metric.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import final
+from typing import Protocol, final
 
 import torch
 from torch import nn
@@ -154,6 +154,31 @@ def _flat_gradient(tensor: torch.Tensor) -> torch.Tensor | None:
     return gradient.detach().reshape(-1)
 
 
+class SmallBatches(Protocol):
+    """Takes steps of small batches, after each of which the parameters change."""
+
+    n_threads: int
+
+    def begin(self, *, number: int, rate: Callable[[], float], counts: bool) -> None:
+        """The next step has this number in the whole training, and this rate of its own.
+
+        Unless it `counts`, it moves nothing.
+        """
+        ...
+
+    def run(self, batch: BatchSlice, put: Put, gradient: "GradientOf") -> StepResult:
+        """Take a step; put what is to be pushed of it."""
+        ...
+
+    def n_bytes(self, n_samples: int) -> float:
+        """Return how many bytes its updates move, of each thread."""
+        ...
+
+
+GradientOf = Callable[[FlatModel, Batch, BatchIndices], float]
+"""Computes a model's gradient on samples, and returns the loss."""
+
+
 @final
 class LocalExecutor:
     """Runs the steps of a whole model: gradients, or with a `metric` loss and metric.
@@ -163,11 +188,12 @@ class LocalExecutor:
     Attributes:
         batches: Reads what its steps need.
         is_open: Whether a step has begun.
+        small: Takes steps of small batches; None: each is computed as a whole.
     """
 
     awaited: int | None = None
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 -- one call describes what a replica computes
         self,
         model: FlatModel,
         dataset: Dataset,
@@ -178,6 +204,7 @@ class LocalExecutor:
         seed: tuple[int, int] = (0, 0),  # of the job, and of this replica's steps
         clip_norm: float | None = None,
         sums: bool = False,  # take the gradient of the loss's sum over the samples, not of its mean
+        small: SmallBatches | None = None,
     ) -> None:
         self.model = model
         self.is_open = False
@@ -190,6 +217,7 @@ class LocalExecutor:
         self._loss = summed(loss) if sums else loss
         self._metric = metric
         self._sums = sums
+        self.small = small
         self._names = names
         self._clip_norm = clip_norm
         self._seed = seed
@@ -204,15 +232,17 @@ class LocalExecutor:
             scores = self._evaluate(self._metric, batch.samples)
             return StepResult(loss=None, averages={}, outputs=(), scores=scores)
         assert batch.batch is not None
-        loss = self._gradient(batch.batch, batch.samples)
+        if self.small is not None:
+            return self.small.run(batch, put, self._gradient)
+        loss = self._gradient(self.model, batch.batch, batch.samples)
         for item, gradient in enumerate(self.model.gradients):
             if gradient is not None:
                 put(item, gradient)
         loss = loss if self._sums else len(batch.samples.indices) * loss
         return StepResult(loss=loss, averages={}, outputs=())
 
-    def _gradient(self, batch: Batch, samples: BatchIndices) -> float:
-        model, indices = self.model, [int(index) for index in samples.indices]
+    def _gradient(self, model: FlatModel, batch: Batch, samples: BatchIndices) -> float:
+        indices = [int(index) for index in samples.indices]
         try:
             loss = self._draws.run(
                 lambda: model.gradient(batch, self._loss),
@@ -277,7 +307,10 @@ class LocalExecutor:
         del parameters  # the module's own tensors
         self.is_open = True
         work = partial(self._run, self.generation, batch_slice, put, close)
-        cost = Cost(flops=self.flops(len(batch_slice.samples.indices)), n_bytes=n_bytes)
+        n_samples, n_threads = len(batch_slice.samples.indices), 1
+        if self.small is not None:
+            n_threads, n_bytes = self.small.n_threads, n_bytes + self.small.n_bytes(n_samples)
+        cost = Cost(flops=self.flops(n_samples), n_bytes=n_bytes, threads=n_threads)
         return [Compute(name=STEP, work=work, cost=cost)]
 
     def cancel(self) -> None:

@@ -44,6 +44,7 @@ from distbelief.worker.exchange import ExchangeState, is_finite
 from distbelief.worker.execution.executor import Put, StepResult
 from distbelief.worker.group import GroupProgress, Outgoing
 from distbelief.worker.inner_optimizer import InnerOptimizer
+from distbelief.worker.local_executor import SmallBatches
 from distbelief.worker.replica import Leader, Program, Steps, Taken, Waiting
 from distbelief.worker.steps import LocalNorm
 
@@ -321,6 +322,7 @@ class Training(Program):
         n_steps: Callable[[int, int], int],  # from one data position to another
         dealt: DealtPlan | None = None,  # where data are dealt
         part: int = 0,  # of the replica that this rank pushes
+        small: SmallBatches | None = None,  # takes the steps, after each of which values have moved
         progress_seconds: Seconds = 0.5,  # least time between reports to the supervisor
     ) -> None:
         self.values = items.values
@@ -333,8 +335,9 @@ class Training(Program):
         self._dealt = None if dealt is None else DealtPushes(dealt, part=part)
         self._progress = ProgressReports(progress_seconds)
         self._client = client
+        self._small = small
         inner = None  # if deltas are sent
-        if config.inner is not None:
+        if config.inner is not None and small is None:
             trained = {item: items.values[item] for item in sorted(items.trained)}
             inner = InnerOptimizer(config.inner, trained, shapes=shapes)
         self._exchange = ExchangeState(
@@ -585,6 +588,9 @@ class Training(Program):
             batch_slice=steps.slice,
             n_bytes=n_copies * self._items.n_bytes,
         )
+        if self._small is not None:
+            rate = lambda: self._config.rate(self._clock)  # noqa: E731 -- once values are installed
+            self._small.begin(number=step.scheduled, rate=rate, counts=counts)
         return step
 
     def _closed(self, step: Step, taken: Taken, now: Seconds) -> Sequence[Action]:
@@ -598,13 +604,16 @@ class Training(Program):
         holds_nothing = not self.values  # such a rank may still know the loss
         if not step.counts and not holds_nothing:
             return []
+        n_skipped = step_result.n_skipped
         if not result.is_finite:
-            actions = self._skip(result, step, reports_loss=step_result.loss is not None)
+            reports_loss = step_result.loss is not None
+            n = max(1, n_skipped)
+            actions = self._skip(result, step, n_gradients=n, reports_loss=reports_loss)
         elif holds_nothing:
             actions, self._bad.n_in_row = [], 0
             self._exchange.n_unsent += batch.dealt is not None  # other ranks push it
         else:
-            actions = []
+            actions = self._skipped_in(step, n_skipped) if n_skipped else []
             counters.gradients += 1
             if step.draft is not None:
                 assert result.staged is not None
@@ -666,7 +675,9 @@ class Training(Program):
         )
         return [Report(text=text)]
 
-    def _skip(self, result: Closed, step: Step, *, reports_loss: bool) -> Sequence[Action]:
+    def _skip(
+        self, result: Closed, step: Step, *, n_gradients: int, reports_loss: bool
+    ) -> Sequence[Action]:
         if result.staged is not None:
             self._client.abandon()
         samples = shown_samples(step.batch_slice.samples.indices.tolist())
@@ -674,9 +685,20 @@ class Training(Program):
             f"step {self.counters.steps}: the gradient of {samples} is NaN or infinite (loss "
             f"{self._bad.loss:g}); it is skipped" + (f": {result.blame}" if result.blame else "")
         )
-        report = self._bad.count(1, [Report(text=text, level="warning")], blame=result.blame)
+        report = self._bad.count(
+            n_gradients, [Report(text=text, level="warning")], blame=result.blame
+        )
         # All ranks skip the same step; only the rank that knows the loss reports it.
         return report if reports_loss else []
+
+    def _skipped_in(self, step: Step, n_small: int) -> Sequence[Action]:
+        self.counters.non_finite += n_small
+        samples = shown_samples(step.batch_slice.samples.indices.tolist())
+        text = (
+            f"step {self.counters.steps}: {n_small} small batches of {samples} have gradients that "
+            "are NaN or infinite; they are skipped"
+        )
+        return [Report(text=text, level="warning")]
 
     # --- pushes ---
 
@@ -852,7 +874,8 @@ class Training(Program):
             if self._bound is not None:
                 clip(step.gradients, square, norm_max=self._bound)
             # Of the parameters that this step was computed from; deltas have a rate of their own.
-            rate = self._config.rate(self._clock) if step.steps_locally else 0.0
+            is_taken = self._small is not None or not step.steps_locally
+            rate = 0.0 if is_taken else self._config.rate(self._clock)
             self._exchange.add(step.gradients, rates=rate, number=step.scheduled)
             step.gradients.clear()
         return Closed(is_finite=True, staged=step.staged)

@@ -31,7 +31,7 @@ from distbelief.parameter_server.policy import ExchangePolicy, Round
 from distbelief.parameter_server.rules import TorchRule, UpdateRule
 from distbelief.parameter_server.schedules import Schedule
 from distbelief.task.task import DataSpec, ModelSpec
-from distbelief.worker.downpour_settings import DownpourSettings
+from distbelief.worker.downpour_settings import DownpourSettings, LockFree
 from sandblaster.settings import SandblasterSettings, WarmStart
 
 
@@ -50,6 +50,7 @@ TABLES: dict[str, type[msgspec.Struct]] = {
     "data.train": DataSpec,
     "data.test": DataSpec,
     "algorithm (downpour)": DownpourSettings,
+    "algorithm.lockfree": LockFree,
     "algorithm.exchange": ExchangePolicy,
     **{f"codec ({tag_of(each)})": each for each in get_args(Codec)},
     "algorithm.exchange.push.adaptive": Adaptive,

@@ -55,3 +55,29 @@ def test_an_algorithm_of_another_package_trains(
     found = json.loads((folder / "runs" / "tiny" / "summary.json").read_text())
     assert found["algorithm"] == "averaging"
     assert found["metric"] > 0.8
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("preset", ["hogwild", "adam-2014"])
+def test_threads_without_locks_learn_from_each_sample_once(folder: Path, preset: str) -> None:
+    """AD-2, HG-1: in real processes, where threads do race."""
+    given = (
+        TABLES
+        + f"""
+[algorithm]
+name = "downpour"
+preset = "{preset}"
+loss = "cross_entropy"
+batch_size = 20
+
+[stop]
+epochs = 8
+"""
+    )
+    write_job(folder, job=given)
+    done = ended(folder, COMMAND, "train", "tiny.toml")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Copies of the model for 4 threads compute what it does alone" in done.stdout
+    found = json.loads((folder / "runs" / "tiny" / "summary.json").read_text())
+    assert found["samples"] == 8 * 2000
+    assert found["metric"] > 0.8

@@ -383,7 +383,7 @@ def test_a_worker_that_joins_late_is_as_accurate_as_one_process() -> None:
 def test_workers_that_end_one_by_one_count_as_those_that_end_together(kind: str) -> None:
     """The second counted whole what it pushed after the end of the first."""
     nets = normal(), normal()
-    preset = "local" if kind == "Exchange" else "hogwild"
+    preset = "local" if kind == "Exchange" else "downpour"
     with ParameterServer(nets[0], preset=preset, rule=distbelief.SGD(learning_rate=RATE)) as server:
 
         def worker(net: nn.Module) -> distbelief.DownpourSGD | distbelief.Exchange:

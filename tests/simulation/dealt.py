@@ -39,7 +39,7 @@ from distbelief.task.task import (
     sample_of,
 )
 from distbelief.worker.build import Split, kept_by
-from distbelief.worker.downpour_settings import DownpourSettings
+from distbelief.worker.downpour_settings import DownpourSettings, LockFree
 from distbelief.worker.group import rank_name
 from distbelief.worker.member import JobMember
 from tests.distbelief.plans.plans import random_plan
@@ -114,6 +114,7 @@ class DealtJob:
         rule: UpdateRule | None = None,
         exchange: ExchangePolicy = DOWNPOUR,
         inner: dict[str, object] | None = None,
+        lockfree: LockFree | None = None,
         snapshot_every: float = 1.0,
         faults: Sequence[Fault] = (),
         seed: int = 0,
@@ -140,6 +141,7 @@ class DealtJob:
             rule=rule,
             exchange=exchange,
             inner=inner,
+            lockfree=lockfree,
             non_finite_limit=1000,
             order="dealt",
             epoch_share=epoch_share,

@@ -18,6 +18,7 @@ from distbelief.protocol.role import SUPERVISOR, Address, Snapshot
 from distbelief.simulation.faults import Drop, Fault, Kill, Pause, Slow
 from distbelief.supervisor.dealer import Dealer
 from distbelief.supervisor.membership import RoleRecord
+from distbelief.worker.downpour_settings import LockFree
 from tests.simulation.dealt import DealtJob, job_of, split_job_of
 from tests.simulation.jobs import seeds
 from tests.simulation.variants import Patch, Variants, Whole, failure_of
@@ -139,6 +140,35 @@ def test_bad_samples_are_left_out_once_per_epoch() -> None:
     assert job.job.view.samples == 80
     total = sum(job.job.samples(name) for name in REPLICAS)
     assert 80 <= total < 86  # and not tried again and again
+
+
+LOCK_FREE: list[dict[str, Any]] = [
+    {"exchange": ExchangePolicy(every=4)},
+    {"exchange": ExchangePolicy(every=4, send="delta"), "inner": {"name": "SGD", "lr": 1.0}},
+]
+
+
+@pytest.mark.parametrize("how", LOCK_FREE, ids=["gradient", "delta"])
+@pytest.mark.parametrize("bad", [[], [3, 17]])
+@pytest.mark.parametrize("after_actions", [None, 0, 1])
+def test_samples_of_threads_without_locks_count_once_whatever_dies(
+    how: dict[str, Any], bad: Sequence[int], after_actions: int | None
+) -> None:
+    """Of a small batch with a bad sample, no sample counts; the others of its step do."""
+    faults = []
+    if after_actions is not None:
+        faults = [Kill(at=2.0, role=REPLICAS[1], after_actions=after_actions)]
+    job = DealtJob(
+        n_samples=64,
+        n_epochs=6,
+        batch_size=4,
+        lockfree=LockFree(threads=2, samples=1),
+        faults=faults,
+        bad=bad,
+        **how,
+    )
+    job.run()
+    assert job.job.view.samples == 384
 
 
 @pytest.mark.parametrize("n_ranks", [1, 2])

@@ -403,6 +403,7 @@ _PLAIN = {"name": "sgd", "learning_rate": 0.1}
 def test_every_preset_without_its_difference_is_sgd_on_the_union_of_the_batches(name: str) -> None:
     """X-1: one worker, or a round of means; s = 0; one step; plain optimizers; no codec."""
     table = expand({"preset": name, "loss": td.LEARNING.loss, "batch_size": 4, "max_steps": 30})
+    table.pop("lockfree", None)
     is_delta = "inner" in table
     exchange = {**cast("dict[str, object]", table.get("exchange", {}))}
     exchange |= {"every": 1, "staleness": 0, "numbers": "float32", "push": None}

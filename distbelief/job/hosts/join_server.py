@@ -9,6 +9,7 @@ from typing import Protocol, Self, final
 
 import msgspec
 
+from distbelief.config.algorithms import cores_of
 from distbelief.config.job import Job
 from distbelief.job.hosts import ssh
 from distbelief.job.hosts.bootstrap import JobAddress, write_job_spec
@@ -68,7 +69,7 @@ class JoinServer:
 
     def slots_here(self, job: Job) -> int:
         cores = len(os.sched_getaffinity(0)) if self.cores is None else self.cores
-        return cores // job.cluster.threads
+        return cores // cores_of(job)
 
     def address(self, endpoint: str) -> JobAddress:
         place = Endpoint.parse(endpoint)

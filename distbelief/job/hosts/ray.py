@@ -15,6 +15,7 @@ from math import ceil
 from pathlib import Path
 from typing import Final, Self, final
 
+from distbelief.config.algorithms import cores_of
 from distbelief.config.job import Job
 from distbelief.core.errors import JobError
 from distbelief.core.signals import handlers_kept
@@ -114,7 +115,7 @@ class RayHosts:
     @classmethod
     def of(cls, job: Job, *, n_hosts: int, n_processes: int, keys: str) -> Self:
         """Return as many hosts, for the processes beyond those on the supervisor's own host."""
-        cores = ceil(max(1, n_processes) / n_hosts) * job.cluster.threads
+        cores = ceil(max(1, n_processes) / n_hosts) * cores_of(job)
         allowed, places = modules_of(job), places_of(job)
         return cls(n_hosts=n_hosts, cores=cores, keys=keys, allowed=allowed, places=places)
 

@@ -45,7 +45,7 @@ from distbelief.parameter_server.layout import ElementType, Layout, TensorSpec
 from distbelief.parameter_server.rules import check_groups
 from distbelief.plans.plan import Plan
 from distbelief.plans.step_cost import PlanCost
-from distbelief.task import task as tasks
+from distbelief.task import dry_run, task as tasks
 from distbelief.task.data import Dataset, marks_of, read_batch
 from distbelief.task.forward import Sample
 from distbelief.task.imports import place
@@ -202,7 +202,11 @@ def answer_to(job: Job, *, initial_file: str, plan: str, proves: bool = True) ->
         check(task, job.batch_size, datasets)
         if coordinator_of(job) is not None:
             check_fixed(task, job.batch_size, datasets)
-        return _found(job, initial_file, FlatModel(tasks.build_model(task.model)), datasets)
+        found = _found(job, initial_file, FlatModel(tasks.build_model(task.model)), datasets)
+        proof = ""
+        if facts_of(job).threads is not None and proves and cluster.proof:
+            proof = _proof_of_threads(job, datasets["data.train"])
+        return msgspec.structs.replace(found, proof=proof)
     # The planner imports scipy's solvers and matplotlib, which take half as long as torch. Other
     # jobs must not wait for that.
     from distbelief.plans.planner.job_plan import cost_of, draw, plans_for_job  # noqa: PLC0415 -- split jobs only
@@ -278,6 +282,25 @@ def _proof(
         f"Split replicas{which} compute what one process does{but}: two steps of {n_first} and "
         f"{n_second} samples agree (tried in {time.perf_counter() - begun:.1f} s)"
     )
+
+
+def _proof_of_threads(job: Job, data: Dataset) -> str:
+    """Compare copies of the model that share parameters with one; as `_proof`."""
+    from distbelief.worker.lockfree import prove  # noqa: PLC0415 -- jobs with threads only
+
+    task, n = job.task, max(1, job.batch_size // facts_of(job).n_small_batches)
+
+    def build() -> torch.nn.Module:
+        return tasks.build_model(task.model).train()
+
+    first, second = (
+        read_batch(data, [(k * n + i) % len(data) for i in range(n)]) for k in range(2)
+    )
+    loss, name = tasks.build_loss(task), task.model.factory
+    names = dry_run.Names(model=name, loss=task.loss, data="data.train", indices=range(n))
+    dry_run.train(build(), first, loss=loss, names=names)  # of so few samples at once
+    prove(build, (first, second), loss=loss, name=name)
+    return f"Copies of the model for {facts_of(job).threads} threads compute what it does alone"
 
 
 def check_device(device: str, fix: str) -> None:

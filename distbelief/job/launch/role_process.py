@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import closing, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Final, cast, final
@@ -41,7 +41,7 @@ from distbelief.task.task import BuildContext
 from distbelief.transport.address import Endpoint
 from distbelief.transport.file_server import INITIAL, RemoteFolder
 from distbelief.transport.listen_config import ListenConfig
-from distbelief.transport.node import RoleRunner
+from distbelief.transport.node import RoleRunner, in_threads
 from distbelief.transport.shared_memory import FileMemory
 from distbelief.transport.zmq_transport import Log, ZmqTransport
 from distbelief.worker.computation import Computation, build_computing_rank
@@ -275,7 +275,8 @@ def _build(
 ) -> Role:
     if spec.allowed is not None:  # here, since it imports: heartbeats are sent meanwhile
         check_allowed(job, spec.allowed)
-    algorithm, context = algorithms.algorithm_of(job), context_of(spec, job, memory, remote)
+    algorithm = algorithms.algorithm_of(job)
+    context = replace(context_of(spec, job, memory, remote), together=in_threads)
     try:
         if spec.computation is not None:
             return build_computing_rank(name, spec.computation, context)

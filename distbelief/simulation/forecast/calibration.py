@@ -122,7 +122,7 @@ def job_key(job: Job) -> str:
 
     It includes the source of the modules that the job names: a factory may change.
     """
-    task, cluster = job.task, job.cluster
+    task, cluster, facts = job.task, job.cluster, facts_of(job)
     import_from(job)
     test = "" if task.test is None else task.test.factory
     named = [task.model.factory, task.train.factory, test, task.loss, task.metric or ""]
@@ -136,7 +136,8 @@ def job_key(job: Job) -> str:
         (cluster.partitions, cluster.plan, cluster.device),
         os.cpu_count(),
         # A local step costs what its optimizer costs.
-        *filter(None, [facts_of(job).inner]),
+        *filter(None, [facts.inner]),
+        *([facts.n_small_batches] if facts.threads else []),
         [_source(module) for module in sorted({n.partition(":")[0] for n in named if ":" in n})],
     )
     return hashlib.sha256(msgspec.json.encode(what)).hexdigest()[:16]

@@ -234,10 +234,12 @@ def memory_of(prepared: PreparedJob, *, by_blocks: bool) -> dict[Address, float]
     )
     n_shards, itemsize = layout.n_shards, layout.dtype.itemsize
     whole = sum(float(layout.shard_size(k)) for k in range(n_shards)) * itemsize
+    # Each thread has gradients of its own, and a sum of them.
+    n_more = 2 * ((facts.threads or 1) - 1)
     ranks = {record.name: record.ranks for record in Membership(prepared.roster)}
     bytes_of = {
         "shard": n_vectors * whole / n_shards,
-        "replica": VECTORS_OF_REPLICA * whole,
+        "replica": (VECTORS_OF_REPLICA + n_more) * whole,
         "rank": VECTORS_OF_REPLICA * whole,
         "evaluator": whole,
     }
@@ -258,7 +260,8 @@ def _at_cost(
     if rate.unit == "bytes" and not on_one_host:
         cost = Cost(n_bytes=seconds * reference.memory_rate, waiting=waiting)
     else:
-        cost = Cost(flops=seconds * reference.flops, waiting=waiting)
+        flops = seconds * reference.flops
+        cost = Cost(flops=flops, waiting=waiting, threads=asked.cost.threads)
     return msgspec.structs.replace(asked, cost=cost)
 
 

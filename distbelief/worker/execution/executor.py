@@ -85,6 +85,7 @@ class StepResult:
     # Per layer and region wanted: (n_samples, *shape).
     outputs: Sequence[tuple[str, Region, torch.Tensor]]
     scores: tuple[float, float] | None = None  # loss and metric, if a whole model is evaluated
+    n_skipped: int = 0  # small batches with a gradient that is not finite
 
 
 @final

@@ -106,7 +106,7 @@ def test_an_address_carries_the_names() -> None:
         run="t",
         n_shards=1,
         memory="",
-        preset="hogwild",
+        preset="strom",
         n_buffers=3,
         names=names,
     )
@@ -126,7 +126,7 @@ def test_a_name_that_comes_twice_is_refused() -> None:
 # ------------------------------------------------------------ presets
 
 
-@pytest.mark.parametrize("preset", ["hogwild", "downpour", "horovod"])
+@pytest.mark.parametrize("preset", ["strom", "downpour", "horovod"])
 def test_a_server_that_was_told_to_take_gradients_takes_no_local_steps(
     monkeypatch: pytest.MonkeyPatch, preset: str
 ) -> None:
@@ -137,6 +137,13 @@ def test_a_server_that_was_told_to_take_gradients_takes_no_local_steps(
     for options in ({}, {"preset": "dpplee3-asgd"}, {"every": 4}):
         with pytest.raises(distbelief.JobError, match=rf"'{preset}'.*DownpourSGD, or give Param"):
             server.exchange(monkeypatch, inner, **options)
+
+
+@pytest.mark.parametrize("preset", ["hogwild", "adam-2014"])
+def test_presets_with_threads_in_a_replica_are_not_for_loops(preset: str) -> None:
+    net = Pair()
+    with pytest.raises(distbelief.JobError, match=rf"'{preset}' has threads .*\"dpplee3-asgd\""):
+        distbelief.ParameterServer(net.parameters(), preset=preset)
 
 
 # ------------------------------------------------------------ buffers

@@ -276,6 +276,16 @@ def test_bytes_cost_time_as_flops_do() -> None:
     assert answers(role)[0][0] == 3.0
 
 
+@pytest.mark.parametrize(("cores", "seconds"), [(4, 2.0), (2, 4.0), (1, 8.0)])
+def test_threads_share_flops_as_far_as_there_are_cores(cores: int, seconds: float) -> None:
+    cost = rl.Cost(flops=8.0, threads=4)
+    role = Scripted(on_start(rl.Compute(name="w", work=lambda: None, cost=cost)))
+    machine = SimulatedMachine(jitter=0.0, overhead_seconds=0.0, flops_per_second=1.0)
+    processors = {machine.host: Processor(cores=cores, bytes_per_second=1e9)}
+    cluster_of({A: role}, options=ClusterOptions(machine=machine, processors=processors)).run()
+    assert answers(role)[0][0] == seconds
+
+
 def test_jitter_lengthens_work_by_no_more_than_it_says() -> None:
     role = Scripted(on_start(*(work("w", 1.0) for _ in range(50))))
     machine = SimulatedMachine(jitter=0.2, overhead_seconds=0.0, flops_per_second=1.0)

@@ -7,11 +7,11 @@ import pytest
 
 from distbelief.config.job import FIT_MAX, ClusterTable, Elastic
 from distbelief.core.errors import JobError, JobFileError
-from distbelief.parameter_server.policy import ExchangePolicy
+from distbelief.parameter_server.policy import ExchangePolicy, Round
 from distbelief.parameter_server.rules import SGD, Adagrad
 from distbelief.parameter_server.schedules import InverseTime
 from distbelief.worker.downpour import DOWNPOUR
-from distbelief.worker.downpour_settings import DownpourSettings
+from distbelief.worker.downpour_settings import DownpourSettings, LockFree
 from distbelief.worker.exchange import Pace
 
 
@@ -111,3 +111,46 @@ def test_as_many_as_fit_are_bounded() -> None:
     assert ClusterTable(replicas=2).fitted(n_cores=16).n_replicas == 2
     with pytest.raises(JobFileError, match="min = 5 and max = 4: wants no more"):
         Elastic(min=5, max=4)
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"batch_size": 2}, "threads is 3, and a step of batch_size 2 has 2 small batches"),
+        ({"lockfree": LockFree(threads=3, samples=8)}, "has 2 small batches: use a larger"),
+        ({"inner": {"name": "AdamW"}}, "inner is AdamW, whose state threads cannot share"),
+        ({"inner": {"name": "SGD", "momentum": 0.9}}, "inner is SGD, momentum, whose state"),
+        (
+            {"inner": None, "exchange": ExchangePolicy(staleness=0, round=Round(), route="ring")},
+            'lockfree is given and exchange.route is "ring"',
+        ),
+        (
+            {"inner": None, "exchange": ExchangePolicy(), "rule": Adagrad(learning_rate=0.1)},
+            "rule 'adagrad' has no rate for steps of a replica: give local_learning_rate",
+        ),
+    ],
+)
+def test_threads_without_locks_are_refused_where_they_cannot_work(
+    fields: dict[str, object], why: str
+) -> None:
+    usual: dict[str, object] = {
+        "batch_size": 16,
+        "lockfree": LockFree(threads=3),
+        "exchange": ExchangePolicy(send="delta"),
+        "inner": {"name": "SGD", "lr": 0.1, "weight_decay": 0.1},
+    }
+    settings(**usual)
+    with pytest.raises(ValueError, match=why):
+        settings(**usual | fields)
+
+
+def test_threads_without_locks_are_of_whole_replicas() -> None:
+    given = settings(batch_size=4, lockfree=LockFree(threads=4))
+    with pytest.raises(JobError, match=r"lockfree is given, and \[cluster\] partitions"):
+        DOWNPOUR.settled(given, ClusterTable(partitions=2))
+
+
+@pytest.mark.parametrize("name", ["threads", "samples"])
+def test_a_bad_number_of_threads_is_named(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} is 0; use 1 or more"):
+        LockFree(**{"threads": 1} | {name: 0})

@@ -17,6 +17,7 @@ import pytest
 from experiments.benchmarks import (
     async_peers,
     codecs,
+    lockfree,
     parameter_server,
     planner,
     ray_hosts,
@@ -70,6 +71,12 @@ FIGURES: dict[str, set[str]] = {
     "links": {
         *(f"local_100mbit_share_{name}" for name in ("exchange", "downpour", "ddp")),
         *("local_100mbit_fewer_exchange", "ring_over_ddp_2", "ring_over_ddp_4"),
+    },
+    "lockfree": {
+        f"{problem}_{contestant}_{figure}"
+        for problem in ("dense", "small", "sparse")
+        for contestant in ("lockfree", "locked", "in_torch")
+        for figure in ("loss", "over_alone", "updates_per_second")
     },
     "model_parallel": {
         *("speech_bs64", "speech_bs256", "speech_bs256_over_two_threads", "image"),
@@ -180,6 +187,12 @@ def test_codecs_are_measured_and_their_bits_are_those_of_plain_c(
 ) -> None:
     codecs.main(["--small"])
     assert FIGURES["codecs"] <= figures_in(capsys.readouterr().out, "codecs").keys()
+
+
+@pytest.mark.slow
+def test_threads_without_locks_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    lockfree.main(["--small"])
+    assert FIGURES["lockfree"] <= figures_in(capsys.readouterr().out, "lockfree").keys()
 
 
 @pytest.mark.processes

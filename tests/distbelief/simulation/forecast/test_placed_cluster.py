@@ -12,12 +12,13 @@ from distbelief.parameter_server.policy import ExchangePolicy
 from distbelief.parameter_server.rules import SGD, Adagrad, Adam, Momentum, UpdateRule
 from distbelief.plans.cluster import Cluster, Machine, uniform
 from distbelief.protocol import role as rl
+from distbelief.protocol.hosts import Offer
 from distbelief.simulation.forecast.placed_cluster import PlacedCluster, memory_of, vectors_of_shard
 from distbelief.simulation.forecast.prepare import Preparation, PreparedJob
 from distbelief.supervisor.hosts import HERE, ClusterConfig
 from distbelief.supervisor.supervisor import Supervisor
 from distbelief.worker.downpour_settings import DownpourSettings
-from tests.distbelief.simulation.forecast.jobs import small
+from tests.distbelief.simulation.forecast.jobs import TEXT, small
 
 
 MACHINE = Machine(flops=4e10, memory_rate=1e10, memory=1e10, bandwidth=1.25e8, cores=4)
@@ -146,6 +147,22 @@ def test_a_shard_holds_two_push_buffers_of_each_replica(
     together, apart = (memory_of(prepared, by_blocks=each)[shard] for each in (False, True))
     assert together == (1 + n_state + 2 * n_replicas) * n_bytes
     assert apart == together + min(n_replicas, 2) * n_bytes
+
+
+def test_threads_of_a_replica_take_cores_and_have_gradients_of_their_own(
+    preparation: Preparation,
+) -> None:
+    rule = 'rule = { name = "adagrad", learning_rate = 0.05 }'
+    text = TEXT.replace(rule, 'preset = "hogwild"')
+    one, four = (
+        preparation.stage(small(f"algorithm.lockfree.threads={n}", text=text)) for n in (1, 4)
+    )
+    replica = rl.Address("replica-0")
+    need, more = (memory_of(each, by_blocks=False)[replica] for each in (one, four))
+    assert more == need * (4 + 2 * 3) / 4
+    config = ClusterConfig.of(four.job, four.layout, slots_here=0)
+    offer = Offer(incarnation=1, label="a", endpoint="", cores=9, memory_bytes=1, devices=("cpu",))
+    assert config.slots_of(offer) == 2
 
 
 def test_the_state_of_all_rules_counts() -> None:
