@@ -169,7 +169,14 @@ def build_evaluator(context: BuildContext) -> Role:
     )
     model = FlatModel(tk.build_model(task.model))
     return whole_evaluator(
-        LocalExecutor(model, dataset, loss=loss, metric=metric, names=names),
+        LocalExecutor(
+            model,
+            dataset,
+            loss=loss,
+            metric=metric,
+            names=names,
+            readers=context.readers.get("data.test"),
+        ),
         client=build_client(context, exchange=None, frozen=model.frozen),
         kinds=held_out(len(dataset), subset=context.evaluation_subset, seed=context.seed),
     )
@@ -187,7 +194,10 @@ def whole_evaluator(
         Evaluation(values=model.values, batch_plan=batch_plan),
         client=client,
         executor=executor,
-        slices=batches.SlicePrefetch(None, batch_plan),
+        # Without readers it reads in its steps: nobody waits for it.
+        slices=batches.SlicePrefetch(
+            executor.batches if executor.batches.n_ahead else None, batch_plan
+        ),
         course=Alone(limits=on_request()),
     )
     return Replica(steps)
@@ -345,6 +355,7 @@ def local_executor(
         clip_norm=clip_norm,
         seed=seed,
         sums=sums,
+        readers=context.readers.get("data.train"),
     )
 
 
@@ -542,6 +553,7 @@ def evaluating_rank(rank: GroupRank, *, context: BuildContext, split: Split) -> 
         dtype=dtype,
         keeps_targets=rank.index == 0,
         table="data.test",
+        readers=context.readers.get("data.test"),
     )
     program = Evaluation(
         values=zeros_of(flow, dtype),
@@ -620,7 +632,13 @@ def replica_parts(
         flow=flow,
         dtype=dtype,
         client=build_client(context, exchange=exchange, frozen=frozen, flow=flow),
-        reader=batches.SliceReader(dataset, graph=split.graph, reads=flow.reads, dtype=dtype),
+        reader=batches.SliceReader(
+            dataset,
+            graph=split.graph,
+            reads=flow.reads,
+            dtype=dtype,
+            readers=context.readers.get("data.train"),
+        ),
     )
 
 
