@@ -31,7 +31,7 @@ import torch
 
 from distbelief.core.errors import DistBeliefError, JobError
 from distbelief.job.launch.children import end_with_parent, run_child
-from distbelief.task.data import Batch, Dataset, Wanted, shown_path
+from distbelief.task.data import Batch, Dataset, Path, Wanted, shown_path
 from distbelief.worker.batches import BatchIndices, BatchReader
 
 
@@ -42,17 +42,16 @@ _ALIGNMENT: Final = 64  # bytes, as torch's own memory
 class _Place(msgspec.Struct, frozen=True, kw_only=True):
     """Where a tensor lies in the memory of its batch."""
 
-    path: tuple[str | int, ...]
+    path: Path
     dtype: str
     shape: tuple[int, ...]
     stride: tuple[int, ...]
-    n_elements: int  # from the first of the tensor to its last, with those between
+    n_elements: int  # from its first to its last, with those between
     start: int  # of bytes
 
 
 class _Answer(msgspec.Struct, frozen=True, kw_only=True):
     error: str | None = None  # of a JobError; then there is no memory
-    n_bytes: int = 1
     places: tuple[_Place, ...] = ()
 
 
@@ -74,11 +73,8 @@ class ReaderProcesses:
         self._asked: dict[Wanted, _Reader] = {}  # batches that will be read, in this order
         self._found: dict[Wanted, Batch | JobError] = {}
 
-    def fork(self, n_readers: int, build: Callable[[], Dataset], *, at_once: bool = True) -> None:
-        """Start so many readers, while this process has one thread.
-
-        They build the data set `at_once`, or when they are first asked.
-        """
+    def fork(self, n_readers: int, build: Callable[[], Dataset]) -> None:
+        """Start so many readers, which build the data set at once; this process has one thread."""
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         parent = os.getpid()
@@ -88,7 +84,7 @@ class ReaderProcesses:
             if pid == 0:
                 for link in (ours, *(reader.link for reader in self._readers)):
                     link.close()
-                _run(theirs, build, self.table, parent=parent, at_once=at_once)
+                _run(theirs, build, self.table, parent=parent)
             theirs.close()
             self._readers.append(_Reader(pid, ours))
 
@@ -173,17 +169,10 @@ class ReaderProcesses:
 
 
 def _run(
-    link: "Connection[bytes, bytes]",
-    build: Callable[[], Dataset],
-    table: str,
-    *,
-    parent: int,
-    at_once: bool,
+    link: "Connection[bytes, bytes]", build: Callable[[], Dataset], table: str, *, parent: int
 ) -> NoReturn:
     def read() -> int:
         end_with_parent(parent, signal.SIGKILL)
-        if not at_once:
-            link.poll(None)
         dataset, readers = build(), dict[int, BatchReader]()
         while True:
             try:
@@ -213,23 +202,21 @@ def _packed(batch: Batch, table: str) -> tuple[_Answer, int]:
     with os.fdopen(memory, "wb", closefd=False) as file:
         for path, tensor in tensors.items():
             # With the same strides, or kernels would add in another order.
-            n = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-            n = n if tensor.numel() else 0
-            file.seek(start)
-            whole = tensor.as_strided((n,), (1,)).resolve_conj().resolve_neg()
-            file.write(whole.view(torch.uint8).numpy().data)
-            place = _Place(
-                path=path,
-                dtype=str(tensor.dtype).removeprefix("torch."),
-                shape=tuple(tensor.shape),
-                stride=tensor.stride(),
-                n_elements=n,
-                start=start,
+            shape, stride = tuple(tensor.shape), tensor.stride()
+            n = 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
+            if tensor.numel():
+                whole = tensor.as_strided((n,), (1,)).resolve_conj().resolve_neg()
+                file.seek(start)
+                file.write(whole.view(torch.uint8).numpy().data)
+            n, dtype = max(n, 1), str(tensor.dtype).removeprefix("torch.")
+            places.append(
+                _Place(
+                    path=path, dtype=dtype, shape=shape, stride=stride, n_elements=n, start=start
+                )
             )
-            places.append(place)
             start += -(-n * tensor.itemsize // _ALIGNMENT) * _ALIGNMENT
     os.ftruncate(memory, max(start, 1))
-    return _Answer(n_bytes=max(start, 1), places=tuple(places)), memory
+    return _Answer(places=tuple(places)), memory
 
 
 def _plain(tensor: torch.Tensor, name: str, table: str) -> torch.Tensor:
@@ -248,15 +235,12 @@ def _plain(tensor: torch.Tensor, name: str, table: str) -> torch.Tensor:
 
 def _unpacked(answer: _Answer, descriptor: int) -> Batch:
     # MAP_POPULATE fills the page tables at once: no page faults in the step.
-    flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
-    memory = mmap.mmap(descriptor, answer.n_bytes, flags)
+    memory = mmap.mmap(descriptor, 0, mmap.MAP_SHARED | mmap.MAP_POPULATE)
     os.close(descriptor)
-    return Batch.of({place.path: _tensor(memory, place) for place in answer.places})
-
-
-def _tensor(memory: mmap.mmap, place: _Place) -> torch.Tensor:
-    dtype = cast("torch.dtype", getattr(torch, place.dtype))
-    if not place.n_elements:
-        return torch.empty_strided(place.shape, place.stride, dtype=dtype)
-    whole = torch.frombuffer(memory, dtype=dtype, count=place.n_elements, offset=place.start)
-    return whole.as_strided(place.shape, place.stride)
+    tensors: dict[Path, torch.Tensor] = {}
+    for place in answer.places:
+        dtype = cast("torch.dtype", getattr(torch, place.dtype))
+        n, start = place.n_elements, place.start
+        whole = torch.frombuffer(memory, dtype=dtype, count=n, offset=start)
+        tensors[place.path] = whole.as_strided(place.shape, place.stride)
+    return Batch.of(tensors)

@@ -189,8 +189,7 @@ def _readers_of(name: str, spec: RoleSpec, job: Job) -> ReaderProcesses | None:
         return build_dataset(data, table=table)
 
     readers = ReaderProcesses(table)
-    # Some ranks of a split replica read nothing.
-    readers.fork(data.num_workers, build, at_once=spec.ranks == 1)
+    readers.fork(data.num_workers, build)
     return readers
 
 

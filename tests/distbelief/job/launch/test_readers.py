@@ -54,10 +54,10 @@ class Batches(Samples):
 
 @contextmanager
 def readers_of(
-    dataset: Dataset, *, n: int = 2, at_once: bool = True, seed: int = 5
+    dataset: Dataset, *, n: int = 2, seed: int = 5
 ) -> Iterator[tuple[BatchReader, ReaderProcesses]]:
     with ReaderProcesses("data.train") as readers:
-        readers.fork(n, lambda: dataset, at_once=at_once)
+        readers.fork(n, lambda: dataset)
         yield BatchReader(dataset, seed=seed, readers=readers), readers
 
 
@@ -113,8 +113,7 @@ def test_what_is_read_ahead_may_never_be_asked_for() -> None:
             check_equal(found, alone.read(WANTED[first]))
 
 
-@pytest.mark.parametrize("at_once", [True, False])
-def test_samples_of_any_form_are_handed_over(*, at_once: bool) -> None:
+def test_samples_of_any_form_are_handed_over() -> None:
     forms: list[Callable[[int], object]] = [
         lambda i: (torch.full((2, 3), i), float(i)),
         lambda i: ((torch.ones(2, dtype=torch.bfloat16), np.arange(3) + i), i),
@@ -124,7 +123,7 @@ def test_samples_of_any_form_are_handed_over(*, at_once: bool) -> None:
     ]
     for form in forms:
         dataset = Samples(form)
-        with readers_of(dataset, n=1, at_once=at_once) as (reader, _):
+        with readers_of(dataset, n=1) as (reader, _):
             check_equal(
                 reader.read(batch_of(3, 1, 4)), BatchReader(dataset).read(batch_of(3, 1, 4))
             )
