@@ -153,7 +153,7 @@ def main(name: str, incarnation: int, path: str, *, ranks: int = 1) -> int:
     reuses = driven or name.startswith("replica")
     keep_memory(block_bytes_max=None if reuses else KEPT_BYTES_MAX)
     memory: Memory = FileMemory(Path(spec.memory)) if spec.memory else PrivateMemory(host="")
-    readers = _readers_of(name, spec, job)  # forked before there is any thread
+    readers = readers_of(name, spec, job)  # forked before there is any thread
     lines = Writer("log", tell=lambda text: report("warning", text))
 
     def report(level: str, text: str) -> None:
@@ -174,7 +174,7 @@ def main(name: str, incarnation: int, path: str, *, ranks: int = 1) -> int:
     return status
 
 
-def _readers_of(name: str, spec: RoleSpec, job: Job) -> ReaderProcesses | None:
+def readers_of(name: str, spec: RoleSpec, job: Job) -> ReaderProcesses | None:
     """Start the processes that read samples for this role, if the job wants some."""
     table = "data.train" if name.startswith("replica") else "data.test"
     data = job.task.data.get(table)
