@@ -76,11 +76,9 @@ def test_readers_import_nothing_else_either(job: Job, capfd: pytest.CaptureFixtu
         "data.train.num_workers=1",
     )
     said = []
-    for allowed in (("letters",), None):
-        spec = RoleSpec(
-            job=msgspec.Raw(job.to_json()), layout=Layout.of([], n_shards=1).spec, allowed=allowed
-        )
-        readers = readers_of("replica-0", spec, wanted)
+    spec = RoleSpec(job=msgspec.Raw(job.to_json()), layout=Layout.of([], n_shards=1).spec)
+    for one in (msgspec.structs.replace(spec, allowed=("letters",)), spec):
+        readers = readers_of("replica-0", one, wanted)
         assert readers is not None
         (pid,) = readers.pids
         assert os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT) is not None
