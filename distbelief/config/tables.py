@@ -61,6 +61,7 @@ _PLACES = {
     "partitions": "[cluster]",
     "device": "[cluster]",
     "threads": "[cluster]",
+    "num_workers": "[data.train]",
     "metric": "[evaluation]",
     "directory": "[output]",
     "learning_rate": _RULE.format('"sgd"', "learning_rate = 0.1"),
@@ -68,7 +69,10 @@ _PLACES = {
     "momentum": _RULE.format('"momentum"', "learning_rate = 0.1, momentum = 0.9"),
 }
 
-_READS = "Each replica reads its next batch by itself while it computes: leave it out."
+_READS = (
+    "Each replica reads its next batches while it computes, by itself or by as many processes as "
+    "num_workers of [data.train] says: leave it out."
+)
 _SCHEDULE = (
     'It is the schedule of the rule, as in rule = { name = "sgd", learning_rate = 0.1, '
     'schedule = { name = "cosine", n_pushes = 10000, n_warm_up = 100 } }.'
@@ -83,7 +87,7 @@ _HOSTS = "Hosts join a job: distbelief train JOB --listen tcp://0.0.0.0:7700 --h
 _PLACEMENT = "Processes find each other by themselves: leave it out."
 # Keys of other libraries that are no key here.
 _ELSEWHERE = {
-    **dict.fromkeys(("num_workers", "pin_memory", "persistent_workers", "prefetch_factor"), _READS),
+    **dict.fromkeys(("pin_memory", "persistent_workers", "prefetch_factor"), _READS),
     **dict.fromkeys(("scheduler", "lr_scheduler", "warmup_steps", "lr_decay"), _SCHEDULE),
     **dict.fromkeys(("precision", "mixed_precision", "amp", "fp16", "bf16"), _PRECISION),
     **dict.fromkeys(("val", "valid", "validation", "eval_data", "val_data", "test_data"), _TEST),

@@ -161,6 +161,7 @@ SYNONYMS: Final = {
     "servers": "shards",
     "args": "arguments",
     "kwargs": "arguments",
+    "dataloader_num_workers": "num_workers",
     "eps": "epsilon",
     "max_norm": "clip_norm",
     "max_grad_norm": "clip_norm",

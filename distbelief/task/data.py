@@ -172,6 +172,27 @@ class _BatchedDataset(Protocol):
     def __getitems__(self, indices: list[int], /) -> object: ...
 
 
+class Wanted(NamedTuple):
+    """Samples to read in one batch, and whence they draw random numbers."""
+
+    seed: int
+    epoch: int
+    indices: bytes  # (n_samples,) of int64
+
+
+class Readers(Protocol):
+    """Processes that read the samples of a data set for this one."""
+
+    @property
+    def n_ahead(self) -> int:
+        """How many batches they should know of beside the one that is read."""
+        ...
+
+    def read(self, wanted: Wanted, ahead: Sequence[Wanted]) -> Batch:
+        """Return the samples, and let those of `ahead` be read meanwhile."""
+        ...
+
+
 def read_batch(
     dataset: Dataset,
     indices: Sequence[int],

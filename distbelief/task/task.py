@@ -25,7 +25,7 @@ from distbelief.parameter_server.initial_values import Initial
 from distbelief.parameter_server.layout import Layout, TensorSpec, kind_of
 from distbelief.protocol.role import Together, in_turn
 from distbelief.task import dry_run, losses
-from distbelief.task.data import Dataset, Path, are_alike, marks_of, read_batch, shown_path
+from distbelief.task.data import Dataset, Path, Readers, are_alike, marks_of, read_batch, shown_path
 from distbelief.task.forward import Forward, Sample, WholeLoss, input_specs
 from distbelief.task.imports import call_factory, place, resolve
 from distbelief.task.losses import Loss, Metric
@@ -62,6 +62,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 class DataSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     factory: str
     arguments: dict[str, object] = {}
+    # Processes that read samples for each role that needs them; 0: a thread of the role
+    num_workers: Annotated[int, msgspec.Meta(ge=0, le=256)] = 0
 
 
 class TaskSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -122,6 +124,8 @@ class BuildContext:
     marks: tuple[float, ...] | None = None  # of these samples (`marks_of`), where they may differ
     # Data sets that exist already, by table ("data.train"): roles that share a process share them.
     datasets: Mapping[str, Dataset] = field(default_factory=dict)
+    # Processes that read for this role, by table, if it has some.
+    readers: Mapping[str, Readers] = field(default_factory=dict)
 
     def train_data(self) -> Dataset:
         """Return the training data, built here unless it exists already."""

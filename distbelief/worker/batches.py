@@ -27,6 +27,8 @@ from distbelief.task.data import (
     Dataset,
     DataShard,
     Indices,
+    Readers,
+    Wanted,
     dealt_samples,
     read_batch,
     shown_path,
@@ -94,12 +96,16 @@ class TrainingPlan:
         self._next, self._position = 0, position
 
     def batch(self, step: int) -> BatchIndices:
+        self._batches.pop(step - N_KEPT, None)
+        return self.peek(step)
+
+    def peek(self, step: int) -> BatchIndices:
+        """Return what `batch` will return for a step that is not asked for yet."""
         while self._next <= step:
             indices = self._cursor.batch(self._position, self._batch_size)
             self._batches[self._next] = BatchIndices(
                 position=self._position, indices=indices, epoch=self._position // self._n_samples
             )
-            self._batches.pop(self._next - N_KEPT, None)
             self._position += len(indices)
             self._next += 1
         return self._batches[step]
@@ -141,8 +147,10 @@ class DealtPlan:
         self._ranges: list[Span] = []  # of this generation, the first perhaps without its beginning
         self._steps: list[int] = []  # up to the end of each
         self.n_gone = 0  # ranges before these
-        self._n_read = 0  # ranges, whole
-        self._n_samples = 0  # read of the next one
+        self._n_asked = 0  # steps
+        self._n_read = 0  # ranges, whole, by these steps
+        self._n_cut = 0  # ranges, whole
+        self._n_samples = 0  # cut of the next one
         self._batches: dict[int, BatchIndices] = {}
         self._next = 0
         self._position = 0
@@ -193,25 +201,34 @@ class DealtPlan:
     def start(self, position: int) -> None:
         self._position = position
         self._batches.clear()
-        self._next = self._n_read = self._n_samples = 0
+        self._next = self._n_asked = self._n_read = self._n_cut = self._n_samples = 0
 
     def batch(self, step: int) -> BatchIndices:
-        while self._next <= step and not self.is_read:
+        self._batches.pop(step - N_KEPT, None)
+        found = self.peek(step)
+        while self._n_asked < min(step + 1, self._next):
+            dealt = self._batches[self._n_asked].dealt
+            self._n_read += dealt is not None and dealt.ends_range
+            self._n_asked += 1
+        return found
+
+    def peek(self, step: int) -> BatchIndices:
+        """Return what `batch` will return for a step that is not asked for yet, if it is dealt."""
+        while self._next <= step and self._n_cut < len(self._ranges):
             self._batches[self._next] = batch = self._cut()
-            self._batches.pop(self._next - N_KEPT, None)
             self._position += len(batch.indices)
             self._next += 1
         nothing = BatchIndices(position=self._position, indices=np.empty(0, np.int64))
         return self._batches.get(step, nothing)
 
     def _cut(self) -> BatchIndices:
-        epochs, (begin, end) = self._epochs, self._ranges[self._n_read]
+        epochs, (begin, end) = self._epochs, self._ranges[self._n_cut]
         start = begin + self._n_samples
         push = max(epochs.start(start), begin), min(epochs.stop(start), end)
         stop = start + epochs.batch(push[1] - start)
         self._n_samples += stop - start
         if stop == end:
-            self._n_read += 1
+            self._n_cut += 1
             self._n_samples = 0
         return BatchIndices(
             position=self._position,
@@ -343,17 +360,32 @@ class BatchReader:
     """Reads batches of a data set: samples that draw random numbers, each from its own stream.
 
     The seed, the epoch and the sample give the stream, so it is the same in any process and order.
-    Samples that `__getitems__` reads at once have one stream, of the first of them.
+    Samples that `__getitems__` reads at once have one stream, of the first of them. So other
+    processes may read for this one: `readers`.
     """
 
-    def __init__(self, dataset: Dataset, *, seed: int = 0, table: str = "data.train") -> None:
+    def __init__(
+        self,
+        dataset: Dataset,
+        *,
+        seed: int = 0,
+        table: str = "data.train",
+        readers: Readers | None = None,
+    ) -> None:
         self._dataset = dataset
         self._seed = seed
         self._table = table
         self._draws = Draws()
+        self._readers = readers
+        self.n_ahead = 0 if readers is None else readers.n_ahead
 
-    def read(self, samples: BatchIndices) -> Batch:
-        """Return the samples of a batch; JobError if the data fail."""
+    def read(self, samples: BatchIndices, ahead: Sequence[BatchIndices] = ()) -> Batch:
+        """Return the samples of a batch; JobError if the data fail.
+
+        The next ones, `ahead`, are read meanwhile if other processes do.
+        """
+        if self._readers is not None:
+            return self._readers.read(self._wanted(samples), [self._wanted(one) for one in ahead])
         indices = [int(index) for index in samples.indices]
 
         def seed(index: int) -> int:
@@ -368,6 +400,10 @@ class BatchReader:
         # What was drawn when that was seen for the first time was of one stream.
         return batch if self._draws.are_seen == were_seen else self.read(samples)
 
+    def _wanted(self, samples: BatchIndices) -> Wanted:
+        indices = np.asarray(samples.indices, np.int64).tobytes()
+        return Wanted(seed=self._seed, epoch=samples.epoch, indices=indices)
+
 
 @final
 class WholeBatches:
@@ -376,9 +412,12 @@ class WholeBatches:
     def __init__(self, reader: BatchReader) -> None:
         self._reader = reader
         self._bytes_per_sample = 0.0  # once a batch has been read
+        self.n_ahead = reader.n_ahead
 
-    def read(self, generation: int, step: int, samples: BatchIndices) -> "BatchSlice":
-        batch = self._reader.read(samples)
+    def read(
+        self, generation: int, step: int, samples: BatchIndices, ahead: Sequence[BatchIndices] = ()
+    ) -> "BatchSlice":
+        batch = self._reader.read(samples, ahead)
         n_bytes = sum(tensor.nbytes for tensor in batch.tensors().values())
         self._bytes_per_sample = n_bytes / len(samples.indices)
         return BatchSlice(generation=generation, step=step, samples=samples, batch=batch)
@@ -430,7 +469,14 @@ def blame_of(sample: int | None) -> str | None:
 class Reader(Protocol):
     """Reads what one rank needs of a batch, in the data executor."""
 
-    def read(self, generation: int, step: int, samples: BatchIndices) -> BatchSlice: ...
+    @property
+    def n_ahead(self) -> int:
+        """How many of the batches that come after one it begins to read."""
+        ...
+
+    def read(
+        self, generation: int, step: int, samples: BatchIndices, ahead: Sequence[BatchIndices] = ()
+    ) -> BatchSlice: ...
 
     def read_bytes(self, n_samples: int) -> float:
         """Return roughly how many bytes reading so many samples moves."""
@@ -448,8 +494,10 @@ class SliceReader:
         dtype: torch.dtype,
         keeps_targets: bool = False,  # whole targets are needed too
         table: str = "data.train",  # names the data set in messages
+        readers: Readers | None = None,
     ) -> None:
-        self._reader = BatchReader(dataset, table=table)
+        self._reader = BatchReader(dataset, table=table, readers=readers)
+        self.n_ahead = self._reader.n_ahead
         self._inputs = [layer for layer in graph.layers if layer.kind == INPUT]
         self._reads = reads
         self._n_classes = class_counts(graph)
@@ -461,10 +509,12 @@ class SliceReader:
     def reads_nothing(self) -> bool:
         return not (self._reads or self._keeps_targets)
 
-    def read(self, generation: int, step: int, samples: BatchIndices) -> BatchSlice:
+    def read(
+        self, generation: int, step: int, samples: BatchIndices, ahead: Sequence[BatchIndices] = ()
+    ) -> BatchSlice:
         """Return the slice of these samples; JobError if the data fail or do not fit the model."""
         indices = [int(index) for index in samples.indices]
-        batch = self._reader.read(samples)
+        batch = self._reader.read(samples, ahead)
         found: dict[str, list[torch.Tensor]] = {}
         given = batch.tensors()
         if len(given) < len(self._inputs):
@@ -508,6 +558,7 @@ class SlicePrefetch:
     def __init__(self, reader: Reader | None, plan: BatchPlan, *, reuses: bool = False) -> None:
         self._reader = reader
         self._plan = plan
+        self._peek = plan.peek if isinstance(plan, TrainingPlan | DealtPlan) else plan.batch
         self._reuses = reuses
         self._held: dict[int, BatchSlice] = {}
         self._generation = 0
@@ -544,10 +595,12 @@ class SlicePrefetch:
             return []  # the last step comes before this one
         self._next += 1
         self._reading = True
+        last = min(number + reader.n_ahead, stop - 1)
+        ahead = [one for k in range(number + 1, last + 1) if len((one := self._peek(k)).indices)]
         return [
             Compute(
                 name=READ,
-                work=lambda: reader.read(generation, number, samples),
+                work=lambda: reader.read(generation, number, samples, ahead),
                 cost=Cost(n_bytes=reader.read_bytes(len(samples.indices))),
                 executor=Executor.DATA,
             )

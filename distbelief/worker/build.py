@@ -177,7 +177,14 @@ def build_evaluator(context: BuildContext) -> Role:
     )
     model = FlatModel(tk.build_model(task.model))
     return whole_evaluator(
-        LocalExecutor(model, dataset, loss=loss, metric=metric, names=names),
+        LocalExecutor(
+            model,
+            dataset,
+            loss=loss,
+            metric=metric,
+            names=names,
+            readers=context.readers.get("data.test"),
+        ),
         client=build_client(context, exchange=None, frozen=model.frozen),
         kinds=held_out(len(dataset), subset=context.evaluation_subset, seed=context.seed),
     )
@@ -195,7 +202,10 @@ def whole_evaluator(
         Evaluation(values=model.values, batch_plan=batch_plan),
         client=client,
         executor=executor,
-        slices=batches.SlicePrefetch(None, batch_plan),
+        # Without readers it reads in its steps: nobody waits for it.
+        slices=batches.SlicePrefetch(
+            executor.batches if executor.batches.n_ahead else None, batch_plan
+        ),
         course=Alone(limits=on_request()),
     )
     return Replica(steps)
@@ -366,6 +376,7 @@ def local_executor(
         seed=seed,
         sums=sums,
         small=small,
+        readers=context.readers.get("data.train"),
     )
 
 
@@ -565,6 +576,7 @@ def evaluating_rank(rank: GroupRank, *, context: BuildContext, split: Split) -> 
         dtype=dtype,
         keeps_targets=rank.index == 0,
         table="data.test",
+        readers=context.readers.get("data.test"),
     )
     program = Evaluation(
         values=zeros_of(flow, dtype),
@@ -643,7 +655,13 @@ def replica_parts(
         flow=flow,
         dtype=dtype,
         client=build_client(context, exchange=exchange, frozen=frozen, flow=flow),
-        reader=batches.SliceReader(dataset, graph=split.graph, reads=flow.reads, dtype=dtype),
+        reader=batches.SliceReader(
+            dataset,
+            graph=split.graph,
+            reads=flow.reads,
+            dtype=dtype,
+            readers=context.readers.get("data.train"),
+        ),
     )
 
 

@@ -14,6 +14,7 @@ from distbelief.config.job import ClusterTable, Elastic
 from distbelief.core.errors import JobError
 from distbelief.core.torch_optimizers import OF_WHOLE_TENSORS
 from distbelief.parameter_server.codecs import Threshold, TopK
+from distbelief.parameter_server.policy import ExchangePolicy
 from distbelief.protocol.role import Role
 from distbelief.task.task import BuildContext
 from distbelief.worker import build as roles
@@ -103,28 +104,33 @@ class DownpourAlgorithm:
                 "[algorithm] lockfree is given, and [cluster] partitions, plan or device splits "
                 "replicas: threads share the parameters of a whole model on the CPU: leave one out"
             )
-        codec = config.exchange.push_codec
-        if isinstance(codec, TopK | Threshold) and cluster.is_split:
+        if cluster.is_split:
+            self._check_codecs(config.exchange)
+        if inner is not None and inner["name"] in OF_WHOLE_TENSORS and cluster.is_split:
+            raise JobError(
+                f"[algorithm] inner.name is {inner['name']!r}, whose steps depend on whole "
+                "tensors, and [cluster] partitions or plan splits them: use another optimizer"
+            )
+
+    def _check_codecs(self, exchange: ExchangePolicy) -> None:
+        """Refuse what is not for split replicas."""
+        codec = exchange.push_codec
+        if isinstance(codec, TopK | Threshold):
             raise JobError(
                 f"[algorithm.exchange] push.codec is {codec.form!r}, which chooses among all "
                 'elements of a push, and [cluster] partitions or plan splits them: use "int4", '
                 '"int8" or "bfloat16"'
             )
-        if config.exchange.durable and cluster.is_split:
+        if exchange.durable:
             raise JobError(
                 "[algorithm.exchange] durable is true, and [cluster] partitions, plan or device "
                 "splits replicas, whose ranks save nothing: leave durable out"
             )
-        fetched = config.exchange.fetched
-        if not isinstance(fetched, str) and cluster.is_split:
+        fetched = exchange.fetched
+        if not isinstance(fetched, str):
             raise JobError(
                 f"[algorithm.exchange] fetch.codec is {fetched.form!r}, words of whole shards, and "
                 '[cluster] partitions or plan splits replicas, which fetch parts: use "bfloat16"'
-            )
-        if inner is not None and inner["name"] in OF_WHOLE_TENSORS and cluster.is_split:
-            raise JobError(
-                f"[algorithm] inner.name is {inner['name']!r}, whose steps depend on whole "
-                "tensors, and [cluster] partitions or plan splits them: use another optimizer"
             )
 
     def _check_ring(self, config: DownpourSettings, cluster: ClusterTable) -> None:

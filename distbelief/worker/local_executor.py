@@ -17,7 +17,7 @@ from distbelief.graph.graph import as_real
 from distbelief.parameter_server.layout import TensorSpec, kind_of
 from distbelief.protocol.role import Action, Compute, Cost, Seconds
 from distbelief.task import dry_run
-from distbelief.task.data import Batch, Dataset, n_samples_of
+from distbelief.task.data import Batch, Dataset, Readers, n_samples_of
 from distbelief.task.losses import Loss, Metric
 from distbelief.worker.batches import (
     BatchIndices,
@@ -205,13 +205,14 @@ class LocalExecutor:
         clip_norm: float | None = None,
         sums: bool = False,  # take the gradient of the loss's sum over the samples, not of its mean
         small: SmallBatches | None = None,
+        readers: Readers | None = None,  # of the data set
     ) -> None:
         self.model = model
         self.is_open = False
         self.generation = 0
         self.step = 0
         table = "data.train" if metric is None else "data.test"
-        self._reader = BatchReader(dataset, seed=seed[0], table=table)
+        self._reader = BatchReader(dataset, seed=seed[0], table=table, readers=readers)
         self.batches = WholeBatches(self._reader)
         self._draws = Draws()  # of the model
         self._loss = summed(loss) if sums else loss
@@ -229,7 +230,7 @@ class LocalExecutor:
     def run(self, batch: BatchSlice, put: Put) -> StepResult:
         """Compute a batch's gradient, or evaluate it; JobError if the user's code or data fails."""
         if self._metric is not None:
-            scores = self._evaluate(self._metric, batch.samples)
+            scores = self._evaluate(self._metric, batch)
             return StepResult(loss=None, averages={}, outputs=(), scores=scores)
         assert batch.batch is not None
         if self.small is not None:
@@ -266,9 +267,9 @@ class LocalExecutor:
             ) from error
         return loss
 
-    def _evaluate(self, metric: Metric, samples: BatchIndices) -> tuple[float, float]:
-        indices = [int(index) for index in samples.indices]
-        given = self._reader.read(samples)
+    def _evaluate(self, metric: Metric, batch: BatchSlice) -> tuple[float, float]:
+        indices = [int(index) for index in batch.samples.indices]
+        given = batch.batch or self._reader.read(batch.samples)
         names = replace(self._names, indices=indices)
         explain = partial(
             dry_run.evaluate, self.model.module, given, loss=self._loss, metric=metric, names=names

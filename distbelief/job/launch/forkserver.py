@@ -16,7 +16,6 @@ import starts a thread or a GPU, the server starts again without it. A command t
 modules already forks the server instead, while it is as clean.
 """
 
-import ctypes
 import gc
 import importlib
 import os
@@ -25,7 +24,6 @@ import signal
 import socket
 import sys
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -37,6 +35,7 @@ import msgspec
 
 from distbelief.core import files
 from distbelief.core.signals import ABANDONED
+from distbelief.job.launch.children import end_with_parent, run_child, set_death_signal
 
 
 MODULES: Final = (
@@ -57,7 +56,6 @@ ONE_THREAD: Final = dict.fromkeys(
     ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"
 )
 REQUEST_BYTES_MAX: Final = 1 << 20
-_PR_SET_PDEATHSIG: Final = 1  # linux/prctl.h
 SAVE_SECONDS_MAX: Final = 30.0  # for children without a supervisor; normally they take a second
 # For children to end by themselves, once they have waited long enough for another supervisor
 END_SECONDS_MAX: Final = 400.0
@@ -222,7 +220,7 @@ class ForkServer:
         for pid, start in self._children.items():
             if start.patience is None:
                 os.kill(pid, signal.SIGKILL)
-        _set_death_signal(0)
+        set_death_signal(0)
         with suppress(BlockingIOError):
             bell.recv(4096)  # from here on, SIGTERM comes from a user
         null = os.open(os.devnull, os.O_RDWR)
@@ -374,17 +372,6 @@ def is_clean() -> bool:
     return is_alone and not any(file.startswith("/dev/nvidia") for file in opened)
 
 
-def end_with_parent(parent: int, number: signal.Signals) -> None:
-    """Let the kernel send this signal when `parent` ends."""
-    _set_death_signal(number)
-    if os.getppid() != parent:  # it ended before prctl took effect
-        os._exit(1)
-
-
-def _set_death_signal(number: int) -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
-
-
 def door_in(directory: int) -> str:
     """Return where a fork server without parent listens; `directory` is a descriptor."""
     return f"/proc/self/fd/{directory}/{DOOR}"  # the path of a socket has 107 bytes at most
@@ -396,24 +383,15 @@ def _ignore(_signal: int, _frame: FrameType | None) -> None:
 
 
 def _run(start: Start, *, parent: int) -> NoReturn:
-    status = 1
-    try:
+    def program() -> int:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         end_with_parent(parent, signal.SIGKILL)
         _redirect(start.log)
-        status = _program(start)(start.name, start.incarnation, start.spec)
-    except SystemExit as ending:
-        status = ending.code if isinstance(ending.code, int) else 1
-    except BaseException:  # noqa: BLE001 -- every error goes to the log
-        traceback.print_exc()
-    finally:
-        for stream in (sys.stdout, sys.stderr):
-            with suppress(OSError):  # the disk of the log may be full
-                stream.flush()
-        # Not `sys.exit`: registered exit handlers belong to the parent.
-        os._exit(status)
+        return _program(start)(start.name, start.incarnation, start.spec)
+
+    run_child(program)
 
 
 def _program(start: Start) -> Callable[[str, int, str], int]:

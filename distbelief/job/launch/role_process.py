@@ -29,15 +29,17 @@ from distbelief.core.signals import ABANDONED
 from distbelief.core.tensor_files import TensorFile
 from distbelief.core.writer import Writer, log_line
 from distbelief.job.launch.likeness import Likeness
+from distbelief.job.launch.readers import ReaderProcesses
 from distbelief.job.run.checkpoints import CheckpointStore
 from distbelief.job.run.folders import absolute, folder_at
 from distbelief.parameter_server.initial_values import Initial
 from distbelief.parameter_server.layout import Layout, LayoutSpec
 from distbelief.protocol import Failed, Heartbeat
 from distbelief.protocol.role import SUPERVISOR, PeerLost, Role, Snapshot
+from distbelief.task.data import Dataset
 from distbelief.task.forward import Sample
 from distbelief.task.imports import resolve
-from distbelief.task.task import BuildContext
+from distbelief.task.task import BuildContext, build_dataset
 from distbelief.transport.address import Endpoint
 from distbelief.transport.file_server import INITIAL, RemoteFolder
 from distbelief.transport.listen_config import ListenConfig
@@ -45,6 +47,7 @@ from distbelief.transport.node import RoleRunner, in_threads
 from distbelief.transport.shared_memory import FileMemory
 from distbelief.transport.zmq_transport import Log, ZmqTransport
 from distbelief.worker.computation import Computation, build_computing_rank
+from distbelief.worker.group import EVALUATORS
 from distbelief.worker.member import (
     HEARTBEAT_SECONDS,
     JobMember,
@@ -150,15 +153,20 @@ def main(name: str, incarnation: int, path: str, *, ranks: int = 1) -> int:
     reuses = driven or name.startswith("replica")
     keep_memory(block_bytes_max=None if reuses else KEPT_BYTES_MAX)
     memory: Memory = FileMemory(Path(spec.memory)) if spec.memory else PrivateMemory(host="")
+    readers = readers_of(name, spec, job)  # forked before there is any thread
     lines = Writer("log", tell=lambda text: report("warning", text))
 
     def report(level: str, text: str) -> None:
         # The time is taken now; a thread writes, because the log's disk may hang.
         lines.write(partial(_write, log_line(f"{name}#{incarnation}", level, text)))
 
-    with lines:
+    with lines, readers or nullcontext():
         report("info", f"process {os.getpid()} begins")
-        error = _run_role(spec, job, memory, name=name, incarnation=incarnation, report=report)
+        if readers is not None:
+            report("info", f"processes {', '.join(map(str, readers.pids))} read its samples")
+        error = _run_role(
+            spec, job, memory, readers, name=name, incarnation=incarnation, report=report
+        )
         report("info" if error is None else "error", f"ends: {error or 'as planned'}")
     status = 0 if error is None else 1
     if not lines.close(seconds_max=0.0):
@@ -166,8 +174,34 @@ def main(name: str, incarnation: int, path: str, *, ranks: int = 1) -> int:
     return status
 
 
+def readers_of(name: str, spec: RoleSpec, job: Job) -> ReaderProcesses | None:
+    """Start the processes that read samples for this role, if the job wants some."""
+    table = "data.train" if name.startswith("replica") else "data.test"
+    data = job.task.data.get(table)
+    if not name.startswith(("replica", EVALUATORS)) or data is None or not data.num_workers:
+        return None
+    if spec.computation is not None:  # its samples are in files
+        return None
+
+    def build() -> Dataset:
+        if spec.allowed is not None:
+            check_allowed(job, spec.allowed)
+        return build_dataset(data, table=table)
+
+    readers = ReaderProcesses(table)
+    readers.fork(data.num_workers, build)
+    return readers
+
+
 def _run_role(
-    spec: RoleSpec, job: Job, memory: Memory, *, name: str, incarnation: int, report: Log
+    spec: RoleSpec,
+    job: Job,
+    memory: Memory,
+    readers: ReaderProcesses | None,
+    *,
+    name: str,
+    incarnation: int,
+    report: Log,
 ) -> str | None:
     transport = spec.reach.transport(name=name, incarnation=incarnation, run=spec.run, log=report)
     remote = _remote_folder(spec, report)
@@ -181,7 +215,7 @@ def _run_role(
             heartbeat_seconds=heartbeat_seconds(name, job.cluster.shard_copies),
             patience_seconds=job.cluster.patience,
         )
-        member = JobMember(config, build=lambda: _build(name, job, spec, memory, remote))
+        member = JobMember(config, build=lambda: _build(name, job, spec, memory, remote, readers))
 
         def warn(text: str) -> None:
             report("warning", text)
@@ -271,12 +305,19 @@ def context_of(
 
 
 def _build(
-    name: str, job: Job, spec: RoleSpec, memory: Memory, remote: RemoteFolder | None
+    name: str,
+    job: Job,
+    spec: RoleSpec,
+    memory: Memory,
+    remote: RemoteFolder | None,
+    readers: ReaderProcesses | None,
 ) -> Role:
     if spec.allowed is not None:  # here, since it imports: heartbeats are sent meanwhile
         check_allowed(job, spec.allowed)
     algorithm = algorithms.algorithm_of(job)
     context = replace(context_of(spec, job, memory, remote), together=in_threads)
+    if readers is not None:
+        context = replace(context, readers={readers.table: readers})
     try:
         if spec.computation is not None:
             return build_computing_rank(name, spec.computation, context)

@@ -549,8 +549,9 @@ def test_a_wrong_rule_of_torch_is_refused_with_the_way_out(rule: str, said: str)
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("algorithm.num_workers=4", "Each replica reads its next batch by itself"),
-        ("data.train.pin_memory=true", "Each replica reads its next batch by itself"),
+        ("algorithm.num_workers=4", "'num_workers' belongs into [data.train]"),
+        ("data.train.dataloader_num_workers=4", "Did you mean 'num_workers'?"),
+        ("data.train.pin_memory=true", "by as many processes as num_workers of [data.train] says"),
         ("algorithm.shuffle=true", "Each epoch has an order of its own"),
         ("algorithm.accumulate_grad_batches=4", "Did you mean 'n_push'?"),
         ("algorithm.gradient_clip_val=1.0", "Did you mean 'clip_norm'?"),

@@ -107,3 +107,36 @@ def test_a_generation_begins_anew_with_what_one_rank_has_not_pushed() -> None:
     told = leader.from_step(2)
     rank.take(told.ranges, n_before=told.n_before)
     assert rank.batch(2).indices.tolist() == leader.batch(2).indices.tolist() != []
+
+
+# ----------------------------------------------------------------------- a look ahead
+
+
+def test_a_look_ahead_changes_neither_batches_nor_what_counts_as_read() -> None:
+    """A replica tells that it has read its ranges when it asks for the last batch of them."""
+    plan, other = (dealt_plan((0, 6), (12, 20)) for _ in range(2))
+    for step in range(12):
+        ahead = [other.peek(step + k).indices.tolist() for k in range(1, 5)]
+        assert plan.is_read == other.is_read
+        one, two = plan.batch(step), other.batch(step)
+        assert (one.position, one.dealt, one.epoch) == (two.position, two.dealt, two.epoch)
+        assert one.indices.tolist() == two.indices.tolist()
+        assert plan.is_read == other.is_read == (step in {4, 5, 6} or step >= 8)
+        if step == 6:
+            for each in (plan, other):
+                each.take([(20, 32)], n_before=2)
+            continue
+        assert ahead == [other.peek(step + k).indices.tolist() for k in range(1, 5)]
+
+
+def test_batches_that_were_looked_at_are_those_that_come() -> None:
+    shard = DataShard(13, replica_index=0, n_replicas=1, seed=0)
+    plan, other = (TrainingPlan(shard, batch_size=4) for _ in range(2))
+    for start in (0, 5):
+        plan.start(start)
+        other.start(start)
+        for step in range(20):
+            ahead = [other.peek(step + k) for k in range(9)]
+            assert other.batch(step) is ahead[0]
+            assert plan.batch(step).indices.tolist() == ahead[0].indices.tolist()
+            assert plan.batch(step).position == ahead[0].position

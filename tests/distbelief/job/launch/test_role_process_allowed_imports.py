@@ -1,13 +1,16 @@
 """What a job from another machine may call."""
 
+import os
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from distbelief.config.job import Job
 from distbelief.core.errors import JobError
-from distbelief.job.launch.role_process import check_allowed, import_paths
+from distbelief.job.launch.role_process import RoleSpec, check_allowed, import_paths, readers_of
+from distbelief.parameter_server.layout import Layout
 from tests.distbelief.jobs import speech
 
 
@@ -62,3 +65,28 @@ def test_nothing_is_imported_to_find_out() -> None:
         check_allowed(other, ("letters",))
     with pytest.raises(JobError, match=r"\[algorithm\] 'lettersmith:loss'"):
         check_allowed(changed(algorithm_loss="lettersmith:loss"), ("letters",))
+
+
+def test_readers_import_nothing_else_either(job: Job, capfd: pytest.CaptureFixture[str]) -> None:
+    """They begin before the replica has looked at what is allowed."""
+    wanted = speech(
+        "model.factory=letters.model:net",
+        "data.train.factory=lettersmith:frames",
+        "data.test.factory=letters.model:frames",
+        "data.train.num_workers=1",
+    )
+    said = []
+    spec = RoleSpec(job=msgspec.Raw(job.to_json()), layout=Layout.of([], n_shards=1).spec)
+    for one in (msgspec.structs.replace(spec, allowed=("letters",)), spec):
+        readers = readers_of("replica-0", one, wanted)
+        assert readers is not None
+        (pid,) = readers.pids
+        assert os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT) is not None
+        with readers:
+            said.append(capfd.readouterr().err)
+    refused, imported = said
+    assert "'lettersmith:frames' is a function of module 'lettersmith'" in refused
+    assert "it was imported" not in refused
+    assert "it was imported" in imported
+    assert readers_of("shard-0", spec, wanted) is None
+    assert readers_of("evaluator", spec, wanted) is None
