@@ -448,9 +448,7 @@ class ParameterClient:
             actions = link.peer(event, now)
         if link.memory.has_former:
             self._release()
-        if link.fetching.is_held:
-            actions += self._follow(link, now)
-        actions += link.wait(now)
+        actions += [*self._follow(link, now), *link.wait(now)]
         if self._order.held:
             actions += self._send_held(now)
         self.has_news = link.state != before
@@ -505,8 +503,8 @@ class ParameterClient:
 
     def _follow(self, link: ShardLink, now: rl.Seconds) -> list[rl.Action]:
         is_applied = self._unsaved is None and link.pushing.issued == link.pushing.settled
-        may_read = link.is_open and is_applied and self._ticks.may_read(link.ticks)
-        is_due = link.fetching.is_held and may_read
+        is_due = link.fetching.is_held and link.is_open and is_applied
+        is_due = is_due and self._ticks.may_read(link.ticks)
         return link.send(link.fetching.release(), now) if is_due else []
 
     @property
