@@ -6,11 +6,13 @@ from collections.abc import Mapping, Sequence
 import msgspec
 import numpy as np
 import pytest
+import torch
 
 from distbelief.core import vectors
 from distbelief.core.memory import PrivateMemory
 from distbelief.parameter_server.client.client import ParameterClient
-from distbelief.parameter_server.layout import PartialView, TensorSpec
+from distbelief.parameter_server.codecs import TopK
+from distbelief.parameter_server.layout import Layout, PartialView, TensorSpec
 from distbelief.parameter_server.shard_config import ClientConfig
 from distbelief.protocol import Message, push_fetch as pf
 from distbelief.protocol.role import (
@@ -18,12 +20,14 @@ from distbelief.protocol.role import (
     Address,
     PeerJoined,
     PeerLost,
+    Persist,
+    Persisted,
     Received,
     Send,
     SetTimer,
     TimerFired,
 )
-from tests.distbelief.parameter_server.pair import full_of, layout_of, zeros_of
+from tests.distbelief.parameter_server.pair import full_of, layout_of, sent, zeros_of
 
 
 N_SHARDS, N_BLOCKS, CREDIT = 3, 18, 8
@@ -280,3 +284,31 @@ def test_a_worker_that_was_left_behind_fetches_anew(counting: Bench) -> None:
         bench.open(shard, floor=5)
     enter(bench)
     assert bench.asked() == [0, 1, 2, 0, 1, 2]
+
+
+def test_a_fetch_does_not_overtake_a_push_that_is_still_being_saved() -> None:
+    """Where residuals are durable, a push is sent once they are saved."""
+    layout = Layout.of([TensorSpec(name="w", shape=(64,))], n_shards=1)
+    config = ClientConfig(pushes=True, push=TopK(share=0.5), durable=True)
+    client = ParameterClient(config, PartialView(layout), memory=PrivateMemory(host=""))
+    client.start(1, 0.0)
+    opened = pf.SessionOpened(
+        term=1,
+        clock=0,
+        samples=0,
+        watermark=FIRST - 1,
+        applied=0,
+        parameters_region="",
+        push_buffers_region="",
+    )
+    client.handle(Received(sender=SHARDS[0], incarnation=1, message=opened), 0.0)
+    ones = [torch.ones(64)]
+    outcome = client.draft().put_all(ones, ones)
+    (save,) = client.staged(outcome, n_gradients=1, samples=1, now=0.0, in_turn=True)
+    assert isinstance(save, Persist)
+    assert sent(client.begin_fetch(0.0, follows=True), pf.Fetch) == []
+    pushes = sent(client.handle(Persisted(label=save.snapshot.label, error=None), 0.0), pf.Push)
+    assert [one.sequence for one in pushes] == [FIRST]
+    applied = pf.PushApplied(sequence=FIRST, term=1, clock=1, staleness=0)
+    answer = client.handle(Received(sender=SHARDS[0], incarnation=1, message=applied), 0.0)
+    assert len(sent(answer, pf.Fetch)) == 1
