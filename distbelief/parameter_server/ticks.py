@@ -137,6 +137,7 @@ class WorkerTicks:
         self.ended: int | None = None  # of those in; None: not in, or not placed yet
         # The worker that is waited for, and since when.
         self.waits_since: tuple[Address, Seconds] | None = None
+        self._staleness: int | None = None  # of the next tick
         self._n_samples = 0  # of the last push with gradients
         self._samples: int | None = None  # up to the last push, or in the first session
         self._gap_max = 0  # ticks ahead of the slowest
@@ -157,7 +158,7 @@ class WorkerTicks:
 
         Empty while pushes are under way, which carry the tick.
         """
-        counting = self._counting
+        counting, self._staleness = self._counting, staleness
         if self._samples is None:
             # A later session may also count a push that a former incarnation had under way.
             self._samples = samples
@@ -187,6 +188,13 @@ class WorkerTicks:
     def is_awaited(self) -> bool:
         """Whether a round waits for the push that ends the present tick."""
         return self.ended is not None and any(one.closes > self.ended for one in self._counting)
+
+    def may_read(self, shard: ShardTicks) -> bool:
+        """Whether the values of a shard that has applied all pushes are new enough."""
+        if shard.floor is None or self._staleness is None:
+            return True
+        is_placed = self.ended is not None and shard.agrees
+        return is_placed and shard.floor >= (self.ended or 0) - self._staleness
 
     def _count_wait(self, now: Seconds, staleness: int, *, unacknowledged: int) -> None:
         if self.waits_since is not None:

@@ -30,6 +30,7 @@ from distbelief.serve.server_loop import (
     is_of_model,
     number_of_samples,
 )
+from distbelief.worker import loop_worker as lw
 from distbelief.worker.exchange import EVERY_MIN, Pace
 
 
@@ -310,6 +311,8 @@ class Exchange(ServerLoop, torch.optim.Optimizer):
         if self._policy.staleness is None:
             self._receive()
         else:  # a tick begins with a fetch: no local step before it
+            self._begin_fetch(lw.FETCH_AFTER)
+            self._is_fetching = True
             self._await_turn()
             self._end_exchange()
 
@@ -318,15 +321,16 @@ class Exchange(ServerLoop, torch.optim.Optimizer):
         client = self._session.client
         if self._state.fetch_due:
             self._session.node.pump(lambda: False, timeout_seconds=LOOK_SECONDS)
-            # A fetch before the acknowledgement might not have the own steps (SSP-4).
-            if not self._is_fetching and client.unacknowledged == 0 and client.ready:
-                self._begin_fetch()
+            if not self._is_fetching:
+                # A fetch before the acknowledgement might not have the own steps (SSP-4).
+                self._begin_fetch(lw.FETCH_AFTER)
                 self._is_fetching = True
         if self._is_fetching and client.installable and self._install(self._fetched):
             self._merge()
 
     def _end_exchange(self) -> None:
         if self._is_fetching:
+            self._await_pushes()  # perhaps a round waits for other workers
             self._end_fetch(self._fetched)
             self._merge()
         elif self._state.fetch_due:

@@ -27,8 +27,8 @@ from distbelief.core.errors import JobError, PeerLostError
 from distbelief.core.formatting import nearest
 from distbelief.serve.address import ServerAddress, Tensors
 from distbelief.serve.server_loop import ELSEWHERE, ServerLoop, is_of_model, number_of_samples
+from distbelief.worker import loop_worker as lw
 from distbelief.worker.exchange import Pace
-from distbelief.worker.loop_worker import StagedPush
 
 
 _P = ParamSpec("_P")
@@ -312,7 +312,7 @@ class DownpourSGD(ServerLoop, torch.optim.Optimizer):
         rates = [group["learning_rate"] for group in self.param_groups for _ in group["params"]]
         return [rates[place] for place in self._order]
 
-    def _stage_accrued(self, *, is_last: bool = False) -> StagedPush:
+    def _stage_accrued(self, *, is_last: bool = False) -> lw.StagedPush:
         clocks = self._state.fetched_clocks(self._session.client.clocks)
         push = self._stage(clocks, is_last=is_last)
         self._state.staged(finite=push.outcome.finite)
@@ -320,12 +320,17 @@ class DownpourSGD(ServerLoop, torch.optim.Optimizer):
         return push
 
     def _fetch_and_repeat(self) -> None:
+        follows = self._state.pace.awaits_pushes
+        if follows:
+            self._begin_fetch(lw.FETCH_AFTER)
         if self._policy.staleness is not None:
             self._await_turn()
-        elif self._state.pace.awaits_pushes:
+        elif follows:
             self._await_pushes()
         self._state.hold()
-        if not self._fetches_ahead:
+        if follows:
+            self._end_fetch(self._session.values)
+        elif not self._fetches_ahead:
             self._fetch(self._session.values)
         elif self._is_fetching:  # not in the first step
             self._end_fetch(self._session.values)

@@ -274,7 +274,12 @@ class ServerLoop:
         draft = client.draft(fetched_clocks=clocks, touched=touched, is_last=is_last)
         state.put_into(draft, is_rest=not state.n_unsent)
         n_gradients, outcome = state.n_unsent, draft.finish()
-        return lw.StagedPush(outcome=outcome, n_gradients=n_gradients, samples=self._samples)
+        return lw.StagedPush(
+            outcome=outcome,
+            n_gradients=n_gradients,
+            samples=self._samples,
+            in_turn=state.pace.awaits_pushes,
+        )
 
     def _issue(self, push: lw.StagedPush) -> None:
         self._session.command(Computed(name=lw.PUSHED, result=push), self._timeout_seconds)
@@ -310,8 +315,7 @@ class ServerLoop:
             for tensor, copy in self._copies:
                 tensor.copy_(copy)
 
-    def _begin_fetch(self, *, exact: bool = False) -> None:
-        name = lw.FETCH_EXACTLY if exact else lw.FETCH
+    def _begin_fetch(self, name: str = lw.FETCH) -> None:
         self._session.command(Computed(name=name), self._timeout_seconds)
 
     def _install(self, into: list[torch.Tensor]) -> bool:
@@ -327,7 +331,7 @@ class ServerLoop:
     def _fetch(self, into: list[torch.Tensor], *, exact: bool = False) -> None:
         client = self._session.client
         self._wait(lambda: client.ready, "a session")
-        self._begin_fetch(exact=exact)
+        self._begin_fetch(lw.FETCH_EXACTLY if exact else lw.FETCH)
         self._end_fetch(into)
 
     def _end_fetch(self, into: list[torch.Tensor]) -> None:

@@ -85,17 +85,15 @@ class Pace:
             return n_unsent >= self.n_push
         return n_unsent > 0 and step % self.n_push == 0
 
-    def may_fetch(
-        self, *, unacknowledged: int, during: int | None = None, pushes: bool | None = None
-    ) -> bool:
-        """Return whether a fetch may begin, during the computation of a step or between two.
+    def may_fetch(self, *, unacknowledged: int, during: int, pushes: bool | None = None) -> bool:
+        """Return whether a fetch may begin during the computation of a step.
 
         `pushes`: whether a push follows that step, where its number does not tell.
         """
         if unacknowledged and self.awaits_pushes:
             return False
         # A push of local steps waits for a fetch that has begun.
-        if during is None or self.sends_delta:
+        if self.sends_delta:
             return True
         pushes = self.pushes_after(during) if pushes is None else pushes
         return not (self.blocking or (self.keeps_local_steps and pushes))

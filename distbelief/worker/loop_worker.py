@@ -21,6 +21,7 @@ from distbelief.worker.member import new_peers
 
 FETCH = "worker:fetch"
 FETCH_EXACTLY = "worker:fetch-exactly"
+FETCH_AFTER = "worker:fetch-after"  # each shard has the pushes under way
 INSTALLED = "worker:installed"
 PUSHED = "worker:pushed"
 ENTER = "worker:enter"  # with the staleness of `ParameterClient.enter`
@@ -40,6 +41,7 @@ class StagedPush:
     n_gradients: int
     samples: int
     sets: bool = False  # the server's values, instead of changing them
+    in_turn: bool = False  # to one shard after the other
 
 
 LoopMessage = wire.Peers | wire.HeartbeatAck | wire.StartTraining | wire.Stop | ShardReply
@@ -133,8 +135,9 @@ class LoopWorker:
 
     def _command(self, event: rl.Computed, now: rl.Seconds) -> Sequence[rl.Action]:
         match event.name, event.result:
-            case "worker:fetch" | "worker:fetch-exactly" as name, None:
-                return self.client.begin_fetch(now, exact=name == FETCH_EXACTLY)
+            case "worker:fetch" | "worker:fetch-exactly" | "worker:fetch-after" as name, None:
+                exact, follows = name == FETCH_EXACTLY, name == FETCH_AFTER
+                return self.client.begin_fetch(now, exact=exact, follows=follows)
             case "worker:installed", FetchResult() as outcome:
                 return self.client.installed(outcome, now)
             case "worker:pushed", StagedPush() as push:
@@ -143,6 +146,7 @@ class LoopWorker:
                     n_gradients=push.n_gradients,
                     samples=push.samples,
                     sets=push.sets,
+                    in_turn=push.in_turn,
                     now=now,
                 )
             case "worker:enter", (int() | None) as staleness:

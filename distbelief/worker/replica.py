@@ -447,9 +447,9 @@ class Steps:
 
     # --- parameters
 
-    def begin_fetch(self) -> None:
+    def begin_fetch(self, *, follows: bool = False) -> None:
         self.here.fetching = True
-        self.actions += self.client.begin_fetch(self.now)
+        self.actions += self.client.begin_fetch(self.now, follows=follows)
 
     @property
     def has_fetched(self) -> bool:

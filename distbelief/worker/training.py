@@ -453,11 +453,13 @@ class Training(Program):
         if may_step:
             # Others may wait for this worker, and it for them.
             steps.actions += client.enter(steps.now, staleness=self._config.exchange.staleness)
-        if lacks and not here.fetching and self._may_fetch():
-            steps.begin_fetch()
+        waits = self._config.exchange.staleness is not None
+        if lacks and not here.fetching and (not waits or client.unacknowledged or client.may_begin):
+            steps.begin_fetch(follows=self._exchange.pace.awaits_pushes)
         if not may_step:
             return None
-        if not (lacks and here.fetching and client.fetch_complete):
+        is_here = here.fetching and client.fetch_complete and (not waits or client.may_begin)
+        if not (lacks and is_here):
             return Next.STEP if not lacks or self._may_go_on else None
         if self._is_whole and not self._exchange.pace.sends_delta:
             # Values are copied just before their step, so that they are as new as possible.
@@ -471,13 +473,6 @@ class Training(Program):
         """Whether a step may begin before a fetch that is due has come."""
         is_late = self._dealt is not None and self._dealt.is_whole and self._push_due
         return self._exchange.may_go_on and not is_late
-
-    def _may_fetch(self) -> bool:
-        """Return whether a fetch may begin between two steps."""
-        client, waits = self._client, self._config.exchange.staleness is not None
-        if waits and not client.may_begin:
-            return False  # a tick begins with a fetch
-        return self._exchange.pace.may_fetch(unacknowledged=client.unacknowledged)
 
     def _fetch_ahead(self, steps: Steps, step: Step, unacknowledged: int) -> None:
         # Block messages travel while this step computes (DB-10); shared memory is read only at the
@@ -752,9 +747,13 @@ class Training(Program):
     def _staged(
         self, staged: PushResult, *, n_gradients: int, stop: int, now: Seconds
     ) -> Sequence[Action]:
-        dealt = msgspec.UNSET if self._dealt is None else self._dealt.span
         actions = self._client.staged(
-            staged, n_gradients=n_gradients, samples=stop, now=now, dealt=dealt
+            staged,
+            n_gradients=n_gradients,
+            samples=stop,
+            now=now,
+            dealt=msgspec.UNSET if self._dealt is None else self._dealt.span,
+            in_turn=self._exchange.pace.awaits_pushes,
         )
         self._exchange.sent(now, finite=staged.finite)
         if not staged.finite:  # the client's report names the tensors

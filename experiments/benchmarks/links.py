@@ -9,6 +9,7 @@ and backward of each step; its optimizer, and all that is sent, are real.
     local_100mbit    2 loops at 100 Mbit/s each, their server at 1 Gbit/s; 64 steps per exchange
     local_1gbit_4    4 loops and their server at 1 Gbit/s each; 16 steps per exchange
     own_loop_1gbit   1 loop and its server at 1 Gbit/s; an exchange in each step
+    blocking_1gbit   the same, and each step waits for a fetch that has its push
     straggler        4 loops, of which the last sleeps five times as long; a tiny net
     int4_100mbit_4   4 loops, and a server at 100 Mbit/s for all of them; 64 steps per exchange
     sparse_1gbit_4   4 loops and their server at 1 Gbit/s each; an exchange in each step
@@ -18,6 +19,8 @@ and backward of each step; its optimizer, and all that is sent, are real.
     exchange           `Exchange`, numbers="bfloat16"
     exchange_float32   the same with numbers="float32"
     downpour           `DownpourSGD`: a push and a fetch in each step
+    blocking           the same with blocking=True; `blocking_apart`: and each fetch begins when all
+                       shards have applied the push, not shard by shard
     ddp, ddp_fp16      DistributedDataParallel over gloo; with its hook that sends float16
     torch_local_sgd    torch's PostLocalSGDOptimizer: an average of the parameters per exchange
     torchft_diloco     torchft's DiLoCo, in the Python that --torchft names, which has it installed
@@ -35,6 +38,7 @@ Not in `make bench`: only root may make network namespaces.
     CASE_share_NAME    of the steps per second of `alone`
     CASE_fewer_NAME    bytes per sample of `downpour`, over those of NAME
     own_loop_1gbit     seconds of a step, over those in which the link carries the net one way
+    blocking_1gbit     seconds of a step of blocking_apart, over those of blocking
     NAME_over_ddp      steps per second of threshold or top_k, over those of ddp
     ring_over_ddp_N    of N hosts: seconds of gloo's all-reduce, as DDP uses it, over our ring's
 """
@@ -54,7 +58,7 @@ from typing import Final
 
 import msgspec
 
-from experiments.benchmarks.bare.paced_loop import SERVED, SERVER, Moment, Setting
+from experiments.benchmarks.bare.paced_loop import APART, BLOCKING, SERVED, SERVER, Moment, Setting
 from experiments.benchmarks.measuring import measurement
 from experiments.benchmarks.measuring.workers import Program, Workers, module
 from experiments.benchmarks.network.hosts import INTERFACE, Lan, obstacle, switched
@@ -63,7 +67,7 @@ from experiments.benchmarks.network.hosts import INTERFACE, Lan, obstacle, switc
 N_PARAMETERS: Final = 41_777_152
 BATCH_SIZE: Final = 64
 SERVER_BITS: Final = 1e9
-OURS: Final = ("exchange", "exchange_float32", "downpour", *SERVED)
+OURS: Final = ("exchange", "exchange_float32", "downpour", *BLOCKING, *SERVED)
 LOCAL: Final = ("exchange", "exchange_float32", "int4", "torch_local_sgd", "torchft_diloco")
 SPARSE: Final = ("threshold", "top_k")
 RING: Final = "ring"
@@ -102,6 +106,9 @@ CASES: Final[Mapping[str, Case]] = {
     ),
     "own_loop_1gbit": Case(
         n_loops=1, bits_per_second=1e9, every=1, heats=[["alone"], ["downpour"]]
+    ),
+    "blocking_1gbit": Case(
+        n_loops=1, bits_per_second=1e9, every=1, heats=[[name] for name in ("alone", *BLOCKING)]
     ),
     "straggler": Case(
         n_loops=4,
@@ -342,6 +349,8 @@ def _figures(key: str, case: Case, results: Mapping[str, Result]) -> dict[str, f
     if key == "own_loop_1gbit":
         seconds, downpour = N_PARAMETERS * 32 / case.bits_per_second, results.get("downpour")
         return {} if downpour is None else {key: downpour.step.median / seconds}
+    if key == "blocking_1gbit" and set(BLOCKING) <= results.keys():
+        return {key: results[APART].step.median / results["blocking"].step.median}
     sparse = {name: results[name] for name in SPARSE if name in results and "ddp" in results}
     over = {
         f"{name}_over_ddp": results["ddp"].step.median / one.step.median

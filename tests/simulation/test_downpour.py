@@ -397,7 +397,7 @@ def gradient_sum(cluster: Cluster, *, task: TaskSpec = COUNTING) -> torch.Tensor
     return whole
 
 
-def counting(**options: int | None) -> DownpourSettings:
+def counting(**options: object) -> DownpourSettings:
     return msgspec.structs.replace(
         downpour(loss=f"{HERE}:total", rule=SGD(learning_rate=1.0)), **options
     )

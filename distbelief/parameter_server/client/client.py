@@ -26,7 +26,13 @@ from distbelief.core.reliable import AnswerTimer
 from distbelief.parameter_server.client.factored import FactoredPushes, FactorSource, PushEncoder
 from distbelief.parameter_server.client.fetches import FetchResult, ShardFetch, ShardReader, install
 from distbelief.parameter_server.client.primary import ShardMemory, ShardPrimary
-from distbelief.parameter_server.client.pushes import PushDraft, PushResult, ShardPush, StageTarget
+from distbelief.parameter_server.client.pushes import (
+    PushDraft,
+    PushResult,
+    SendOrder,
+    ShardPush,
+    StageTarget,
+)
 from distbelief.parameter_server.client.residuals import EncodedPush, Residuals
 from distbelief.parameter_server.codecs import Auto, Factors
 from distbelief.parameter_server.layout import PartialView, first_difference
@@ -78,8 +84,10 @@ class ShardLink:
         memory: Memory,
         staleness: Staleness,  # of acknowledged pushes
         encoder: PushEncoder | None,
+        order: SendOrder,
     ) -> None:
         self.copies = copies
+        self._hosts: dict[rl.Address, str] = {}  # of these copies, as far as known
         self.index = index
         self._config = config
         self._layout = view.layout
@@ -93,7 +101,7 @@ class ShardLink:
         self.ticks = ShardTicks()
         self.memory = ShardMemory(memory, view, index)
         self.fetching = ShardFetch(config, view, index, self.memory)
-        self.pushing = ShardPush(config, view, index, self.memory, self.ticks, encoder)
+        self.pushing = ShardPush(config, view, index, self.memory, self.ticks, encoder, order)
         self.primary = ShardPrimary(copies)
         self._answer = AnswerTimer(
             config.retry_seconds,
@@ -120,7 +128,7 @@ class ShardLink:
     # ------------------------------------------------------------ from the client
 
     def open_session(self, now: rl.Seconds) -> list[rl.Action]:
-        self.is_open = False
+        self.is_open, self.pushing.host = False, None
         self._answer.sent_at = now
         return self._open_session(self.copies)
 
@@ -148,13 +156,15 @@ class ShardLink:
         is_lost, is_late = self.primary.hear(event.peer, event.incarnation, None)
         if is_late:
             return []
+        if isinstance(event, rl.PeerJoined):
+            self._hosts[event.peer] = event.host
         if is_lost:
             self._lost()
         is_gone = isinstance(event, rl.PeerLost) and event.peer == self.primary.address
         return self.open_session(now) if is_gone or not self.is_open else []
 
     def _lost(self) -> None:
-        self.is_open = False
+        self.is_open, self.pushing.host = False, None
         self.fetching.lost()
         self._answer.begin_anew()
         self.memory.n_failures = 0
@@ -213,7 +223,7 @@ class ShardLink:
             return self._open_session(self.copies)
         if not self.memory.attach(message):
             return []  # the timer sends OpenSession again
-        self.is_open = True
+        self.is_open, self.pushing.host = True, self._hosts.get(sender, "")
         self.primary.address = sender
         self.samples = message.samples
         self.ticks.opened()
@@ -242,7 +252,12 @@ class ShardLink:
     @property
     def _awaits(self) -> bool:
         """Whether the shard itself owes something, not another worker."""
-        return bool(not self.is_open or not self.fetching.complete or self.pushing.in_flight)
+        is_fetching = not (self.fetching.complete or self.fetching.is_held)
+        # It owes nothing for a push whose blocks all wait for their turn.
+        pushes = [
+            x for x in self.pushing.in_flight if x.is_sent or x.blocks.sent > x.blocks.received
+        ]
+        return bool(not self.is_open or is_fetching or pushes)
 
     @property
     def _is_waiting(self) -> bool:
@@ -265,7 +280,8 @@ class ShardLink:
         self._answer.woke(now)
         if not self._is_waiting:
             return []
-        awaited = "an acknowledgement" if self.fetching.complete else "a fetch"
+        is_fetching = not (self.fetching.complete or self.fetching.is_held)
+        awaited = "a fetch" if is_fetching else "an acknowledgement"
         awaited = awaited if self.is_open else "SessionOpened"
         self._answer.check(now, " and ".join(self.copies), awaited)
         at = self._answer.not_yet(now)
@@ -274,7 +290,7 @@ class ShardLink:
         if self.is_open:
             # The other copy gets OpenSession too: it may be primary, with its PrimaryChanged lost.
             # Where it counts ticks, the primary's answer tells the floor.
-            asks = self.ticks.floor is not None and self.fetching.complete
+            asks = self.ticks.floor is not None and not is_fetching
             others = [copy for copy in self.copies if asks or copy != self.primary.address]
             messages = [*self.fetching.again(), *self.pushing.again()]
             actions = [*self._sends(messages), *self._open_session(others)]
@@ -344,6 +360,7 @@ class ParameterClient:
         self._pushes_allowed = config.pushes
         # Whether the last fetch, which may be under way, has all pushes of this client for certain.
         self.fetches_own_pushes = True
+        self._follows = False  # whether that fetch was to begin when each shard has them
         self._incarnation: int | None = None  # once started
         self._staleness = Staleness()
         # Where pushes are encoded: what of them is not sent yet.
@@ -354,6 +371,7 @@ class ParameterClient:
         elif config.push is not None and config.pushes:
             self._residuals = Residuals(config.push, view)
         self._encoder: PushEncoder | None = self._factored or self._residuals
+        self._order = SendOrder()
         self._links: dict[int, ShardLink] = {}  # by index of the shard, in that order
         self._links_by_copy: dict[rl.Address, ShardLink] = {}
         self._links_by_timer: dict[str, ShardLink] = {}
@@ -367,6 +385,7 @@ class ParameterClient:
                 memory=memory,
                 staleness=self._staleness,
                 encoder=self._encoder,
+                order=self._order,
             )
             self._links[index] = link
             self._links_by_copy |= dict.fromkeys(copies, link)
@@ -429,7 +448,9 @@ class ParameterClient:
             actions = link.peer(event, now)
         if link.memory.has_former:
             self._release()
-        actions += link.wait(now)
+        actions += [*self._follow(link, now), *link.wait(now)]
+        if self._order.held:
+            actions += self._send_held(now)
         self.has_news = link.state != before
         return actions
 
@@ -463,16 +484,28 @@ class ParameterClient:
     def versions(self) -> tuple[tuple[int, int], ...]:
         return tuple(link.fetching.version for link in self._links.values())
 
-    def begin_fetch(self, now: rl.Seconds, *, exact: bool = False) -> list[rl.Action]:
-        """Fetch from every shard, without rounding if `exact`; not during an install."""
+    def begin_fetch(
+        self, now: rl.Seconds, *, exact: bool = False, follows: bool = False
+    ) -> list[rl.Action]:
+        """Fetch from every shard, without rounding if `exact`; not during an install.
+
+        If it `follows` pushes, each shard is asked once it has those, and its floor is high enough.
+        """
         if self._installing is not None:
             raise LocalProtocolError("begin_fetch while an install is under way")
-        self.fetches_own_pushes = self.unacknowledged == 0
+        self._follows = follows
+        self.fetches_own_pushes = follows or self.unacknowledged == 0
         actions: list[rl.Action] = []
         for link in self._links.values():
-            fetches = link.fetching.begin(is_open=link.is_open, exact=exact)
-            actions += [*link.send(fetches, now), *link.wait(now)]
+            fetches = link.fetching.begin(is_open=link.is_open, exact=exact, is_held=follows)
+            actions += [*link.send(fetches, now), *self._follow(link, now), *link.wait(now)]
         return actions
+
+    def _follow(self, link: ShardLink, now: rl.Seconds) -> list[rl.Action]:
+        is_applied = self._unsaved is None and link.pushing.issued == link.pushing.settled
+        is_due = link.fetching.is_held and link.is_open and is_applied
+        is_due = is_due and self._ticks.may_read(link.ticks)
+        return link.send(link.fetching.release(), now) if is_due else []
 
     @property
     def fetch_complete(self) -> bool:
@@ -608,6 +641,7 @@ class ParameterClient:
         commit_token: int = 0,  # of a chunk, whose sum is committed later, not applied
         dealt: pf.Dealt = msgspec.UNSET,  # positions of its samples
         sets: bool = False,  # values, not gradients
+        in_turn: bool = False,  # to one shard after the other, for a fetch that follows
     ) -> list[rl.Action]:
         """Push what was staged if it is finite; otherwise count and report it.
 
@@ -620,7 +654,7 @@ class ParameterClient:
             self._n_non_finite += 1
             text = f"not pushed: NaN or infinity in {', '.join(outcome.culprits)}"
             return [rl.Report(text=text, level="warning")]
-        self.fetches_own_pushes = False
+        self.fetches_own_pushes, self._order.is_used = False, in_turn
         counts = {"n_gradients": n_gradients, "samples": samples, "commit_token": commit_token}
         issue = partial(self._issue, outcome.encoded, counts, dealt=dealt, sets=sets)
         if self._residuals is None or not self._durable:
@@ -667,6 +701,15 @@ class ParameterClient:
             actions.append(rl.Report(text=text, level="warning"))
         return actions
 
+    def _send_held(self, now: rl.Seconds) -> list[rl.Action]:
+        """Send the blocks whose turn has come."""
+        links = [self._links[index] for index in sorted(self._order.held)]
+        self._order.held.clear()
+        # Where no session is open, they are sent when it opens.
+        due = [(link, link.pushing.more()) for link in links if link.is_open]
+        sent = [(*one.send(messages, now), *one.wait(now)) for one, messages in due if messages]
+        return [action for actions in sent for action in actions]
+
     # ---------------------------------------------------------------------- ticks
 
     @property
@@ -686,11 +729,17 @@ class ParameterClient:
         counting = self._counting
         if not counting or not self.ready:
             return []
+        before = self._ticks.ended
         news = self._ticks.enter(
             now, staleness=staleness, samples=self.samples, unacknowledged=self.unacknowledged
         )
         told = zip(counting, news, strict=False)
-        return [one for link, is_news in told for one in link.tell(now, is_news=is_news)]
+        actions = [one for link, is_news in told for one in link.tell(now, is_news=is_news)]
+        is_fetching = self._follows and any(one.fetching.wanted for one in self._links.values())
+        if is_fetching and self._installing is None and before != self._ticks.ended:
+            # Others went on without this worker: what it fetches may be older than it may read now.
+            actions += self.begin_fetch(now, follows=True)
+        return actions
 
     @property
     def may_begin(self) -> bool:

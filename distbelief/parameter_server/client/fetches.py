@@ -90,6 +90,7 @@ class ShardFetch:
         self._known_copier: TensorCopier | None = None
         self._update: Callable[[Residual], None] | None = None  # by what has come; None: to that
         self.wanted = False  # a fetch has begun and is not installed
+        self.is_held = False  # it has begun, and the shard is to be asked later
         self.complete = True  # no block is to come
         self.clock = 0  # of the installed values; lowered when the shard restarts
         self.version = 0, 0  # shard incarnation and clock of the installed values
@@ -115,7 +116,7 @@ class ShardFetch:
         self._term = opened.term
         if self._memory.published is not None and self._copier is None:
             self._copier = self._view.copier(self._index)
-        if self.wanted and not (self._by_blocks and self.complete):
+        if self.wanted and not (self.is_held or (self._by_blocks and self.complete)):
             return self._begin(by_blocks=self._memory.published is None)
         return []
 
@@ -124,8 +125,9 @@ class ShardFetch:
         if not (self._by_blocks and self.complete):
             self._restart(by_blocks=True)
 
-    def begin(self, *, is_open: bool, exact: bool = False) -> list[pf.Fetch]:
-        self.wanted = True
+    def begin(self, *, is_open: bool, exact: bool = False, is_held: bool = False) -> list[pf.Fetch]:
+        """Begin a fetch; one that `is_held` asks the shard on `release`."""
+        self.wanted, self.is_held = True, is_held
         exact |= self._view is not self._later  # frozen ones come once
         self._payload = msgspec.UNSET
         if self._config.fetch == "bfloat16" and not exact:
@@ -133,10 +135,16 @@ class ShardFetch:
         elif self._keeps_known:
             self._payload = "moved" if isinstance(self._config.fetch, Int8 | Int4) else "changed"
         self._torn_since = None
-        if is_open:
+        if is_open and not is_held:
             return self._begin(by_blocks=self._memory.published is None)
+        self._request += 1  # late blocks of the fetch before are not of this one
         self._restart(by_blocks=True)
         return []
+
+    def release(self) -> list[pf.Fetch]:
+        """Ask the shard, whose session is open, for what was held."""
+        self.is_held = False
+        return self._begin(by_blocks=self._memory.published is None)
 
     def take(self, block: pf.ParameterBlock) -> list[pf.FetchAck]:
         """Keep a block if it is the next one; return the acknowledgement, if one is due."""
@@ -178,7 +186,7 @@ class ShardFetch:
 
     def again(self) -> list[pf.Fetch | pf.FetchAck]:
         """Return the message to repeat after a while without progress."""
-        if self.complete:
+        if self.complete or self.is_held:
             return []
         return [self._ack(again=True) if self.received else self._fetch()]
 

@@ -53,6 +53,30 @@ class StageTarget:
 
 
 @final
+class SendOrder:
+    """Which blocks of pushes go first to shards on one host, which share its card.
+
+    If it `is_used`, those of the oldest push, by index of the shard. So a shard has its push, and
+    answers a fetch, while later ones are still under way.
+    """
+
+    def __init__(self) -> None:
+        self.is_used = False
+        self.pushes: list[ShardPush] = []
+        self.held: set[int] = set()  # shards to which blocks wait for their turn, and none is sent
+
+    def n_ahead(self, push: "ShardPush", sequence: int) -> int:
+        """Return how many blocks go before those of this push to this shard."""
+        if not self.is_used:
+            return 0
+        return sum(
+            other.n_under_way(until=sequence - (other.index > push.index))
+            for other in self.pushes
+            if other is not push and other.host == push.host
+        )
+
+
+@final
 class ShardPush:
     def __init__(
         self,
@@ -62,10 +86,14 @@ class ShardPush:
         memory: ShardMemory,
         ticks: ShardTicks,
         residuals: PushEncoder | None,  # of all shards, where pushes are encoded
+        order: SendOrder,
     ) -> None:
         self._config, self._memory, self._ticks = config, memory, ticks
         self._residuals = residuals
-        self._view, self._index, self._slice = view, index, view.slices[index]
+        self._order = order
+        order.pushes.append(self)
+        self.host: str | None = None  # of the primary, while its session is open; "": not known
+        self._view, self.index, self._slice = view, index, view.slices[index]
         self._term = 0
         self._first_clock = 0  # of that primary, when it opened the session
         self._push_buffers: PushBuffers | None = None
@@ -92,7 +120,7 @@ class ShardPush:
         # An incarnation that did not rise would reuse sequences that the shard has applied.
         if opened.watermark > self.issued:
             raise LocalProtocolError(
-                f"shard {self._index} knows push {opened.watermark} of this client, whose last "
+                f"shard {self.index} knows push {opened.watermark} of this client, whose last "
                 f"is {self.issued}: incarnations must rise, also in a resumed run"
             )
         return opened.watermark >= self.settled
@@ -103,7 +131,7 @@ class ShardPush:
         Pushes in flight are moved there; `again` sends them.
         """
         if self._residuals is not None:
-            self._residuals.opened(self._index, opened.samples)
+            self._residuals.opened(self.index, opened.samples)
         if opened.term != self._term:
             self._term = opened.term
             self._first_clock = self.clock = opened.clock
@@ -133,9 +161,9 @@ class ShardPush:
         assert self._push_buffers is not None
         values = self._push_buffers[(self.issued + 1) % N_PUSH_BUFFERS]
         if self._residuals is not None:
-            values = self._residuals.staging(self._index)
+            values = self._residuals.staging(self.index)
         return StageTarget(
-            index=self._index,
+            index=self.index,
             copier=self._copier,
             values=values,
             push=pf.Push(
@@ -144,7 +172,7 @@ class ShardPush:
                 fetched_clock=fetched_clock,
                 n_gradients=0,
                 samples=0,
-                touches=None if touched is None else self._view.stripes_of(self._index, touched),
+                touches=None if touched is None else self._view.stripes_of(self.index, touched),
             ),
         )
 
@@ -162,7 +190,7 @@ class ShardPush:
         push, values = msgspec.structs.replace(staged.push, **counts), staged.values
         self._is_dealt = push.dealt is not msgspec.UNSET
         if encoded is not None:
-            values = encoded.words[self._index]
+            values = encoded.words[self.index]
             push = msgspec.structs.replace(push, form=encoded.form, n_words=len(values))
         in_flight = Transfer(push, values, self._window(values))
         self.in_flight.append(in_flight)
@@ -182,7 +210,7 @@ class ShardPush:
         """Settle every push up to the acknowledged one; return whether there was one."""
         if message.sequence > self.issued:
             raise RemoteProtocolError(
-                f"shard {self._index} acknowledges push {message.sequence} of {self.issued}"
+                f"shard {self.index} acknowledges push {message.sequence} of {self.issued}"
             )
         if message.sequence <= self.settled:
             return False
@@ -195,7 +223,7 @@ class ShardPush:
     def _forget_rest(self) -> None:
         # Samples of lost pushes are dealt again, and what is held back has some of them already.
         if self._residuals is not None:
-            self._residuals.forget([self._index])
+            self._residuals.forget([self.index])
 
     def again(self) -> list[pf.PushBlock | pf.Push]:
         """Return the messages to repeat after a while without an answer."""
@@ -204,6 +232,22 @@ class ShardPush:
             in_flight.again()
             messages += self._send(in_flight)
         return messages
+
+    def more(self) -> list[pf.PushBlock | pf.Push]:
+        """Return the blocks whose turn has come."""
+        waiting = self.in_flight if self._by_blocks else ()
+        return [message for in_flight in waiting for message in self._send(in_flight)]
+
+    def n_under_way(self, *, until: int) -> int:
+        """Return how many blocks of pushes up to this one the shard has still to acknowledge."""
+        if not self._by_blocks:
+            return 0
+        each = self._per_answer  # the last ones, if fewer, are only acknowledged with the push
+        return sum(
+            max(one.blocks.n // each * each - one.blocks.received, 0)
+            for one in self.in_flight
+            if one.message.sequence <= until
+        )
 
     def _settle(self, sequence: int) -> None:
         self.settled = max(self.settled, sequence)
@@ -227,8 +271,15 @@ class ShardPush:
 
     def _send(self, in_flight: Transfer[pf.Push]) -> list[pf.PushBlock | pf.Push]:
         if not self._by_blocks:
+            in_flight.is_sent = True
             return [in_flight.message]
-        messages = in_flight.due(partial(self._block, in_flight), credit=self._config.credit_blocks)
+        credit, blocks = self._config.credit_blocks, in_flight.blocks
+        n_ahead = self._order.n_ahead(self, in_flight.message.sequence)
+        if n_ahead:  # the last ones keep the link busy until these come
+            credit = 0 if n_ahead > self._per_answer else max(credit - n_ahead, self._per_answer)
+        messages = in_flight.due(partial(self._block, in_flight), credit=credit)
+        if blocks.sent == blocks.received < blocks.n:
+            self._order.held.add(self.index)
         self.bytes_out += sum(
             one.values.nbytes for one in messages if isinstance(one, pf.PushBlock)
         )

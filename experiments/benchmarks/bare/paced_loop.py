@@ -43,6 +43,8 @@ SERVED: Final[
     "threshold": {"push": {"codec": "threshold", "tau": 3.3e-3}, "fetch": "changed"},
     "top_k": {"push": {"codec": "top-k", "share": 0.01}, "fetch": "changed"},
 }
+APART: Final = "blocking_apart"
+BLOCKING: Final = ("blocking", APART)
 _PORT: Final = 29_500
 _RATE: Final = 1e-6
 _COUNTERS: Final = [
@@ -133,8 +135,13 @@ def training(setting: Setting, rank: int) -> Iterator[tuple[Step, Step]]:
         elif "preset" in SERVED.get(name, {}):
             every = setting.every if name == "int4" else None
             optimizer = distbelief.Exchange(sgd, server=setting.server, every=every)
-        elif name == "downpour" or name in SERVED:
-            optimizer = distbelief.DownpourSGD(net.parameters(), server=setting.server)
+        elif name in {"downpour", *BLOCKING, *SERVED}:
+            optimizer = distbelief.DownpourSGD(
+                net.parameters(), server=setting.server, blocking=name in BLOCKING
+            )
+            if name == APART:  # users have no choice here
+                apart = _apart(optimizer._await_pushes, optimizer._begin_fetch)  # noqa: SLF001
+                optimizer._begin_fetch = apart  # noqa: SLF001
         elif name == "torchft_diloco":
             stack.enter_context(_diloco(setting, rank, net, sgd))
         elif name != "alone":
@@ -167,6 +174,16 @@ def training(setting: Setting, rank: int) -> Iterator[tuple[Step, Step]]:
             optimizer.step()
 
         yield step, getattr(optimizer, "finish", int)
+
+
+def _apart(await_pushes: Callable[[], None], begin: Callable[[], None]) -> Callable[..., None]:
+    """Return what begins a fetch once all shards have applied the push."""
+
+    def begin_fetch(*_: str) -> None:
+        await_pushes()
+        begin()
+
+    return begin_fetch
 
 
 @contextmanager
@@ -221,7 +238,7 @@ def serve_parameters(setting: Setting) -> None:
     server = distbelief.ParameterServer(
         setting.net().parameters(),
         rule=None if "preset" in told else distbelief.SGD(learning_rate=1.0 / n_loops),
-        shards=2,
+        shards=4 if setting.contestant in BLOCKING else 2,
         shared_memory=False,
         **told,
     )

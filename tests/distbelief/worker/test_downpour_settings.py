@@ -36,8 +36,8 @@ def test_a_fetch_waits_for_pushes_if_it_could_lose_or_repeat_a_step(
     policy: Pace, *, waits: bool, during_push: bool, during_other: bool
 ) -> None:
     """DB-11."""
-    assert policy.may_fetch(unacknowledged=0)
-    assert policy.may_fetch(unacknowledged=1) is not waits
+    assert policy.awaits_pushes is waits
+    assert policy.may_fetch(unacknowledged=1, during=3) is not waits
     assert policy.may_fetch(unacknowledged=0, during=2) is during_push
     assert policy.may_fetch(unacknowledged=0, during=3) is during_other
 
