@@ -124,7 +124,8 @@ def _inner(
     keywords = dict(settings.inner)
     schedule = dict(cast("Mapping[str, object]", keywords.pop("schedule", {})))
     name = str(keywords.pop("name"))
-    kind = Muon if name == "Muon" else getattr(torch.optim, name)
+    own: Mapping[str, type] = {"Muon": Muon}
+    kind = own.get(name) or getattr(torch.optim, name)
     optimizer = kind(module.parameters(), **keywords)
     if not schedule:
         return optimizer, None
