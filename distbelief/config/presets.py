@@ -40,7 +40,7 @@ PRESETS: Final[Mapping[str, Table]] = {
     },
     "adam-2014": {
         "rule": {"name": "sgd", "learning_rate": 0.1},
-        "exchange": {"every": 4},
+        "exchange": {"every": 4, "push": {"codec": "factors"}},
         "lockfree": {"threads": 4},
     },
     "ssp": {"rule": _ADD, "inner": _SGD, "exchange": {"send": "delta", "staleness": 3}},
@@ -116,7 +116,7 @@ PRESETS: Final[Mapping[str, Table]] = {
 ABOUT: Final[Mapping[str, str]] = {
     "downpour": "Asynchronous gradients, Adagrad at the shards (Dean et al. 2012).",
     "hogwild": "Threads of a replica share its parameters without locks (Niu et al. 2011).",
-    "adam-2014": "The same, and raw gradients for the shards (Chilimbi et al. 2014, Project Adam).",
+    "adam-2014": "Threads, and gradients as factors for the shards (Chilimbi et al. 2014, Adam).",
     "ssp": "Asynchronous, but never more than 3 steps ahead of the slowest (Ho et al. 2013).",
     "local": "For slow links: many local steps, half the bytes, no waiting.",
     "local-rounds": "Mean of 24 local steps, in 4 bits; a slow replica takes fewer (Stich 2019).",

@@ -119,11 +119,10 @@ class ExchangePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             )
 
     def _check_factors(self) -> None:
-        if self.sends_factors and (self.send, self.every) != ("gradient", 1):
+        if self.sends_factors and self.send != "gradient":
             raise ValueError(
-                f'push.codec is "factors" or "auto", send is "{self.send}" and every '
-                f"{self.every!r}: factors are those of one mini-batch's gradient: use "
-                'send = "gradient" and every = 1, or push = { codec = "int4" }'
+                f'push.codec is "factors" or "auto" and send is "{self.send}": factors are those '
+                'of gradients: use send = "gradient", or push = { codec = "int4" }'
             )
 
     def _check_ring(self) -> None:

@@ -20,6 +20,7 @@ from distbelief.core.memory import Memory
 from distbelief.core.vectors import Vector
 from distbelief.graph.graph import LayerGraph
 from distbelief.parameter_server.client.client import ParameterClient
+from distbelief.parameter_server.client.factored import FactorSource
 from distbelief.parameter_server.initial_values import shard_values, shard_values_from
 from distbelief.parameter_server.layout import Layout, PartialView
 from distbelief.parameter_server.policy import DOWNPOUR, ExchangePolicy
@@ -286,9 +287,8 @@ def build_replica(index: int, *, config: DownpourSettings, context: BuildContext
     model = FlatModel(module)
     if config.exchange.route == "ring":
         return ring_replica(index, config=config, context=context, model=model)
-    exchange, factors, small = config.exchange, None, None
-    if exchange.sends_factors:
-        factors = LayerFactors(module, model.named_tensors(), workers=context.n_replicas)
+    exchange, small = config.exchange, None
+    factors: FactorSource | None = None
     if config.lockfree is not None:
         small = LockFreeSteps(
             model,
@@ -297,6 +297,13 @@ def build_replica(index: int, *, config: DownpourSettings, context: BuildContext
             name=context.task.model.factory,
             inner=config.inner,
         )
+    if exchange.sends_factors:
+        workers, n_calls = context.n_replicas, config.pace.n_push
+        if small is not None:
+            factors = small.factors(workers=workers)
+        else:
+            tensors = model.named_tensors()
+            factors = LayerFactors(module, tensors, workers=workers, n_calls=n_calls)
     seed = config.seed, index
     return whole_replica(
         config,
@@ -397,7 +404,7 @@ def build_client(
     exchange: ExchangePolicy | None,  # of pushes; None: it only fetches
     frozen: Collection[str],  # parameters that do not train
     flow: Dataflow | None = None,
-    factors: LayerFactors | None = None,
+    factors: FactorSource | None = None,
 ) -> ParameterClient:
     """Return a client of all shards, or of those that hold what a rank keeps."""
     layout, config = context.layout, ClientConfig(pushes=False)

@@ -157,11 +157,6 @@ class DownpourAlgorithm:
         unfit = {
             "[algorithm] has clip_norm, which changes gradients": config.clip_norm is not None
             and "leave clip_norm out, or clip by value at the shards (rule.clip_value)",
-            "[algorithm] has n_push, which sums gradients": config.n_push > 1
-            and "leave n_push out",
-            "[algorithm] has lockfree, whose threads have gradients of their own": config.lockfree
-            is not None
-            and "leave lockfree out",
             "[cluster] splits replicas into ranks, which compute without layers": cluster.is_split
             and "leave partitions, plan and device out",
             '[cluster] has rounding = "any", so that shards may round otherwise': cluster.rounding

@@ -5,7 +5,7 @@ gradient of the weight is not assumed here: a push compares (`parameter_server.c
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Final, final
 
 import torch
@@ -91,7 +91,7 @@ class LayerFactors:
         workers: int,  # of the job
         n_calls: int = 1,
     ) -> None:
-        self.workers = workers
+        self.workers, self.is_sum = workers, n_calls > 1
         items = {id(tensor): item for item, tensor in enumerate(tensors.values())}
         uses = Counter(id(one) for _, one in module.named_parameters(remove_duplicate=False))
         self._layers: dict[int, _Layer] = {}
@@ -109,3 +109,33 @@ class LayerFactors:
         """Return the factors since the last time, by item; of layers that have some."""
         found = {item: layer.take() for item, layer in self._layers.items()}
         return {item: pair for item, pair in found.items() if pair is not None}
+
+
+@final
+class SummedFactors:
+    """Factors of copies of a module, of the small batches whose gradients are summed."""
+
+    is_sum = True
+
+    def __init__(self, copies: Sequence[LayerFactors]) -> None:
+        self.workers = copies[0].workers
+        self._copies = copies
+        self._found: list[list[dict[int, Pair]]] = [[] for _ in copies]
+
+    def note(self, copy: int, *, counts: bool) -> None:
+        """A copy has a gradient, which is skipped unless it `counts`; in the copy's thread."""
+        pairs = self._copies[copy].take()
+        if counts:
+            self._found[copy].append(pairs)
+
+    def take(self) -> dict[int, Pair]:
+        """Return the factors of all small batches since the last time, by item."""
+        found = [pairs for of_copy in self._found for pairs in of_copy]
+        for of_copy in self._found:
+            of_copy.clear()
+        whole = set.intersection(*map(set, found)) if found else set()
+        stacked: dict[int, Pair] = {}
+        for item in whole:
+            errors, inputs = zip(*(pairs[item] for pairs in found), strict=True)
+            stacked[item] = torch.cat(errors), torch.cat(inputs)
+        return stacked

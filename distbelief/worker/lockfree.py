@@ -33,6 +33,7 @@ from distbelief.worker.batches import BatchIndices, BatchSlice
 from distbelief.worker.downpour_settings import LockFree
 from distbelief.worker.exchange import GradientSum, is_finite
 from distbelief.worker.execution.executor import Put, StepResult
+from distbelief.worker.factors import LayerFactors, SummedFactors
 from distbelief.worker.local_executor import FlatModel, GradientOf
 
 
@@ -113,8 +114,8 @@ class InnerRate:
 class Lane:
     """What one thread has of its own: a module, its buffers, and what it has summed."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self.model = FlatModel(module)
+    def __init__(self, index: int, module: nn.Module) -> None:
+        self.index, self.model = index, FlatModel(module)
         self.sums = GradientSum(len(self.model.values), shares_memory=False)
         self.n_taken = 0  # small batches of this step
         self._tensors = [*self.model.named_tensors().values()]
@@ -127,7 +128,7 @@ class Lane:
 
 def _lanes(model: FlatModel, n: int, *, name: str) -> list[Lane]:
     """Return what so many threads need; JobError if copies of the module cannot share tensors."""
-    lanes = [Lane(sharing_copy(model.module, model=name)) for _ in range(n)]
+    lanes = [Lane(index, sharing_copy(model.module, model=name)) for index in range(n)]
     items = [item for item, spec in enumerate(model.specs()) if spec.name in model.frozen]
     for item in [*model.trained, *items]:
         places = {one.values[item].data_ptr() for one in [model, *(lane.model for lane in lanes)]}
@@ -191,6 +192,15 @@ class LockFreeSteps:
             item: model.values[item].view(model.shapes[item]).data for item in model.trained
         }
         self._rate: Callable[[], tuple[float, float]] = lambda: (0.0, 0.0)
+        self._factors: SummedFactors | None = None
+
+    def factors(self, *, workers: int) -> SummedFactors:
+        """Return the factors of dense layers, of all threads, as steps are taken from now on."""
+        models = [lane.model for lane in self._lanes]
+        self._factors = SummedFactors(
+            [LayerFactors(one.module, one.named_tensors(), workers=workers) for one in models]
+        )
+        return self._factors
 
     def n_bytes(self, n_samples: int) -> float:
         n_small = len(self._settings.sizes(n_samples))
@@ -256,7 +266,10 @@ class LockFreeSteps:
         before = [model.values[item].clone() for item in self._buffers]
         loss = step.gradient(model, batch, samples)
         gradients = lane.gradients()
-        if not (math.isfinite(loss) and is_finite(_dense(gradients))):
+        is_good = math.isfinite(loss) and is_finite(_dense(gradients))
+        if self._factors is not None:
+            self._factors.note(lane.index, counts=is_good)
+        if not is_good:
             for item, value in zip(self._buffers, before, strict=True):
                 model.values[item].copy_(value)
             return math.nan

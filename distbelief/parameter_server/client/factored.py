@@ -4,8 +4,11 @@
     encode     E^T A   rebuilt as a shard will; has it not the bits of p, numbers are sent
 
 So no use of a weight can go wrong: tied to another, used twice or outside its module, with hooks,
-clipped, summed over two steps. Whatever has another gradient than its layer's factors goes as
-numbers, and after a few times without a try. Nothing is held back.
+clipped. Whatever has another gradient than its layer's factors goes as numbers, and after a few
+times without a try. Nothing is held back.
+
+Where a push is the sum of several gradients, their factors, one below the other, have that sum as
+their product, but for rounding: then the product is what is pushed, if it is as near.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,12 +27,16 @@ Pair = tuple[torch.Tensor, torch.Tensor]  # E (K, M) and A (K, N) of a weight (M
 
 N_TRIES: Final = 3  # in a row, until a tensor whose product is not its gradient goes as it is
 N_NAMED: Final = 12  # in a message
+_ROUNDING: Final = 1e-5  # of sums of float32 in another order, by their norm
 
 
 class FactorSource(Protocol):
     """The model of a worker."""
 
     workers: int  # of the job
+    # Whether a push is the sum of several gradients: their factors one below the other have it as
+    # their product, but for rounding.
+    is_sum: bool
 
     def take(self) -> Mapping[int, Pair]:
         """Return the factors of tensors, by index, since the last time."""
@@ -146,7 +153,8 @@ class FactoredPushes:
             found.append((index, layer))
         for top, bottom in sorted(rows):
             elements = factors.rebuilt(errors[:, top:bottom], own)
-            if not _has_bits(elements, top * width, wanted):
+            is_gradient = _is_near if self._source.is_sum else _has_bits
+            if not all(map(is_gradient, *_both(elements, top * width, wanted))):
                 return None
         return found
 
@@ -171,17 +179,28 @@ class FactoredPushes:
         self.news = f"{listed}; {n_others} others as they are"
 
 
-def _has_bits(
+def _both(
     elements: Residual,  # of a tensor, from `first` on
     first: int,
     wanted: Sequence[tuple[int, Residual]],  # parts of the gradient, and where they begin
-) -> bool:
+) -> tuple[list[Residual], list[Residual]]:
+    """Return what was rebuilt, and what was wanted of that."""
+    stop, rebuilt, parts = first + len(elements), [], []
     for start, part in wanted:
-        begin, end = max(start, first), min(start + len(part), first + len(elements))
-        one, other = elements[begin - first : end - first], part[begin - start : end - start]
-        if begin < end and not np.array_equal(one.view(np.uint32), other.view(np.uint32)):
-            return False
-    return True
+        begin, end = max(start, first), min(start + len(part), stop)
+        if begin < end:
+            rebuilt.append(elements[begin - first : end - first])
+            parts.append(part[begin - start : end - start])
+    return rebuilt, parts
+
+
+def _has_bits(one: Residual, other: Residual) -> bool:
+    return np.array_equal(one.view(np.uint32), other.view(np.uint32))
+
+
+def _is_near(one: Residual, other: Residual) -> bool:
+    # Of float32 sums in another order; factors of anything else are far off.
+    return bool(np.linalg.norm(one - other) <= _ROUNDING * np.linalg.norm(other))
 
 
 PushEncoder = Residuals | FactoredPushes

@@ -6,6 +6,7 @@ Each push is decoded as its shards do it, and compared with the gradients to the
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import cast
 
 import msgspec
 import pytest
@@ -30,7 +31,7 @@ from distbelief.serve.address import exchange_policy
 from distbelief.simulation.faults import Kill
 from distbelief.task.task import DataSpec, ModelSpec, TaskSpec
 from distbelief.worker.downpour import DOWNPOUR
-from distbelief.worker.downpour_settings import DownpourSettings
+from distbelief.worker.downpour_settings import DownpourSettings, LockFree
 from distbelief.worker.factors import LayerFactors
 from distbelief.worker.local_executor import FlatModel
 from distbelief.worker.member import JobMember
@@ -68,12 +69,15 @@ class Worker:
     workers: int = 1
     n_samples: int = 8
     width: int = WIDTH
+    n_calls: int = 1
 
     def __post_init__(self) -> None:
         self.model = FlatModel(self.module)
         self.layout = Layout.of(self.model.specs(), n_shards=self.n_shards)
         self.view = PartialView(self.layout, frozen=self.model.frozen)
-        source = LayerFactors(self.module, self.model.named_tensors(), workers=self.workers)
+        source = LayerFactors(
+            self.module, self.model.named_tensors(), workers=self.workers, n_calls=self.n_calls
+        )
         self.pushes = FactoredPushes(self.codec, self.view, source)
         self.n_pushed = 0
         self.n_words: dict[int, int] = {}
@@ -475,14 +479,9 @@ def settled(cluster: dict[str, object] | None = None, **algorithm: object) -> Do
 @pytest.mark.parametrize("codec", ["factors", "auto"])
 @pytest.mark.parametrize(
     "keys",
-    [
-        {"send": "delta", "weight": "mean"},
-        {"every": 2},
-        {"durable": True},
-        {"route": "ring", "weight": "mean"},
-    ],
+    [{"send": "delta", "weight": "mean"}, {"durable": True}, {"route": "ring", "weight": "mean"}],
 )
-def test_v_8_exchanges_of_anything_but_one_gradient_are_refused(
+def test_v_8_exchanges_of_anything_but_gradients_are_refused(
     codec: str, keys: dict[str, object]
 ) -> None:
     table = {"staleness": 0, "round": {}, "push": {"codec": codec}, **keys}
@@ -500,7 +499,6 @@ def test_the_preset_is_one_mean_gradient_a_step() -> None:
     ("cluster", "algorithm"),
     [
         ({}, {"clip_norm": 1.0}),
-        ({}, {"n_push": 2}),
         ({"partitions": 2}, {}),
         ({"device": "cuda"}, {}),
         ({"rounding": "any"}, {}),
@@ -548,11 +546,20 @@ TASK = TaskSpec(
 
 
 def trained(
-    exchange: ExchangePolicy, rule: UpdateRule, *, n_shards: int = 2
+    exchange: ExchangePolicy,
+    rule: UpdateRule,
+    *,
+    n_shards: int = 2,
+    lockfree: LockFree | None = None,
 ) -> tuple[dict[str, torch.Tensor], float]:
     """Return the values of a job of two replicas, and the bytes that these pushed."""
     settings = DownpourSettings(
-        loss="cross_entropy", batch_size=8, rule=rule, max_steps=6, exchange=exchange
+        loss="cross_entropy",
+        batch_size=8,
+        rule=rule,
+        max_steps=6,
+        exchange=exchange,
+        lockfree=lockfree,
     )
     cluster = Cluster(TASK, settings, n_replicas=2, n_shards=n_shards)
     cluster.run()
@@ -575,6 +582,34 @@ def test_ad_5_a_job_with_factors_has_the_values_of_one_without(
         for name, value in dense.items():
             assert value.numpy().tobytes() == values[name].numpy().tobytes()
         assert n_bytes < n_dense / 6
+
+
+@pytest.mark.parametrize("lockfree", [None, LockFree(threads=2), LockFree(threads=2, samples=2)])
+def test_ad_5_factors_of_several_gradients_have_their_sum_as_their_product(
+    lockfree: LockFree | None,
+) -> None:
+    """Of three steps, and of threads without locks: the same values but for rounding."""
+    rule = SGD(learning_rate=0.05)
+    dense, n_dense = trained(ExchangePolicy(every=3), rule, lockfree=lockfree)
+    values, n_bytes = trained(ExchangePolicy(every=3, push=Factors()), rule, lockfree=lockfree)
+    for name, value in dense.items():
+        torch.testing.assert_close(values[name], value, rtol=1e-5, atol=1e-6)
+    assert n_bytes < n_dense / 2
+
+
+def test_sums_that_are_not_the_product_of_what_was_collected_go_as_they_are() -> None:
+    """A hook changes the gradient of the second of two passes by a thousandth."""
+    worker = Worker(net(), n_calls=2)
+    weight = cast("Net", worker.module).first.weight
+    worker.compute()
+    first = [one.grad for one in worker.module.parameters()]
+    weight.register_hook(lambda gradient: gradient * 1.001)
+    worker.compute()
+    for one, before in zip(worker.module.parameters(), first, strict=True):
+        assert one.grad is not None
+        assert before is not None
+        one.grad = one.grad + before
+    assert worker.push() == ()
 
 
 def has_clock(shard: JobMember, clock: int) -> bool:
