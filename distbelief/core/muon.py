@@ -60,7 +60,7 @@ class Muon(Optimizer):
 
     @torch.no_grad()
     @override
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override] # overloads
         loss = None if closure is None else closure()
         for each in self.param_groups:
             group = cast("_Group", each)

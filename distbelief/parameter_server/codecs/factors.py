@@ -55,7 +55,7 @@ def blocks(n_rows: int) -> list[tuple[int, int]]:
 def pays(k: int, rows: int, width: int, n: int) -> bool:
     """Return whether factors of so many rows are less than the `n` elements that are wanted.
 
-    Nor may far more than these be rebuilt, whoever sends the words.
+    Nor may far more than these be rebuilt: words of any sender cost no more.
     """
     return _N_FIELDS + k * (rows + width) < n and rows * width <= max(2 * n, _SMALL)
 
