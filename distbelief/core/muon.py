@@ -58,9 +58,10 @@ class Muon(Optimizer):
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
         super().__init__(params, {**defaults, "betas": betas, "eps": eps})
 
+    # In torch it has an overload without a closure, which returns nothing.
     @torch.no_grad()
     @override
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override] # overloads
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         loss = None if closure is None else closure()
         for each in self.param_groups:
             group = cast("_Group", each)
