@@ -293,7 +293,7 @@ def test_each_local_step_counts_once_despite_kills_and_lost_messages(
 def test_what_a_killed_replica_holds_back_is_there_when_it_returns_if_durable(
     seed: int, every: int, at: float, after_actions: int | None, drop: float
 ) -> None:
-    """E2 over a kill, with a codec that sends a third: saved before a push, whatever shard has it."""
+    """E2 over a kill, with a codec that sends a third: saved before each push."""
     exchange = ExchangePolicy(send="delta", every=every, push=TopK(share=0.3), durable=True)
     job = msgspec.structs.replace(counting(every, max_steps=9), exchange=exchange)
     kill = Kill(at=at, role=Address("replica-0"), restart_after=0.01, after_actions=after_actions)
