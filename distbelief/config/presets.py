@@ -154,8 +154,10 @@ def table() -> str:
         rule, inner = (cast("Table", preset.get(key, {})) for key in ("rule", "inner"))
         usual = {"every": 1, "send": "gradient", "staleness": "any", "weight": "sum"}
         numbers = exchange.get("numbers", "float32")
-        chosen = {**usual, "fetch": numbers, "route": "server", **exchange}
-        chosen["push"] = cast("Table", exchange.get("push", {})).get("codec", numbers)
+        chosen = {**usual, "route": "server", **exchange}
+        for key in ("push", "fetch"):
+            way = exchange.get(key, numbers)
+            chosen[key] = way["codec"] if isinstance(way, Mapping) else way
         chosen["round"] = "-" if folded is None else f"{folded.get('quorum', 1.0):.0%}"
         keys = ("every", "send", "staleness", "round", "weight", "push", "fetch", "route")
         threads = cast("Table", preset.get("lockfree", {})).get("threads", 1)
