@@ -65,6 +65,11 @@ class DataSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     # Processes that read samples for each role that needs them; 0: a thread of the role
     num_workers: Annotated[int, msgspec.Meta(ge=0, le=256)] = 0
 
+    @property
+    def source(self) -> dict[str, object]:
+        """What the samples come from, by any number of processes."""
+        return {"factory": self.factory, "arguments": self.arguments}
+
 
 class TaskSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     model: ModelSpec  # table [model]

@@ -9,6 +9,8 @@ The transform is repeated until a batch of it takes as long as a step.
     over_loader_N    distbelief over the plain loop, with N workers each, medians
     gain_N           distbelief with N workers over distbelief with none
     start_N          seconds of a job of one step, from command to end
+
+Not in `make bench`: with its processes it takes minutes, and wants more than two cores.
 """
 
 import argparse

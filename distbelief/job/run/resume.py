@@ -688,7 +688,7 @@ def _notes(
 
 def _check_data(job: Job, run: RunDirectory, *, was: DataFacts, now: DataFacts) -> None:
     pairs: list[tuple[object, object]] = [
-        (load_job(run.job_file).data.train, job.data.train),
+        (load_job(run.job_file).data.train.source, job.data.train.source),
         (f"{was.n_samples:,} samples", f"{now.n_samples:,} samples"),
         (f"fingerprint {was.fingerprint}", f"fingerprint {now.fingerprint}"),
     ]

@@ -99,6 +99,10 @@ FIGURES: dict[str, set[str]] = {
         f"{figure}_speech" for figure in ("error", "rank", "regret", "plans", "void")
     },
     "ray_hosts": {*("start_over_local", "throughput_over_local", "ended_well", "away_seconds")},
+    "readers": {
+        *(f"{name}_{n}" for name in ("over_loader", "start") for n in (0, 1, 2)),
+        *("gain_1", "gain_2"),
+    },
     "sandblaster": {
         *("evaluations_over_scipy", "overhead", "straggler_over_ideal", "wasted"),
         "straggler_without_backup",

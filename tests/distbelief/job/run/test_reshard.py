@@ -649,6 +649,12 @@ def test_trained_runs_keep_their_data(run: Run, override: str, train: DataFacts,
         run.take_up(changed, train=train)
 
 
+def test_a_trained_run_may_go_on_with_other_readers(run: Run) -> None:
+    run.train(run.take_up(job()))
+    run.begun()
+    assert run.take_up(job(2, 2, "data.train.num_workers=2")).previous.restored
+
+
 def test_data_without_fingerprint_are_known_by_their_size(run: Run) -> None:
     run.train(run.take_up(job(), train=DataFacts(n_samples=100)), 40, 52)
     assert run.take_up(job()).previous.trained
