@@ -57,6 +57,7 @@ class Facts:
         None  # of each replica, that share its parameters; None: one that does not
     )
     n_small_batches: int = 1  # of a step of theirs
+    takes_sparse: bool = False  # gradients may be sparse
     policy: "ExchangePolicy | None" = None  # how replicas exchange
     # From the number of samples: how they are dealt. None: each replica has a part of its own.
     epochs: "Callable[[int], Epochs] | None" = None

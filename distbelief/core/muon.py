@@ -55,6 +55,16 @@ class Muon(Optimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
     ) -> None:
+        good = {
+            "lr": lr >= 0.0,
+            "momentum": 0.0 <= momentum < 1.0,
+            "weight_decay": weight_decay >= 0.0,
+            "betas": len(betas) == 2 and all(0.0 <= beta < 1.0 for beta in betas),
+            "eps": eps >= 0.0,
+        }
+        for key, is_good in good.items():
+            if not is_good:
+                raise ValueError(f"{key} is out of range, or not as in torch.optim.AdamW")
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
         super().__init__(params, {**defaults, "betas": betas, "eps": eps})
 

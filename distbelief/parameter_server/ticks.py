@@ -349,7 +349,10 @@ class Rounds:
         first = self._floor.value + 1
         due = now + self._policy.grace_seconds
         n_queued = sum(one.queued for one in members)
-        if n_queued < math.ceil(self._policy.quorum * len(members) - 1e-9):
+        n_needed = math.ceil(self._policy.quorum * len(members) - 1e-9)
+        if self._policy.early:  # of two or three, too, the others can be asked
+            n_needed = min(n_needed, max(len(members) - 1, 1))
+        if n_queued < n_needed:
             # A client that has ended the tick of a push waiting here may wait too: for a push at
             # another shard, whose last round was of others. So nobody could make the quorum. Late
             # pushes wait for the others' next ones first.

@@ -36,6 +36,7 @@ class Names:
     data: str  # the table: "data.train", "data.test"
     metric: str = ""
     indices: Sequence[int] = ()  # of the samples, in the data set
+    takes_sparse: bool = False  # gradients may be sparse
 
 
 def class_counts(graph: LayerGraph) -> Mapping[str, int]:
@@ -334,12 +335,14 @@ def _check_gradient(module: nn.Module, names: Names) -> None:
             "requires grad has a part in the outputs"
         )
     for name, gradient in gradients.items():
-        if gradient.is_sparse:
+        if gradient.is_sparse and not names.takes_sparse:
             raise JobError(
                 f"[model] {names.model}: the gradient of {name!r} is sparse, and "
-                "shards take dense ones: make its nn.Embedding with sparse=False"
+                "shards take dense ones: make its nn.Embedding with sparse=False, or use threads "
+                "without locks ([algorithm] lockfree, without clip_norm), which move its rows only"
             )
-        if not bool(gradient.isfinite().all()):
+        values = gradient.coalesce().values() if gradient.is_sparse else gradient
+        if not bool(values.isfinite().all()):
             raise JobError(
                 f"[model] {names.model}: the gradient of {name!r} is NaN or infinite, though the "
                 "loss is finite: check square roots, divisions and norms at zero"

@@ -14,7 +14,13 @@ from distbelief.task.losses import LOSS_METRIC, OWN, is_named, own_loss
 from distbelief.task.task import DataSpec, TaskSpec
 
 
-def check(task: TaskSpec, batch_size: int, datasets: Mapping[str, Dataset] | None = None) -> None:
+def check(
+    task: TaskSpec,
+    batch_size: int,
+    datasets: Mapping[str, Dataset] | None = None,
+    *,
+    takes_sparse: bool = False,  # gradients may be sparse
+) -> None:
     """Try one training batch forward and backward, and evaluate one test batch.
 
     It builds the model, so call it in a process of its own, before the job starts.
@@ -25,7 +31,8 @@ def check(task: TaskSpec, batch_size: int, datasets: Mapping[str, Dataset] | Non
         batch = read_batch(dataset, indices, table=table)
         names = dry_run.Names(model=task.model.factory, loss=task.loss, data=table, indices=indices)
         if table == "data.train":
-            dry_run.train(module, batch, loss=loss, names=names)
+            named = replace(names, takes_sparse=takes_sparse)
+            dry_run.train(module, batch, loss=loss, names=named)
             if not is_named(task.loss):
                 dry_run.check_mean(module, batch, loss=loss, names=names)
             continue

@@ -293,6 +293,7 @@ def build_replica(index: int, *, config: DownpourSettings, context: BuildContext
         small = LockFreeSteps(
             model,
             config.lockfree,
+            batch_size=config.batch_size,
             together=context.together,
             name=context.task.model.factory,
             inner=config.inner,

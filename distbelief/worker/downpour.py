@@ -35,7 +35,9 @@ class DownpourAlgorithm:
     )
 
     def facts(self, config: DownpourSettings) -> Facts:
-        pace, lockfree = config.pace, config.lockfree
+        pace, lockfree, n_small = config.pace, config.lockfree, 1
+        if lockfree is not None:
+            n_small = len(lockfree.sizes(config.batch_size, batch_size=config.batch_size))
         return Facts(
             loss=config.loss,
             batch_size=config.batch_size,
@@ -45,7 +47,8 @@ class DownpourAlgorithm:
             rule=config.rule,
             inner=config.inner,
             threads=None if lockfree is None else lockfree.threads,
-            n_small_batches=1 if lockfree is None else len(lockfree.sizes(config.batch_size)),
+            n_small_batches=n_small,
+            takes_sparse=lockfree is not None and config.clip_norm is None,
             policy=config.exchange,
             epochs=config.epochs if config.order == "dealt" else None,
             epoch_share=config.epoch_share,

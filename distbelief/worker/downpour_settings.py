@@ -30,15 +30,19 @@ class LockFree(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}; use 1 or more")
 
-    def sizes(self, n_samples: int) -> list[int]:
-        """Return the samples of each small batch of a step."""
-        if self.samples is None:
+    def sizes(self, n_samples: int, *, batch_size: int) -> list[int]:
+        """Return the samples of each small batch of a step, which may have less than a whole one.
+
+        Then small batches are as large as those of a whole one, and fewer.
+        """
+        if self.samples is None and n_samples == batch_size:
             return micro_sizes(n_samples, self.threads)
-        n, rest = divmod(n_samples, self.samples)
-        sizes = [self.samples] * n + [rest] * (rest > 0)
+        samples = self.samples or max(batch_size // self.threads, 1)
+        n, rest = divmod(n_samples, samples)
+        sizes = [samples] * n + [rest] * (rest > 0)
         # One sample has no variance, which a model may need: it joins the others, as of a pass.
         if rest == 1 and n:
-            sizes[-2:] = [self.samples + 1]
+            sizes[-2:] = [samples + 1]
         return sizes
 
 
@@ -136,7 +140,8 @@ class DownpourSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
             )
 
     def _check_lockfree(self, lockfree: LockFree) -> None:
-        n_small, n_threads = len(lockfree.sizes(self.batch_size)), lockfree.threads
+        n_threads = lockfree.threads
+        n_small = len(lockfree.sizes(self.batch_size, batch_size=self.batch_size))
         if n_small < n_threads:
             raise ValueError(
                 f"lockfree.threads is {n_threads}, and a step of batch_size {self.batch_size} has "
@@ -154,7 +159,8 @@ class DownpourSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
                     "replica: give local_learning_rate"
                 )
             return
-        others = sorted(set(self.inner) - {"name", "lr", "weight_decay", "schedule"})
+        given = {key for key, value in self.inner.items() if value or key != "momentum"}
+        others = sorted(given - {"name", "lr", "weight_decay", "schedule"})
         if self.inner["name"] != "SGD" or others:
             found = ", ".join([str(self.inner["name"]), *others])
             raise ValueError(

@@ -42,6 +42,13 @@ N_COPIES: Final = 3  # of the parameters, that an update moves: it reads g and x
 
 def sharing_copy(module: nn.Module, *, model: str) -> nn.Module:
     """Return a copy with parameters in the same memory; JobError if the module has no copy."""
+    for parameter_name, one in module.named_parameters():
+        if one._backward_hooks or one._post_accumulate_grad_hooks:  # noqa: SLF001 -- no public way
+            raise JobError(
+                f"[model] {model}: parameter {parameter_name!r} has a hook on its gradient, which "
+                "a copy for a thread would not have: change gradients in forward, or by a hook of "
+                "the module, or leave [algorithm] lockfree out"
+            )
     # `data` has a version of its own: autograd refuses what has changed since the forward pass.
     memo: dict[int, object] = {
         id(one): nn.Parameter(one.data, requires_grad=one.requires_grad)
@@ -172,13 +179,14 @@ class LockFreeSteps:
         model: FlatModel,
         settings: LockFree,
         *,
+        batch_size: int,  # of a whole step
         together: Together,  # runs the threads
         name: str,  # of the model, for messages
         inner: Table | None,  # SGD; None: gradients are pushed
     ) -> None:
         self.n_threads = settings.threads
         self._model = model
-        self._settings = settings
+        self._settings, self._batch_size = settings, batch_size
         self._together = together
         self._inner = None if inner is None else InnerRate(inner)
         self._lanes = _lanes(model, settings.threads, name=name)
@@ -203,7 +211,7 @@ class LockFreeSteps:
         return self._factors
 
     def n_bytes(self, n_samples: int) -> float:
-        n_small = len(self._settings.sizes(n_samples))
+        n_small = len(self._settings.sizes(n_samples, batch_size=self._batch_size))
         return N_COPIES * float(self._model.n_bytes) * n_small / self.n_threads
 
     def begin(self, *, number: int, rate: Callable[[], float], counts: bool) -> None:
@@ -221,7 +229,8 @@ class LockFreeSteps:
         self._rate = found
 
     def run(self, batch: BatchSlice, put: Put, gradient: GradientOf) -> StepResult:
-        sizes = self._settings.sizes(len(batch.samples.indices))
+        n_samples = len(batch.samples.indices)
+        sizes = self._settings.sizes(n_samples, batch_size=self._batch_size)
         stops = torch.tensor(sizes).cumsum(0).tolist()
         spans = zip([0, *stops], stops, strict=False)
         rate, decay = self._rate()

@@ -147,6 +147,16 @@ def test_each_sample_counts_once_although_roles_are_killed(folder: Path, option:
     assert (counts(command) == 4.0).all(), (counts(command) - 4.0).unique(return_counts=True)
 
 
+def test_so_does_what_a_killed_replica_holds_back_if_durable(folder: Path) -> None:
+    """Regression: replicas of a real job had no place to save it."""
+    push = ("algorithm.exchange.push={codec='top-k',share=0.3}", "algorithm.exchange.durable=true")
+    with train(folder, *sets(*push, "cluster.shards=1")) as command:
+        kill_each(command, "replica-1", "replica-0", "replica-1")
+        command.ends()
+    assert command.summary()["restarts"] >= 3, command.output
+    assert (counts(command) == 4.0).all(), (counts(command) - 4.0).unique(return_counts=True)
+
+
 def test_so_it_does_after_everything_is_killed(folder: Path) -> None:
     """The run resumes with other numbers of replicas; before, a shard had no other copy."""
     with train(folder) as command:

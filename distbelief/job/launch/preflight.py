@@ -199,7 +199,7 @@ def answer_to(job: Job, *, initial_file: str, plan: str, proves: bool = True) ->
     task, cluster = job.task, job.cluster
     if not cluster.is_split:
         datasets = tasks.datasets_of(task)
-        check(task, job.batch_size, datasets)
+        check(task, job.batch_size, datasets, takes_sparse=facts_of(job).takes_sparse)
         if coordinator_of(job) is not None:
             check_fixed(task, job.batch_size, datasets)
         found = _found(job, initial_file, FlatModel(tasks.build_model(task.model)), datasets)
@@ -297,7 +297,13 @@ def _proof_of_threads(job: Job, data: Dataset) -> str:
         read_batch(data, [(k * n + i) % len(data) for i in range(n)]) for k in range(2)
     )
     loss, name = tasks.build_loss(task), task.model.factory
-    names = dry_run.Names(model=name, loss=task.loss, data="data.train", indices=range(n))
+    names = dry_run.Names(
+        model=name,
+        loss=task.loss,
+        data="data.train",
+        indices=range(n),
+        takes_sparse=facts_of(job).takes_sparse,
+    )
     dry_run.train(build(), first, loss=loss, names=names)  # of so few samples at once
     prove(build, (first, second), loss=loss, name=name)
     return f"Copies of the model for {facts_of(job).threads} threads compute what it does alone"

@@ -222,7 +222,9 @@ def _run_role(
             member.warn(text)
 
         store = None
-        if name.startswith(("shard", "coordinator")):  # no other role saves anything
+        policy = algorithms.facts_of(job).policy
+        saves = policy is not None and policy.durable and name.startswith("replica")
+        if saves or name.startswith(("shard", "coordinator")):  # no other role saves anything
             folder = folder_at(spec.snapshots) if spec.snapshots or remote is None else remote
             elsewhere = job.cluster.checkpoints is not None
             checkpoints = CheckpointStore(folder, report=warn, elsewhere=elsewhere)

@@ -66,7 +66,7 @@ class FactoredPushes:
                 ends[tensor] = start + place.stop - place.start
         self._takes: dict[int, bool] = {}  # by tensor; where chosen once, with its first push
         self._n_failed: dict[int, int] = {}  # in a row
-        self._has_told = False
+        self._n_told = -1  # tensors that the last news had as factors
         self.news: str | None = None  # to be told once
         self.figures = Figures()
 
@@ -168,9 +168,9 @@ class FactoredPushes:
             )
 
     def _tell(self, sent: Sequence[int]) -> None:
-        if self._has_told or not self._takes:
+        if not self._takes or self._n_told >= len(sent):
             return
-        self._has_told = True
+        self._n_told = len(sent)
         specs = self._view.tensors
         names = [specs[tensor].name for tensor in sent]
         n_others = sum(spec.kind == "parameter" for spec in specs) - len(names)
@@ -200,7 +200,9 @@ def _has_bits(one: Residual, other: Residual) -> bool:
 
 def _is_near(one: Residual, other: Residual) -> bool:
     # Of float32 sums in another order; factors of anything else are far off.
-    return bool(np.linalg.norm(one - other) <= _ROUNDING * np.linalg.norm(other))
+    # What is exactly 0, such as by a mask, stays that.
+    is_near = np.linalg.norm(one - other) <= _ROUNDING * np.linalg.norm(other)
+    return bool(is_near and not one[other == 0].any())
 
 
 PushEncoder = Residuals | FactoredPushes

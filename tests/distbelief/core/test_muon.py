@@ -8,7 +8,8 @@ from torch import nn
 from torch.optim import _muon
 
 from distbelief.core import muon
-from distbelief.core.torch_optimizers import made
+from distbelief.core.errors import SettingError
+from distbelief.core.torch_optimizers import check, made
 
 
 SHAPES = ((5, 9), (9, 5), (7, 7), (16, 3), (4,), (1, 6), (6, 1), ())
@@ -79,6 +80,25 @@ def test_a_kernel_of_a_convolution_is_a_matrix_of_a_row_for_each_output() -> Non
         one.grad = torch.ones_like(one).cumsum(0)
         optimizer.step()
     assert torch.equal(kernel.view(4, 12), matrix)
+
+
+@pytest.mark.parametrize(
+    "keywords",
+    [
+        {"lr": -0.1},
+        {"lr": "0.1"},
+        {"lr": float("nan")},
+        {"momentum": 1.0},
+        {"weight_decay": -1.0},
+        {"betas": [0.9]},
+        {"betas": [0.9, 1.0]},
+        {"eps": "a"},
+    ],
+)
+def test_bad_keywords_are_refused_before_the_start(keywords: dict[str, object]) -> None:
+    """Regression: a negative rate went uphill."""
+    with pytest.raises(SettingError, match=rf"inner Muon: .*{next(iter(keywords))}"):
+        check({"name": "Muon", **keywords}, where="inner")
 
 
 def test_zero_gradients_stay_finite() -> None:

@@ -166,6 +166,14 @@ def test_late_workers_are_asked_once_a_round_for_what_they_have(*, early: bool) 
     assert called(shard.push(2)) == ({"worker-0": 2, "worker-1": 2} if early else {})
 
 
+@pytest.mark.parametrize("n_workers", [2, 3])
+def test_of_two_or_three_workers_the_last_is_asked_too(n_workers: int) -> None:
+    """Regression: three of four, rounded up, were all of them, and nobody was ever asked."""
+    shard = Shard(n_workers, quorum=0.75, early=True)
+    last = shard.push(*range(n_workers - 1))
+    assert called(last) == {f"worker-{n_workers - 1}": 1}
+
+
 def called(actions: Sequence[Action]) -> dict[str, int]:
     return {
         action.receiver: action.message.closes or 0

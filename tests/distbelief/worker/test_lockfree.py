@@ -46,6 +46,7 @@ class Replica:
     together: Together = in_turn
     loss: Callable[..., torch.Tensor] = nn.functional.cross_entropy
     clip_norm: float | None = None
+    batch_size: int = 8
     n_steps: int = 0
     pushed: dict[int, torch.Tensor] = field(default_factory=dict)
 
@@ -55,6 +56,7 @@ class Replica:
         self.small = LockFreeSteps(
             self.model,
             LockFree(threads=self.threads, samples=self.samples),
+            batch_size=self.batch_size,
             together=self.together,
             name="net",
             inner=self.inner,
@@ -158,7 +160,9 @@ def test_in_turn_small_batches_are_plain_sgd_to_the_bit(
 ) -> None:
     """In virtual time, or with one thread: parameters and buffers."""
     inner = {**SGD, "weight_decay": weight_decay}
-    replica = Replica(module=seeded(make), data=data, threads=threads, samples=samples, inner=inner)
+    replica = Replica(
+        module=seeded(make), data=data, threads=threads, samples=samples, inner=inner, batch_size=16
+    )
     batches = [range(16), range(16, 32), range(30, 46)]
     for indices in batches:
         replica.step(indices)
@@ -223,7 +227,9 @@ def test_small_batches_draw_from_streams_of_their_own() -> None:
     [
         (LockFree(threads=4), 32, [8, 8, 8, 8]),
         (LockFree(threads=3), 32, [10, 11, 11]),
-        (LockFree(threads=4), 3, [1, 1, 1]),
+        (LockFree(threads=4), 5, [5]),  # small batches of 8, as in a whole step of 32
+        (LockFree(threads=4), 17, [8, 9]),
+        (LockFree(threads=4), 31, [8, 8, 8, 7]),
         (LockFree(threads=2, samples=4), 32, [4] * 8),
         (LockFree(threads=2, samples=4), 11, [4, 4, 3]),
         (LockFree(threads=2, samples=4), 9, [4, 5]),  # as the last batch of a pass
@@ -232,7 +238,7 @@ def test_small_batches_draw_from_streams_of_their_own() -> None:
     ],
 )
 def test_a_step_is_cut_into_small_batches(settings: LockFree, n: int, sizes: list[int]) -> None:
-    assert settings.sizes(n) == sizes
+    assert settings.sizes(n, batch_size=32) == sizes
 
 
 # ------------------------------------------------------------ what is not finite
@@ -669,6 +675,16 @@ def test_copies_that_share_more_than_parameters_are_refused(
 ) -> None:
     with pytest.raises(JobError, match=r"two copies of net .* leave .algorithm. lockfree out"):
         prove(partial(seeded, make), pair(), loss=loss, name="net")
+
+
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_parameters_with_hooks_are_refused(kind: str) -> None:
+    """Regression: copies had none of them, and a hook that clips may do nothing on one batch."""
+    module = seeded(net)
+    parameter = next(module.parameters())
+    getattr(parameter, kind)(lambda _: None)
+    with pytest.raises(JobError, match=r"parameter '.*' has a hook .* leave .algorithm. lockfree"):
+        sharing_copy(module, model="net")
 
 
 class Uncopied(nn.Module):
