@@ -126,6 +126,7 @@ def run(problem: Problem, contestant: str, *, n_threads: int, n_steps: int) -> R
     small = lockfree.LockFreeSteps(
         model,
         LockFree(threads=lanes, samples=problem.samples),
+        batch_size=n_step,
         together=in_threads,
         name="net",
         inner={"name": "SGD", "lr": problem.rate},
