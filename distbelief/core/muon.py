@@ -13,7 +13,7 @@ the batch: it is for batches of many rows, such as tokens, not for wide layers a
 
 import math
 from collections.abc import Callable, Iterable
-from typing import Final, TypedDict, cast, final
+from typing import Final, TypedDict, cast, final, overload
 
 import torch
 from torch import nn
@@ -68,10 +68,15 @@ class Muon(Optimizer):
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
         super().__init__(params, {**defaults, "betas": betas, "eps": eps})
 
-    # In torch it has an overload without a closure, which returns nothing.
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
     @torch.no_grad()
     @override
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
         loss = None if closure is None else closure()
         for each in self.param_groups:
             group = cast("_Group", each)

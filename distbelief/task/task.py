@@ -111,7 +111,7 @@ class BuildContext:
     # values have [model] seed).
     seed: int
     memory: Memory  # given by the driver
-    together: Together = in_turn  # likewise
+    together: Together = in_turn  # runs threads; given by the driver, too
     # How to draw each tensor, by name; needed by shards if [model] initial is "seed".
     initials: Mapping[str, Initial] = field(default_factory=dict)
     # A safetensors file with whole tensors in the layout's shapes, needed by shards otherwise:

@@ -167,7 +167,7 @@ class SmallBatches(Protocol):
         ...
 
     def run(self, batch: BatchSlice, put: Put, gradient: "GradientOf") -> StepResult:
-        """Take a step; put what is to be pushed of it."""
+        """Take a step; `put` gets the gradients that a push has of it."""
         ...
 
     def n_bytes(self, n_samples: int) -> float:

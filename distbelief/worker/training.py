@@ -501,7 +501,7 @@ class Training(Program):
             installed = fetched()
             if not installed.torn:
                 self._clock = self._items.n_pushes(installed.clocks)
-                rate = self._config.rate(self._clock) if repeats else 0.0
+                rate = self._local_rate() if repeats else 0.0
                 exchange.merge(contains_pushes=contains_pushes, rates=rate)
             return installed
 
@@ -584,9 +584,12 @@ class Training(Program):
             n_bytes=n_copies * self._items.n_bytes,
         )
         if self._small is not None:
-            rate = lambda: self._config.rate(self._clock)  # noqa: E731 -- once values are installed
-            self._small.begin(number=step.scheduled, rate=rate, counts=counts)
+            self._small.begin(number=step.scheduled, rate=self._local_rate, counts=counts)
         return step
+
+    def _local_rate(self) -> float:
+        """Return the rate of a local step, by the pushes in the values that are installed."""
+        return self._config.rate(self._clock)
 
     def _closed(self, step: Step, taken: Taken, now: Seconds) -> Sequence[Action]:
         """Account for a finished step; send the push that it staged."""
@@ -874,7 +877,7 @@ class Training(Program):
                 clip(step.gradients, square, norm_max=self._bound)
             # Of the parameters that this step was computed from; deltas have a rate of their own.
             is_taken = self._small is not None or not step.steps_locally
-            rate = 0.0 if is_taken else self._config.rate(self._clock)
+            rate = 0.0 if is_taken else self._local_rate()
             self._exchange.add(step.gradients, rates=rate, number=step.scheduled)
             step.gradients.clear()
         return Closed(is_finite=True, staged=step.staged)

@@ -90,7 +90,7 @@ class ShardFetch:
         self._known_copier: TensorCopier | None = None
         self._update: Callable[[Residual], None] | None = None  # by what has come; None: to that
         self.wanted = False  # a fetch has begun and is not installed
-        self.is_held = False  # it has begun, and the shard is to be asked later
+        self.is_held = False  # it has begun, but its request is not sent yet
         self.complete = True  # no block is to come
         self.clock = 0  # of the installed values; lowered when the shard restarts
         self.version = 0, 0  # shard incarnation and clock of the installed values

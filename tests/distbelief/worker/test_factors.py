@@ -430,7 +430,7 @@ def test_zeros_keep_their_signs() -> None:
     worker.push()
 
 
-# --- what is told ---
+# --- what the log says ---
 
 
 def test_what_goes_as_factors_is_told_once() -> None:

@@ -243,7 +243,7 @@ def test_readers_end_with_a_role_that_is_killed() -> None:
 
 
 def counting() -> Samples:
-    """Return samples that tell who has read them, and as which of its own."""
+    """Return samples with the process that has read them, and their number among its own."""
     n_read = count(1)
     return Samples(lambda _index: (torch.tensor(float(os.getpid())), next(n_read)))
 
