@@ -148,7 +148,6 @@ def test_an_error_names_the_sample_as_without_readers(folder: Path) -> None:
 
 def test_each_sample_counts_once_although_readers_and_replicas_are_killed(folder: Path) -> None:
     dealt.write(folder, dealt.JOB.replace("replicas = 3", "replicas = 2"))
-    shared = set(Path("/dev/shm").iterdir())
     with train(folder, *sets("data.train.num_workers=2")) as command:
         poll(lambda: dealt.has_passed(command, dealt.N_SAMPLES // 2))
         os.kill(readers_of(command, "replica-0")[-1], signal.SIGKILL)
@@ -162,12 +161,11 @@ def test_each_sample_counts_once_although_readers_and_replicas_are_killed(folder
     assert command.summary()["restarts"] >= 2
     assert "was ended by signal SIGKILL (out of memory?)" in command.told()
     assert not alive(readers_of(command))
-    assert set(Path("/dev/shm").iterdir()) <= shared
+    assert not command.shared_memory()
 
 
 @pytest.mark.parametrize("end", ["Ctrl+C", "kill -9"])
 def test_no_reader_is_left(folder: Path, end: str) -> None:
-    shared = set(Path("/dev/shm").iterdir())
     slow = sets("stop.epochs=1000000", "data.train.arguments={ n = 605, pause = 0.003 }")
     patience = sets("cluster.patience=2 s")
     with train(folder, *with_readers(2, test=1), *slow, *patience) as command:
@@ -181,8 +179,7 @@ def test_no_reader_is_left(folder: Path, end: str) -> None:
             command.signal(signal.SIGKILL)
             command.wait()
             poll(lambda: not alive(command.all_pids()))
-    poll(lambda: not alive(readers))
-    assert set(Path("/dev/shm").iterdir()) <= shared
+    poll(lambda: not alive(readers) and not command.shared_memory())
 
 
 def test_ranks_of_a_split_replica_have_readers_too(folder: Path) -> None:
