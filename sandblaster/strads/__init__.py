@@ -1,0 +1,1 @@
+"""Scheduled model parallelism, after STRADS (Kim et al., EuroSys 2016)."""
