@@ -79,7 +79,7 @@ class Exchange(ServerLoop, torch.optim.Optimizer):
             is busy for at most 80 % of the time.
         numbers: As they are sent to another host and back; "bfloat16" halves the bytes. The server
             keeps float32, and the values that `finish` fetches are exact.
-        timeout_seconds: How long a step may wait for the server.
+        timeout_seconds: How long a step may wait while nothing comes from the server.
         keys: Directory of this host's keys, for a server whose address has a key; by
             default the one that `distbelief keys` uses.
 

@@ -79,7 +79,7 @@ class DownpourSGD(ServerLoop, torch.optim.Optimizer):
         overwrite_local_steps: A fetch overwrites the local steps whose gradients are not
             pushed yet, as in the paper, and waits only if `blocking`. By default they are
             repeated.
-        timeout_seconds: How long a step may wait for the server.
+        timeout_seconds: How long a step may wait while nothing comes from the server.
         keys: Directory of this host's keys, for a server whose address has a key; by
             default the one that `distbelief keys` uses.
 

@@ -133,6 +133,9 @@ class ClientSession:
     def wait(self, until: Callable[[], bool], what: str, timeout_seconds: float) -> None:
         """Run the role until `until()` is true; PeerLostError, with `what`, if it never is.
 
+        The time limit begins anew whenever a block comes or is acknowledged: 1 GB over a slow link
+        may take many minutes, and is no silence.
+
         JobError if the server does not allow this host's key, or not any more.
         """
 
@@ -148,7 +151,9 @@ class ClientSession:
                 )
             return until()
 
-        if not self.closed and self.node.pump(is_decided, timeout_seconds=timeout_seconds):
+        if not self.closed and self.node.pump(
+            is_decided, timeout_seconds=timeout_seconds, progress=lambda: self.client.progress
+        ):
             return
         self.check()
         hint = (

@@ -224,11 +224,22 @@ class RoleRunner:
                 self._tick(on_tick)  # the display shows the end
         return self.error
 
-    def pump(self, until: Callable[[], bool], *, timeout_seconds: rl.Seconds) -> bool:
-        """Run the role until `until()` holds, its end or the timeout; return whether it holds."""
+    def pump(
+        self,
+        until: Callable[[], bool],
+        *,
+        timeout_seconds: rl.Seconds,
+        progress: Callable[[], object] = lambda: None,
+    ) -> bool:
+        """Run the role until `until()` holds, its end or the timeout; return whether it holds.
+
+        The time begins anew whenever what `progress` returns has changed.
+        """
         self._start()
-        deadline = time.monotonic() + timeout_seconds
+        deadline, before = time.monotonic() + timeout_seconds, progress()
         while not until():
+            if (found := progress()) != before:
+                deadline, before = time.monotonic() + timeout_seconds, found
             left = deadline - time.monotonic()
             if self.halted or left <= 0:
                 return False

@@ -125,6 +125,12 @@ class ShardLink:
         agrees = ticks.floor is None or ticks.agrees
         return self.is_open, self.primary.term, blocks, settled, ticks.floor, ticks.known, agrees
 
+    @property
+    def progress(self) -> tuple[int, int, int]:
+        """Figures that change with every block that comes or is acknowledged."""
+        blocks = sum(one.blocks.received for one in self.pushing.in_flight)
+        return self.fetching.bytes_in, self.pushing.settled, blocks
+
     # ------------------------------------------------------------ from the client
 
     def open_session(self, now: rl.Seconds) -> list[rl.Action]:
@@ -769,6 +775,11 @@ class ParameterClient:
             if not (link.is_open and link.fetching.complete and link.has_room):
                 return link.copies[0]
         return None
+
+    @property
+    def progress(self) -> Sequence[tuple[int, int, int]]:
+        """Figures that change while parameters or pushes move."""
+        return [link.progress for link in self._links.values()]
 
     def counters(self) -> dict[str, float]:
         """Return the counters.

@@ -570,6 +570,17 @@ def test_pump_gives_up_in_time_and_when_the_role_has_ended(build: Build) -> None
     assert node.error == "no shard"
 
 
+def test_a_pump_that_makes_progress_gives_up_only_when_that_ends(build: Build) -> None:
+    # Four loops that fetched 167 MB each over a link of 100 Mbit/s were told after 60 s that
+    # there was no answer, while it came.
+    node, _ = build(lambda _event, _now: [])
+    seen = iter([*range(20), *[20] * 1000])
+    begun = time.monotonic()
+    assert not node.pump(lambda: False, timeout_seconds=0.02, progress=lambda: next(seen))
+    assert next(seen) == 20
+    assert time.monotonic() - begun >= 20 * 0.02
+
+
 # --------------------------------------------------------------------- in the background
 
 
