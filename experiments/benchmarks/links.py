@@ -22,6 +22,8 @@ and backward of each step; its optimizer, and all that is sent, are real.
     blocking           the same with blocking=True; `blocking_apart`: and each fetch begins when all
                        shards have applied the push, not shard by shard
     ddp, ddp_fp16      DistributedDataParallel over gloo; with its hook that sends float16
+    ddp_power_sgd      with its hook of rank 4, in one bucket: callbacks of several come in another
+                       order on each rank, and gloo then breaks off
     torch_local_sgd    torch's PostLocalSGDOptimizer: an average of the parameters per exchange
     torchft_diloco     torchft's DiLoCo, in the Python that --torchft names, which has it installed
     quorum, ssp        `Exchange` with the presets decoupled-diloco (a quorum of 3 of 4) and ssp (3)
@@ -58,7 +60,15 @@ from typing import Final
 
 import msgspec
 
-from experiments.benchmarks.bare.paced_loop import APART, BLOCKING, SERVED, SERVER, Moment, Setting
+from experiments.benchmarks.bare.paced_loop import (
+    APART,
+    BLOCKING,
+    POWER_SGD,
+    SERVED,
+    SERVER,
+    Moment,
+    Setting,
+)
 from experiments.benchmarks.measuring import measurement
 from experiments.benchmarks.measuring.workers import Program, Workers, module
 from experiments.benchmarks.network.hosts import INTERFACE, Lan, obstacle, switched
@@ -70,6 +80,7 @@ SERVER_BITS: Final = 1e9
 OURS: Final = ("exchange", "exchange_float32", "downpour", *BLOCKING, *SERVED)
 LOCAL: Final = ("exchange", "exchange_float32", "int4", "torch_local_sgd", "torchft_diloco")
 SPARSE: Final = ("threshold", "top_k")
+HOOKS: Final = ("ddp_fp16", POWER_SGD)
 RING: Final = "ring"
 N_IN_RING: Final = (2, 4)
 ASYNCHRONOUS: Final = (*OURS, "alone")  # in the first period less is under way than later
@@ -124,7 +135,7 @@ CASES: Final[Mapping[str, Case]] = {
         n_loops=4,
         bits_per_second=1e9,
         every=1,
-        heats=[[name] for name in ("alone", *SPARSE, "bfloat16", "downpour", "ddp", "ddp_fp16")],
+        heats=[[name] for name in ("alone", *SPARSE, "bfloat16", "downpour", "ddp", *HOOKS)],
     ),
 }
 SMALL: Final = {  # with a tiny net
@@ -153,6 +164,7 @@ def run(name: str, case: Case, options: argparse.Namespace, folder: Path) -> Res
     is_local = name in LOCAL
     n_steps = case.every if is_local else N_ALONE if name == "alone" else 1
     n_warm = 1 if name in ASYNCHRONOUS or not is_local else 0
+    n_warm = 3 if name == POWER_SGD else n_warm  # its first steps send whole gradients
     exchange_seconds = case.every * options.step_seconds
     with switched(case.n_loops + 1, bits_per_second=case.bits_per_second) as lan:
         lan.limit(lan.hosts[0], bits_per_second=case.server_bits)

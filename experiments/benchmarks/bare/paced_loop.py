@@ -19,6 +19,7 @@ import torch
 from torch import distributed, nn
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
@@ -44,6 +45,7 @@ SERVED: Final[
     "top_k": {"push": {"codec": "top-k", "share": 0.01}, "fetch": "changed"},
 }
 APART: Final = "blocking_apart"
+POWER_SGD: Final = "ddp_power_sgd"
 BLOCKING: Final = ("blocking", APART)
 _PORT: Final = 29_500
 _RATE: Final = 1e-6
@@ -161,9 +163,13 @@ def training(setting: Setting, rank: int) -> Iterator[tuple[Step, Step]]:
                 averager = PeriodicModelAverager(setting.every, warmup_steps=setting.every - 1)
                 optimizer = PostLocalSGDOptimizer(sgd, averager)
             else:
-                ddp = DistributedDataParallel(net)
+                one_bucket = 1000 if name == POWER_SGD else None
+                ddp = DistributedDataParallel(net, bucket_cap_mb=one_bucket)
                 if name == "ddp_fp16":
                     ddp.register_comm_hook(None, fp16_compress_hook)
+                elif name == POWER_SGD:
+                    state = PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
+                    ddp.register_comm_hook(state, powerSGD_hook)
 
                 def compute() -> None:
                     ddp().backward()
