@@ -34,12 +34,23 @@ class Estimator:
             setattr(self, name, value)
         return self
 
+    def __sklearn_tags__(self) -> object:
+        """Return what scikit-learn asks estimators for; only it does, so it is installed."""
+        from sklearn.utils import InputTags, Tags, TargetTags, TransformerTags  # noqa: PLC0415
+
+        return Tags(
+            estimator_type=None,
+            target_tags=TargetTags(required=False),
+            transformer_tags=TransformerTags(),
+            input_tags=InputTags(sparse=True),
+        )
+
     def __repr__(self) -> str:
         shown = ", ".join(f"{name}={value!r}" for name, value in self.get_params().items())
         return f"{type(self).__name__}({shown})"
 
 
-_WHOLE = ("n_", "max_iter", "evaluate_every", "patience", "random_state")
+_WHOLE = ("n_", "max_iter", "evaluate_every", "patience", "random_state", "workers")
 
 
 def check_numbers(estimator: Estimator, **values: object) -> None:

@@ -4,11 +4,12 @@ Sums are of one order in both, entry by entry. `step` reads each entry once, num
 """
 
 from collections.abc import Callable
-from functools import cache
-from typing import TypeAlias, cast
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
+
+from sandblaster.strads.compiled import compiled
 
 
 Numbers = NDArray[np.float64]
@@ -21,27 +22,15 @@ Step: TypeAlias = Callable[
 """The arguments of `step`."""
 
 
-@cache
 def stepper() -> Step:
-    """Return `step` as compiled, which takes seconds the first time, or else numpy's."""
-    try:
-        import numba  # noqa: PLC0415 -- an extra, and slow to import
-    except ImportError:
-        return step_in_numpy
-    if numba.config.DISABLE_JIT:
-        return step_in_numpy
-    t = numba.types
-    kinds = t.int64, t.int32, t.float64
-    start, column, read = (t.Array(kind, 1, "C", readonly=True) for kind in kinds)
-    changed = t.float64[::1]
-    signature = t.float64[:, ::1](
-        start, column, changed, read, read, read, changed, read, read, t.float64
+    """Return `step` as compiled, or else numpy's."""
+    return compiled(
+        step,
+        "float64[:, ::1](read(int64, 1), read(int32, 1), float64[::1], read(float64, 1), "
+        "read(float64, 1), read(float64, 1), float64[::1], read(float64, 1), read(float64, 1), "
+        "float64)",
+        otherwise=step_in_numpy,
     )
-    options = {"nogil": True, "error_model": "numpy"}
-    try:
-        return cast("Step", numba.njit(signature, cache=True, **options)(step))
-    except RuntimeError:  # there is no folder for a cache
-        return cast("Step", numba.njit(signature, **options)(step))
 
 
 def step(  # noqa: PLR0913, PLR0917 -- numba takes arrays, not objects

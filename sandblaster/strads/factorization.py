@@ -73,13 +73,10 @@ class Factors(Program[Block, Turn, Report, Sequence[tuple[float, float]]]):
         n_ranks: With those of biases, which come first.
         biases: Whether there are any.
         seed: Of the first values of v; u is 0.
-        n_blocks: Of rows.
-        n_passes: At most so many.
-        tolerance: It ends when the objective falls by no more, as a share of it.
         held_out: Entries that are only evaluated; may be none. Their error is the mean square of
-            t - u.v, or with `whole` the mean share of columns with a larger u.v (Hu et al.,
-            equation 8).
-        patience: It ends after so many passes without a smaller error of these.
+            t - u.v, or with `whole` the mean share of columns with a larger u.v.
+
+    All others as those of the estimator.
     """
 
     targets: Matrix
@@ -90,8 +87,8 @@ class Factors(Program[Block, Turn, Report, Sequence[tuple[float, float]]]):
     biases: bool
     seed: int
     n_blocks: int
-    n_passes: int
-    tolerance: float
+    max_iter: int
+    tol: float
     held_out: Matrix
     patience: int
     tables: Mapping[str, Values] = field(init=False)
@@ -131,7 +128,7 @@ class Factors(Program[Block, Turn, Report, Sequence[tuple[float, float]]]):
         self,
     ) -> Generator[Sequence[Task[Turn]], Sequence[Report], Sequence[tuple[float, float]]]:
         history: list[tuple[float, float]] = []
-        for _ in range(self.n_passes):
+        for _ in range(self.max_iter):
             before = None
             for rank in range(self.n_ranks):
                 yield self._round(rank, before)
@@ -161,7 +158,7 @@ class Factors(Program[Block, Turn, Report, Sequence[tuple[float, float]]]):
         if len(history) < 2:
             return False
         before, last = history[-2][0], history[-1][0]
-        return before - last <= self.tolerance * abs(before)
+        return before - last <= self.tol * abs(before)
 
     @override
     def push(self, block: Block, argument: Turn, taken: Mapping[str, Values]) -> Pushed[Report]:
@@ -232,7 +229,7 @@ class Factors(Program[Block, Turn, Report, Sequence[tuple[float, float]]]):
 class MatrixFactorization(Estimator):
     """Factors of a matrix with few known entries, by coordinate descent (STRADS, ST-5).
 
-    The same input gives the same bits, for any `n_jobs`; another `n_blocks` adds up in another
+    The same input gives the same bits, for any `workers`; another `n_blocks` adds up in another
     order.
 
     Args:
@@ -245,8 +242,8 @@ class MatrixFactorization(Estimator):
         max_iter: Passes over all ranks, at most.
         tol: It ends when the objective falls by no more in a pass, as a share of it.
         patience: It ends after so many passes without a smaller error of `held_out`.
-        n_blocks: Blocks of rows, at least `n_jobs`.
-        n_jobs: Threads.
+        n_blocks: Blocks of rows, at least `workers`.
+        workers: Threads.
         random_state: The seed, 0 or more.
 
     Attributes:
@@ -271,7 +268,7 @@ class MatrixFactorization(Estimator):
         tol: float = 1e-4,
         patience: int = 3,
         n_blocks: int = 8,
-        n_jobs: int = 1,
+        workers: int = 1,
         random_state: int = 0,
     ) -> None:
         self.n_components = n_components
@@ -282,7 +279,7 @@ class MatrixFactorization(Estimator):
         self.tol = tol
         self.patience = patience
         self.n_blocks = n_blocks
-        self.n_jobs = n_jobs
+        self.workers = workers
         self.random_state = random_state
 
     def program(self, X: object, *, held_out: object = None) -> Factors:  # noqa: N803 -- scikit-learn's name
@@ -292,7 +289,7 @@ class MatrixFactorization(Estimator):
             SettingError: as `fit`.
         """
         user = type(self).__name__
-        whole = ("n_components", "max_iter", "patience", "n_blocks", "n_jobs", "random_state")
+        whole = ("n_components", "max_iter", "patience", "n_blocks", "workers", "random_state")
         check_numbers(self, **{name: getattr(self, name) for name in whole})
         check_numbers(self, regularization=self.regularization)
         if self.implicit_strength is not None:
@@ -325,8 +322,8 @@ class MatrixFactorization(Estimator):
             biases=self.biases,
             seed=int(self.random_state),
             n_blocks=self.n_blocks,
-            n_passes=self.max_iter,
-            tolerance=self.tol,
+            max_iter=self.max_iter,
+            tol=self.tol,
             held_out=self._with(evaluated, evaluated.data - self.mean_),
             patience=self.patience,
         )
@@ -351,7 +348,7 @@ class MatrixFactorization(Estimator):
                 rows.
         """
         program = self.program(X, held_out=held_out)
-        history, tables = run(program, workers=self.n_jobs)
+        history, tables = run(program, workers=self.workers)
         u = tables["rows"].reshape(program.n_ranks, -1)
         v = tables["columns"][:, 0].reshape(program.n_ranks, -1)
         first = _N_BIASES * self.biases

@@ -10,11 +10,12 @@ up in 16 interleaved sums, since a single one would wait for each addition in tu
 """
 
 from collections.abc import Callable
-from functools import cache
-from typing import Final, TypeAlias, cast
+from typing import Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
+
+from sandblaster.strads.compiled import compiled
 
 
 Counts = NDArray[np.int32]
@@ -31,35 +32,14 @@ Sampler: TypeAlias = Callable[
 """The arguments of `sample`."""
 
 
-@cache
 def sampler() -> Sampler:
-    """Return `sample` as compiled, which takes seconds the first time, or else numpy's."""
-    try:
-        import numba  # noqa: PLC0415 -- an extra, and slow to import
-    except ImportError:
-        return sample_in_numpy
-    if numba.config.DISABLE_JIT:
-        return sample_in_numpy
-    t = numba.types
-    read = t.Array(t.float32, 1, "C", readonly=True)
-    signature = t.void(
-        t.Array(t.int32, 2, "C", readonly=True),
-        t.int32[::1],
-        t.Array(t.float64, 1, "C", readonly=True),
-        t.float32[::1],
-        t.int32[:, ::1],
-        t.int32[:, ::1],
-        t.int64[::1],
-        t.float32[::1],
-        read,
-        t.float32,
-        t.float64,
+    """Return `sample` as compiled, or else numpy's."""
+    return compiled(
+        sample,
+        "void(read(int32, 2), int32[::1], read(float64, 1), float32[::1], int32[:, ::1], "
+        "int32[:, ::1], int64[::1], float32[::1], read(float32, 1), float32, float64)",
+        otherwise=sample_in_numpy,
     )
-    options = {"nogil": True, "error_model": "numpy"}
-    try:
-        return cast("Sampler", numba.njit(signature, cache=True, **options)(sample))
-    except RuntimeError:  # there is no folder for a cache
-        return cast("Sampler", numba.njit(signature, **options)(sample))
 
 
 def sample(  # noqa: PLR0913, PLR0917 -- numba takes arrays, not objects

@@ -189,16 +189,9 @@ class Topics(Program[Block, Argument, Report, Learned]):
         counts: (n_documents, n_words) of whole numbers, canonical.
         alpha: The prior of topics in a document: (n_topics,).
         beta: The prior of words in a topic.
-        seed: 0 or more.
-        n_blocks: Of documents, and buckets of words.
-        n_passes: At most so many.
-        tolerance: Sampling ends when the mean score of 5 passes is above that of the 5 before by
-            no more than this.
-        learn_alpha: Whether alpha is fitted to the documents, every 10 passes (Minka 2000,
-            equation 55).
         held_out: Documents that are only evaluated; may have no rows.
-        evaluate_every: Passes between evaluations.
-        patience: Sampling ends after so many evaluations without a better one.
+
+    All others as those of the estimator.
     """
 
     counts: Matrix
@@ -206,9 +199,9 @@ class Topics(Program[Block, Argument, Report, Learned]):
     beta: float
     seed: int
     n_blocks: int
-    n_passes: int
-    tolerance: float
-    learn_alpha: bool
+    max_iter: int
+    tol: float
+    learn_alpha: bool  # every 10 passes: Minka 2000, equation 55
     held_out: Matrix
     evaluate_every: int
     patience: int
@@ -267,7 +260,7 @@ class Topics(Program[Block, Argument, Report, Learned]):
     @override
     def schedule(self) -> Generator[Sequence[Task[Argument]], Sequence[Report], Learned]:
         alpha, scores, evaluations = self.alpha, list[float](), list[tuple[int, float]]()
-        for number in range(self.n_passes + 1):
+        for number in range(self.max_iter + 1):
             totals = np.zeros(2)
             for turn in range(self.n_blocks):
                 totals += sum((yield self._turn(number, turn, alpha)), np.zeros(2))
@@ -318,7 +311,7 @@ class Topics(Program[Block, Argument, Report, Learned]):
         if len(held_out) > self.patience:
             return max(held_out[-self.patience :]) <= max(held_out[: -self.patience])
         last, before = scores[-_WINDOW:], scores[-2 * _WINDOW : -_WINDOW]
-        return len(before) == _WINDOW and sum(last) - sum(before) <= self.tolerance * _WINDOW
+        return len(before) == _WINDOW and sum(last) - sum(before) <= self.tol * _WINDOW
 
     @override
     def push(self, block: Block, argument: Argument, taken: Mapping[str, Values]) -> Pushed[Report]:
@@ -388,7 +381,7 @@ class Topics(Program[Block, Argument, Report, Learned]):
 class LatentDirichletAllocation(Estimator):
     """Topics of documents, by collapsed Gibbs sampling over rotating words (STRADS, ST-4).
 
-    The same input gives the same bits, for any `n_jobs`; another `n_blocks` is another sample.
+    The same input gives the same bits, for any `workers`; another `n_blocks` is another sample.
     Install the extra `kernels`: without numba sampling takes about a hundred times as long.
 
     Args:
@@ -401,8 +394,8 @@ class LatentDirichletAllocation(Estimator):
             no more.
         evaluate_every: Passes between evaluations of `held_out`.
         patience: Sampling ends after so many evaluations without a better one.
-        n_blocks: Blocks of documents, sampled at the same time: at least `n_jobs`.
-        n_jobs: Threads. They share the time only with numba.
+        n_blocks: Blocks of documents, sampled at the same time: at least `workers`.
+        workers: Threads. They share the time only with numba.
         random_state: The seed, 0 or more.
 
     Attributes:
@@ -425,7 +418,7 @@ class LatentDirichletAllocation(Estimator):
         evaluate_every: int = 10,
         patience: int = 3,
         n_blocks: int = 8,
-        n_jobs: int = 1,
+        workers: int = 1,
         random_state: int = 0,
     ) -> None:
         self.n_components = n_components
@@ -437,7 +430,7 @@ class LatentDirichletAllocation(Estimator):
         self.evaluate_every = evaluate_every
         self.patience = patience
         self.n_blocks = n_blocks
-        self.n_jobs = n_jobs
+        self.workers = workers
         self.random_state = random_state
 
     def program(self, X: object, *, held_out: object = None) -> Topics:  # noqa: N803 -- scikit-learn's name
@@ -454,7 +447,7 @@ class LatentDirichletAllocation(Estimator):
             evaluate_every=self.evaluate_every,
             patience=self.patience,
             n_blocks=self.n_blocks,
-            n_jobs=self.n_jobs,
+            workers=self.workers,
             random_state=self.random_state,
         )
         priors = [self.doc_topic_prior, self.topic_word_prior]
@@ -481,8 +474,8 @@ class LatentDirichletAllocation(Estimator):
             beta=float(beta),
             seed=int(self.random_state),
             n_blocks=self.n_blocks,
-            n_passes=self.max_iter,
-            tolerance=self.tol,
+            max_iter=self.max_iter,
+            tol=self.tol,
             learn_alpha=self.learn_doc_topic_prior,
             held_out=evaluated,
             evaluate_every=self.evaluate_every,
@@ -509,7 +502,7 @@ class LatentDirichletAllocation(Estimator):
                 blocks than documents or words.
         """
         program = self.program(X, held_out=held_out)
-        learned, tables = run(program, workers=self.n_jobs)
+        learned, tables = run(program, workers=self.workers)
         self.components_ = tables["words"][program.row_of].T + program.beta
         self.doc_topic_prior_ = learned.alpha
         self.n_features_in_ = len(program.row_of)
