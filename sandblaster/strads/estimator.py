@@ -61,9 +61,26 @@ def check_numbers(estimator: Estimator, **values: object) -> None:
         is_number = isinstance(value, kinds) and not isinstance(value, bool)
         least = 0 if name == "random_state" else 1
         use = f"a whole number, {least} or more" if is_whole else "a number above 0"
-        number = cast("float", value) if is_number else -1
-        if not (least <= number if is_whole else 0 < number < float("inf")):
+        number = cast("float", value) if is_number else float("nan")
+        is_legal = number >= least if is_whole else 0 < number < float("inf")
+        if name == "tol":
+            use, is_legal = "a number; below 0 nothing ends early", not np.isnan(number)
+        if not is_legal:
             raise SettingError(f"{type(estimator).__name__}: {name} is {value!r}; use {use}")
+
+
+def blocks_of(estimator: Estimator, given: int | None, **sizes: int) -> int:
+    """Return the number of blocks for data of these sizes, by name; None: 8, or all there are."""
+    if given is None:
+        return min(8, *sizes.values())
+    check_numbers(estimator, n_blocks=given)
+    for name, n in sizes.items():
+        if n < given:
+            raise SettingError(
+                f"{type(estimator).__name__}: n_blocks is {given}, X has {n} {name}; "
+                f"use n_blocks={n}"
+            )
+    return given
 
 
 def checked_entries(x: object, *, user: str) -> "sparse.csr_array[np.float64]":

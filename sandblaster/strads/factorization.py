@@ -22,7 +22,7 @@ from scipy import sparse
 from typing_extensions import override
 
 from distbelief.core.errors import SettingError
-from sandblaster.strads.estimator import Estimator, check_numbers, checked_entries
+from sandblaster.strads.estimator import Estimator, blocks_of, check_numbers, checked_entries
 from sandblaster.strads.factor_kernel import stepper, subtract
 from sandblaster.strads.program import Program, Pushed, Task, Values, run
 
@@ -242,7 +242,8 @@ class MatrixFactorization(Estimator):
         max_iter: Passes over all ranks, at most.
         tol: It ends when the objective falls by no more in a pass, as a share of it.
         patience: It ends after so many passes without a smaller error of `held_out`.
-        n_blocks: Blocks of rows, at least `workers`.
+        n_blocks: Blocks of rows, updated at the same time, by up to so many workers; None: 8, or
+            all rows if these are fewer.
         workers: Threads.
         random_state: The seed, 0 or more.
 
@@ -267,7 +268,7 @@ class MatrixFactorization(Estimator):
         max_iter: int = 50,
         tol: float = 1e-4,
         patience: int = 3,
-        n_blocks: int = 8,
+        n_blocks: int | None = None,
         workers: int = 1,
         random_state: int = 0,
     ) -> None:
@@ -289,28 +290,22 @@ class MatrixFactorization(Estimator):
             SettingError: as `fit`.
         """
         user = type(self).__name__
-        whole = ("n_components", "max_iter", "patience", "n_blocks", "workers", "random_state")
+        whole = ("n_components", "max_iter", "patience", "workers", "random_state")
         check_numbers(self, **{name: getattr(self, name) for name in whole})
-        check_numbers(self, regularization=self.regularization)
+        check_numbers(self, regularization=self.regularization, tol=self.tol)
         if self.implicit_strength is not None:
             check_numbers(self, implicit_strength=self.implicit_strength)
         entries = self._checked(X)
         if not entries.nnz:
             raise SettingError(f"{user}: X has no entries; give at least one")
-        n_rows = entries.shape[0]
-        if n_rows < self.n_blocks:
-            raise SettingError(
-                f"{user}: n_blocks is {self.n_blocks}, X has {n_rows} rows; use n_blocks={n_rows}"
-            )
-        evaluated = entries[:0] if held_out is None else self._checked(held_out)
-        if held_out is None:
-            evaluated = sparse.csr_array(entries.shape)
-        elif evaluated.shape != entries.shape:
+        n_blocks = blocks_of(self, self.n_blocks, rows=entries.shape[0])
+        evaluated = sparse.csr_array(entries.shape) if held_out is None else self._checked(held_out)
+        if evaluated.shape != entries.shape:
             raise SettingError(
                 f"{user}: held_out has shape {evaluated.shape}, X {entries.shape}; give both the "
                 "same rows and columns"
             )
-        elif not evaluated.nnz:
+        if held_out is not None and not evaluated.nnz:
             raise SettingError(f"{user}: held_out has no entries; give some or none")
         self.mean_ = 0.0 if self.implicit_strength else float(entries.data.mean())
         return Factors(
@@ -321,7 +316,7 @@ class MatrixFactorization(Estimator):
             n_ranks=self.n_components + _N_BIASES * self.biases,
             biases=self.biases,
             seed=int(self.random_state),
-            n_blocks=self.n_blocks,
+            n_blocks=n_blocks,
             max_iter=self.max_iter,
             tol=self.tol,
             held_out=self._with(evaluated, evaluated.data - self.mean_),
@@ -367,6 +362,14 @@ class MatrixFactorization(Estimator):
         """Return what is expected at pairs of row and column, (n,), of those of `fit`."""
         self._check_fitted()
         i, j = np.asarray(rows, np.intp), np.asarray(columns, np.intp)
+        for indices, n, name in (
+            (i, len(self.row_biases_), "row"),
+            (j, self.n_features_in_, "column"),
+        ):
+            for index in indices[(indices < 0) | (indices >= n)].ravel()[:1]:
+                raise SettingError(
+                    f"{type(self).__name__}: there is no {name} {index}; use 0 to {n - 1}"
+                )
         products = np.einsum("...f,f...->...", self.row_factors_[i], self.components_[:, j])
         return np.asarray(products + self.row_biases_[i] + self.column_biases_[j] + self.mean_)
 

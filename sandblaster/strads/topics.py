@@ -26,7 +26,7 @@ from scipy.special import digamma
 from typing_extensions import override
 
 from distbelief.core.errors import SettingError
-from sandblaster.strads.estimator import Estimator, check_numbers, checked_entries
+from sandblaster.strads.estimator import Estimator, blocks_of, check_numbers, checked_entries
 from sandblaster.strads.program import Program, Pushed, Task, Values, run
 from sandblaster.strads.topic_kernel import LANES, Counts, sampler
 
@@ -394,7 +394,8 @@ class LatentDirichletAllocation(Estimator):
             no more.
         evaluate_every: Passes between evaluations of `held_out`.
         patience: Sampling ends after so many evaluations without a better one.
-        n_blocks: Blocks of documents, sampled at the same time: at least `workers`.
+        n_blocks: Blocks of documents, sampled at the same time, by up to so many workers; None: 8,
+            or all documents or words if these are fewer.
         workers: Threads. They share the time only with numba.
         random_state: The seed, 0 or more.
 
@@ -417,7 +418,7 @@ class LatentDirichletAllocation(Estimator):
         tol: float = 1e-4,
         evaluate_every: int = 10,
         patience: int = 3,
-        n_blocks: int = 8,
+        n_blocks: int | None = None,
         workers: int = 1,
         random_state: int = 0,
     ) -> None:
@@ -446,7 +447,7 @@ class LatentDirichletAllocation(Estimator):
             max_iter=self.max_iter,
             evaluate_every=self.evaluate_every,
             patience=self.patience,
-            n_blocks=self.n_blocks,
+            tol=self.tol,
             workers=self.workers,
             random_state=self.random_state,
         )
@@ -459,21 +460,18 @@ class LatentDirichletAllocation(Estimator):
         counts = _checked_counts(X, user=user)
         if not counts.nnz:
             raise SettingError(f"{user}: X has no words; give documents with at least one")
-        for name, n in zip(("documents", "words"), counts.shape, strict=True):
-            if n < self.n_blocks:
-                raise SettingError(
-                    f"{user}: n_blocks is {self.n_blocks}, X has {n} {name}; use n_blocks={n}"
-                )
+        n_documents, n_words = counts.shape
+        n_blocks = blocks_of(self, self.n_blocks, documents=n_documents, words=n_words)
         if held_out is None:
             evaluated = counts[:0]
         else:
-            evaluated = _checked_counts(held_out, user=user, n_words=counts.shape[1])
+            evaluated = _checked_counts(held_out, user=user, n_words=n_words)
         return Topics(
             counts=counts,
             alpha=np.full(self.n_components, float(alpha)),
             beta=float(beta),
             seed=int(self.random_state),
-            n_blocks=self.n_blocks,
+            n_blocks=n_blocks,
             max_iter=self.max_iter,
             tol=self.tol,
             learn_alpha=self.learn_doc_topic_prior,

@@ -231,6 +231,8 @@ def test_rows_and_columns_without_entries_have_no_factors() -> None:
         ([["a"]], {}, "X is of <U1; use real numbers"),
         (np.ones((3, 3)), {"n_blocks": 4}, "n_blocks is 4, X has 3 rows; use n_blocks=3"),
         ([[1.0]], {"n_components": 0}, "n_components is 0; use a whole number, 1 or more"),
+        ([[1.0]], {"tol": "small"}, "tol is 'small'; use a number; below 0 nothing ends early"),
+        ([[1.0]], {"n_blocks": 0}, "n_blocks is 0; use a whole number, 1 or more"),
         ([[1.0]], {"regularization": 0}, "regularization is 0; use a number above 0"),
         ([[1.0]], {"implicit_strength": 0}, "implicit_strength is 0; use a number above 0"),
         ([[1.0, -2.0]], {"implicit_strength": 1}, "X has negative feedback, -2.0; leave it out"),
@@ -248,6 +250,12 @@ def test_what_does_not_fit_the_model_is_refused() -> None:
     with pytest.raises(SettingError, match="has no factors yet; call fit first"):
         factorization().predict([0], [0])
     model = factorization(max_iter=1).fit(ratings()[0])
+    with pytest.raises(SettingError, match="there is no row 60; use 0 to 59"):
+        model.predict([0, 60], [0, 0])
+    with pytest.raises(SettingError, match="there is no column -1; use 0 to 39"):
+        model.predict(0, -1)
+    with pytest.raises(SettingError, match="held_out has no entries; give some or none"):
+        model.fit(ratings()[0], held_out=sparse.csr_array((60, 40)))
     with pytest.raises(SettingError, match="X has 3 columns, not 40; use those of fit"):
         model.transform(np.ones((2, 3)))
     with pytest.raises(SettingError, match=r"X has shape \(2, 40\) and 80 entries; give ratings"):

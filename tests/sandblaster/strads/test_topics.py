@@ -300,6 +300,11 @@ def test_documents_without_words_change_nothing_but_their_own_row() -> None:
     np.testing.assert_allclose(model.transform(counts)[-1], 0.25)
 
 
+def test_few_documents_or_words_are_as_many_blocks() -> None:
+    assert sandblaster.LatentDirichletAllocation(2).program(np.ones((9, 3))).n_blocks == 3
+    assert sandblaster.LatentDirichletAllocation(2).program(np.ones((99, 99))).n_blocks == 8
+
+
 def test_sampling_ends_when_scores_rise_no_more() -> None:
     model = estimator(max_iter=150, tol=0.01).fit(corpus())
     assert 10 < model.n_iter_ < 150
