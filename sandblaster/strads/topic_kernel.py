@@ -114,7 +114,7 @@ def sample_in_numpy(  # noqa: PLR0913, PLR0917 -- as above
     beta: np.float32,
     beta_sum: float,
 ) -> None:
-    """Do as `sample`, in a hundred times as long."""
+    """Do as `sample`, in some 250 times as long."""
     for place, (word, document) in enumerate(tokens.tolist()):
         words, documents = word_topics[word], document_topics[document]
         topic = int(topics[place])

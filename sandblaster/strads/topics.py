@@ -382,7 +382,7 @@ class LatentDirichletAllocation(Estimator):
     """Topics of documents, by collapsed Gibbs sampling over rotating words (STRADS, ST-4).
 
     The same input gives the same bits, for any `workers`; another `n_blocks` is another sample.
-    Install the extra `kernels`: without numba sampling takes about a hundred times as long.
+    Install the extra `kernels`: without numba sampling takes some 250 times as long.
 
     Args:
         n_components: The number of topics.
