@@ -4,7 +4,9 @@ import inspect
 from typing import TypeVar, cast
 
 import numpy as np
+from numpy.typing import NDArray
 from scipy import sparse
+from typing_extensions import override
 
 from distbelief.core.errors import SettingError
 from distbelief.core.formatting import nearest
@@ -45,6 +47,7 @@ class Estimator:
             input_tags=InputTags(sparse=True),
         )
 
+    @override
     def __repr__(self) -> str:
         shown = ", ".join(f"{name}={value!r}" for name, value in self.get_params().items())
         return f"{type(self).__name__}({shown})"
@@ -89,13 +92,14 @@ def checked_entries(x: object, *, user: str) -> "sparse.csr_array[np.float64]":
     Raises:
         SettingError: not two-dimensional, no rows or columns, not of numbers, NaN or infinite.
     """
-    given = x if sparse.issparse(x) else np.asarray(x)
+    # Sparse or dense: both have these attributes.
+    given = cast("NDArray[np.float64]", x if sparse.issparse(x) else np.asarray(x))
     if given.ndim != 2:
         raise SettingError(f"{user}: X has {given.ndim} dimensions; give rows and columns")
     if given.dtype.kind not in "biuf":
         raise SettingError(f"{user}: X is of {given.dtype}; use real numbers")
-    # Not as they are: sums of entries that are small integers would overflow.
-    matrix = sparse.csr_array(given).astype(np.float64, copy=False)
+    # First of all float64: sums of entries that are small integers would overflow.
+    matrix = sparse.csr_array(given.astype(np.float64, copy=False))
     if 0 in matrix.shape:
         raise SettingError(f"{user}: X has shape {matrix.shape}; give at least one row and column")
     if not matrix.has_canonical_format:

@@ -292,6 +292,11 @@ def test_dense_sparse_and_unsorted_counts_give_the_same_bits() -> None:
         np.testing.assert_array_equal(estimator(max_iter=2).fit(other).components_, expected)
 
 
+def test_counts_that_are_given_in_parts_do_not_overflow() -> None:
+    parts = sparse.coo_array((np.array([100, 100, 1], np.int8), ([0, 0, 0], [0, 0, 1])))
+    assert estimator(n_blocks=1).program(parts).counts.toarray().tolist() == [[200, 1]]
+
+
 def test_documents_without_words_change_nothing_but_their_own_row() -> None:
     counts = corpus().toarray()
     counts[-1] = 0
