@@ -17,8 +17,15 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from sandblaster.api import minimize as minimize
     from sandblaster.optimizers.termination import Reason as Reason
+    from sandblaster.strads.factorization import MatrixFactorization as MatrixFactorization
+    from sandblaster.strads.topics import LatentDirichletAllocation as LatentDirichletAllocation
 
-_HOMES = {"Reason": "sandblaster.optimizers.termination", "minimize": "sandblaster.api"}
+_HOMES = {
+    "LatentDirichletAllocation": "sandblaster.strads.topics",
+    "MatrixFactorization": "sandblaster.strads.factorization",
+    "Reason": "sandblaster.optimizers.termination",
+    "minimize": "sandblaster.api",
+}
 
 __all__ = sorted(_HOMES)  # noqa: PLE0605 -- derived, so that the two cannot differ
 

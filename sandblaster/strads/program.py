@@ -16,6 +16,7 @@ Variables are rows of named tables. `run` holds them in this process.
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Generic, Protocol, TypeAlias, TypeVar, cast
 
 import numpy as np
@@ -119,16 +120,28 @@ def _commit(
     adds: Sequence[tuple[Rows, Values] | None],
 ) -> None:
     given = [one for one in adds if one is not None]
-    if len(given) == 1:
+    spans = {(rows.start, rows.stop) for rows, _ in given if isinstance(rows, slice)}
+    ordered = sorted(spans)
+    if all(isinstance(rows, slice) for rows, _ in given) and all(
+        stop <= start for (_, stop), (start, _) in pairwise(ordered)
+    ):  # the same, or apart, as most programs deal them: in a fraction of the time
+        for start, stop in ordered:
+            span = slice(start, stop)
+            first, *rest = [values for rows, values in given if rows == span]
+            sums = first.copy() if rest else first
+            for values in rest:
+                sums += values
+            table[span] = program.pull(name, table[span], sums)
+    elif len(given) == 1:
         rows, sums = given[0]
         table[rows] = program.pull(name, table[rows], sums)
-    elif given:
-        indices = np.unique(np.concatenate([_indices(rows, len(table)) for rows, _ in given]))
+    else:
+        indices = np.unique(np.concatenate([_indices(rows) for rows, _ in given]))
         sums = np.zeros((len(indices), *table.shape[1:]))
         for rows, values in given:
-            sums[np.searchsorted(indices, _indices(rows, len(table)))] += values
+            sums[np.searchsorted(indices, _indices(rows))] += values
         table[indices] = program.pull(name, table[indices], sums)
 
 
-def _indices(rows: Rows, n_rows: int) -> NDArray[np.int64]:
-    return np.arange(n_rows)[rows] if isinstance(rows, slice) else rows
+def _indices(rows: Rows) -> NDArray[np.int64]:
+    return np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows

@@ -1,0 +1,110 @@
+"""What estimators share: parameters by scikit-learn's conventions, sparse input checked."""
+
+import inspect
+from typing import TypeVar, cast
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import sparse
+from typing_extensions import override
+
+from distbelief.core.errors import SettingError
+from distbelief.core.formatting import nearest
+
+
+Self = TypeVar("Self", bound="Estimator")
+
+
+class Estimator:
+    """The parameters of `__init__`, which stores each under its own name."""
+
+    def get_params(self, deep: bool = True) -> dict[str, object]:  # noqa: FBT001, FBT002, ARG002 -- scikit-learn's signature
+        """Return the parameters of `__init__`, by name."""
+        return {name: getattr(self, name) for name in inspect.signature(type(self)).parameters}
+
+    def set_params(self: Self, **values: object) -> Self:
+        """Set parameters of `__init__`.
+
+        Raises:
+            SettingError: there is no such parameter.
+        """
+        names = list(inspect.signature(type(self)).parameters)
+        for name, value in values.items():
+            if name not in names:
+                hint = nearest(name, names)
+                raise SettingError(f"{type(self).__name__} has no parameter {name!r}: {hint}")
+            setattr(self, name, value)
+        return self
+
+    def __sklearn_tags__(self) -> object:
+        """Return what scikit-learn asks estimators for; only it does, so it is installed."""
+        from sklearn.utils import InputTags, Tags, TargetTags, TransformerTags  # noqa: PLC0415
+
+        return Tags(
+            estimator_type=None,
+            target_tags=TargetTags(required=False),
+            transformer_tags=TransformerTags(),
+            input_tags=InputTags(sparse=True),
+        )
+
+    @override
+    def __repr__(self) -> str:
+        shown = ", ".join(f"{name}={value!r}" for name, value in self.get_params().items())
+        return f"{type(self).__name__}({shown})"
+
+
+_WHOLE = ("n_", "max_iter", "evaluate_every", "patience", "random_state", "workers")
+
+
+def check_numbers(estimator: Estimator, **values: object) -> None:
+    """Refuse parameters that are no positive, finite numbers, or whole ones; a seed may be 0."""
+    for name, value in values.items():
+        is_whole = name.startswith(_WHOLE)
+        kinds = (int, np.integer) if is_whole else (int, float, np.integer, np.floating)
+        is_number = isinstance(value, kinds) and not isinstance(value, bool)
+        least = 0 if name == "random_state" else 1
+        use = f"a whole number, {least} or more" if is_whole else "a number above 0"
+        number = cast("float", value) if is_number else float("nan")
+        is_legal = number >= least if is_whole else 0 < number < float("inf")
+        if name == "tol":
+            use, is_legal = "a number; below 0 nothing ends early", not np.isnan(number)
+        if not is_legal:
+            raise SettingError(f"{type(estimator).__name__}: {name} is {value!r}; use {use}")
+
+
+def blocks_of(estimator: Estimator, given: int | None, **sizes: int) -> int:
+    """Return the number of blocks for data of these sizes, by name; None: 8, or all there are."""
+    if given is None:
+        return min(8, *sizes.values())
+    check_numbers(estimator, n_blocks=given)
+    for name, n in sizes.items():
+        if n < given:
+            raise SettingError(
+                f"{type(estimator).__name__}: n_blocks is {given}, X has {n} {name}; "
+                f"use n_blocks={n}"
+            )
+    return given
+
+
+def checked_entries(x: object, *, user: str) -> "sparse.csr_array[np.float64]":
+    """Return a matrix by rows, its columns sorted, each entry once; zeros that are stored stay.
+
+    Raises:
+        SettingError: not two-dimensional, no rows or columns, not of numbers, NaN or infinite.
+    """
+    # Sparse or dense: both have these attributes.
+    given = cast("NDArray[np.float64]", x if sparse.issparse(x) else np.asarray(x))
+    if given.ndim != 2:
+        raise SettingError(f"{user}: X has {given.ndim} dimensions; give rows and columns")
+    if given.dtype.kind not in "biuf":
+        raise SettingError(f"{user}: X is of {given.dtype}; use real numbers")
+    # First of all float64: sums of entries that are small integers would overflow.
+    matrix = sparse.csr_array(given.astype(np.float64, copy=False))
+    if 0 in matrix.shape:
+        raise SettingError(f"{user}: X has shape {matrix.shape}; give at least one row and column")
+    if not matrix.has_canonical_format:
+        matrix = matrix.copy()
+        matrix.sum_duplicates()
+    if not np.isfinite(matrix.data).all():
+        raise SettingError(f"{user}: X contains NaN or infinity; leave these entries out")
+    return matrix

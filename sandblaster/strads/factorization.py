@@ -1,0 +1,464 @@
+"""Matrix factorization by coordinate descent, rank after rank (ST-5; CCD++: Yu et al. 2012).
+
+    minimize over U, V   sum over entries of w (t - u.v)^2 + whole * sum over all pairs of (u.v)^2
+                         + regularization (|U|^2 + |V|^2)
+
+Ratings have t = rating, w = 1, whole = 0. Implicit feedback r (Hu, Koren and Volinsky 2008), where
+a pair without an entry is a 0 of weight 1 and one with an entry a 1 of weight c = 1 + strength r,
+is the same problem, up to a constant: w = c - 1, t = c / (c - 1), whole = 1.
+
+Rows are cut into blocks. One round updates one rank f of all: each block solves for u_f of its own
+rows, which do not depend on each other given the rest, and adds up what v_f follows from; `pull`
+divides. A row's bias is a rank whose v is held at 1; a column's one, whose u is.
+"""
+
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final, TypeAlias, final
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import sparse
+from typing_extensions import override
+
+from distbelief.core.errors import SettingError
+from sandblaster.strads.estimator import Estimator, blocks_of, check_numbers, checked_entries
+from sandblaster.strads.factor_kernel import stepper, subtract
+from sandblaster.strads.program import Program, Pushed, Task, Values, run
+
+
+Matrix: TypeAlias = "sparse.csr_array[np.float64]"
+Report: TypeAlias = Values
+"""(4,): the block's part of the objective; of |V|^2; of held-out errors; their number."""
+
+_N_BIASES: Final = 2  # ranks: of rows, then of columns
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """Update a rank; None: evaluate."""
+
+    rank: int | None
+    before: int | None  # the rank whose v has changed since
+
+
+@final
+@dataclass(slots=True, eq=False)
+class Block:
+    """Some rows of the matrix."""
+
+    first: int  # its rows, in the whole
+    starts: NDArray[np.int64]  # (n_rows + 1,) of rows among its entries
+    columns: NDArray[np.int32]  # (n_entries,)
+    residuals: Values  # (n_entries,) w (t - u.v)
+    weights: Values  # (n_entries,)
+    u: Values  # (n_ranks, n_rows)
+    v: Values  # (n_ranks, n_columns): as taken last
+    held_out: Matrix
+
+
+@final
+@dataclass(kw_only=True, eq=False)
+class Factors(Program[Block, Turn, Report, Sequence[tuple[float, float]]]):
+    """Factors of a matrix. Its tables hold one rank after the other.
+
+    "rows" are u, (n_ranks * n_rows,); "columns" v, and what each was divided by:
+    (n_ranks * n_columns, 2). `schedule` returns objective and held-out error after each pass.
+
+    Args:
+        targets, weights: t and w: (n_rows, n_columns), canonical, of the same entries.
+        whole: Weight of all pairs.
+        regularization: Above 0.
+        n_ranks: With those of biases, which come first.
+        biases: Whether there are any.
+        seed: Of the first values of v; u is 0.
+        held_out: Entries that are only evaluated; may be none. Their error is the mean square of
+            t - u.v, or with `whole` the mean share of columns with a larger u.v.
+
+    All others as those of the estimator.
+    """
+
+    targets: Matrix
+    weights: Matrix
+    whole: float
+    regularization: float
+    n_ranks: int
+    biases: bool
+    seed: int
+    n_blocks: int
+    max_iter: int
+    tol: float
+    held_out: Matrix
+    patience: int
+    tables: Mapping[str, Values] = field(init=False)
+
+    def __post_init__(self) -> None:
+        n_rows, n_columns = self.targets.shape
+        # Which u and v are free: those of biases are not on the other side.
+        self._free = np.ones((2, self.n_ranks), bool)
+        u, v = np.zeros((self.n_ranks, n_rows)), np.zeros((self.n_ranks, n_columns, 2))
+        v[..., 0] = np.random.default_rng(self.seed).standard_normal((self.n_ranks, n_columns)) / 10
+        if self.biases:
+            self._free[[0, 1], [1, 0]] = False
+            u[1], v[:_N_BIASES, :, 0] = 1, [[1], [0]]
+        self.tables = {"rows": u.ravel(), "columns": v.reshape(-1, 2)}
+        ends = self.targets.indptr[1:].astype(np.int64)
+        shares = np.arange(self.n_blocks + 1) * (ends[-1] / self.n_blocks)
+        self._ends = np.searchsorted(ends, shares)
+        self._ends[[0, -1]] = 0, n_rows
+
+    @override
+    def load(self, block: int) -> Block:
+        first, end = self._ends[block : block + 2]
+        targets, weights = self.targets[first:end], self.weights[first:end]
+        return Block(
+            first=int(first),
+            starts=targets.indptr.astype(np.int64),
+            columns=targets.indices.astype(np.int32),
+            residuals=targets.data * weights.data,
+            weights=weights.data,
+            u=self.tables["rows"].reshape(self.n_ranks, -1)[:, first:end].copy(),
+            v=self.tables["columns"][:, 0].reshape(self.n_ranks, -1).copy(),
+            held_out=self.held_out[first:end],
+        )
+
+    @override
+    def schedule(
+        self,
+    ) -> Generator[Sequence[Task[Turn]], Sequence[Report], Sequence[tuple[float, float]]]:
+        history: list[tuple[float, float]] = []
+        for _ in range(self.max_iter):
+            before = None
+            for rank in range(self.n_ranks):
+                yield self._round(rank, before)
+                before = rank
+            loss, of_v, errors, n = np.sum((yield self._round(None, before)), axis=0)
+            # Each block has reported the same v.
+            objective = loss + of_v / self.n_blocks - self.whole * self.targets.sum()
+            history.append((float(objective), float(errors / n) if n else 0.0))
+            if self._is_over(history):
+                break
+        return history
+
+    def _round(self, rank: int | None, before: int | None) -> list[Task[Turn]]:
+        changed = before is not None and self._free[1, before]
+        takes = {"columns": self._columns(before)} if changed and before is not None else {}
+        turn = Turn(rank, before if changed else None)
+        return [Task(block=block, argument=turn, takes=takes) for block in range(self.n_blocks)]
+
+    def _columns(self, rank: int) -> "slice[int, int, None]":
+        n_columns = self.targets.shape[1]
+        return slice(rank * n_columns, (rank + 1) * n_columns)
+
+    def _is_over(self, history: Sequence[tuple[float, float]]) -> bool:
+        errors = [error for _, error in history]
+        if self.held_out.nnz and len(history) > self.patience:
+            return min(errors[-self.patience :]) >= min(errors[: -self.patience])
+        if len(history) < 2:
+            return False
+        before, last = history[-2][0], history[-1][0]
+        return before - last <= self.tol * abs(before)
+
+    @override
+    def push(self, block: Block, argument: Turn, taken: Mapping[str, Values]) -> Pushed[Report]:
+        rank, before = argument.rank, argument.before
+        entries = block.starts, block.columns, block.residuals, block.weights
+        u_before, moved = block.u[0], np.zeros(block.v.shape[1])
+        if before is not None:
+            u_before, moved = block.u[before], taken["columns"][:, 0] - block.v[before]
+            block.v[before] = taken["columns"][:, 0]
+        if rank is None:
+            subtract(*entries, u_before, moved)
+            return Pushed(adds={}, report=self._report(block))
+        u, v = block.u[rank].copy(), block.v[rank]
+        rest, size = self._of_all_pairs(block.u, block.v, rank)
+        divisor = self.regularization + size if self._free[0, rank] else np.inf
+        sums = stepper()(*entries, u_before, moved, u, v, rest, divisor)
+        change = u - block.u[rank]
+        block.u[rank] = u
+        start = rank * self.targets.shape[0] + block.first
+        adds: dict[str, tuple[slice[int, int, None], Values]] = {}
+        adds["rows"] = slice(start, start + len(u)), change
+        if self._free[1, rank]:
+            rest, size = self._of_all_pairs(block.v, block.u, rank)
+            sums[:, 0] += rest
+            sums[:, 1] += size
+            adds["columns"] = self._columns(rank), sums
+        return Pushed(adds=adds, report=np.zeros(4))
+
+    def _of_all_pairs(self, u: Values, v: Values, rank: int) -> tuple[Values, float]:
+        """Return what the sum over all pairs adds to numerators and divisors of u."""
+        if not self.whole:
+            return np.zeros(u.shape[1]), 0.0
+        products = self.whole * (v @ v[rank])
+        size = float(products[rank])
+        products[rank] = 0
+        return -products @ u, size
+
+    @override
+    def pull(self, table: str, rows: Values, sums: Values) -> Values:
+        if table == "rows":
+            return rows + sums
+        divisors = sums[:, 1] + self.regularization
+        return np.stack([sums[:, 0] / divisors, divisors], axis=1)
+
+    def _report(self, block: Block) -> Report:
+        u, v = block.u, block.v
+        loss = float((block.residuals**2 / block.weights).sum())
+        loss += self.regularization * float((u[self._free[0]] ** 2).sum())
+        if self.whole:
+            loss += self.whole * float(((u @ u.T) * (v @ v.T)).sum())
+        error = 0.0
+        held_out = block.held_out
+        for row in np.flatnonzero(np.diff(held_out.indptr)):
+            some = slice(*held_out.indptr[row : row + 2])
+            products = u[:, row] @ v
+            those = products[held_out.indices[some]]
+            if self.whole:
+                error += float((products > those[:, None]).mean(axis=1).sum())
+            else:
+                error += float(((held_out.data[some] - those) ** 2).sum())
+        of_v = self.regularization * float((v[self._free[1]] ** 2).sum())
+        return np.array([loss, of_v, error, held_out.nnz])
+
+
+# --- the estimator ---
+
+
+class MatrixFactorization(Estimator):
+    """Factors of a matrix with few known entries, by coordinate descent (STRADS, ST-5).
+
+    The same input gives the same bits, for any `workers`; another `n_blocks` adds up in another
+    order.
+
+    Args:
+        n_components: The rank.
+        regularization: Weight of the squares of factors and biases, above 0.
+        biases: Whether rows and columns have one.
+        implicit_strength: None: entries are ratings, others unknown. Otherwise entries r are
+            feedback (clicks), above 0: u.v should be 1 there, with weight 1 + implicit_strength r,
+            and 0 elsewhere, with weight 1 (Hu, Koren and Volinsky 2008).
+        max_iter: Passes over all ranks, at most.
+        tol: It ends when the objective falls by no more in a pass, as a share of it.
+        patience: It ends after so many passes without a smaller error of `held_out`.
+        n_blocks: Blocks of rows, updated at the same time, by up to so many workers; None: 8, or
+            all rows if these are fewer.
+        workers: Threads.
+        random_state: The seed, 0 or more.
+
+    Attributes:
+        row_factors_: (n_rows, n_components)
+        components_: (n_components, n_columns)
+        mean_: Of the ratings; 0 of feedback.
+        row_biases_, column_biases_: (n_rows,), (n_columns,); 0 without `biases`.
+        n_iter_: Passes made.
+        objectives_: After each pass.
+        held_out_errors_: After each pass: RMSE; of feedback the mean share of columns that are
+            expected to be more welcome (Hu et al., equation 8: 0 is best, 0.5 is chance).
+    """
+
+    def __init__(  # noqa: PLR0913 -- scikit-learn's convention
+        self,
+        n_components: int = 10,
+        *,
+        regularization: float = 0.1,
+        biases: bool = False,
+        implicit_strength: float | None = None,
+        max_iter: int = 50,
+        tol: float = 1e-4,
+        patience: int = 3,
+        n_blocks: int | None = None,
+        workers: int = 1,
+        random_state: int = 0,
+    ) -> None:
+        self.n_components = n_components
+        self.regularization = regularization
+        self.biases = biases
+        self.implicit_strength = implicit_strength
+        self.max_iter = max_iter
+        self.tol = tol
+        self.patience = patience
+        self.n_blocks = n_blocks
+        self.workers = workers
+        self.random_state = random_state
+
+    def program(self, X: object, *, held_out: object = None) -> Factors:  # noqa: N803 -- scikit-learn's name
+        """Return what `fit` runs.
+
+        Raises:
+            SettingError: as `fit`.
+        """
+        user = type(self).__name__
+        whole = ("n_components", "max_iter", "patience", "workers", "random_state")
+        check_numbers(self, **{name: getattr(self, name) for name in whole})
+        check_numbers(self, regularization=self.regularization, tol=self.tol)
+        if self.implicit_strength is not None:
+            check_numbers(self, implicit_strength=self.implicit_strength)
+        entries = self._checked(X)
+        if not entries.nnz:
+            raise SettingError(f"{user}: X has no entries; give at least one")
+        n_blocks = blocks_of(self, self.n_blocks, rows=entries.shape[0])
+        evaluated = sparse.csr_array(entries.shape) if held_out is None else self._checked(held_out)
+        if evaluated.shape != entries.shape:
+            raise SettingError(
+                f"{user}: held_out has shape {evaluated.shape}, X {entries.shape}; give both the "
+                "same rows and columns"
+            )
+        if held_out is not None and not evaluated.nnz:
+            raise SettingError(f"{user}: held_out has no entries; give some or none")
+        self.mean_ = 0.0 if self.implicit_strength else float(entries.data.mean())
+        return Factors(
+            targets=self._with(entries, self._targets(entries.data)),
+            weights=self._with(entries, self._weights(entries.data)),
+            whole=float(self.implicit_strength is not None),
+            regularization=float(self.regularization),
+            n_ranks=self.n_components + _N_BIASES * self.biases,
+            biases=self.biases,
+            seed=int(self.random_state),
+            n_blocks=n_blocks,
+            max_iter=self.max_iter,
+            tol=self.tol,
+            held_out=self._with(evaluated, evaluated.data - self.mean_),
+            patience=self.patience,
+        )
+
+    def fit(
+        self,
+        X: object,  # noqa: N803 -- scikit-learn's name
+        y: object = None,  # noqa: ARG002 -- scikit-learn's signature
+        *,
+        held_out: object = None,
+    ) -> "MatrixFactorization":
+        """Factor a matrix.
+
+        Args:
+            X: (n_rows, n_columns). Of scipy.sparse: the stored entries are known, zeros among them
+                as well. Dense: all but NaN. Of feedback zeros are as if not stored.
+            y: Nothing: for pipelines.
+            held_out: Entries of the same rows and columns, only evaluated, for `patience`.
+
+        Raises:
+            SettingError: NaN or infinity, negative feedback, a wrong parameter, more blocks than
+                rows.
+        """
+        program = self.program(X, held_out=held_out)
+        history, tables = run(program, workers=self.workers)
+        u = tables["rows"].reshape(program.n_ranks, -1)
+        v = tables["columns"][:, 0].reshape(program.n_ranks, -1)
+        first = _N_BIASES * self.biases
+        self.row_factors_, self.components_ = u[first:].T.copy(), v[first:].copy()
+        zeros = np.zeros(max(program.targets.shape))
+        self.row_biases_ = u[0].copy() if self.biases else zeros[: u.shape[1]]
+        self.column_biases_ = v[1].copy() if self.biases else zeros[: v.shape[1]]
+        self.n_features_in_, self.n_iter_ = v.shape[1], len(history)
+        self.objectives_ = [objective for objective, _ in history]
+        errors = [error for _, error in history] if held_out is not None else []
+        is_rating = self.implicit_strength is None
+        self.held_out_errors_ = [error**0.5 if is_rating else error for error in errors]
+        return self
+
+    def predict(self, rows: object, columns: object) -> Values:
+        """Return what is expected at pairs of row and column, (n,), of those of `fit`."""
+        self._check_fitted()
+        i, j = np.asarray(rows, np.intp), np.asarray(columns, np.intp)
+        for indices, n, name in (
+            (i, len(self.row_biases_), "row"),
+            (j, self.n_features_in_, "column"),
+        ):
+            for index in indices[(indices < 0) | (indices >= n)].ravel()[:1]:
+                raise SettingError(
+                    f"{type(self).__name__}: there is no {name} {index}; use 0 to {n - 1}"
+                )
+        products = np.einsum("...f,f...->...", self.row_factors_[i], self.components_[:, j])
+        return np.asarray(products + self.row_biases_[i] + self.column_biases_[j] + self.mean_)
+
+    def transform(self, X: object) -> Values:  # noqa: N803 -- as above
+        """Return factors of rows, also of new ones, (n_rows, n_components), given the columns'."""
+        self._check_fitted()
+        entries = self._checked(X)
+        if entries.shape[1] != self.n_features_in_:
+            raise SettingError(
+                f"{type(self).__name__}: X has {entries.shape[1]} columns, not "
+                f"{self.n_features_in_}; use those of fit"
+            )
+        # The row's bias is a factor whose column factors are 1.
+        v = np.vstack([self.components_, *np.ones((int(self.biases), self.n_features_in_))])
+        is_implicit = self.implicit_strength is not None
+        fixed = self.regularization * np.eye(len(v)) + is_implicit * (v @ v.T)
+        pull = is_implicit * (v @ self.column_biases_)
+        targets, weights = self._targets(entries.data), self._weights(entries.data)
+        factors = np.zeros((entries.shape[0], len(v)))
+        for row, (start, end) in enumerate(zip(entries.indptr, entries.indptr[1:], strict=False)):
+            columns, w = entries.indices[start:end], weights[start:end]
+            some = v[:, columns]
+            rest = w * (targets[start:end] - self.column_biases_[columns])
+            factors[row] = np.linalg.solve((some * w) @ some.T + fixed, some @ rest - pull)
+        return factors[:, : len(self.components_)]
+
+    def fit_transform(self, X: object, y: object = None) -> Values:  # noqa: N803 -- as above
+        """Factor a matrix, and return the factors of its rows."""
+        return self.fit(X, y).row_factors_
+
+    def score(self, X: object, y: object = None) -> float:  # noqa: N803, ARG002 -- as above
+        """Return minus the RMSE of ratings of the rows and columns of `fit`.
+
+        Raises:
+            SettingError: feedback: of that `held_out_errors_` says more.
+        """
+        self._check_fitted()
+        if self.implicit_strength is not None:
+            raise SettingError(
+                f"{type(self).__name__}: feedback has no score; give fit held_out and read "
+                "held_out_errors_"
+            )
+        entries = self._checked(X).tocoo()
+        shape = len(self.row_biases_), self.n_features_in_
+        if entries.shape != shape or not entries.nnz:
+            raise SettingError(
+                f"{type(self).__name__}: X has shape {entries.shape} and {entries.nnz} entries; "
+                f"give ratings of shape {shape}"
+            )
+        errors = entries.data - self.predict(*entries.coords)
+        return -float(np.sqrt((errors**2).mean()))
+
+    def _targets(self, values: Values) -> Values:
+        strength = self.implicit_strength
+        return values - self.mean_ if strength is None else 1 + 1 / (strength * values)
+
+    def _weights(self, values: Values) -> Values:
+        strength = self.implicit_strength
+        return np.ones_like(values) if strength is None else strength * values
+
+    def _with(self, entries: Matrix, values: Values) -> Matrix:
+        matrix: Matrix = sparse.csr_array(
+            (values, entries.indices, entries.indptr), shape=entries.shape
+        )
+        return matrix
+
+    def _checked(self, x: object) -> Matrix:
+        user = type(self).__name__
+        if self.implicit_strength is None and not sparse.issparse(x):
+            x = _known(x)
+        entries = checked_entries(x, user=user)
+        if self.implicit_strength is not None:
+            if (entries.data < 0).any():
+                value = entries.data.min()
+                raise SettingError(f"{user}: X has negative feedback, {value}; leave it out")
+            entries = entries.copy()
+            entries.eliminate_zeros()
+        return entries
+
+    def _check_fitted(self) -> None:
+        if not hasattr(self, "components_"):
+            raise SettingError(f"this {type(self).__name__} has no factors yet; call fit first")
+
+
+def _known(x: object) -> object:
+    """Return the entries of a dense matrix that are not NaN, zeros among them."""
+    dense = np.asarray(x)
+    if dense.ndim != 2 or dense.dtype.kind not in "biuf":
+        return x  # refused with all others
+    values = dense.astype(np.float64)
+    rows, columns = np.nonzero(~np.isnan(values))
+    return sparse.coo_array((values[rows, columns], (rows, columns)), shape=values.shape)
