@@ -17,8 +17,19 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from sandblaster.api import minimize as minimize
     from sandblaster.optimizers.termination import Reason as Reason
+    from sandblaster.strads.linear import (
+        Lasso as Lasso,
+        SparseLogisticRegression as SparseLogisticRegression,
+        sparse_path as sparse_path,
+    )
 
-_HOMES = {"Reason": "sandblaster.optimizers.termination", "minimize": "sandblaster.api"}
+_HOMES = {
+    "Lasso": "sandblaster.strads.linear",
+    "Reason": "sandblaster.optimizers.termination",
+    "SparseLogisticRegression": "sandblaster.strads.linear",
+    "minimize": "sandblaster.api",
+    "sparse_path": "sandblaster.strads.linear",
+}
 
 __all__ = sorted(_HOMES)  # noqa: PLE0605 -- derived, so that the two cannot differ
 
