@@ -197,7 +197,7 @@ class Columns:
             rows, data = np.zeros(0, np.int64), own.reshape(-1)
         else:
             starts, rows, data = own.indptr, own.indices, own.data
-        return kernels.descend(
+        return kernels.best()(
             starts, rows, data, self.norms, self.sums, places, values, residual,
             shift, threshold, n_passes, enough,
         )  # fmt: skip

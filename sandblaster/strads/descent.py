@@ -173,7 +173,7 @@ class Descent(Program[Block, Argument, Report, Sequence[Solution]]):
         tolerance: Duality gap at which an alpha is solved, relative to the loss of a constant.
         max_iterations: Bound on scorings for an alpha.
         schedule: "priority": working sets. "round_robin": all variables in turn.
-        interference: Bound of I_j (`plan`); infinity: no dependency is heeded, and the
+        interference: Bound of I_j (`plan`); infinity: dependencies do not count, and the
             objective may rise.
         gather: Entries per sample up to which a working set is updated by one block.
         start: Coefficients and intercept of the start; None: 0, and the best constant.
@@ -268,7 +268,7 @@ class Descent(Program[Block, Argument, Report, Sequence[Solution]]):
             objective = measured.loss + penalty
             best_dual = max(best_dual, measured.dual)
             gap = objective - best_dual
-            solved = gap <= self._gap_max
+            solved = bool(gap <= self._gap_max)
             if solved or not gap < math.inf or scheduler.n_iterations >= self._max_iterations:
                 return scheduler.solution(alpha, measured, objective, gap, converged=solved)
             tightness = 0.1 if gap < 0.5 * last_gap else max(0.1 * tightness, 1e-9)

@@ -65,7 +65,12 @@ def warm_up() -> bool:
     return True
 
 
-def descend(  # noqa: PLR0913, PLR0917 -- numba takes arrays, not objects
+def best() -> Kernel:
+    """Return what makes the passes: the compiled loop, or numpy."""
+    return _COMPILED.get("loop", in_numpy)
+
+
+def loop(  # noqa: C901, PLR0912, PLR0913, PLR0917 -- numba takes arrays, and two kinds of columns
     starts: Indices,  # (n_columns + 1,) of columns in `rows` and `data`
     rows: Indices,  # of entries; empty: all columns are dense
     data: Floats,
@@ -80,25 +85,6 @@ def descend(  # noqa: PLR0913, PLR0917 -- numba takes arrays, not objects
     enough: float,
 ) -> Result:
     """Make passes over columns, in order, until no change is above `enough`."""
-    return _COMPILED.get("loop", in_numpy)(
-        starts, rows, data, norms, sums, order, values, residual, shift, threshold, n_passes, enough
-    )
-
-
-def loop(  # noqa: C901, PLR0912, PLR0913, PLR0917 -- of `descend`; one loop for both kinds
-    starts: Indices,
-    rows: Indices,
-    data: Floats,
-    norms: Floats,
-    sums: Floats,
-    order: NDArray[np.int64],
-    values: Floats,
-    residual: Floats,
-    shift: float,
-    threshold: float,
-    n_passes: int,
-    enough: float,
-) -> Result:
     largest, done = 0.0, 0
     n_rows, dense = len(residual), len(rows) == 0
     while done < n_passes:
@@ -152,7 +138,7 @@ def loop(  # noqa: C901, PLR0912, PLR0913, PLR0917 -- of `descend`; one loop for
     return done, shift, largest
 
 
-def in_numpy(  # noqa: PLR0913, PLR0917 -- of `descend`
+def in_numpy(  # noqa: PLR0913, PLR0917 -- of `loop`
     starts: Indices,
     rows: Indices,
     data: Floats,

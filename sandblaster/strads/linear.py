@@ -75,12 +75,16 @@ def sparse_path(  # noqa: PLR0913 -- of a problem, of a path, of a solver
         SettingError: an argument, or the data, cannot be computed with.
     """
     matrix = checked_matrix(x, user="sparse_path")
+    if loss not in {"squares", "logistic"}:
+        raise SettingError(f"sparse_path: loss is {loss!r}; use 'squares' or 'logistic'")
     kind = Squares() if loss == "squares" else Logistic()
     targets = _path_targets(y, matrix, loss)
+    if targets.min() == targets.max():
+        raise SettingError(f"sparse_path: all targets are {targets[0]}; give different ones")
     held = None
     if held_out is not None:
         others = checked_matrix(held_out[0], user="sparse_path: held_out")
-        _check_width(others, matrix.shape[1], "path: held_out")
+        _check_width(others, matrix.shape[1], "sparse_path: held_out")
         held = (others, _path_targets(held_out[1], others, loss, user="sparse_path: held_out"))
     elif patience is not None:
         raise SettingError("sparse_path: patience needs samples to evaluate: give held_out=(x, y)")
@@ -96,16 +100,17 @@ def largest_alpha(x: Matrix, y: Floats, loss: Loss, *, centred: bool) -> float:
     constant = np.full(len(y), loss.constant(y, centred=centred))
     vector = loss.dual_vector(y, constant, centred=centred)
     columns = Columns.of(x, range(x.shape[1]), centred=centred)
-    largest = float(np.abs(columns.products(vector)).max()) / len(y)
+    used = columns.norms > 0.0
+    largest = float(np.abs(columns.products(vector)[used]).max(initial=0.0)) / len(y)
     if not largest > 0.0:
-        raise SettingError("no column changes with the targets: every coefficient is 0")
+        raise SettingError("sparse_path: no column varies with the targets; give others")
     return largest
 
 
 def _path_targets(y: object, x: Matrix, loss: str, user: str = "sparse_path") -> Floats:
     targets = checked_targets(y, x.shape[0], user=user)
-    if loss == "logistic" and set(np.unique(targets)) != {0.0, 1.0} and user == "sparse_path":
-        raise SettingError(f"{user}: y of the logistic loss must be 0 and 1, and have both")
+    if loss == "logistic" and not np.isin(targets, (0.0, 1.0)).all():
+        raise SettingError(f"{user}: y of the logistic loss must be 0 or 1: give y == class")
     return targets
 
 

@@ -223,13 +223,28 @@ def test_a_path_finds_the_alpha_that_held_out_samples_prefer() -> None:
     assert best.held_out == pytest.approx(rest @ rest / (2 * len(rest)), rel=0.05)
 
 
-def test_paths_without_an_answer_are_refused() -> None:
-    with pytest.raises(JobError, match=r"patience needs samples .*: give held_out=\(x, y\)"):
-        sparse_path(X, Y, patience=3)
-    with pytest.raises(JobError, match="no column changes with the targets"):
-        sparse_path(X, np.ones(len(Y)))
-    with pytest.raises(JobError, match="y of the logistic loss must be 0 and 1, and have both"):
-        sparse_path(X, Y, loss="logistic")
+LABELS_01 = (Y > 0).astype(float)
+
+REFUSED_PATHS: list[tuple[dict[str, Any], str]] = [
+    ({"patience": 3}, r"patience needs samples .*: give held_out=\(x, y\)"),
+    ({"y": np.ones(len(Y))}, "all targets are 1.0; give different ones"),
+    ({"x": np.ones((len(Y), 2))}, "no column varies with the targets; give others"),
+    ({"loss": "logistic"}, "y of the logistic loss must be 0 or 1: give y == class"),
+    ({"loss": "hinge"}, "loss is 'hinge'; use 'squares' or 'logistic'"),
+    (
+        {"loss": "logistic", "y": LABELS_01, "held_out": (X, 2 * LABELS_01 - 1)},
+        "held_out: y of the logistic loss must be 0 or 1",
+    ),
+    ({"held_out": (X[:, 1:], Y)}, "X has 47 features, but sparse_path: held_out is expecting 48"),
+    ({"alphas": [0.1, 0.0]}, "alpha is 0.0; use a number above 0"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), REFUSED_PATHS)
+def test_paths_without_an_answer_are_refused(options: dict[str, Any], message: str) -> None:
+    given = {"x": X, "y": Y, **options}
+    with pytest.raises(JobError, match=message):
+        sparse_path(given.pop("x"), given.pop("y"), **given)
 
 
 def test_the_package_names_them() -> None:
