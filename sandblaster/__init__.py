@@ -18,13 +18,21 @@ if TYPE_CHECKING:
     from sandblaster.api import minimize as minimize
     from sandblaster.optimizers.termination import Reason as Reason
     from sandblaster.strads.factorization import MatrixFactorization as MatrixFactorization
+    from sandblaster.strads.linear import (
+        Lasso as Lasso,
+        SparseLogisticRegression as SparseLogisticRegression,
+        sparse_path as sparse_path,
+    )
     from sandblaster.strads.topics import LatentDirichletAllocation as LatentDirichletAllocation
 
 _HOMES = {
+    "Lasso": "sandblaster.strads.linear",
     "LatentDirichletAllocation": "sandblaster.strads.topics",
     "MatrixFactorization": "sandblaster.strads.factorization",
     "Reason": "sandblaster.optimizers.termination",
+    "SparseLogisticRegression": "sandblaster.strads.linear",
     "minimize": "sandblaster.api",
+    "sparse_path": "sandblaster.strads.linear",
 }
 
 __all__ = sorted(_HOMES)  # noqa: PLE0605 -- derived, so that the two cannot differ

@@ -1,0 +1,219 @@
+"""Groups of columns of a matrix: dense in either order, memory-mapped, or scipy.sparse.
+
+A block holds its columns as they are when that is column by column in float64, and else a copy.
+"""
+
+import sys
+import warnings
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Final, TypeAlias, TypeVar, cast, final
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import sparse
+
+from distbelief.core.errors import SettingError
+from sandblaster.strads import kernels
+from sandblaster.strads.kernels import Floats
+
+
+Csc: TypeAlias = "sparse.csc_array[np.float64]"
+Matrix: TypeAlias = "Floats | Csc"
+Ids = NDArray[np.int64]
+Labels: TypeAlias = NDArray[np.float64 | np.int64 | np.bool_ | np.str_ | np.object_]
+Given = TypeVar("Given", bound=Exception)
+
+_CONSTANT: Final = 1e-13  # of |x|^2 that is left when a constant column is centred: rounding
+_PRECISE: Final = 1e-9
+
+
+def checked_matrix(x: object, *, user: str) -> Matrix:
+    """Return data as float64, sparse ones by columns; refuse what cannot be computed with.
+
+    Raises:
+        SettingError: not two-dimensional, no rows or columns, not of numbers, NaN or infinite.
+    """
+    if isinstance(x, (sparse.sparray, sparse.spmatrix)):
+        given = sparse.csc_array(x)
+        _check_kind(given.data, "X", user)
+        columns = given.astype(np.float64, copy=False)
+        if not columns.has_canonical_format:
+            columns = columns.copy()
+            columns.sum_duplicates()
+        matrix: Matrix = columns
+        values: Floats = columns.data
+    else:
+        array: Labels = np.asarray(x)
+        if array.dtype == object:
+            array = _as_numbers(array, "X", user)
+        _check_kind(array, "X", user)
+        matrix = values = array.astype(np.float64, copy=False)
+    if len(matrix.shape) != 2:
+        raise SettingError(
+            f"{user}: X has {len(matrix.shape)} dimensions, not 2. Reshape your data: "
+            "X.reshape(-1, 1) is one column, X.reshape(1, -1) one sample"
+        )
+    for axis, (name, least) in enumerate({"sample": 1, "feature": 1}.items()):
+        if matrix.shape[axis] < least:
+            raise SettingError(
+                f"{user}: X has 0 {name}(s) (shape={matrix.shape}) while a minimum of {least} "
+                "is required."
+            )
+    # The sum is NaN or infinite where an element is, and needs no memory; it may overflow alone.
+    with np.errstate(all="ignore"):
+        looks_finite = np.isfinite(values.sum())
+    if not looks_finite and not np.isfinite(values).all():
+        raise SettingError(f"{user}: X contains NaN or infinity; replace or drop these samples")
+    return matrix
+
+
+def checked_targets(y: object, n_samples: int, *, user: str) -> Floats:
+    """Return targets as float64, one per sample.
+
+    Raises:
+        SettingError: another number, not of numbers, NaN or infinite.
+    """
+    targets = checked_labels(y, n_samples, user=user)
+    if targets.dtype.kind in "OUS":
+        targets = _as_numbers(targets, "y", user)
+    _check_kind(targets, "y", user)
+    return targets.astype(np.float64, copy=False)
+
+
+def checked_labels(y: object, n_samples: int, *, user: str) -> Labels:
+    """Return targets of any type, one per sample."""
+    if y is None:
+        raise SettingError(
+            f"{user} requires y to be passed, but the target y is None: give one per sample"
+        )
+    targets = np.asarray(y)
+    if targets.shape == (n_samples, 1):
+        warnings.warn(
+            "A column-vector y was passed when a 1d array was expected: use y.ravel()",
+            of_sklearn("DataConversionWarning", UserWarning),
+            stacklevel=4,
+        )
+        targets = targets.ravel()
+    if targets.shape != (n_samples,):
+        raise SettingError(
+            f"{user}: y has shape {targets.shape}; give one target per sample, ({n_samples},)"
+        )
+    _check_kind(targets, "y", user, kinds="biufOUS")
+    if targets.dtype.kind == "f" and not np.isfinite(targets).all():
+        raise SettingError(f"{user}: y contains NaN or infinity; drop these samples")
+    return targets
+
+
+def of_sklearn(name: str, other: type[Given]) -> type[Given]:
+    """Return scikit-learn's exception of that name if it is loaded, so that its users catch it."""
+    found = getattr(sys.modules.get("sklearn.exceptions"), name, other)
+    return cast("type[Given]", found)
+
+
+def _as_numbers(values: Labels, name: str, user: str) -> Floats:
+    try:
+        return values.astype(np.float64)
+    except TypeError as error:
+        raise TypeError(f"{user}: {name} is not of numbers: {error}") from None
+    except ValueError as error:
+        raise SettingError(f"{user}: {name} is not of numbers: {error}") from None
+
+
+def _check_kind(values: Labels, name: str, user: str, kinds: str = "biuf") -> None:
+    if values.dtype.kind == "c":
+        raise SettingError(f"{user}: {name} is complex. Complex data not supported: use its parts")
+    if values.dtype.kind not in kinds:
+        raise SettingError(f"{user}: {name} is of {values.dtype}; use numbers")
+
+
+def cut(n_columns: int, n_blocks: int) -> list[range]:
+    """Return the columns of each block: neighbours, as many as in any other, or one more."""
+    ends = [n_columns * block // n_blocks for block in range(n_blocks + 1)]
+    return [range(start, end) for start, end in pairwise(ends)]
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class Columns:
+    """The columns of one block, and what each pass over them needs."""
+
+    first: int  # index of the first one
+    matrix: Matrix  # (n_rows, n), sparse; or (n, n_rows), dense
+    norms: Floats  # (n,) |x|^2, centred; 0 where a column is empty, or constant and centred
+    sums: Floats  # (n,); zeros if nothing is centred
+
+    @classmethod
+    def of(cls, matrix: Matrix, which: range, *, centred: bool) -> "Columns":
+        """Cut these columns out of a matrix.
+
+        Raises:
+            SettingError: a column varies so little about its mean that float64 loses it.
+        """
+        n_rows = matrix.shape[0]
+        ones = np.ones(n_rows)
+        if isinstance(matrix, np.ndarray):
+            rows = np.ascontiguousarray(matrix[:, which.start : which.stop].T)
+            sums = rows @ ones
+            squares = np.einsum("ij,ij->i", rows, rows)
+            own: Matrix = rows
+        else:
+            own = _slice(matrix, which)
+            sums = np.asarray(own.T @ ones)
+            squares = sparse.csc_array((own.data**2, own.indices, own.indptr), own.shape).T @ ones
+        if not centred:
+            return cls(which.start, own, squares, np.zeros(len(which)))
+        norms = squares - sums * sums / n_rows
+        norms[norms <= _CONSTANT * squares] = 0.0
+        for lost in np.flatnonzero((norms > 0.0) & (norms < _PRECISE * squares))[:1]:
+            raise SettingError(
+                f"column {which[lost]} of X varies by less than 1 in 30,000 of its mean: "
+                "subtract the mean from it first"
+            )
+        return cls(which.start, own, norms, sums)
+
+    def products(self, vector: Floats) -> Floats:
+        """Return each column times a vector that has no mean, if columns are centred."""
+        product = self.matrix if isinstance(self.matrix, np.ndarray) else self.matrix.T
+        return cast("Floats", product @ vector)
+
+    def descend(
+        self,
+        places: Ids,
+        values: Floats,
+        residual: Floats,
+        shift: float,
+        *,
+        threshold: float,
+        n_passes: int,
+        enough: float,
+    ) -> kernels.Result:
+        """Make passes over columns at these places: `values` and `residual` change."""
+        own = self.matrix
+        starts: kernels.Indices
+        rows: kernels.Indices
+        if isinstance(own, np.ndarray):
+            starts = np.arange(0, own.size + 1, own.shape[1])
+            rows, data = np.zeros(0, np.int64), own.reshape(-1)
+        else:
+            starts, rows, data = own.indptr, own.indices, own.data
+        return kernels.best()(
+            starts, rows, data, self.norms, self.sums, places, values, residual,
+            shift, threshold, n_passes, enough,
+        )  # fmt: skip
+
+    def some(self, places: Ids) -> "Columns":
+        """Return a copy of some columns, sparse."""
+        own = self.matrix
+        taken = own[places].T if isinstance(own, np.ndarray) else own[:, places]
+        return Columns(self.first, sparse.csc_array(taken), self.norms[places], self.sums[places])
+
+
+def _slice(matrix: Csc, which: range) -> Csc:
+    """Return neighbouring columns, which share their memory with the matrix."""
+    starts = matrix.indptr[which.start : which.stop + 1]
+    part = slice(int(starts[0]), int(starts[-1]))
+    entries = (matrix.data[part], matrix.indices[part], starts - starts[0])
+    own = sparse.csc_array(entries, (matrix.shape[0], len(which)), copy=False)
+    own.has_canonical_format = True
+    return own

@@ -1,0 +1,557 @@
+"""Sparse linear models by scheduled coordinate descent: a program over blocks of columns.
+
+    minimize over w, b    mean loss of y and X w + b, plus alpha |w|_1
+
+    score       each block multiplies its columns with the gradient, and offers the variables
+                that are nearest to leaving zero: the working set is of these and of all w_j that
+                are not zero (ST-2; Massias, Gramfort & Salmon 2018)
+    measure     one block computes loss, duality gap and held-out loss: the end of an alpha
+    gather      with several blocks: the columns of the working set, to plan rounds (ST-1)
+    descend     each block updates its variables of a round one after the other, on its own
+                residual, and adds what it has changed to the predictor X w. A working set with so
+                few entries that they are sent faster than predictors is updated by one block
+
+For squares and for the logistic loss, by the same quadratic bound (`losses`). No round raises the
+objective (`plan`). Several alphas make a path: each begins at the solution of the one before.
+"""
+
+import math
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final, Literal, TypeAlias, cast, final
+
+import numpy as np
+from scipy import sparse
+from typing_extensions import override
+
+from distbelief.core.errors import SettingError
+from sandblaster.strads import plan
+from sandblaster.strads.columns import Columns, Csc, Ids, Matrix, cut
+from sandblaster.strads.kernels import Floats
+from sandblaster.strads.losses import Loss, Squares
+from sandblaster.strads.program import Program, Pushed, Rows, Task, Values
+
+
+Schedule = Literal["priority", "round_robin"]
+
+PREDICTOR: Final = "predictor"
+INTERCEPT: Final = "intercept"
+COEFFICIENTS: Final = "coefficients"
+
+_ALL: Final = slice(None)
+_FIRST_SIZE: Final = 100  # of a working set
+_TURN: Final = 64  # variables of each block that take their turn together
+_N_PASSES_MAX: Final = 1000  # over one working set
+_N_LINEAR: Final = 5  # passes over one quadratic bound that is not the loss itself
+_N_COMPARED_MAX: Final = 4096  # columns, and their entries: beyond, one block after the other
+_N_ENTRIES_MAX: Final = 1 << 24
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """Score the columns of a block, and offer some."""
+
+    alpha: float
+    n_offers: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measure:
+    """Compute the objective, and the duality gap for the largest |x_j.v| of all blocks."""
+
+    alpha: float
+    largest: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Gather:
+    """Report these columns."""
+
+    ids: Ids
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Gathered:
+    """Columns of a block, with those of held-out samples; None: they have too many entries."""
+
+    columns: Columns | None
+    held_out: "Csc | None"
+
+    @property
+    def n_entries(self) -> int:
+        return 0 if self.columns is None else cast("Csc", self.columns.matrix).nnz
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Descend:
+    """Update these variables."""
+
+    ids: Ids
+    alpha: float
+    n_passes: int
+    enough: float  # the change of the gradient by the last pass that needs no other one
+    leads: bool  # adds what is no block's own, and computes the loss
+    gathered: Gathered | None = None  # the columns, if they are of several blocks
+
+
+Argument: TypeAlias = Score | Measure | Gather | Descend
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Scored:
+    """The largest |x_j.v| of a block, and the variables nearest to leaving zero."""
+
+    largest: float
+    ids: Ids
+    products: Floats  # |x_j.v|
+    lengths: Floats  # |x_j|
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """The state at the beginning of a round."""
+
+    loss: float
+    dual: float
+    intercept: float
+    held_out: float  # loss of the held-out samples; NaN without
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Descended:
+    """New values, in the order of the task's variables."""
+
+    values: Floats
+    n_updates: int
+    change: float
+    loss: float  # before the round; NaN from all but one
+
+
+Report: TypeAlias = Scored | Measured | Gathered | Descended
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Solution:
+    """What has been found for one alpha."""
+
+    alpha: float
+    ids: Ids = field(repr=False)  # of coefficients that are not zero
+    values: Floats = field(repr=False)
+    intercept: float
+    objective: float
+    gap: float  # the objective is above its minimum by no more
+    converged: bool
+    n_iterations: int  # times all columns were scored
+    n_updates: int  # of single variables
+    n_rounds: int
+    held_out: float
+    objectives: Floats = field(repr=False)  # before each round
+    updates: Ids = field(repr=False)  # and the updates until then
+
+
+@final
+@dataclass(slots=True)
+class Block:
+    """What the worker of one block holds."""
+
+    columns: Columns
+    held_out: "Matrix | None"  # (n_held_out, n_columns)
+
+
+@final
+class Descent(Program[Block, Argument, Report, Sequence[Solution]]):
+    """Solutions for alphas, from the first to the last.
+
+    Args:
+        x: (n_samples, n_features), by `checked_matrix`.
+        y: (n_samples,)
+        loss: `Squares` or `Logistic`.
+        alphas: Weights of the penalty.
+        n_blocks: Groups of columns that are updated at the same time.
+        centred: Whether there is an intercept.
+        tolerance: Duality gap at which an alpha is solved, relative to the loss of a constant.
+        max_iterations: Bound on scorings for an alpha.
+        schedule: "priority": working sets. "round_robin": all variables in turn.
+        interference: Bound of I_j (`plan`); infinity: dependencies do not count, and the
+            objective may rise.
+        gather: Entries per sample up to which a working set is updated by one block.
+        start: Coefficients and intercept of the start; None: 0, and the best constant.
+        held_out: Samples and targets that are only evaluated.
+        patience: After so many alphas without a better held-out loss the path ends.
+    """
+
+    def __init__(  # noqa: PLR0913 -- one problem, and how it is solved
+        self,
+        x: Matrix,
+        y: Floats,
+        loss: Loss,
+        *,
+        alphas: Sequence[float],
+        n_blocks: int = 1,
+        centred: bool = True,
+        tolerance: float = 1e-4,
+        max_iterations: int = 100,
+        schedule: Schedule = "priority",
+        interference: float = 0.05,
+        gather: float = 4.0,
+        start: tuple[Floats, float] | None = None,
+        held_out: "tuple[Matrix, Floats] | None" = None,
+        patience: int | None = None,
+    ) -> None:
+        n_samples, n_features = x.shape
+        if not 1 <= n_blocks <= n_features:
+            raise SettingError(
+                f"n_blocks is {n_blocks} for {n_features} columns; use 1 to {n_features}"
+            )
+        if not interference > 0.0:
+            raise SettingError(
+                f"interference is {interference}; use a number above 0, such as 0.05"
+            )
+        self.n_blocks = n_blocks
+        self._x, self._y, self._loss, self._held_out = x, y, loss, held_out
+        self._alphas, self._centred, self._patience = alphas, centred, patience
+        self._max_iterations, self._schedule = max_iterations, schedule
+        self._interference, self._gather = interference, gather
+        self._n_samples = n_samples
+        self._which = cut(n_features, n_blocks)
+        self._ends = np.array([which.stop for which in self._which])
+        constant = loss.constant(y, centred=centred)
+        self._gap_max = tolerance * loss.value(y, np.full(n_samples, constant))
+        coefficients, intercept = (np.zeros(n_features), constant) if start is None else start
+        matrices = [x] if held_out is None else [x, held_out[0]]
+        self.tables: Mapping[str, Values] = {
+            PREDICTOR: np.concatenate([np.asarray(one @ coefficients) for one in matrices])
+            if coefficients.any()
+            else np.zeros(sum(one.shape[0] for one in matrices)),
+            INTERCEPT: np.array([intercept]),
+            COEFFICIENTS: coefficients,
+        }
+
+    @override
+    def load(self, block: int) -> Block:
+        which = self._which[block]
+        held = None
+        if self._held_out is not None:
+            held = self._held_out[0][:, which.start : which.stop]
+        return Block(Columns.of(self._x, which, centred=self._centred), held)
+
+    # --- at the scheduler ---
+
+    @override
+    def schedule(self) -> Generator[Sequence[Task[Argument]], Sequence[Report], Sequence[Solution]]:
+        scheduler = _Scheduler(self._ends, self.tables[COEFFICIENTS].copy())
+        solutions: list[Solution] = []
+        best = 0
+        for alpha in self._alphas:
+            solutions.append((yield from self._solve(scheduler, alpha)))
+            if solutions[-1].held_out < solutions[best].held_out:
+                best = len(solutions) - 1
+            if self._patience is not None and len(solutions) - 1 - best >= self._patience:
+                break
+        return solutions
+
+    def _solve(
+        self, scheduler: "_Scheduler", alpha: float
+    ) -> Generator[Sequence[Task[Argument]], Sequence[Report], Solution]:
+        best_dual, last_gap, tightness = -math.inf, math.inf, 0.1
+        scheduler.begin()
+        while True:
+            n_offers = max(_FIRST_SIZE, 2 * scheduler.n_used)
+            score = Score(alpha=alpha, n_offers=n_offers)
+            scored = yield [self._task(block, score) for block in range(self.n_blocks)]
+            scheduler.n_iterations += 1
+            largest = max(one.largest for one in scored if isinstance(one, Scored))
+            (measured,) = yield [self._task(0, Measure(alpha=alpha, largest=largest))]
+            assert isinstance(measured, Measured)
+            penalty = alpha * float(np.abs(scheduler.coefficients).sum())
+            objective = measured.loss + penalty
+            best_dual = max(best_dual, measured.dual)
+            gap = objective - best_dual
+            solved = bool(gap <= self._gap_max)
+            if solved or not gap < math.inf or scheduler.n_iterations >= self._max_iterations:
+                return scheduler.solution(alpha, measured, objective, gap, converged=solved)
+            tightness = 0.1 if gap < 0.5 * last_gap else max(0.1 * tightness, 1e-9)
+            last_gap = gap
+            enough = tightness * alpha * min(1.0, gap / penalty if penalty else 1.0)
+            if self._schedule == "priority":
+                scale = max(largest, alpha * self._n_samples)
+                ids = scheduler.working_set(scored, n_offers, scale)
+                yield from self._descend(scheduler, ids, alpha, enough)
+            else:
+                for first in range(0, len(self._which[-1]), self._turn):
+                    turn = [which[first : first + self._turn] for which in self._which]
+                    ids = np.concatenate([np.arange(one.start, one.stop) for one in turn])
+                    yield from self._descend(scheduler, ids, alpha, math.inf)
+
+    @property
+    def _turn(self) -> int:
+        alone = self.n_blocks == 1 or self._interference == math.inf
+        return len(self._which[-1]) if alone else _TURN
+
+    def _descend(
+        self, scheduler: "_Scheduler", ids: Ids, alpha: float, enough: float
+    ) -> Generator[Sequence[Task[Argument]], Sequence[Report], None]:
+        """Make passes over a working set, in rounds, until they change as little as `enough`."""
+        blocks = scheduler.blocks_of(ids)
+        rounds, gathered = np.zeros(len(ids), np.int64), None
+        if len(np.unique(blocks)) > 1 and self._interference < math.inf:
+            if len(ids) <= _N_COMPARED_MAX:
+                owners = np.unique(blocks)
+                reports = yield [
+                    self._task(block, Gather(ids=ids[blocks == block])) for block in owners
+                ]
+                gathered = _joined(reports)
+            if gathered is None:
+                rounds = blocks
+            elif gathered.n_entries <= self._gather * self._n_samples:
+                blocks = np.zeros_like(blocks)
+            else:
+                rounds = scheduler.rounds(ids, blocks, gathered.columns, self._interference)
+                gathered = None
+        groups = [np.flatnonzero(rounds == one) for one in np.unique(rounds)]
+        is_alone = len(np.unique(blocks)) == 1 and self._schedule == "priority"
+        n_passes = _N_PASSES_MAX if is_alone else 1
+        for _ in range(_N_PASSES_MAX // n_passes):
+            change = 0.0
+            for group in groups:
+                parts = [group[blocks[group] == block] for block in np.unique(blocks[group])]
+                reports = yield [
+                    self._task(
+                        blocks[part[0]],
+                        Descend(
+                            ids=ids[part],
+                            alpha=alpha,
+                            n_passes=n_passes,
+                            enough=enough,
+                            leads=part is parts[0],
+                            gathered=gathered,
+                        ),
+                    )
+                    for part in parts
+                ]
+                change = max(change, scheduler.note([ids[part] for part in parts], reports))
+            if change <= enough:
+                break
+
+    def _task(self, block: int | np.int64, argument: Argument) -> Task[Argument]:
+        takes: dict[str, Rows] = {PREDICTOR: _ALL, INTERCEPT: _ALL}
+        if isinstance(argument, Gather):
+            takes = {}
+        if isinstance(argument, Descend):
+            takes[COEFFICIENTS] = argument.ids
+        return Task(block=int(block), argument=argument, takes=takes)
+
+    # --- at a worker ---
+
+    @override
+    def push(self, block: Block, argument: Argument, taken: Mapping[str, Values]) -> Pushed[Report]:
+        columns = block.columns
+        if isinstance(argument, Gather):
+            return Pushed(adds={}, report=self._gather_columns(block, argument.ids))
+        f = taken[PREDICTOR] + taken[INTERCEPT][0]
+        match argument:
+            case Score():
+                return Pushed(adds={}, report=self._score(columns, argument, f[: self._n_samples]))
+            case Measure():
+                return Pushed(
+                    adds={}, report=self._measure(argument, f, float(taken[INTERCEPT][0]))
+                )
+            case Descend():
+                return self._update(block, argument, f[: self._n_samples], taken[COEFFICIENTS])
+
+    def _gather_columns(self, block: Block, ids: Ids) -> Gathered:
+        places = ids - block.columns.first
+        columns = block.columns.some(places)
+        held_out = None
+        if block.held_out is not None:
+            held_out = sparse.csc_array(block.held_out[:, places])
+        gathered = Gathered(columns=columns, held_out=held_out)
+        few = gathered.n_entries * self.n_blocks <= _N_ENTRIES_MAX
+        return gathered if few else Gathered(columns=None, held_out=None)
+
+    def _score(self, columns: Columns, argument: Score, f: Floats) -> Scored:
+        vector = self._loss.dual_vector(self._y, f, centred=self._centred)
+        sizes = np.abs(columns.products(vector))
+        sizes[columns.norms == 0.0] = 0.0
+        largest = float(sizes.max())
+        lengths = np.sqrt(columns.norms)
+        distances = _distances(sizes, lengths, max(largest, argument.alpha * self._n_samples))
+        n = min(argument.n_offers, len(sizes))
+        offered = np.argpartition(distances, n - 1)[:n]
+        offered = np.sort(offered[distances[offered] < np.inf])
+        return Scored(
+            largest=largest,
+            ids=offered + columns.first,
+            products=sizes[offered],
+            lengths=lengths[offered],
+        )
+
+    def _measure(self, argument: Measure, f: Floats, intercept: float) -> Measured:
+        loss, (f, held_out) = self._loss, np.split(f, [self._n_samples])
+        vector = loss.dual_vector(self._y, f, centred=self._centred)
+        bound = argument.alpha * self._n_samples
+        most = bound / argument.largest if argument.largest else math.inf
+        return Measured(
+            loss=loss.value(self._y, f),
+            dual=loss.dual_value(self._y, vector, most),
+            intercept=intercept,
+            held_out=loss.value(self._held_out[1], held_out) if self._held_out else math.nan,
+        )
+
+    def _update(self, block: Block, argument: Descend, f: Floats, old: Values) -> Pushed[Report]:
+        loss, values = self._loss, old.copy()
+        columns, held_out = block.columns, block.held_out
+        places = argument.ids - columns.first
+        if argument.gathered is not None:
+            assert argument.gathered.columns is not None
+            columns, held_out = argument.gathered.columns, argument.gathered.held_out
+            places = np.arange(len(places))
+        unit = self._n_samples / loss.curvature  # of gradients here, in those of the mean loss
+        # The bound of squares is the loss itself; another one is soon worth renewing.
+        at_once = argument.n_passes if isinstance(loss, Squares) else _N_LINEAR
+        predictor, intercept = np.zeros(self._n_samples), 0.0  # what is added
+        n_done = 0
+        while True:
+            before = loss.residual(self._y, f + predictor + intercept if n_done else f)
+            after = before.copy()
+            mean = float(before.mean()) if self._centred else 0.0
+            n, shift, most = columns.descend(
+                places,
+                values,
+                after,
+                mean,
+                threshold=argument.alpha * unit,
+                n_passes=min(at_once, argument.n_passes - n_done),
+                enough=argument.enough * unit,
+            )
+            # All blocks see the same mean, and one adds it; the rest is by own columns.
+            intercept += shift if argument.leads or n_done else shift - mean
+            predictor += before - after
+            n_done += n
+            change = most / unit
+            if n_done >= argument.n_passes or change <= argument.enough:
+                break
+        changes = values - old
+        if held_out is not None:
+            predictor = np.concatenate([predictor, held_out[:, places] @ changes])
+        changed = np.flatnonzero(predictor)
+        rows: Rows = changed if 2 * len(changed) < len(predictor) else _ALL
+        report = Descended(
+            values=old + changes,  # as in the table, to the bit
+            n_updates=n_done * len(values),
+            change=change,
+            loss=loss.value(self._y, f) if argument.leads else math.nan,
+        )
+        return Pushed(
+            adds={
+                PREDICTOR: (rows, predictor[rows]),
+                INTERCEPT: (_ALL, np.array([intercept])),
+                COEFFICIENTS: (argument.ids, changes),
+            },
+            report=report,
+        )
+
+    @override
+    def pull(self, table: str, rows: Values, sums: Values) -> Values:
+        return rows + sums
+
+
+def _joined(reports: Sequence[Report]) -> Gathered | None:
+    """Return the columns of all blocks, which follow each other; None if one sends none."""
+    parts = [one for one in reports if isinstance(one, Gathered)]
+    columns = [one.columns for one in parts if one.columns is not None]
+    held_out = [one.held_out for one in parts if one.held_out is not None]
+    if len(columns) < len(reports):
+        return None
+    whole = Columns(
+        first=0,
+        matrix=sparse.hstack([cast("Csc", one.matrix) for one in columns], format="csc"),
+        norms=np.concatenate([one.norms for one in columns]),
+        sums=np.concatenate([one.sums for one in columns]),
+    )
+    return Gathered(
+        columns=whole, held_out=sparse.hstack(held_out, format="csc") if held_out else None
+    )
+
+
+def _distances(products: Floats, lengths: Floats, scale: float) -> Floats:
+    """Return how far the dual point may move until each column reaches its bound."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.where(lengths > 0.0, (scale - products) / lengths, np.inf)
+
+
+@final
+class _Scheduler:
+    """What the scheduler knows: all coefficients, rounds and counts, and nothing of the data."""
+
+    def __init__(self, ends: Ids, coefficients: Floats) -> None:
+        self._ends = ends
+        self.coefficients = coefficients
+        self._round_of = np.full(len(coefficients), -1)
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin an alpha."""
+        self.n_iterations = self.n_updates = 0
+        self._penalty = float(np.abs(self.coefficients).sum())
+        self._losses: list[tuple[float, float, int]] = []
+
+    @property
+    def n_used(self) -> int:
+        return int(np.count_nonzero(self.coefficients))
+
+    def blocks_of(self, ids: Ids) -> Ids:
+        return np.searchsorted(self._ends, ids, side="right")
+
+    def working_set(self, scored: Sequence[Report], size: int, scale: float) -> Ids:
+        """Return all that are used, and the nearest others; in order of their indices."""
+        offers = [one for one in scored if isinstance(one, Scored)]
+        ids = np.concatenate([one.ids for one in offers])
+        products = np.concatenate([one.products for one in offers])
+        lengths = np.concatenate([one.lengths for one in offers])
+        distances = _distances(products, lengths, scale)
+        is_new = self.coefficients[ids] == 0.0
+        ids, distances = ids[is_new], distances[is_new]
+        used = np.flatnonzero(self.coefficients)
+        nearest = ids[np.lexsort((ids, distances))][: max(size - len(used), 0)]
+        return np.sort(np.concatenate([used, nearest]))
+
+    def rounds(self, ids: Ids, blocks: Ids, columns: Columns | None, bound: float) -> Ids:
+        """Return the round of each variable."""
+        assert columns is not None
+        chosen = plan.rounds(plan.correlations(columns), blocks, bound, self._round_of[ids])
+        self._round_of[:] = -1
+        self._round_of[ids] = chosen
+        return chosen
+
+    def note(self, parts: Sequence[Ids], reports: Sequence[Report]) -> float:
+        """Note the new values of a round; return the largest change of a gradient."""
+        done = [one for one in reports if isinstance(one, Descended)]
+        self._losses.append((done[0].loss, self._penalty, self.n_updates))
+        for ids, one in zip(parts, done, strict=True):
+            self._penalty += float(np.abs(one.values).sum() - np.abs(self.coefficients[ids]).sum())
+            self.coefficients[ids] = one.values
+            self.n_updates += one.n_updates
+        return max(one.change for one in done)
+
+    def solution(
+        self, alpha: float, measured: Measured, objective: float, gap: float, *, converged: bool
+    ) -> Solution:
+        ids = np.flatnonzero(self.coefficients)
+        losses, penalties, updates = np.array([*self._losses, (np.nan,) * 3]).T[:, :-1]
+        return Solution(
+            alpha=alpha,
+            ids=ids,
+            values=self.coefficients[ids],
+            intercept=measured.intercept,
+            objective=objective,
+            gap=gap,
+            converged=converged,
+            n_iterations=self.n_iterations,
+            n_updates=self.n_updates,
+            n_rounds=len(self._losses),
+            held_out=measured.held_out,
+            objectives=losses + alpha * penalties,
+            updates=updates.astype(np.int64),
+        )

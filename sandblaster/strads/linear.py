@@ -1,0 +1,395 @@
+"""`Lasso`, `SparseLogisticRegression`, `sparse_path`: estimators as scikit-learn has them.
+
+    model = sandblaster.Lasso(alpha=0.1).fit(x, y)
+    model.coef_, model.dual_gap_               # the objective is above its minimum by no more
+
+They take and refuse what scikit-learn's estimators do, and need no scikit-learn. How they compute:
+`descent`.
+"""
+
+import inspect
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, Self, cast, final
+
+import numpy as np
+from scipy.special import expit
+
+from distbelief.core.errors import SettingError
+from sandblaster.strads import kernels
+from sandblaster.strads.columns import (
+    Columns,
+    Labels,
+    Matrix,
+    checked_labels,
+    checked_matrix,
+    checked_targets,
+    of_sklearn,
+)
+from sandblaster.strads.descent import Descent, Solution
+from sandblaster.strads.kernels import Floats
+from sandblaster.strads.losses import Logistic, Loss, Squares
+from sandblaster.strads.program import run
+
+
+def sparse_path(  # noqa: PLR0913 -- of a problem, of a path, of a solver
+    x: object,
+    y: object,
+    *,
+    loss: Literal["squares", "logistic"] = "squares",
+    alphas: Sequence[float] | None = None,
+    n_alphas: int = 100,
+    smallest: float = 1e-3,
+    held_out: tuple[object, object] | None = None,
+    patience: int | None = None,
+    fit_intercept: bool = True,
+    tol: float = 1e-4,
+    max_iter: int = 100,
+    n_blocks: int | None = None,
+    workers: int = 1,
+) -> Sequence[Solution]:
+    """Solve a sparse linear model for one alpha after the other, each from the one before.
+
+    Args:
+        x: (n_samples, n_features), dense or scipy.sparse.
+        y: (n_samples,) Targets; 0 or 1 for the logistic loss.
+        loss: Of squares, |y - f|^2 / 2, or logistic; its mean over samples counts.
+        alphas: Weights of the penalty; None: `n_alphas`, evenly on a logarithmic scale, from the
+            smallest one with which all coefficients are 0, to `smallest` times that.
+        n_alphas: How many, if `alphas` is None.
+        smallest: The last of these, relative to the first.
+        held_out: Other samples and targets, to be evaluated for each alpha.
+        patience: The path ends after so many alphas without a better held-out loss.
+        fit_intercept: Whether there is an intercept.
+        tol: Duality gap at which an alpha is solved, relative to the loss of the best constant.
+        max_iter: How often all columns may be scored for an alpha.
+        n_blocks: As of `Lasso`.
+        workers: As of `Lasso`.
+
+    Returns:
+        For each alpha a `Solution`: ids and values of the coefficients that are not zero,
+        intercept, gap, held_out, n_updates. The best one is min(path, key=lambda s: s.held_out).
+
+    Raises:
+        SettingError: an argument, or the data, cannot be computed with.
+    """
+    matrix = checked_matrix(x, user="sparse_path")
+    if loss not in {"squares", "logistic"}:
+        raise SettingError(f"sparse_path: loss is {loss!r}; use 'squares' or 'logistic'")
+    kind = Squares() if loss == "squares" else Logistic()
+    targets = _path_targets(y, matrix, loss)
+    if targets.min() == targets.max():
+        raise SettingError(f"sparse_path: all targets are {targets[0]}; give different ones")
+    held = None
+    if held_out is not None:
+        others = checked_matrix(held_out[0], user="sparse_path: held_out")
+        _check_width(others, matrix.shape[1], "sparse_path: held_out")
+        held = (others, _path_targets(held_out[1], others, loss, user="sparse_path: held_out"))
+    elif patience is not None:
+        raise SettingError("sparse_path: patience needs samples to evaluate: give held_out=(x, y)")
+    if alphas is None:
+        first = largest_alpha(matrix, targets, kind, centred=fit_intercept)
+        alphas = cast("Sequence[float]", np.geomspace(first, first * smallest, n_alphas).tolist())
+    settings = _Settings(fit_intercept, tol, max_iter, n_blocks, workers)
+    return settings.solve(matrix, targets, kind, alphas, held_out=held, patience=patience)
+
+
+def largest_alpha(x: Matrix, y: Floats, loss: Loss, *, centred: bool) -> float:
+    """Return the smallest alpha with which no coefficient leaves 0."""
+    constant = np.full(len(y), loss.constant(y, centred=centred))
+    vector = loss.dual_vector(y, constant, centred=centred)
+    columns = Columns.of(x, range(x.shape[1]), centred=centred)
+    used = columns.norms > 0.0
+    largest = float(np.abs(columns.products(vector)[used]).max(initial=0.0)) / len(y)
+    if not largest > 0.0:
+        raise SettingError("sparse_path: no column varies with the targets; give others")
+    return largest
+
+
+def _path_targets(y: object, x: Matrix, loss: str, user: str = "sparse_path") -> Floats:
+    targets = checked_targets(y, x.shape[0], user=user)
+    if loss == "logistic" and not np.isin(targets, (0.0, 1.0)).all():
+        raise SettingError(f"{user}: y of the logistic loss must be 0 or 1: give y == class")
+    return targets
+
+
+def _check_width(x: Matrix, n_features: int, user: str) -> None:
+    if x.shape[1] != n_features:
+        raise SettingError(
+            f"X has {x.shape[1]} features, but {user} is expecting {n_features} features as input"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Settings:
+    """How all of this module solves a problem."""
+
+    centred: bool
+    tol: float
+    max_iter: int
+    n_blocks: int | None
+    workers: int
+
+    def solve(
+        self,
+        x: Matrix,
+        y: Floats,
+        loss: Loss,
+        alphas: Sequence[float],
+        *,
+        start: tuple[Floats, float] | None = None,
+        held_out: "tuple[Matrix, Floats] | None" = None,
+        patience: int | None = None,
+    ) -> Sequence[Solution]:
+        given: list[object] = [*alphas]
+        for alpha in given:
+            if not isinstance(alpha, int | float | np.floating) or not 0.0 < alpha < np.inf:
+                raise SettingError(
+                    f"alpha is {alpha!r}; use a number above 0: without a penalty any solver of "
+                    "least squares does"
+                )
+        for name, least in {"tol": 0.0, "max_iter": 1, "workers": 1}.items():
+            value: object = getattr(self, name)
+            if not isinstance(value, int | float | np.number) or not value >= least:
+                raise SettingError(f"{name} is {value!r}; use a number of at least {least}")
+        kernels.warm_up()
+        n_blocks = min(self.workers, x.shape[1]) if self.n_blocks is None else self.n_blocks
+        program = Descent(
+            x,
+            y,
+            loss,
+            alphas=alphas,
+            n_blocks=n_blocks,
+            centred=self.centred,
+            tolerance=self.tol,
+            max_iterations=self.max_iter,
+            start=start,
+            held_out=held_out,
+            patience=patience,
+        )
+        solutions, _ = run(program, workers=self.workers)
+        for one in solutions:
+            if not one.converged:
+                warnings.warn(
+                    f"the duality gap for alpha {one.alpha:.3g} is {one.gap:.3g} after "
+                    f"{one.n_iterations} iterations: give more max_iter, or a larger tol",
+                    of_sklearn("ConvergenceWarning", RuntimeWarning),
+                    stacklevel=4,
+                )
+        return solutions
+
+
+class _Estimator:
+    """What scikit-learn's conventions ask of both estimators."""
+
+    n_features_in_: int
+    n_iter_: int
+    n_updates_: int
+    dual_gap_: float
+    objective_: float
+
+    def __init__(
+        self,
+        alpha: float = 0.01,
+        *,
+        fit_intercept: bool = True,
+        tol: float = 1e-4,
+        max_iter: int = 100,
+        n_blocks: int | None = None,
+        workers: int = 1,
+        warm_start: bool = False,
+    ) -> None:
+        self.alpha = alpha
+        self.fit_intercept = fit_intercept
+        self.tol = tol
+        self.max_iter = max_iter
+        self.n_blocks = n_blocks
+        self.workers = workers
+        self.warm_start = warm_start
+
+    def get_params(self, deep: bool = True) -> dict[str, object]:  # noqa: ARG002, FBT001, FBT002 -- theirs
+        """Return the arguments of the constructor."""
+        return {name: getattr(self, name) for name in inspect.signature(type(self)).parameters}
+
+    def set_params(self, **values: object) -> Self:
+        """Set arguments of the constructor."""
+        known = self.get_params()
+        for name, value in values.items():
+            if name not in known:
+                raise SettingError(
+                    f"Invalid parameter {name!r} for {type(self).__name__}; use {', '.join(known)}"
+                )
+            setattr(self, name, value)
+        return self
+
+    def __repr__(self) -> str:
+        defaults = inspect.signature(type(self)).parameters
+        changed = {
+            name: value
+            for name, value in self.get_params().items()
+            if value is not defaults[name].default
+        }
+        options = ", ".join(f"{name}={value!r}" for name, value in changed.items())
+        return f"{type(self).__name__}({options})"
+
+    def _solve(self, x: Matrix, y: Floats, loss: Loss) -> tuple[Floats, float]:
+        """Fit; return coefficients, (n_features,), and intercept."""
+        settings = _Settings(
+            self.fit_intercept, self.tol, self.max_iter, self.n_blocks, self.workers
+        )
+        start = None
+        fitted = cast("Mapping[str, object]", vars(self))
+        if self.warm_start and "coef_" in fitted and self.n_features_in_ == x.shape[1]:
+            coefficients = np.ravel(cast("Floats", fitted["coef_"])).copy()
+            start = coefficients, float(np.ravel(cast("Floats", fitted["intercept_"]))[0])
+        (found,) = settings.solve(x, y, loss, [self.alpha], start=start)
+        self.n_features_in_ = x.shape[1]
+        self.n_iter_, self.n_updates_ = found.n_iterations, found.n_updates
+        self.dual_gap_, self.objective_ = found.gap, found.objective
+        coefficients = np.zeros(x.shape[1])
+        coefficients[found.ids] = found.values
+        return coefficients, found.intercept
+
+    def _predictor(self, x: object) -> Floats:
+        """Return X w + b of new samples."""
+        fitted = cast("Mapping[str, Floats]", vars(self))
+        name = type(self).__name__
+        if "coef_" not in fitted:
+            kind = of_sklearn("NotFittedError", SettingError)
+            raise kind(f"This {name} instance is not fitted yet: call fit first")
+        matrix = checked_matrix(x, user=name)
+        _check_width(matrix, self.n_features_in_, name)
+        product = matrix @ np.ravel(fitted["coef_"])
+        return product + float(np.ravel(fitted["intercept_"])[0])
+
+
+@final
+class Lasso(_Estimator):
+    """Linear regression with an L1 penalty.
+
+        minimize over w, b    |y - X w - b|^2 / (2 n_samples) + alpha |w|_1
+
+    Args:
+        alpha: Weight of the penalty, above 0.
+        fit_intercept: Whether there is an intercept b, which is not penalized.
+        tol: Duality gap at which fitting ends, relative to the loss of the best constant.
+        max_iter: How often all columns may be scored.
+        n_blocks: Groups of columns that are updated at the same time; None: one per worker.
+            Results for other numbers differ by rounding and `tol`; for one, in no bit.
+        workers: Threads.
+        warm_start: Whether `fit` begins at the coefficients of the fit before.
+
+    Attributes:
+        coef_: (n_features,)
+        intercept_: b.
+        dual_gap_: The objective is above its minimum by no more.
+        objective_: The minimized function at the end.
+        n_iter_: How often all columns were scored.
+        n_updates_: Updates of single coefficients.
+        n_features_in_: Features of the samples fitted.
+    """
+
+    coef_: Floats
+    intercept_: float
+
+    def fit(self, X: object, y: object) -> Self:  # noqa: N803 -- scikit-learn's name
+        """Fit to X, (n_samples, n_features), dense or scipy.sparse, and y, (n_samples,).
+
+        Raises:
+            SettingError: data or arguments cannot be computed with.
+        """
+        matrix = checked_matrix(X, user="Lasso")
+        targets = checked_targets(y, matrix.shape[0], user="Lasso")
+        self.coef_, self.intercept_ = self._solve(matrix, targets, Squares())
+        return self
+
+    def predict(self, X: object) -> Floats:  # noqa: N803
+        """Return X w + b, (n_samples,)."""
+        return self._predictor(X)
+
+    def score(self, X: object, y: object) -> float:  # noqa: N803
+        """Return the coefficient of determination, R^2: 1 is perfect, 0 that of the mean."""
+        predicted = self.predict(X)
+        targets = checked_targets(y, len(predicted), user="Lasso")
+        deviations = targets - targets.mean()
+        rest, total = np.dot(targets - predicted, targets - predicted), deviations @ deviations
+        return float(1.0 - rest / total) if total else float(rest == 0.0)
+
+    def __sklearn_tags__(self) -> object:
+        return _tags("regressor")
+
+
+@final
+class SparseLogisticRegression(_Estimator):
+    """Logistic regression of two classes with an L1 penalty.
+
+        minimize over w, b    mean of log(1 + exp(-s (x w + b))) + alpha |w|_1,  s = -1 or 1
+
+    scikit-learn's C is 1 / (alpha n_samples). Arguments and attributes are those of `Lasso`, with
+    `classes_`, (2,), `coef_`, (1, n_features), and `intercept_`, (1,).
+    """
+
+    coef_: Floats
+    intercept_: Floats
+    classes_: Labels
+
+    def fit(self, X: object, y: object) -> Self:  # noqa: N803 -- scikit-learn's name
+        """Fit to X, (n_samples, n_features), dense or scipy.sparse, and y, of two classes.
+
+        Raises:
+            SettingError: data or arguments cannot be computed with.
+        """
+        user = "SparseLogisticRegression"
+        matrix = checked_matrix(X, user=user)
+        labels = checked_labels(y, matrix.shape[0], user=user)
+        if labels.dtype.kind == "f" and (labels.astype(np.float64) % 1.0).any():
+            raise SettingError(f"Unknown label type: {user} needs classes, y is continuous")
+        classes = np.unique(labels)
+        if len(classes) != 2:
+            raise SettingError(
+                f"{user}: y has {len(classes)} class{'es' * (len(classes) != 1)}. Only binary "
+                "classification is supported: fit one model per class to y == class"
+            )
+        coefficients, intercept = self._solve(
+            matrix, (labels == classes[1]).astype(np.float64), Logistic()
+        )
+        self.classes_ = classes
+        self.coef_, self.intercept_ = coefficients[np.newaxis], np.array([intercept])
+        return self
+
+    def decision_function(self, X: object) -> Floats:  # noqa: N803
+        """Return X w + b, (n_samples,): above 0 where `classes_[1]` is predicted."""
+        return self._predictor(X)
+
+    def predict_proba(self, X: object) -> Floats:  # noqa: N803
+        """Return the probabilities of both classes, (n_samples, 2)."""
+        f = self._predictor(X)
+        return np.stack([expit(-f), expit(f)], axis=1)
+
+    def predict(self, X: object) -> Labels:  # noqa: N803
+        """Return the more probable class of each sample."""
+        is_second = self._predictor(X) > 0.0
+        return self.classes_[is_second.astype(np.intp)]
+
+    def score(self, X: object, y: object) -> float:  # noqa: N803
+        """Return the share of samples whose class is predicted."""
+        predicted = self.predict(X)
+        labels = checked_labels(y, len(predicted), user="SparseLogisticRegression")
+        return float((predicted == labels).mean())
+
+    def __sklearn_tags__(self) -> object:
+        return _tags("classifier")
+
+
+def _tags(kind: Literal["regressor", "classifier"]) -> object:
+    """Return what scikit-learn asks estimators for; only it does, so it is installed."""
+    from sklearn.utils import ClassifierTags, InputTags, RegressorTags, Tags, TargetTags  # noqa: PLC0415
+
+    return Tags(
+        estimator_type=kind,
+        target_tags=TargetTags(required=True),
+        classifier_tags=ClassifierTags(multi_class=False) if kind == "classifier" else None,
+        regressor_tags=RegressorTags() if kind == "regressor" else None,
+        input_tags=InputTags(sparse=True),
+    )
