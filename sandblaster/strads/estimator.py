@@ -49,8 +49,13 @@ class Estimator:
 
     @override
     def __repr__(self) -> str:
-        shown = ", ".join(f"{name}={value!r}" for name, value in self.get_params().items())
-        return f"{type(self).__name__}({shown})"
+        defaults = inspect.signature(type(self)).parameters
+        changed = [
+            f"{name}={value!r}"
+            for name, value in self.get_params().items()
+            if value is not defaults[name].default
+        ]
+        return f"{type(self).__name__}({', '.join(changed)})"
 
 
 _WHOLE = ("n_", "max_iter", "evaluate_every", "patience", "random_state", "workers")

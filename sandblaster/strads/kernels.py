@@ -16,6 +16,8 @@ from typing import Final, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from sandblaster.strads.compiled import compiled
+
 
 Floats = NDArray[np.float64]
 Indices = NDArray[np.int32] | NDArray[np.int64]
@@ -31,43 +33,17 @@ Kernel: TypeAlias = Callable[
 ]  # fmt: skip
 
 _LANES: Final = 8
-_COMPILED: Final[dict[str, Kernel]] = {}
-
-
-def warm_up() -> bool:
-    """Compile the loop, or load it from numba's cache; return False if there is no numba."""
-    if _COMPILED:
-        return True
-    try:
-        import numba  # noqa: PLC0415 -- an extra, and slow to import
-    except ImportError:
-        return False
-    if numba.config.DISABLE_JIT:
-        return False
-    types = numba.types
-    number, size = types.float64, types.int64
-
-    def read(element: object) -> object:
-        return types.Array(element, 1, "C", readonly=True)
-
-    signatures = [
-        types.Tuple((size, number, number))(
-            *(read(index), read(index), *(read(number),) * 3, read(size)),
-            *(number[::1], number[::1], number, number, size, number),
-        )
-        for index in (types.int32, size)
-    ]
-    options = {"nogil": True, "error_model": "numpy"}
-    try:
-        _COMPILED["loop"] = numba.njit(signatures, cache=True, **options)(loop)
-    except RuntimeError:  # there is no folder for a cache
-        _COMPILED["loop"] = numba.njit(signatures, **options)(loop)
-    return True
 
 
 def best() -> Kernel:
-    """Return what makes the passes: the compiled loop, or numpy."""
-    return _COMPILED.get("loop", in_numpy)
+    """Return what makes the passes: the loop as numba compiles it, or numpy."""
+    entries = "read(float64, 1), read(float64, 1), read(float64, 1), read(int64, 1)"
+    changed = "float64[::1], float64[::1], float64, float64, int64, float64"
+    signatures = [
+        f"Tuple((int64, float64, float64))(read({one}, 1), read({one}, 1), {entries}, {changed})"
+        for one in ("int32", "int64")
+    ]
+    return compiled(loop, *signatures, otherwise=in_numpy)
 
 
 def loop(  # noqa: C901, PLR0912, PLR0913, PLR0917 -- numba takes arrays, and two kinds of columns

@@ -7,7 +7,6 @@ They take and refuse what scikit-learn's estimators do, and need no scikit-learn
 `descent`.
 """
 
-import inspect
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from sandblaster.strads.columns import (
     of_sklearn,
 )
 from sandblaster.strads.descent import Descent, Solution
+from sandblaster.strads.estimator import Estimator
 from sandblaster.strads.kernels import Floats
 from sandblaster.strads.losses import Logistic, Loss, Squares
 from sandblaster.strads.program import run
@@ -153,7 +153,7 @@ class _Settings:
             value: object = getattr(self, name)
             if not isinstance(value, int | float | np.number) or not value >= least:
                 raise SettingError(f"{name} is {value!r}; use a number of at least {least}")
-        kernels.warm_up()
+        kernels.best()  # compiled before threads ask for it
         n_blocks = min(self.workers, x.shape[1]) if self.n_blocks is None else self.n_blocks
         program = Descent(
             x,
@@ -180,8 +180,8 @@ class _Settings:
         return solutions
 
 
-class _Estimator:
-    """What scikit-learn's conventions ask of both estimators."""
+class _Linear(Estimator):
+    """What both estimators share."""
 
     n_features_in_: int
     n_iter_: int
@@ -207,31 +207,6 @@ class _Estimator:
         self.n_blocks = n_blocks
         self.workers = workers
         self.warm_start = warm_start
-
-    def get_params(self, deep: bool = True) -> dict[str, object]:  # noqa: ARG002, FBT001, FBT002 -- theirs
-        """Return the arguments of the constructor."""
-        return {name: getattr(self, name) for name in inspect.signature(type(self)).parameters}
-
-    def set_params(self, **values: object) -> Self:
-        """Set arguments of the constructor."""
-        known = self.get_params()
-        for name, value in values.items():
-            if name not in known:
-                raise SettingError(
-                    f"Invalid parameter {name!r} for {type(self).__name__}; use {', '.join(known)}"
-                )
-            setattr(self, name, value)
-        return self
-
-    def __repr__(self) -> str:
-        defaults = inspect.signature(type(self)).parameters
-        changed = {
-            name: value
-            for name, value in self.get_params().items()
-            if value is not defaults[name].default
-        }
-        options = ", ".join(f"{name}={value!r}" for name, value in changed.items())
-        return f"{type(self).__name__}({options})"
 
     def _solve(self, x: Matrix, y: Floats, loss: Loss) -> tuple[Floats, float]:
         """Fit; return coefficients, (n_features,), and intercept."""
@@ -265,7 +240,7 @@ class _Estimator:
 
 
 @final
-class Lasso(_Estimator):
+class Lasso(_Linear):
     """Linear regression with an L1 penalty.
 
         minimize over w, b    |y - X w - b|^2 / (2 n_samples) + alpha |w|_1
@@ -321,7 +296,7 @@ class Lasso(_Estimator):
 
 
 @final
-class SparseLogisticRegression(_Estimator):
+class SparseLogisticRegression(_Linear):
     """Logistic regression of two classes with an L1 penalty.
 
         minimize over w, b    mean of log(1 + exp(-s (x w + b))) + alpha |w|_1,  s = -1 or 1

@@ -119,7 +119,7 @@ def _commit(
     table: Values,
     adds: Sequence[tuple[Rows, Values] | None],
 ) -> None:
-    given = [one for one in adds if one is not None]
+    given = [(_bounded(one[0], len(table)), one[1]) for one in adds if one is not None]
     spans = {(rows.start, rows.stop) for rows, _ in given if isinstance(rows, slice)}
     ordered = sorted(spans)
     if all(isinstance(rows, slice) for rows, _ in given) and all(
@@ -141,6 +141,13 @@ def _commit(
         for rows, values in given:
             sums[np.searchsorted(indices, _indices(rows))] += values
         table[indices] = program.pull(name, table[indices], sums)
+
+
+def _bounded(rows: Rows, n_rows: int) -> Rows:
+    if not isinstance(rows, slice):
+        return rows
+    start, stop, _ = rows.indices(n_rows)
+    return slice(start, stop)
 
 
 def _indices(rows: Rows) -> NDArray[np.int64]:

@@ -34,7 +34,7 @@ def test_parameters_are_got_and_set_by_name(kind: type[Lasso]) -> None:
     }  # fmt: skip
     assert model.set_params(alpha=0.1, workers=2) is model
     assert repr(model) == f"{kind.__name__}(alpha=0.1, tol=0.001, workers=2)"
-    with pytest.raises(JobError, match=r"Invalid parameter 'C' for .*; use alpha, fit_intercept"):
+    with pytest.raises(JobError, match=r"has no parameter 'C': "):
         model.set_params(C=1.0)
 
 
