@@ -207,10 +207,18 @@ class StopTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     loss: float | None = (
         None  # target of the held-out loss; without [data.test], of the training loss
     )
+    # Evaluations in a row without an improvement of the held-out metric, after which it ends
+    patience: AtLeastOne | None = None
+    min_delta: Annotated[float, msgspec.Meta(ge=0)] | None = None  # smallest such improvement
 
     def __post_init__(self) -> None:
         if self.loss is not None and not math.isfinite(self.loss):
             raise JobFileError(f"loss = {self.loss}: wants a finite number")
+        if self.min_delta is not None and self.patience is None:
+            raise JobFileError(
+                f"min_delta = {self.min_delta:g} is the smallest improvement for patience: add "
+                "patience = 5, or leave min_delta out"
+            )
 
     @property
     def is_empty(self) -> bool:
@@ -223,6 +231,8 @@ class OutputTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     # Between checkpoints. Under a coordinator, where all replicas wait for a checkpoint, longer if
     # checkpoints would take more than 2 % of the time.
     snapshot_every: Seconds = 30.0
+    # "best": the values of the best evaluation, too, in best.safetensors
+    keep: Literal["last", "best"] = "last"
 
     def __post_init__(self) -> None:
         if not self.directory.strip():

@@ -53,7 +53,7 @@ from distbelief.job.run.metrics_file import (
     import_for_drawing,
     read_metrics,
 )
-from distbelief.job.run.model_file import write_model
+from distbelief.job.run.model_file import ModelSource, write_best, write_model
 from distbelief.job.run.resume import (
     PreviousRun,
     check_same,
@@ -82,6 +82,7 @@ from distbelief.transport.file_server import FileServer
 from distbelief.transport.listen_config import ListenConfig
 from distbelief.transport.node import RoleRunner
 from distbelief.transport.shared_memory import FileMemory
+from distbelief.worker.evaluator import Kept
 
 
 STATUS_SECONDS: Final = 1.0
@@ -421,16 +422,15 @@ class Trainer:
         """Write model, summary and final status; return the summary."""
         self._launcher.close()
         found, run = self._preflight, self._run
+        assert self._layout is not None
+        source = ModelSource(
+            layout=self._layout, store=self._store, dtypes=found.dtypes, aliases=found.aliases
+        )
+        kept: list[Kept] = []
+        if self._job.output.keep == "best":
+            self._try_write(lambda: kept.extend(write_best(run, source)))
         try:
-            assert self._layout is not None
-            write_model(
-                self._job,
-                run,
-                layout=self._layout,
-                store=self._store,
-                dtypes=found.dtypes,
-                aliases=found.aliases,
-            )
+            write_model(self._job, run, source)
         except StorageError as error:
             self._model_error = f"no model was written: {error}"
         if self._model_error is not None and self.exit_code == 0:
@@ -442,6 +442,7 @@ class Trainer:
             self._view,
             directory=str(run.path),
             task=found.task,
+            kept=kept[0] if kept else None,
             error=self._error,
             model_error=self._model_error,
             unwritten=self._unwritten,
@@ -494,7 +495,7 @@ class Run:
 
     @cached_property
     def model(self) -> nn.Module:
-        """The trained model, in evaluation mode."""
+        """The trained model, in evaluation mode; StorageError if none was written."""
         path = self.directory / "model.safetensors"
         if self.summary.model_error is not None:  # a file of an earlier session may exist
             raise StorageError(f"{self.directory}: {self.summary.model_error}")
@@ -503,6 +504,24 @@ class Run:
                 f"{path} does not exist: the run ended before anything was trained "
                 f"({self.summary.error or self.summary.stop_reason})"
             )
+        return self._loaded(path)
+
+    @cached_property
+    def best_model(self) -> nn.Module:
+        """The model of the best evaluation, in evaluation mode.
+
+        StorageError if none was kept: [output] keep = "best" keeps it.
+        """
+        if self.job.output.keep != "best":
+            raise StorageError(
+                f'{self.directory}: no best model was kept: add keep = "best" to [output]'
+            )
+        if self.summary.kept is None:
+            why = self.summary.unwritten or "no evaluation gave a number"
+            raise StorageError(f"{self.directory}: no best model was kept: {why}")
+        return self._loaded(self.directory / "best.safetensors")
+
+    def _loaded(self, path: Path) -> nn.Module:
         module = build_model(self.job.model)
         module.load_state_dict(load_file(path))
         return module.eval()

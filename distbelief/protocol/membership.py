@@ -116,7 +116,7 @@ class Evaluate(AnyMessage, frozen=True):
     whole: bool  # all held-out samples, not the usual subset
 
 
-class EvaluationDone(AnyMessage, frozen=True):
+class EvaluationDone(AnyMessage, frozen=True, omit_defaults=True):
     """Evaluator -> supervisor: held-out loss and metric of the parameters just fetched."""
 
     request: Count
@@ -124,6 +124,7 @@ class EvaluationDone(AnyMessage, frozen=True):
     metric: float
     n_samples: Amount
     clock: float  # mean over shards of the clock at which they were read
+    unsaved: Text | None = None  # why these values, the best so far, could not be saved
 
 
 class SaveCheckpoint(AnyMessage, frozen=True):

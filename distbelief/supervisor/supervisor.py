@@ -91,6 +91,7 @@ class Supervisor:
             metric_name=config.metric_name,
             higher_is_better=config.higher_is_better,
             before=config.before,
+            min_delta=config.min_delta,
         )
         self.out = Output(self.metrics)
         self.failover = ShardFailover(
@@ -347,7 +348,9 @@ class Supervisor:
 
     def _evaluated(self, message: wire.EvaluationDone) -> None:
         if self.evaluations.answered(message):
-            self.metrics.measured(message, self._now)
+            self.metrics.measured(message, self._now, counts=self._runs)
+            if message.unsaved is not None:
+                self.out.log(LogEvent("not_kept", reason=message.unsaved))
             if self._runs:
                 self._record()
                 self._end_if_due()

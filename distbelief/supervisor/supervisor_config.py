@@ -22,6 +22,7 @@ class SupervisorConfig:
     admits_guests: bool = False  # whether roles that somebody else started may join
     metric_name: str = "accuracy"  # name of the held-out metric
     higher_is_better: bool = True
+    min_delta: float = 0.0  # of this metric: a smaller improvement is none
     batch_size: int = 1  # samples of a step of one replica
     warm_start_steps: int = 0  # steps that replica 0 takes before the others begin
     in_ring: bool = False  # replicas sum gradients among themselves

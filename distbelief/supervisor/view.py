@@ -104,6 +104,10 @@ class Totals(Measured, frozen=True, kw_only=True):
     error: str | None = None  # why it has failed, if it has
     best_metric: float | None = None  # best held-out metric of all evaluations so far
     best_metric_seconds: Seconds | None = None  # when that was measured
+    # For [stop] patience: the metric that an evaluation must beat by `min_delta`, and how many in a
+    # row have not.
+    metric_to_beat: float | None = None
+    evaluations_without_gain: int = 0
     # In the values of every shard. A push is one push, however many shards it goes to, and however
     # many ranks of a replica push parts of it.
     pushes_applied: int = 0

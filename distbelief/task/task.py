@@ -118,6 +118,7 @@ class BuildContext:
     # written by the job for "module", else the user's own.
     initial_file: TensorFile | None = None
     evaluation_subset: int | None = None  # held-out samples of a usual evaluation; None: all
+    keeps_best: bool = False  # whether the evaluator saves the values of its best evaluation
     shard_copies: int = 1  # processes that keep each shard, 1 or 2
     # Replicas wait for `StartTraining`, which a supervisor sends to each incarnation.
     await_begin: bool = True

@@ -33,11 +33,11 @@ from distbelief.protocol.role import Address, Role, Seconds
 from distbelief.task import dry_run, task as tk
 from distbelief.task.data import DataShard, Indices, rebuilt
 from distbelief.task.initializers import reader
-from distbelief.task.losses import LOSS_METRIC, OWN, Metric
+from distbelief.task.losses import LOSS_METRIC, OWN, Metric, higher_is_better
 from distbelief.task.task import BuildContext, Kind, RosterEntry
 from distbelief.worker import batches
 from distbelief.worker.downpour_settings import DownpourSettings
-from distbelief.worker.evaluator import CHUNK, Evaluation, Score, held_out
+from distbelief.worker.evaluator import CHUNK, BestValues, Evaluation, Score, held_out
 from distbelief.worker.execution import executor as ex
 from distbelief.worker.execution.dataflow import dataflow
 from distbelief.worker.execution.operations import Dataflow
@@ -188,6 +188,11 @@ def build_evaluator(context: BuildContext) -> Role:
         ),
         client=build_client(context, exchange=None, frozen=model.frozen),
         kinds=held_out(len(dataset), subset=context.evaluation_subset, seed=context.seed),
+        best=BestValues(
+            context.layout, higher_is_better=higher_is_better(tk.metric_name(task, sample))
+        )
+        if context.keeps_best
+        else None,
     )
 
 
@@ -197,10 +202,11 @@ def whole_evaluator(
     client: ParameterClient,
     kinds: Sequence[Indices],
     chunk: int = CHUNK,
+    best: BestValues | None = None,
 ) -> Replica:
     batch_plan, model = batches.EvaluationPlan(kinds, chunk=chunk), executor.model
     steps = Steps(
-        Evaluation(values=model.values, batch_plan=batch_plan),
+        Evaluation(values=model.values, batch_plan=batch_plan, best=best),
         client=client,
         executor=executor,
         # Without readers it reads in its steps: nobody waits for it.

@@ -254,6 +254,7 @@ class JobCluster(Downpour, JobScene):
     hosting: ClusterConfig | None = None
     machines: Mapping[Address, SimulatedMachine] = field(default_factory=dict)
     split: Callable[[], wb.Split] | None = None  # of each replica
+    keeps_best: bool = False
 
     @cached_property
     def downpour(self) -> DownpourSettings:
@@ -309,7 +310,7 @@ class JobCluster(Downpour, JobScene):
         return ClusterOptions(start=(SUPERVISOR,), machine=slow, machines=self.machines)
 
     def _member(self, name: Address, memory: Memory) -> JobMember:
-        context = self.context(memory, self.tasks.get(name))
+        context = replace(self.context(memory, self.tasks.get(name)), keeps_best=self.keeps_best)
         config = JobMemberConfig(
             name=name,
             host=memory.host,

@@ -224,6 +224,7 @@ def _run_role(
         store = None
         policy = algorithms.facts_of(job).policy
         saves = policy is not None and policy.durable and name.startswith("replica")
+        saves = saves or (name == EVALUATORS and job.output.keep == "best")
         if saves or name.startswith(("shard", "coordinator")):  # no other role saves anything
             folder = folder_at(spec.snapshots) if spec.snapshots or remote is None else remote
             elsewhere = job.cluster.checkpoints is not None
@@ -297,6 +298,7 @@ def context_of(
         initials=spec.initials,
         initial_file=initial,
         evaluation_subset=job.evaluation.subset,
+        keeps_best=job.output.keep == "best",
         shard_copies=job.cluster.shard_copies,
         plan=spec.plans.get(spec.ranks),
         sample=spec.sample,

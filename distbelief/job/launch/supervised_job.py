@@ -76,6 +76,7 @@ def supervisor_config(
         ),
         metric_name=answer.metric_name,
         higher_is_better=answer.higher_is_better,
+        min_delta=job.stop.min_delta or 0.0,
         batch_size=job.batch_size,
         in_ring=facts.in_ring,
         replicas_min=job.cluster.replicas_min,
