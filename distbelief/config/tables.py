@@ -98,7 +98,7 @@ _ELSEWHERE = {
     "strategy": 'It is [algorithm] preset, such as "downpour" or "diloco": distbelief presets.',
     **dict.fromkeys(
         ("val_check_interval", "eval_steps", "eval_every"),
-        'It is every of [evaluation], a time: every = "10 s".',
+        'It is every of [evaluation]: every = "10 s", "1 epoch" or "500 steps".',
     ),
     **dict.fromkeys(
         ("log_every_n_steps", "logging_steps", "log_every"),
@@ -159,8 +159,11 @@ def encode(struct: msgspec.Struct) -> dict[str, object]:
     """Return a struct as the table that `decode` reads; what is None is left out."""
     table = cast("dict[str, object]", _without_none(msgspec.to_builtins(struct)))
     for key, dimension in units_of(type(struct)).items():
-        if key in table:
-            table[key] = units.show(cast("float", table[key]), dimension)
+        match table.get(key):
+            case float() | int() as quantity:
+                table[key] = units.show(quantity, dimension)
+            case {"n": float(n), "of": str(unit)}:
+                table[key] = units.show_count(n, unit)
     return table
 
 
@@ -298,6 +301,10 @@ def _without_units(
     plain = dict(table)
     for key, dimension in units_of(struct).items():
         if key not in table:
+            continue
+        count = units.parse_count(table[key]) if dimension == "period" else None
+        if count is not None:
+            plain[key] = dict(zip(("n", "of"), count, strict=True))
             continue
         try:
             plain[key] = units.parse(table[key], dimension)

@@ -4,7 +4,7 @@ The training loss is a mean over the samples between two points of the curve, ov
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import final
 
@@ -36,7 +36,9 @@ class JobMetrics:
         higher_is_better: bool,
         before: PreviousTotals,
         min_delta: float = 0.0,  # of the metric, for [stop] patience
+        others: Sequence[str] = (),  # further metrics
     ) -> None:
+        self._names = (metric_name, *others)
         self._higher_is_better = higher_is_better
         self._min_delta = min_delta
         self.before = before.view
@@ -46,6 +48,7 @@ class JobMetrics:
                 known,
                 metric_name=metric_name,
                 metric=None,
+                metrics={},
                 best_metric=None,
                 best_metric_seconds=None,
                 metric_to_beat=None,
@@ -127,7 +130,14 @@ class JobMetrics:
 
         Unless it `counts`, no stop rule looks at it any more.
         """
-        found = replace(self._known, metric=message.metric, held_out_loss=message.loss)
+        values = (message.metric, *message.others)
+        found = replace(
+            self._known,
+            metric=message.metric,
+            metrics=dict(zip(self._names, values, strict=False)),
+            held_out_loss=message.loss,
+            n_evaluations=self._known.n_evaluations + 1,
+        )
         best = found.best_metric
         sign = 1.0 if self._higher_is_better else -1.0
         if (best is None or sign * message.metric > sign * best) and math.isfinite(message.metric):

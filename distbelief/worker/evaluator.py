@@ -38,6 +38,7 @@ from distbelief.protocol.role import (
 )
 from distbelief.task.data import Indices
 from distbelief.task.dry_run import shown
+from distbelief.task.losses import Measures
 from distbelief.worker.batches import EvaluationPlan
 from distbelief.worker.execution.executor import StepResult
 from distbelief.worker.group import Outgoing
@@ -45,10 +46,9 @@ from distbelief.worker.replica import Leader, Program, Steps, Waiting
 
 
 _TEXT_MAX: Final = 8192  # characters of an error
-CHUNK: Final = 1024  # samples of one step of a whole model, so that `Stop` is answered within one
 
-# score(outputs of the graph, targets) -> loss and metric, means over the samples
-Score = Callable[[Sequence[torch.Tensor], object], tuple[float, float]]
+# score(outputs of the graph, targets) -> loss and metrics, means over the samples
+Score = Callable[[Sequence[torch.Tensor], object], Sequence[float]]
 
 # The position where a generation begins selects what it measures.
 SUBSET: Final = 0
@@ -145,15 +145,18 @@ class Evaluation(Program):
         *,
         values: Sequence[torch.Tensor],
         batch_plan: EvaluationPlan,  # the chunks
+        measures: Measures,
         score: Score | None = None,  # on rank 0; the executor of a whole model does it itself
         best: BestValues | None = None,  # of a whole model, if the best values are kept
     ) -> None:
         self.values = values
         self._batch_plan = batch_plan
+        self._measures = measures
         self._score = score
         self._best = best
         self._saves = False  # the values just measured
-        self._sums = np.zeros(3)  # samples, loss, metric
+        self._sums = np.zeros(2 + len(measures.metrics))  # samples, loss, metrics
+        self._whole: Mapping[int, float] = {}  # those that are no means
         self._newest = -1  # number of the newest request
         self._waiting: Evaluate | None = None  # it, until its evaluation begins
         self._measured: Evaluate | None = None  # of the current evaluation
@@ -165,14 +168,17 @@ class Evaluation(Program):
     def steps(self, steps: Steps) -> Waiting[None]:
         yield from steps.gather()
         self._sums[:] = 0.0
+        self._measures.reset()  # no work is under way
+        n_chunks = self._batch_plan.n_steps(steps.here.position)
         # All chunks of an evaluation use the same parameters.
         while (yield from steps.next_step(fetches=steps.number == 0)):
             assert steps.slice is not None
             batch = steps.slice.batch
-            close = partial(self._scores, None if batch is None else batch.targets)
+            is_last = steps.number + 1 == n_chunks
+            close = partial(self._scores, None if batch is None else batch.targets, is_last)
             steps.begin_step(_no_gradient, close)
             taken = yield from steps.taken()
-            if taken is not None and isinstance(taken.closed, tuple):
+            if taken is not None and isinstance(taken.closed, list):
                 self._sums += taken.n_samples * np.array([1.0, *taken.closed])
             yield
 
@@ -181,18 +187,20 @@ class Evaluation(Program):
     def idle(self) -> str | None:
         return "waiting" if self._measured is None else None
 
-    def _scores(self, targets: object, found: StepResult) -> tuple[float, float] | None:
+    def _scores(self, targets: object, is_last: bool, found: StepResult) -> Sequence[float] | None:  # noqa: FBT001
         # Runs in the compute executor.
-        if found.scores is not None or self._score is None or not found.outputs:
-            return found.scores
-        outputs = [value for _, _, value in found.outputs]
+        outputs, scores = [value for _, _, value in found.outputs], found.scores
         try:
-            return self._score(outputs, targets)
-        except Exception as error:  # loss and metric are the user's
+            if scores is None and self._score is not None and outputs:
+                scores = self._score(outputs, targets)
+            if scores is not None and is_last:
+                self._whole = self._measures.whole()
+        except Exception as error:  # loss and metrics are the user's
             raise JobError(
                 f"loss or metric failed on {shown(outputs)} and targets {shown(targets)}: "
                 f"{type(error).__name__}: {error}"
             ) from error
+        return scores
 
     # --- on the leader ---
 
@@ -247,10 +255,18 @@ class Evaluation(Program):
         return []
 
     def _result(self, request: int, clock: float) -> EvaluationDone:
-        n_samples, loss, metric = map(float, self._sums)
-        n = max(n_samples, 1.0)
+        n_samples = float(self._sums[0])
+        loss, metric, *others = (
+            self._whole.get(place, float(value) / max(n_samples, 1.0))
+            for place, value in enumerate(self._sums[1:])
+        )
         return EvaluationDone(
-            request=request, loss=loss / n, metric=metric / n, n_samples=int(n_samples), clock=clock
+            request=request,
+            loss=loss,
+            metric=metric,
+            others=tuple(others),
+            n_samples=int(n_samples),
+            clock=clock,
         )
 
     # --- status ---

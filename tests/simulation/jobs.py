@@ -246,6 +246,7 @@ class JobCluster(Downpour, JobScene):
     max_steps: int | None = None
     snapshot_every: float = 2.0
     evaluate_every: float = 1.0
+    evaluate_samples: int | None = None
     before: PreviousTotals = field(default_factory=PreviousTotals)
     first_incarnation: int = 1
     first_label: int = 1
@@ -293,6 +294,7 @@ class JobCluster(Downpour, JobScene):
             replicas_min=self.replicas_min,
             warm_start_steps=settings.warm_start_left(n_done, n_train, self.n_replicas),
             evaluate_every=self.evaluate_every,
+            evaluate_samples=self.evaluate_samples,
             snapshot_every=self.snapshot_every,
             report_every=0.5,
             first_incarnation=self.first_incarnation,

@@ -383,7 +383,7 @@ def _previous_totals(
     # cover all samples that were counted.
     if len(clocks) < n_shards or view.samples != sum(samples.values()):
         view = msgspec.structs.replace(
-            view, loss=None, metric=None, held_out_loss=None, evaluations_without_gain=0
+            view, loss=None, metric=None, metrics={}, held_out_loss=None, evaluations_without_gain=0
         )
     # Clocks of another number of shards count other pushes.
     shards = {shard_of(r.name) for r in view.roles if r.name.startswith("shard-")}
@@ -472,7 +472,7 @@ def check_same(job: Job, earlier: Job, *, directory: str) -> None:
 def judged_by(job: Job) -> object:
     """Return what the metrics of two evaluations must have in common, to be compared."""
     table, test = job.evaluation, job.data.test
-    return [table.metric, table.subset, table.seed, test and test.source]
+    return [table.metrics[:1], table.subset, table.seed, test and test.source]
 
 
 def start_from_scratch(job: Job, run: RunDirectory) -> str:

@@ -214,6 +214,7 @@ def _values(summary: Summary) -> list[tuple[str, str]]:
         ("samples", formatting.count(summary.samples)),
         ("samples/s", formatting.rate(summary.samples_per_second)),
         (f"held-out {name}", formatting.metric(summary.metric, name)),
+        *((f"held-out {n}", formatting.metric(v, n)) for n, v in summary.others.items()),
         ("held-out loss", formatting.figure(None if formatting.is_loss(name) else loss)),
         ("training loss", formatting.figure(summary.loss)),
     ]

@@ -13,10 +13,15 @@ from distbelief.supervisor.stop_rules import StopRules
 from distbelief.supervisor.view import JobView
 
 
-def metrics(before: JobView | None = None, **options: float) -> JobMetrics:
-    totals = PreviousTotals(view=before or JobView())
-    higher = bool(options.pop("higher_is_better", True))
-    return JobMetrics(metric_name="accuracy", higher_is_better=higher, before=totals, **options)
+def metrics(
+    before: JobView | None = None, *, higher_is_better: bool = True, min_delta: float = 0.0
+) -> JobMetrics:
+    return JobMetrics(
+        metric_name="accuracy",
+        higher_is_better=higher_is_better,
+        before=PreviousTotals(view=before or JobView()),
+        min_delta=min_delta,
+    )
 
 
 def measured(kept: JobMetrics, *values: float, counts: bool = True) -> JobView:
@@ -93,3 +98,20 @@ def test_another_metric_is_not_compared_with_the_former_one() -> None:
 def test_a_smallest_improvement_needs_patience() -> None:
     with pytest.raises(Exception, match="add patience = 5, or leave min_delta out"):
         StopTable(min_delta=0.1)
+
+
+def test_metrics_have_names_and_the_first_decides() -> None:
+    kept = JobMetrics(
+        metric_name="accuracy",
+        others=("f1", "loss"),
+        higher_is_better=True,
+        before=PreviousTotals(),
+    )
+    done = EvaluationDone(
+        request=1, loss=0.5, metric=0.75, others=(0.25, 0.5), n_samples=9, clock=1.0
+    )
+    kept.measured(done, 1.0)
+    view = kept.view(1.0)
+    assert view.metrics == {"accuracy": 0.75, "f1": 0.25, "loss": 0.5}
+    assert view.others == {"f1": 0.25}
+    assert (view.metric, view.metric_to_beat) == (0.75, 0.75)

@@ -1,9 +1,12 @@
 """The evaluator: each request is answered once, from parameters fetched for it."""
 
+from collections.abc import Mapping
+
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from typing_extensions import override
 
 from distbelief.core.errors import JobError, RemoteProtocolError, RestoreError, StorageError
 from distbelief.core.vectors import Vector
@@ -11,11 +14,11 @@ from distbelief.parameter_server.client.fetches import FetchResult
 from distbelief.protocol import Evaluate, EvaluationDone, Finished, Message, StartTraining, Stop
 from distbelief.protocol.role import Computed, Persisted, Snapshot, Started, TimerFired
 from distbelief.task import dry_run
-from distbelief.task.losses import METRICS, Metric
+from distbelief.task.losses import CHUNK, METRICS, Measures, Metric
 from distbelief.worker.build import whole_evaluator
-from distbelief.worker.evaluator import CHUNK, BestValues, held_out, kept_in
+from distbelief.worker.evaluator import BestValues, held_out, kept_in
 from distbelief.worker.local_executor import FlatModel, LocalExecutor
-from tests.distbelief.examples import Frames, failing_function, net
+from tests.distbelief.examples import F1, Frames, f1_of_a_part, failing_function, net
 from tests.distbelief.parameter_server.pair import scatter
 from tests.distbelief.worker.bench import RoleBench
 
@@ -30,6 +33,7 @@ class Bench(RoleBench):
         chunk: int = CHUNK,
         seed: int = 0,
         metric: Metric = METRICS["accuracy"],
+        more: Mapping[str, Metric] | None = None,
         keeps: bool = False,
         higher_is_better: bool = True,
         restored: Snapshot | None = None,
@@ -40,9 +44,10 @@ class Bench(RoleBench):
         self.shard.clock = 7
         self.initial, self.n_asked = self.shard.values.copy(), 0
         self.dataset = Frames(n_samples=50)
-        names = dry_run.Names(model="net", loss="cross_entropy", data="data.test", metric="m")
+        measures = Measures(loss, {"m": metric, **(more or {})})
+        names = dry_run.Names(model="net", loss="cross_entropy", data="data.test")
         self.role = self.evaluator = whole_evaluator(
-            LocalExecutor(model, self.dataset, loss=loss, metric=metric, names=names),
+            LocalExecutor(model, self.dataset, loss=loss, measures=measures, names=names),
             client=self.client,
             kinds=held_out(50, subset=subset, seed=seed),
             chunk=chunk,
@@ -193,6 +198,35 @@ def test_errors_of_the_data_set_are_passed_on() -> None:
 def test_unexpected_messages_are_rejected() -> None:
     with pytest.raises(RemoteProtocolError, match="StartTraining is not for a role"):
         Bench().ask(StartTraining())
+
+
+# --------------------------------------------------------------------- several metrics
+
+
+@pytest.mark.parametrize("chunk", [50, 7, 1])
+def test_a_metric_with_a_state_is_that_of_all_samples_whatever_the_chunk(chunk: int) -> None:
+    bench = Bench(chunk=chunk, more={"f1": F1()})
+    for request in (1, 2):  # its state begins anew
+        bench.ask(Evaluate(request=request, whole=True))
+        bench.run()
+    whole = Bench(metric=f1_of_a_part)  # in one piece
+    whole.ask(Evaluate(request=1, whole=True))
+    (expected_f1,) = whole.run()
+    for done in bench.run():
+        assert done.metric == pytest.approx(expected(bench, list(range(50)))[1])
+        assert done.others[0] == pytest.approx(expected_f1.metric)
+
+
+def test_a_metric_with_a_state_that_fails_is_the_jobs_error() -> None:
+    class Failing(F1):
+        @override
+        def compute(self) -> torch.Tensor:
+            raise ValueError("no positives")
+
+    bench = Bench(more={"f1": Failing()})
+    bench.ask(Evaluate(request=1, whole=True))
+    with pytest.raises(JobError, match="ValueError: no positives"):
+        bench.run()
 
 
 # --------------------------------------------------------------------- the best values
