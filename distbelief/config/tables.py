@@ -64,6 +64,10 @@ _PLACES = {
     "num_workers": "[data.train]",
     "metric": "[evaluation]",
     "directory": "[output]",
+    "keep": "[output]",
+    "callbacks": "[output]",
+    "min_delta": "[stop]",
+    "limit": "[data.train]",
     "learning_rate": _RULE.format('"sgd"', "learning_rate = 0.1"),
     "weight_decay": _RULE.format('"sgd"', "learning_rate = 0.1, weight_decay = 1e-4"),
     "momentum": _RULE.format('"momentum"', "learning_rate = 0.1, momentum = 0.9"),
@@ -100,6 +104,18 @@ _ELSEWHERE = {
         ("val_check_interval", "eval_steps", "eval_every"),
         'It is every of [evaluation]: every = "10 s", "1 epoch" or "500 steps".',
     ),
+    **dict.fromkeys(
+        ("early_stopping", "early_stopping_patience"), "It is patience of [stop]: patience = 5."
+    ),
+    **dict.fromkeys(
+        ("save_top_k", "load_best_model_at_end", "save_best", "monitor"),
+        'It is keep of [output], by the first metric: keep = "best".',
+    ),
+    **dict.fromkeys(
+        ("limit_train_batches", "limit_val_batches", "overfit_batches", "fast_dev_run"),
+        "It is limit of [data.train] and [data.test], in samples: limit = 64.",
+    ),
+    **dict.fromkeys(("max_time", "time_limit"), 'It is seconds of [stop]: seconds = "10 min".'),
     **dict.fromkeys(
         ("log_every_n_steps", "logging_steps", "log_every"),
         'It is report_every of [output], a time: report_every = "2 s".',

@@ -64,11 +64,13 @@ class DataSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     arguments: dict[str, object] = {}
     # Processes that read samples for each role that needs them; 0: a thread of the role
     num_workers: Annotated[int, msgspec.Meta(ge=0, le=256)] = 0
+    limit: Annotated[int, msgspec.Meta(ge=1)] | None = None  # use the first so many samples only
 
     @property
     def source(self) -> dict[str, object]:
         """What the samples come from, by any number of processes."""
-        return {"factory": self.factory, "arguments": self.arguments}
+        limit = {} if self.limit is None else {"limit": self.limit}
+        return {"factory": self.factory, "arguments": self.arguments, **limit}
 
 
 class TaskSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -215,7 +217,25 @@ def build_dataset(spec: DataSpec, *, table: str = "data.train") -> Dataset:
         raise JobError(
             f"[{table}] {spec.factory} returned a data set of 0 samples: check [{table}.arguments]"
         )
-    return dataset
+    return dataset if spec.limit is None else First(dataset, min(spec.limit, n_samples))
+
+
+@final
+class First:
+    """The first samples of a data set; all else is as there."""
+
+    def __init__(self, dataset: Dataset, n_samples: int) -> None:
+        self._dataset = dataset
+        self._n_samples = n_samples
+
+    def __len__(self) -> int:
+        return self._n_samples
+
+    def __getitem__(self, index: int) -> object:
+        return self._dataset[index]
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._dataset, name)
 
 
 def datasets_of(task: TaskSpec) -> dict[str, Dataset]:

@@ -12,8 +12,9 @@ from torch.nn import functional
 from typing_extensions import override
 
 from distbelief.core.errors import JobError
+from distbelief.job.run.summary import DataFacts
 from distbelief.task import dry_run
-from distbelief.task.data import Batch
+from distbelief.task.data import Batch, read_batch
 from distbelief.task.imports import installed_imports
 from distbelief.task.losses import (
     MeanMetric,
@@ -440,6 +441,36 @@ def test_metrics_are_means_over_the_samples() -> None:
     assert float(top5(outputs[:, :3], torch.tensor([0, 1, 2]))) == 1.0
     mse = the_metric("mse")
     assert float(mse(torch.tensor([[1.0], [3.0]]), torch.tensor([[0.0], [1.0]]))) == 2.5
+
+
+class Batched:
+    """A data set that reads a batch at once, and knows its content."""
+
+    fingerprint = "of 30"
+
+    def __len__(self) -> int:
+        return 30
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return torch.tensor([float(index)]), index
+
+    def __getitems__(self, indices: list[int]) -> list[tuple[torch.Tensor, int]]:
+        return [self[index] for index in indices]
+
+
+def test_a_limit_leaves_the_first_samples_and_all_else_as_it_was() -> None:
+    spec = DataSpec(factory=f"{__name__}:Batched", limit=7)
+    few = build_dataset(spec)
+    assert len(few) == 7
+    targets = read_batch(few, [6, 0]).targets
+    assert isinstance(targets, torch.Tensor)
+    assert targets.tolist() == [6, 0]
+    assert hasattr(few, "__getitems__")
+    assert DataFacts.of(few) == DataFacts(n_samples=7, fingerprint="of 30")
+    assert len(build_dataset(msgspec.structs.replace(spec, limit=99))) == 30
+    plain = build_dataset(DataSpec(factory=f"{HERE}:Numbered", limit=7))
+    assert not hasattr(plain, "__getitems__")
+    assert spec.source != msgspec.structs.replace(spec, limit=8).source  # no run resumes with it
 
 
 def test_metrics_are_functions_objects_and_classes() -> None:
