@@ -175,7 +175,8 @@ class Evaluation(Program):
             assert steps.slice is not None
             batch = steps.slice.batch
             is_last = steps.number + 1 == n_chunks
-            close = partial(self._scores, None if batch is None else batch.targets, is_last)
+            targets = None if batch is None else batch.targets
+            close = partial(self._scores, targets, is_last=is_last)
             steps.begin_step(_no_gradient, close)
             taken = yield from steps.taken()
             if taken is not None and isinstance(taken.closed, list):
@@ -187,7 +188,9 @@ class Evaluation(Program):
     def idle(self) -> str | None:
         return "waiting" if self._measured is None else None
 
-    def _scores(self, targets: object, is_last: bool, found: StepResult) -> Sequence[float] | None:  # noqa: FBT001
+    def _scores(
+        self, targets: object, found: StepResult, *, is_last: bool
+    ) -> Sequence[float] | None:
         # Runs in the compute executor.
         outputs, scores = [value for _, _, value in found.outputs], found.scores
         try:

@@ -88,6 +88,13 @@ def test_a_resumed_run_counts_on() -> None:
     assert measured(metrics(again), 0.75).evaluations_without_gain == 0
 
 
+def test_a_supervisor_that_takes_over_counts_on() -> None:
+    successor = metrics()
+    successor.adopt(measured(metrics(), 0.5, 0.25), {}, 1.0)
+    view = measured(successor, 0.25)
+    assert (view.metric_to_beat, view.evaluations_without_gain) == (0.5, 2)
+
+
 def test_another_metric_is_not_compared_with_the_former_one() -> None:
     """A run resumed with another metric had the best value of the former one under its name."""
     before = JobView(metric_name="mse", metric=9.0, best_metric=9.0, metric_to_beat=9.0)
