@@ -21,7 +21,8 @@ from distbelief.config.job import Job
 from distbelief.config.load import load_job
 from distbelief.core.errors import DistBeliefError, JobError
 from distbelief.task.data import Dataset, read_batch
-from distbelief.task.task import build_dataset, build_loss, build_metric, build_model, prepare_data
+from distbelief.task.losses import Measures
+from distbelief.task.task import build_dataset, build_loss, build_metrics, build_model, prepare_data
 from experiments.benchmarks.measuring.measurement import show
 
 
@@ -80,20 +81,19 @@ def draw_batches(n_samples: int, *, size: int, seed: int) -> Iterator[list[int]]
 
 @torch.no_grad()
 def measure(net: nn.Module, test: Dataset, job: Job) -> tuple[float, float]:
-    metric, loss = build_metric(job.task), build_loss(job.task)
+    measures = Measures(build_loss(job.task), build_metrics(job.task))
+    measures.reset()
     order = torch.randperm(len(test), generator=torch.Generator().manual_seed(TEST_SEED))
     chosen = order[: job.evaluation.subset or len(test)]
     net.eval()
-    sums = torch.zeros(2)
+    sums = torch.zeros(1 + len(measures.metrics))
     for indices in chosen.split(TEST_BATCH):
         batch = read_batch(test, indices.tolist(), table="data.test")
         outputs = batch.run(net)
-        scores = metric(outputs, batch.targets), loss(outputs, batch.targets)
-        each = torch.tensor(list(map(float, scores)))
-        sums += len(indices) * each
+        sums += len(indices) * torch.tensor(measures.of(outputs, batch.targets))
     net.train()
-    accuracy, held_out = (sums / len(chosen)).tolist()
-    return accuracy, held_out
+    held_out, metric, *_ = (sums / len(chosen)).tolist()
+    return measures.whole().get(1, metric), held_out
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -25,9 +25,10 @@ from distbelief.config.load import load_job, parse_job
 from distbelief.core.arguments import checked
 from distbelief.core.errors import JobError, StorageError
 from distbelief.core.files import scratch
+from distbelief.job.callbacks import HeldCallback
 from distbelief.job.run.directory import RunDirectory
 from distbelief.job.run.resume import check_same
-from distbelief.job.trainer import HeldCallback, Run, train
+from distbelief.job.trainer import Run, train
 from distbelief.supervisor.view import JobView
 from distbelief.task.imports import check_is_no_import
 from distbelief.task.task import build_model, check_shapes
@@ -266,7 +267,13 @@ def minimize(  # noqa: PLR0913 -- the options of a job, by their names there
             problem.write(directory, resumes=resume is not None)
         del problem  # which may hold copies of the data
         with nullcontext() if callback_watch is None else HeldCallback(callback_watch) as watch:
-            run = train(job, resume=resume, from_scratch=from_scratch, show=show, watch=watch)
+            run = train(
+                job,
+                resume=resume,
+                from_scratch=from_scratch,
+                show=show,
+                callbacks=[] if watch is None else [watch],
+            )
             module = model if isinstance(model, nn.Module) else None
             result = result_of(run, module=module)
         if callback_watch is not None:

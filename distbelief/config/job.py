@@ -25,6 +25,8 @@ AtLeastOne = Annotated[int, msgspec.Meta(ge=1)]
 Processes = Annotated[int, msgspec.Meta(ge=1, le=4096)]  # on one host
 Copies = Annotated[int, msgspec.Meta(ge=1, le=2)]  # a primary, and maybe a backup
 Threads = Annotated[int, msgspec.Meta(ge=1, le=1024)]  # OpenMP crashes at too many
+# "10 s", "1 epoch"
+Period = Annotated[float, msgspec.Meta(gt=0, extra={"unit": "period"})]
 Seconds = Annotated[float, msgspec.Meta(gt=0, extra={"unit": "time"})]  # "10 s" in the file
 DEVICES: Final = ("cpu", "cuda")
 PATIENCE_SECONDS: Final = 600.0
@@ -35,6 +37,7 @@ PATIENCE_SECONDS_MIN: Final = 2.0  # several heartbeats, each of which the super
 ShardPlacement = Literal["here", "spread", "beside replicas"]
 Rounding = Literal["same", "any"]
 
+METRICS_MAX: Final = 32
 FIT_MAX: Final = 64  # replicas of a job that takes as many as fit, on hosts that may join
 
 
@@ -181,15 +184,39 @@ class ClusterTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         return self.plan is not None or self.partitions_max > 1 or self.device != DEVICES[0]
 
 
+class Passes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A period that is counted, by all replicas together: "1 epoch" in the file."""
+
+    n: Annotated[float, msgspec.Meta(gt=0)]
+    of: Literal["epoch", "sample", "step"]
+
+    def n_samples(self, *, n_train: int, batch_size: int) -> int:
+        each = {"epoch": n_train, "sample": 1, "step": batch_size}[self.of]
+        return max(1, math.ceil(self.n * each))
+
+
 class EvaluationTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     # "accuracy", another known name, or an import path. None chooses by the loss ("accuracy" for
     # "cross_entropy"), and for your own loss by the targets ("accuracy" for whole numbers, else
     # "mse"). For your own function higher is better, unless it has higher_is_better = False.
-    metric: str | None = None
+    # Or a list of them: the first decides in [stop], and which values are the best.
+    metric: str | tuple[str, ...] | None = None
     # Held-out samples of a regular evaluation; None means all. The last one of a job takes all.
     subset: AtLeastOne | None = None
-    every: Seconds = 10.0
+    every: Period | Passes = 10.0
     seed: Annotated[int, msgspec.Meta(ge=0)] = 0  # for the choice of the subset
+
+    def __post_init__(self) -> None:
+        names = self.metric
+        if isinstance(names, tuple) and not 0 < len(names) == len({*names}) <= METRICS_MAX:
+            raise JobFileError(
+                f"metric = {toml.excerpt(list(names))}: wants 1 to {METRICS_MAX} different names"
+            )
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """The metrics that it names."""
+        return (self.metric,) if isinstance(self.metric, str) else self.metric or ()
 
 
 class StopTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -207,10 +234,18 @@ class StopTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     loss: float | None = (
         None  # target of the held-out loss; without [data.test], of the training loss
     )
+    # Evaluations in a row without an improvement of the held-out metric, after which it ends
+    patience: AtLeastOne | None = None
+    min_delta: Annotated[float, msgspec.Meta(ge=0)] | None = None  # smallest such improvement
 
     def __post_init__(self) -> None:
         if self.loss is not None and not math.isfinite(self.loss):
             raise JobFileError(f"loss = {self.loss}: wants a finite number")
+        if self.min_delta is not None and self.patience is None:
+            raise JobFileError(
+                f"min_delta = {self.min_delta:g} is the smallest improvement for patience: add "
+                "patience = 5, or leave min_delta out"
+            )
 
     @property
     def is_empty(self) -> bool:
@@ -223,6 +258,10 @@ class OutputTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     # Between checkpoints. Under a coordinator, where all replicas wait for a checkpoint, longer if
     # checkpoints would take more than 2 % of the time.
     snapshot_every: Seconds = 30.0
+    # "best": the values of the best evaluation, too, in best.safetensors
+    keep: Literal["last", "best"] = "last"
+    # Import paths of functions and objects that see the job run
+    callbacks: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.directory.strip():

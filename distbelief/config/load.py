@@ -100,15 +100,33 @@ def resolve(content: dict[str, object], *, file: str) -> Job:
         import_paths=source.import_paths,
     )
     _check_sizes(content, ())
-    if job.data.test is None and job.stop.accuracy is not None:
-        raise TableError(
-            ("stop", "accuracy"),
-            f"[stop] accuracy = {job.stop.accuracy:g} needs held-out data: add a table [data.test]",
-        )
+    _check_held_out(job)
     try:
         return algorithms.settled(job)
     except JobError as error:
         raise _with_preset(TableError(("cluster",), str(error)), given_keys) from None
+
+
+def _check_held_out(job: Job) -> None:
+    """Raise TableError for a key that needs evaluations where there are none."""
+    accuracy, patience, keeps_best = job.stop.accuracy, job.stop.patience, job.output.keep == "best"
+    needs = {
+        ("stop", "accuracy"): accuracy is not None and f"accuracy = {accuracy:g}",
+        ("stop", "patience"): patience is not None and f"patience = {patience}",
+        ("output", "keep"): keeps_best and 'keep = "best"',
+    }
+    for path, key in needs.items():
+        if key and job.data.test is None:
+            raise TableError(
+                path, f"[{path[0]}] {key} needs held-out data: add a table [data.test]"
+            )
+    if keeps_best and job.cluster.is_split:
+        raise TableError(
+            ("output", "keep"),
+            '[output] keep = "best" needs an evaluator that holds the whole model, and '
+            "[cluster] partitions, plan or device split it: leave keep out, and end the job near "
+            "its best by [stop] patience",
+        )
 
 
 INTEGER_MAX: Final = 2**53  # larger ones are no exact floats

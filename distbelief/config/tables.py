@@ -64,6 +64,10 @@ _PLACES = {
     "num_workers": "[data.train]",
     "metric": "[evaluation]",
     "directory": "[output]",
+    "keep": "[output]",
+    "callbacks": "[output]",
+    "min_delta": "[stop]",
+    "limit": "[data.train]",
     "learning_rate": _RULE.format('"sgd"', "learning_rate = 0.1"),
     "weight_decay": _RULE.format('"sgd"', "learning_rate = 0.1, weight_decay = 1e-4"),
     "momentum": _RULE.format('"momentum"', "learning_rate = 0.1, momentum = 0.9"),
@@ -98,8 +102,20 @@ _ELSEWHERE = {
     "strategy": 'It is [algorithm] preset, such as "downpour" or "diloco": distbelief presets.',
     **dict.fromkeys(
         ("val_check_interval", "eval_steps", "eval_every"),
-        'It is every of [evaluation], a time: every = "10 s".',
+        'It is every of [evaluation]: every = "10 s", "1 epoch" or "500 steps".',
     ),
+    **dict.fromkeys(
+        ("early_stopping", "early_stopping_patience"), "It is patience of [stop]: patience = 5."
+    ),
+    **dict.fromkeys(
+        ("save_top_k", "load_best_model_at_end", "save_best", "monitor"),
+        'It is keep of [output], by the first metric: keep = "best".',
+    ),
+    **dict.fromkeys(
+        ("limit_train_batches", "limit_val_batches", "overfit_batches", "fast_dev_run"),
+        "It is limit of [data.train] and [data.test], in samples: limit = 64.",
+    ),
+    **dict.fromkeys(("max_time", "time_limit"), 'It is seconds of [stop]: seconds = "10 min".'),
     **dict.fromkeys(
         ("log_every_n_steps", "logging_steps", "log_every"),
         'It is report_every of [output], a time: report_every = "2 s".',
@@ -159,8 +175,11 @@ def encode(struct: msgspec.Struct) -> dict[str, object]:
     """Return a struct as the table that `decode` reads; what is None is left out."""
     table = cast("dict[str, object]", _without_none(msgspec.to_builtins(struct)))
     for key, dimension in units_of(type(struct)).items():
-        if key in table:
-            table[key] = units.show(cast("float", table[key]), dimension)
+        match table.get(key):
+            case float() | int() as quantity:
+                table[key] = units.show(quantity, dimension)
+            case {"n": float(n), "of": str(unit)}:
+                table[key] = units.show_count(n, unit)
     return table
 
 
@@ -298,6 +317,10 @@ def _without_units(
     plain = dict(table)
     for key, dimension in units_of(struct).items():
         if key not in table:
+            continue
+        count = units.parse_count(table[key]) if dimension == "period" else None
+        if count is not None:
+            plain[key] = dict(zip(("n", "of"), count, strict=True))
             continue
         try:
             plain[key] = units.parse(table[key], dimension)

@@ -21,7 +21,7 @@ from msgspec import Meta
 from distbelief.core.errors import JobFileError
 
 
-Dimension = Literal["time", "bytes", "rate", "compute"]
+Dimension = Literal["time", "period", "bytes", "rate", "compute"]
 
 # Fields of a struct that are written with units in files (`config.tables.units_of`).
 Time = Annotated[float, Meta(extra={"unit": "time"})]
@@ -33,8 +33,10 @@ _BYTES = {"B": "1", "kB": "1e3", "MB": "1e6", "GB": "1e9", "TB": "1e12"} | {
     f"{prefix}iB": str(1024**power) for power, prefix in enumerate("KMGT", start=1)
 }
 _BITS = {"bit/s": "0.125", "kbit/s": "125", "Mbit/s": "125e3", "Gbit/s": "125e6"}
+_TIMES = {"us": "1e-6", "ms": "1e-3", "s": "1", "min": "60", "h": "3600", "d": "86400"}
 _SCALES: Mapping[Dimension, Mapping[str, str]] = {
-    "time": {"us": "1e-6", "ms": "1e-3", "s": "1", "min": "60", "h": "3600", "d": "86400"},
+    "time": _TIMES,
+    "period": _TIMES,  # or counted: see `parse_count`
     "bytes": _BYTES,
     "rate": {f"{unit}/s": scale for unit, scale in _BYTES.items()} | _BITS,
     "compute": {f"{prefix}FLOP/s": f"1e{3 * n}" for n, prefix in enumerate(["", *"kMGTP"])},
@@ -47,17 +49,24 @@ UNITS: Mapping[Dimension, Mapping[str, Decimal]] = {
 
 _EXAMPLES: Mapping[Dimension, str] = {
     "time": '"2 s"',
+    "period": '"10 s" or "1 epoch"',
     "bytes": '"4 GiB"',
     "rate": '"1 Gbit/s"',
     "compute": '"20 GFLOP/s"',
 }
 _SHOWN: Mapping[Dimension, tuple[str, ...]] = {
-    "time": ("d", "h", "min", "s", "ms", "us"),
+    **dict.fromkeys(("time", "period"), ("d", "h", "min", "s", "ms", "us")),
     "bytes": ("TiB", "GiB", "MiB", "KiB", "GB", "MB", "kB", "B"),
     "rate": ("Gbit/s", "Mbit/s", "kbit/s", "B/s"),
     "compute": ("PFLOP/s", "TFLOP/s", "GFLOP/s", "MFLOP/s", "kFLOP/s", "FLOP/s"),
 }
-_BASE: Mapping[Dimension, str] = {"time": "s", "bytes": "B", "rate": "B/s", "compute": "FLOP/s"}
+_BASE: Mapping[Dimension, str] = {
+    "time": "s",
+    "period": "s",
+    "bytes": "B",
+    "rate": "B/s",
+    "compute": "FLOP/s",
+}
 _PATTERN = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0-9]{1,3})?)\s*(\S.*?)?\s*")
 _TEXT_MAX = 64
 _DAYS_MAX: Final = 36_500  # a hundred years
@@ -86,14 +95,28 @@ def parse(value: object, dimension: Dimension) -> float:
         alike = [u for u in UNITS[dimension] if u.lower() == unit.lower()]
         near = alike or get_close_matches(unit, UNITS[dimension], n=1)
         hint = f"Did you mean '{near[0]}'? " if near else ""
-        known = ", ".join(UNITS[dimension])
+        known = ", ".join([*UNITS[dimension], *(COUNTED if dimension == "period" else ())])
         raise JobFileError(f"\"{value}\" has the unknown unit '{unit}'. {hint}Known: {known}")
     result = float(Decimal(number) * scale)
-    if dimension == "time" and result > TIME_MAX:
+    if dimension in {"time", "period"} and result > TIME_MAX:
         raise JobFileError(f'"{value}": wants at most "{_DAYS_MAX} d"')
     if not math.isfinite(result):
         raise JobFileError(f'"{value}" is too large')
     return result
+
+
+COUNTED: Final = ("epochs", "samples", "steps")
+_COUNT: Final = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(epoch|sample|step)s?\s*")
+
+
+def parse_count(value: object) -> tuple[float, str] | None:
+    """Return number and unit of a counted period, (1.0, "epoch"); None if it is none."""
+    match = _COUNT.fullmatch(value) if isinstance(value, str) and len(value) <= _TEXT_MAX else None
+    return None if match is None else (float(match[1]), match[2])
+
+
+def show_count(n: float, unit: str) -> str:
+    return f"{Decimal(repr(n)).normalize():f} {unit}{'' if n == 1 else 's'}"
 
 
 def show(quantity: float, dimension: Dimension) -> str:

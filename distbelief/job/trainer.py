@@ -15,7 +15,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -35,6 +35,7 @@ from distbelief.core.arguments import checked
 from distbelief.core.errors import JobError, StorageError
 from distbelief.core.folders import LocalFolder
 from distbelief.core.signals import EXIT_CODES, REASONS, caught_signals, ended_by_signals
+from distbelief.job.callbacks import Callbacks, HeldCallback, Watch, named_callbacks
 from distbelief.job.display.progress import ProgressLine
 from distbelief.job.hosts.bootstrap import JobAddress
 from distbelief.job.hosts.join_server import HostSource, JoinServer
@@ -53,7 +54,7 @@ from distbelief.job.run.metrics_file import (
     import_for_drawing,
     read_metrics,
 )
-from distbelief.job.run.model_file import write_model
+from distbelief.job.run.model_file import ModelSource, write_best, write_model
 from distbelief.job.run.resume import (
     PreviousRun,
     check_same,
@@ -82,45 +83,13 @@ from distbelief.transport.file_server import FileServer
 from distbelief.transport.listen_config import ListenConfig
 from distbelief.transport.node import RoleRunner
 from distbelief.transport.shared_memory import FileMemory
+from distbelief.worker.evaluator import Kept
 
 
 STATUS_SECONDS: Final = 1.0
 DRAWING_SECONDS: Final = 2.0  # of training, after which matplotlib is imported
 
-Watch = Callable[[JobView], bool]  # receives each view; returns whether to end the job
 Around = Callable[[Role], Role]
-
-
-@final
-class HeldCallback:
-    """A callback whose error ends the job in order, and is raised at the end of a `with` block.
-
-    Until then the callback is not called again: it would probably fail again.
-    """
-
-    def __init__(self, watch: Watch) -> None:
-        if not callable(watch):
-            raise JobError(f"watch is {watch!r}; use a function of the job's view")
-        self._watch = watch
-        self._error: BaseException | None = None
-
-    def __call__(self, view: JobView) -> bool:
-        if self._error is not None:
-            return True
-        try:
-            return self._watch(view)
-        except BaseException as error:  # noqa: BLE001 -- SystemExit, too, can wait
-            self._error = error
-            return True
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        # It takes precedence over an error of the block, which may follow from it; Python keeps
-        # that one as its context.
-        if self._error is not None:
-            raise self._error
 
 
 @final
@@ -288,6 +257,8 @@ class Trainer:
                 self._log.print(f"{self._job.name}: {self._run.path}")
             error = node.run(on_tick=lambda: self.tick(supervisor, watch))
             self._view = supervisor.view(time.monotonic())
+            if watch is not None:  # the last evaluation may have come since
+                watch(self._view)
         if supervisor.shutdown.interrupted:
             self.exit_code = EXIT_CODES.get(caught.number or signal.SIGINT, 130)
         elif error is not None:
@@ -315,10 +286,12 @@ class Trainer:
         """Show the view, write status.json and metrics.jsonl, call the user."""
         log, now = self._log, time.monotonic()
         view = supervisor.view(now)
-        if watch is not None and watch(view):
+        records = supervisor.take_records()
+        answers = [] if watch is None else [watch(each) for each in (*records, view)]
+        if any(answers):
             supervisor.request_stop("stopped by the caller")
         log.show(partial(self._display.update, view), key="view")
-        for record in supervisor.take_records():
+        for record in records:
             log.disk.write(log.warned(partial(self._metrics.append, Measurement.of(record))))
         if self._forms and supervisor.has_begun:
             self._forms, self._status_at = False, 0.0  # the handover has other roles now
@@ -421,16 +394,15 @@ class Trainer:
         """Write model, summary and final status; return the summary."""
         self._launcher.close()
         found, run = self._preflight, self._run
+        assert self._layout is not None
+        source = ModelSource(
+            layout=self._layout, store=self._store, dtypes=found.dtypes, aliases=found.aliases
+        )
+        kept: list[Kept] = []
+        if self._job.output.keep == "best":
+            self._try_write(lambda: kept.extend(write_best(run, source)))
         try:
-            assert self._layout is not None
-            write_model(
-                self._job,
-                run,
-                layout=self._layout,
-                store=self._store,
-                dtypes=found.dtypes,
-                aliases=found.aliases,
-            )
+            write_model(self._job, run, source)
         except StorageError as error:
             self._model_error = f"no model was written: {error}"
         if self._model_error is not None and self.exit_code == 0:
@@ -442,6 +414,7 @@ class Trainer:
             self._view,
             directory=str(run.path),
             task=found.task,
+            kept=kept[0] if kept else None,
             error=self._error,
             model_error=self._model_error,
             unwritten=self._unwritten,
@@ -494,7 +467,7 @@ class Run:
 
     @cached_property
     def model(self) -> nn.Module:
-        """The trained model, in evaluation mode."""
+        """The trained model, in evaluation mode; StorageError if none was written."""
         path = self.directory / "model.safetensors"
         if self.summary.model_error is not None:  # a file of an earlier session may exist
             raise StorageError(f"{self.directory}: {self.summary.model_error}")
@@ -503,6 +476,24 @@ class Run:
                 f"{path} does not exist: the run ended before anything was trained "
                 f"({self.summary.error or self.summary.stop_reason})"
             )
+        return self._loaded(path)
+
+    @cached_property
+    def best_model(self) -> nn.Module:
+        """The model of the best evaluation, in evaluation mode.
+
+        StorageError if none was kept: [output] keep = "best" keeps it.
+        """
+        if self.job.output.keep != "best":
+            raise StorageError(
+                f'{self.directory}: no best model was kept: add keep = "best" to [output]'
+            )
+        if self.summary.kept is None:
+            why = self.summary.unwritten or "no evaluation gave a number"
+            raise StorageError(f"{self.directory}: no best model was kept: {why}")
+        return self._loaded(self.directory / "best.safetensors")
+
+    def _loaded(self, path: Path) -> nn.Module:
         module = build_model(self.job.model)
         module.load_state_dict(load_file(path))
         return module.eval()
@@ -511,6 +502,7 @@ class Run:
 _OF_THE_JOB: Final = {
     **dict.fromkeys(("epochs", "max_epochs"), "it is epochs in table [stop] of the job"),
     **dict.fromkeys(("replicas", "shards"), "it is in table [cluster] of the job"),
+    "watch": "give it in a list: callbacks=[watch]",
     "overrides": "give a job with them: distbelief.config.load.load_job(path, overrides=...)",
 }
 
@@ -524,7 +516,7 @@ def train(  # noqa: PLR0913 -- a front door: all but the first are options
     show: bool = True,
     json: bool = False,
     launcher: LocalLauncher | None = None,
-    watch: Watch | None = None,
+    callbacks: Sequence[object] = (),
     around: Around | None = None,
     hosting: JoinServer | None = None,
 ) -> Run:
@@ -538,8 +530,11 @@ def train(  # noqa: PLR0913 -- a front door: all but the first are options
         show: Whether to show progress on standard output.
         json: Whether to print the summary as JSON at the end.
         launcher: One that was started early, closed at the end; by default a new one.
-        watch: Called with each view of the job; returns whether to end it. If it raises, the job
-            ends in order and the error is raised then.
+        callbacks: Beside those of the job file ([output] callbacks). Objects with `on_step(view)`,
+            `on_evaluation(view)`, `on_checkpoint(view)`, each called once there is a new one, and
+            `on_end(run)`; or functions, called with each view, a few each second. One that
+            returns True ends the job. If one raises, the job ends in order, and its error is raised
+            then.
         around: Wraps the supervisor; chaos uses it to see its events.
         hosting: How other hosts may join; by default they may not.
 
@@ -553,12 +548,13 @@ def train(  # noqa: PLR0913 -- a front door: all but the first are options
     check_is_no_import("distbelief.train")
     console = Console(quiet=not show)
     with ended_by_signals(), ExitStack() as stack:
-        if watch is not None:
-            watch = stack.enter_context(HeldCallback(watch))
         # First, because the server's import of torch takes longest.
         launcher = stack.enter_context(launcher or LocalLauncher())
         if not isinstance(job, Job):
             job = load_job(job)
+        import_from(job)
+        callers = Callbacks([*named_callbacks(job.output.callbacks), *callbacks])
+        watch = stack.enter_context(HeldCallback(callers))
         hosting = None if hosting is None else hosting.checked()
         if hosting is None:
             job.cluster.check_formed()
@@ -601,7 +597,9 @@ def train(  # noqa: PLR0913 -- a front door: all but the first are options
         # After an interrupt, do not spend time on the curve.
         if trainer.exit_code not in EXIT_CODES.values():
             trainer.draw()
-    return Run(run.path, summary, trainer.exit_code, job)
+        done = Run(run.path, summary, trainer.exit_code, job)
+        callers.end(done)
+    return done
 
 
 def _end_if_other(
@@ -625,7 +623,7 @@ def _end_if_other(
             return view.phase not in {"starting", "resuming"}
 
         listening = hosting if listens else None
-        train(earlier, resume=resume, show=False, watch=runs_again, hosting=listening)
+        train(earlier, resume=resume, show=False, callbacks=(runs_again,), hosting=listening)
 
 
 def _open_run(

@@ -75,6 +75,7 @@ _TEXTS: Final[Mapping[Level, Mapping[str, str]]] = {
         ),
         "group_left_out": "{roles} left out with {role}: they are of one model",
         "not_saved": "{role} could not save its checkpoint: {reason}",
+        "not_kept": "the best values so far could not be saved: {reason}",
         "refused": "{reason}",
     },
 }

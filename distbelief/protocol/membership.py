@@ -7,6 +7,7 @@ import msgspec
 from distbelief.protocol.fields import Amount, AnyMessage, Count, Duration, Name, Text
 
 
+METRICS_MAX: Final = 32  # of one evaluation
 N_SPANS_MAX: Final = 4096  # in a message
 Warnings = Annotated[tuple[Text, ...], msgspec.Meta(max_length=8)]
 
@@ -116,14 +117,17 @@ class Evaluate(AnyMessage, frozen=True):
     whole: bool  # all held-out samples, not the usual subset
 
 
-class EvaluationDone(AnyMessage, frozen=True):
-    """Evaluator -> supervisor: held-out loss and metric of the parameters just fetched."""
+class EvaluationDone(AnyMessage, frozen=True, omit_defaults=True):
+    """Evaluator -> supervisor: held-out loss and metrics of the parameters just fetched."""
 
     request: Count
     loss: float
     metric: float
     n_samples: Amount
     clock: float  # mean over shards of the clock at which they were read
+    # The metrics behind the first
+    others: Annotated[tuple[float, ...], msgspec.Meta(max_length=METRICS_MAX)] = ()
+    unsaved: Text | None = None  # why these values, the best so far, could not be saved
 
 
 class SaveCheckpoint(AnyMessage, frozen=True):

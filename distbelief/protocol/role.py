@@ -66,6 +66,9 @@ So it never gets ahead of the labels that the supervisor gives.
 FIRST_LABEL = "00000"
 """Label of such a snapshot if it is the first."""
 
+BEST = "best"
+"""Label of the values of the best evaluation, which the next better one replaces."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:

@@ -4,7 +4,7 @@ The training loss is a mean over the samples between two points of the curve, ov
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import final
 
@@ -29,10 +29,32 @@ class PreviousTotals:
 class JobMetrics:
     """Metrics of the job as a whole, previous sessions included."""
 
-    def __init__(self, *, metric_name: str, higher_is_better: bool, before: PreviousTotals) -> None:
+    def __init__(
+        self,
+        *,
+        metric_name: str,
+        higher_is_better: bool,
+        before: PreviousTotals,
+        min_delta: float = 0.0,  # of the metric, for [stop] patience
+        others: Sequence[str] = (),  # further metrics
+    ) -> None:
+        self._names = (metric_name, *others)
         self._higher_is_better = higher_is_better
+        self._min_delta = min_delta
         self.before = before.view
-        self._known = replace(before.view, metric_name=metric_name)  # as last measured
+        known = before.view  # as last measured
+        if known.metric_name != metric_name:  # figures of another metric say nothing of this one
+            known = replace(
+                known,
+                metric_name=metric_name,
+                metric=None,
+                metrics={},
+                best_metric=None,
+                best_metric_seconds=None,
+                metric_to_beat=None,
+                evaluations_without_gain=0,
+            )
+        self._known = known
         self.started_at: Seconds = 0.0
         self.training_since: Seconds | None = None
         self.ended_at: Seconds | None = None
@@ -103,15 +125,34 @@ class JobMetrics:
         record.rate.add(now, message.samples)
         self._rate.add(now, self.samples)
 
-    def measured(self, message: EvaluationDone, now: Seconds) -> None:
-        """Store an evaluation, on the usual subset or on all held-out samples."""
-        found = replace(self._known, metric=message.metric, held_out_loss=message.loss)
+    def measured(self, message: EvaluationDone, now: Seconds, *, counts: bool = True) -> None:
+        """Store an evaluation, on the usual subset or on all held-out samples.
+
+        Unless it `counts`, no stop rule looks at it any more.
+        """
+        values = (message.metric, *message.others)
+        found = replace(
+            self._known,
+            metric=message.metric,
+            metrics=dict(zip(self._names, values, strict=False)),
+            held_out_loss=message.loss,
+            n_evaluations=self._known.n_evaluations + 1,
+        )
         best = found.best_metric
         sign = 1.0 if self._higher_is_better else -1.0
         if (best is None or sign * message.metric > sign * best) and math.isfinite(message.metric):
             seconds = self.seconds(now)
             found = replace(found, best_metric=message.metric, best_metric_seconds=seconds)
+        if counts and math.isfinite(message.metric) and self._is_gain(message.metric):
+            found = replace(found, metric_to_beat=message.metric, evaluations_without_gain=0)
+        elif counts:
+            n = found.evaluations_without_gain + 1
+            found = replace(found, evaluations_without_gain=n)
         self._known = found
+
+    def _is_gain(self, metric: float) -> bool:
+        before, sign = self._known.metric_to_beat, 1.0 if self._higher_is_better else -1.0
+        return before is None or sign * metric - self._min_delta > sign * before
 
     def close_interval(self, now: Seconds) -> None:
         """Add a point to the curve and start a new mean of the loss."""

@@ -25,10 +25,15 @@ def _asked(now: Seconds) -> Backoff:
 
 @final
 class Evaluations:
-    """Requests to the evaluator, one every so many seconds."""
+    """Requests to the evaluator, one every so many seconds, or samples of all replicas."""
 
-    def __init__(self, *, every: Seconds) -> None:
+    def __init__(
+        self, *, every: Seconds, first: Seconds | None = None, n_samples: int | None = None
+    ) -> None:
         self._every = every
+        self._first = every if first is None else first
+        self.n_samples = n_samples
+        self._next_sample: int | None = None
         self._next_at: Seconds = math.inf
         self.n_requests = 0
         self._pending: Evaluate | None = None
@@ -38,12 +43,20 @@ class Evaluations:
     def waits(self) -> bool:
         return self._pending is not None
 
-    def begin(self, now: Seconds) -> None:
-        self._next_at = now + self._every  # the first one comes a period after training begins
+    def begin(self, now: Seconds, samples: int) -> None:
+        self._next_at = now + self._first
+        self._count_from(samples)
 
-    def due(self, now: Seconds) -> Evaluate | None:
-        if self.waits or now < self._next_at:
+    def _count_from(self, samples: int) -> None:
+        if self.n_samples is not None:
+            self._next_sample = (samples // self.n_samples + 1) * self.n_samples
+
+    def due(self, now: Seconds, samples: int) -> Evaluate | None:
+        after = self._next_sample
+        is_due = now >= self._next_at if after is None else samples >= after
+        if self.waits or not is_due:
             return None
+        self._count_from(samples)
         return self.ask(now, whole=False)
 
     def ask(self, now: Seconds, *, whole: bool) -> Evaluate:
@@ -90,6 +103,7 @@ class Checkpoints:
         self._every = every
         self._number = first
         self._resumed = first > 1
+        self.n_complete = 0  # rounds in which all have saved
         self._next_at: Seconds = math.inf
         self._round: _Round | None = None
         self._newest: dict[Address, _Newest] = {}
@@ -161,6 +175,7 @@ class Checkpoints:
             asked.waiting[shard].start(now)
         else:
             del asked.waiting[shard]
+            self.n_complete += not (asked.waiting or asked.errors)
         return None if message.error == known_error else message.error
 
     def give_up(self) -> None:

@@ -5,6 +5,7 @@ whichever replica read them.
 """
 
 import math
+from collections.abc import Iterator
 from typing import final
 
 from distbelief.config.job import StopTable
@@ -37,24 +38,30 @@ class StopRules:
         self.total_samples: int | None = min(limits, default=None)
 
     def reason(self, view: JobView) -> str | None:
+        return next(self._met(view), None)
+
+    def _met(self, view: JobView) -> Iterator[str]:
         table, total = self._table, self.total_samples
         if total is not None and view.samples >= total:
             if table.epochs is not None and total != table.samples:
                 noun = "epoch" if table.epochs == 1 else "epochs"
-                return f"{table.epochs:g} {noun} done"
-            return f"{total:,} samples done"
+                yield f"{table.epochs:g} {noun} done"
+            yield f"{total:,} samples done"
         if table.seconds is not None and view.training_seconds >= table.seconds:
-            return f"{formatting.duration(table.seconds)} of training are over"
-        goal, metric = table.accuracy, view.metric
+            yield f"{formatting.duration(table.seconds)} of training are over"
+        goal, metric, name = table.accuracy, view.metric, view.metric_name
         sign = 1.0 if self._higher_is_better else -1.0
         if goal is not None and metric is not None and sign * metric >= sign * goal:
-            value = formatting.metric(view.metric, view.metric_name)
-            return f"held-out {view.metric_name} {value} reached"
+            yield f"held-out {name} {formatting.metric(metric, name)} reached"
         loss = view.held_out_loss if self._has_test else view.loss
         if table.loss is not None and loss is not None and loss <= table.loss:
             kind = "held-out" if self._has_test else "training"
-            return f"{kind} loss {formatting.figure(loss)} reached"
-        return None
+            yield f"{kind} loss {formatting.figure(loss)} reached"
+        n = view.evaluations_without_gain
+        if table.patience is not None and n >= table.patience:
+            noun = "evaluation" if n == 1 else "evaluations"
+            best = formatting.metric(view.metric_to_beat, name)
+            yield f"held-out {name} has not got better than {best} in {n} {noun}"
 
     def progress(self, view: JobView) -> float | None:
         """Return the share of the job that is done, 0 to 1; None without a rule that tells."""

@@ -91,12 +91,18 @@ class Supervisor:
             metric_name=config.metric_name,
             higher_is_better=config.higher_is_better,
             before=config.before,
+            min_delta=config.min_delta,
+            others=config.other_metrics,
         )
         self.out = Output(self.metrics)
         self.failover = ShardFailover(
             self.members, self.out, first=config.first_incarnation, clocks=config.before.clocks
         )
-        self.evaluations = Evaluations(every=config.evaluate_every)
+        self.evaluations = Evaluations(
+            every=config.evaluate_every,
+            first=config.first_evaluation,
+            n_samples=config.evaluate_samples,
+        )
         self.checkpoints = Checkpoints(every=config.snapshot_every, first=config.first_label)
         self.shutdown = Shutdown()
         self.allowances = Allowances(self.members, self.metrics, config)
@@ -217,14 +223,17 @@ class Supervisor:
                 self.scheduler.move(record)
 
     def _send_due_requests(self) -> None:
-        evaluator = self.members.evaluator
-        if evaluator is not None and evaluator.has_joined:
-            self.out.send(evaluator.name, self.evaluations.due(self._now))
+        self._evaluate_if_due()
         if self.failover.all_have_primary:
             if self._config.stop is None and not self.checkpoints.has_begun:
                 self.checkpoints.begin(self._now)  # a standalone server gets no Progress
             if self.checkpoints.is_due(self._now):
                 self._save()
+
+    def _evaluate_if_due(self) -> None:
+        evaluator = self.members.evaluator
+        if evaluator is not None and evaluator.has_joined:
+            self.out.send(evaluator.name, self.evaluations.due(self._now, self.metrics.samples))
 
     def _report_stall(self) -> None:
         waited = self._clock.stalled(self._now)
@@ -322,6 +331,8 @@ class Supervisor:
             self._end_if_due()
         if self._runs:
             self.out.send(record.name, self.allowances.after_progress(record))
+        if self._runs and self.evaluations.n_samples is not None:
+            self._evaluate_if_due()
 
     def _applied(self, record: RoleRecord, message: wire.SamplesApplied) -> None:
         dealer = self.allowances.dealer
@@ -342,12 +353,14 @@ class Supervisor:
                 self._end_if_due()
 
     def _begin_requests(self) -> None:
-        self.evaluations.begin(self._now)
+        self.evaluations.begin(self._now, self.metrics.samples)
         self.checkpoints.begin(self._now)
 
     def _evaluated(self, message: wire.EvaluationDone) -> None:
         if self.evaluations.answered(message):
-            self.metrics.measured(message, self._now)
+            self.metrics.measured(message, self._now, counts=self._runs)
+            if message.unsaved is not None:
+                self.out.log(LogEvent("not_kept", reason=message.unsaved))
             if self._runs:
                 self._record()
                 self._end_if_due()
@@ -833,5 +846,6 @@ class Supervisor:
             phase=self.phase,
             stop_reason=self.shutdown.reason and formatting.plain(self.shutdown.reason),
             error=None if self.shutdown.interrupted else self._error,
+            n_checkpoints=self.checkpoints.n_complete,
             messages=tuple(self.out.messages),
         )

@@ -22,6 +22,8 @@ class SupervisorConfig:
     admits_guests: bool = False  # whether roles that somebody else started may join
     metric_name: str = "accuracy"  # name of the held-out metric
     higher_is_better: bool = True
+    other_metrics: tuple[str, ...] = ()  # names of those measured beside it
+    min_delta: float = 0.0  # of this metric: a smaller improvement is none
     batch_size: int = 1  # samples of a step of one replica
     warm_start_steps: int = 0  # steps that replica 0 takes before the others begin
     in_ring: bool = False  # replicas sum gradients among themselves
@@ -31,6 +33,8 @@ class SupervisorConfig:
     parts: Mapping[Address, Sequence[int]] | None = None
     epoch_share: float = 1.0  # of an epoch that must be done; the rest is left out
     evaluate_every: Seconds = 10.0  # seconds between evaluations
+    first_evaluation: Seconds | None = None  # after the start of training; None: as between them
+    evaluate_samples: int | None = None  # trained on between evaluations, in place of seconds
     snapshot_every: Seconds = 30.0  # seconds between checkpoints
     report_every: Seconds = 2.0  # seconds between points of the curve
     first_incarnation: int = 1  # of all roles; above all that a resumed run has used

@@ -87,6 +87,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     held_out_loss: float | None = None  # as last measured
     metric_name: str = "accuracy"
     metric: float | None = None  # held out, as last measured
+    metrics: dict[str, float] = {}  # by name: this one, and the others that are measured
     samples_per_second: float | None = None  # over the last few seconds
     staleness_mean: float | None = None  # of the pushes applied, in pushes; so are the other two
     staleness_p95: float | None = None
@@ -94,6 +95,12 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     bytes_in: int = 0  # received by all shards, in total
     bytes_out: int = 0  # sent by all shards, in total
     figures: dict[str, float] = {}  # what else the algorithm counts, by name
+
+    @property
+    def others(self) -> dict[str, float]:
+        """The metrics beside the first, without the loss."""
+        shown = {self.metric_name, "loss"}
+        return {name: value for name, value in self.metrics.items() if name not in shown}
 
 
 class Totals(Measured, frozen=True, kw_only=True):
@@ -104,6 +111,11 @@ class Totals(Measured, frozen=True, kw_only=True):
     error: str | None = None  # why it has failed, if it has
     best_metric: float | None = None  # best held-out metric of all evaluations so far
     best_metric_seconds: Seconds | None = None  # when that was measured
+    # For [stop] patience: the metric that an evaluation must beat by `min_delta`, and how many in a
+    # row have not.
+    metric_to_beat: float | None = None
+    evaluations_without_gain: int = 0
+    n_evaluations: int = 0
     # In the values of every shard. A push is one push, however many shards it goes to, and however
     # many ranks of a replica push parts of it.
     pushes_applied: int = 0
@@ -126,6 +138,7 @@ class JobView(Totals, frozen=True, kw_only=True):
     roles: tuple[RoleView, ...] = ()  # one entry per role, in roster order
     hosts: tuple[HostView, ...] = ()  # hosts that have joined, those that are gone included
     history: tuple[Point, ...] = ()  # at most `HISTORY_MAX` points, oldest first
+    n_checkpoints: int = 0  # of all shards, in this session
     messages: tuple[Message, ...] = ()  # the latest `MESSAGES_MAX` messages, oldest first
 
 

@@ -9,6 +9,7 @@ import inspect
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
@@ -21,9 +22,18 @@ from distbelief.graph.graph import GraphError, LayerGraph
 from distbelief.graph.ops.loss_layers import ClassSums, ElementwiseLoss
 from distbelief.graph.unsupported import refuse_bounded_tables
 from distbelief.task.data import Batch, n_samples_of, shown_path, tensors_of
-from distbelief.task.losses import CLASS_LOSSES, LOSSES, Loss, Metric, labels_of, scores_of
+from distbelief.task.losses import (
+    CLASS_LOSSES,
+    LOSSES,
+    Loss,
+    Metric,
+    StatefulMetric,
+    labels_of,
+    scores_of,
+)
 
 
+MEAN_ERROR_MAX: Final = 1e-3  # between a metric of a batch and the mean of its parts
 IGNORED_LABEL: Final = -100  # torch's `ignore_index`: such a target counts for nothing
 
 
@@ -34,7 +44,6 @@ class Names:
     model: str  # its factory
     loss: str
     data: str  # the table: "data.train", "data.test"
-    metric: str = ""
     indices: Sequence[int] = ()  # of the samples, in the data set
     takes_sparse: bool = False  # gradients may be sparse
 
@@ -148,22 +157,65 @@ def check_mean(module: nn.Module, batch: Batch, *, loss: Loss, names: Names) -> 
         )
 
 
-def evaluate(module: nn.Module, batch: Batch, *, loss: Loss, metric: Metric, names: Names) -> None:
+def evaluate(
+    module: nn.Module, batch: Batch, *, loss: Loss, metrics: Mapping[str, Metric], names: Names
+) -> None:
     """Evaluate one batch; see `train`."""
     module.eval()
     with torch.no_grad():
         outputs = _forward(module, batch, names)
         _loss(outputs, batch.targets, loss, names)
-        try:
-            value: object = metric(outputs, batch.targets)
-        except Exception as error:  # the metric may be the user's
-            what = f"[evaluation] metric {names.metric}"
-            raise _failed(what, outputs, batch.targets, error) from error
+        for name, metric in metrics.items():
+            measure(metric, outputs, batch.targets, name=name)
+
+
+def measure(metric: Metric, outputs: object, targets: object, *, name: str) -> float:
+    """Return a metric of one batch alone; JobError, with its `name`, if it has none."""
+    try:
+        if isinstance(metric, StatefulMetric):
+            alone = deepcopy(metric)
+            alone.reset()
+            alone.update(outputs, targets)
+            value = alone.compute()
+        else:
+            value = metric(outputs, targets)
+    except Exception as error:  # the metric may be the user's
+        raise _failed(f"[evaluation] metric {name}", outputs, targets, error) from error
     if not isinstance(value, torch.Tensor | float | int) or torch.as_tensor(value).numel() != 1:
+        what = "" if isinstance(metric, StatefulMetric) else ", the mean over the samples"
         raise JobError(
-            f"[evaluation] metric {names.metric} returned {shown(value)}: it must "
-            "return one number, the mean over the samples"
+            f"[evaluation] metric {name} returned {shown(value)}: it must return one number{what}"
         )
+    return float(value)
+
+
+def check_mean_metric(module: nn.Module, batch: Batch, metrics: Mapping[str, Metric]) -> None:
+    """Refuse a metric that is no mean, where outputs and targets are one tensor each.
+
+    Outputs are drawn, because a model that has learned nothing may give the same for all samples.
+    """
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        outputs, targets = batch.run(module.eval()), batch.targets
+        if not (isinstance(outputs, torch.Tensor) and isinstance(targets, torch.Tensor)):
+            return
+        outputs, n = outputs + torch.randn(outputs.shape).to(outputs), len(targets)
+        for name, metric in metrics.items():
+            try:
+                whole, first, second = (
+                    measure(metric, outputs[part], targets[part], name=name)
+                    for part in (slice(n), slice(n // 3), slice(n // 3, n))
+                )
+            except (JobError, IndexError):  # it takes other outputs, such as probabilities
+                continue
+            mean = (n // 3 * first + (n - n // 3) * second) / n
+            if abs(whole - mean) > MEAN_ERROR_MAX * max(abs(whole), abs(first), abs(second)):
+                raise JobError(
+                    f"[evaluation] metric {name} is {whole:.4g} for {n} samples, and {mean:.4g} as "
+                    "the mean over their parts: held-out data are measured in parts, so let it be "
+                    "an object with update(outputs, targets), compute() and reset(), as those of "
+                    "torchmetrics, or a mean over the samples"
+                )
 
 
 def check_arguments(

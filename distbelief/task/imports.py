@@ -33,7 +33,21 @@ class Importable(Protocol):
 
 
 def resolve(path: str, *, table: str = "job") -> Importable:
-    """Return what "package.module:name" names, or raise JobError; `table` is for messages."""
+    """Return the function that "package.module:name" names, or raise JobError.
+
+    `table` is for messages.
+    """
+    found = named(path, table=table)
+    if not callable(found):
+        raise JobError(
+            f"[{table}] {path} is of type {type(found).__name__}, which cannot be "
+            "called: name a function"
+        )
+    return cast("Importable", found)
+
+
+def named(path: str, *, table: str) -> object:
+    """Return whatever "package.module:name" names; as `resolve`."""
     module_name, colon, name = path.partition(":")
     if not (colon and name and all(module_name.split("."))):
         raise JobError(f"[{table}] {path!r} is no import path: write 'package.module:function'")
@@ -49,12 +63,7 @@ def resolve(path: str, *, table: str = "job") -> Importable:
             known = [n for n in dir(owner) if not n.startswith("_")]
             raise JobError(f"[{table}] {module_name} has no {name!r}. {nearest(part, known)}")
         found = getattr(owner, part)
-    if not callable(found):
-        raise JobError(
-            f"[{table}] {path} is of type {type(found).__name__}, which cannot be "
-            "called: name a function"
-        )
-    return cast("Importable", found)
+    return found
 
 
 def call_factory(path: str, arguments: Mapping[str, object], *, table: str) -> object:

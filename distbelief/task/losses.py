@@ -5,12 +5,14 @@ where items are dictionaries. Those with a name take one tensor of each: `scores
 "model" is the one that the model returns itself.
 
 The result is a tensor of one element. A batch that is evaluated in pieces is weighted by their
-sizes.
+sizes. A metric that is no mean over samples is an object with a state, as those of torchmetrics:
+`update(outputs, targets)` takes each piece, and `compute()` returns the metric of all.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from copy import deepcopy
 from functools import partial
-from typing import Final, NoReturn, cast
+from typing import Final, NoReturn, Protocol, cast, final, runtime_checkable
 
 import torch
 from torch.nn import functional
@@ -18,15 +20,29 @@ from torch.nn import functional
 from distbelief.core.errors import JobError
 from distbelief.core.formatting import nearest
 from distbelief.task.data import Path, shown_path, tensors_of
-from distbelief.task.imports import resolve
+from distbelief.task.imports import call_factory, named, resolve
 
 
 # Of what the model returns, and targets or batch.
 Loss = Callable[..., torch.Tensor]  # type: ignore[explicit-any] # of any type
-Metric = Callable[..., torch.Tensor | float]  # type: ignore[explicit-any] # the same
+MeanMetric = Callable[..., torch.Tensor | float]  # type: ignore[explicit-any] # the same
+
+
+@runtime_checkable
+class StatefulMetric(Protocol):
+    """A metric of all samples that it was given since its `reset`."""
+
+    @property
+    def update(self) -> Callable[..., object]: ...  # type: ignore[explicit-any] # the same
+    def compute(self) -> torch.Tensor | float: ...
+    def reset(self) -> object: ...
+
+
+Metric = MeanMetric | StatefulMetric
 
 _OfTensors = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
+CHUNK: Final = 1024  # held-out samples of one piece, where one process holds the whole model
 OWN: Final = "model"  # the loss that the model returns
 LOSS_METRIC: Final = "loss"  # the metric that is the loss
 
@@ -160,10 +176,18 @@ def loss_function(name: str) -> Loss:
     return _named(found or _refuse(name, [*LOSSES, OWN], what="loss", table="algorithm"))
 
 
-def metric_function(name: str) -> Metric:
-    """Return the metric of this name or import path; `LOSS_METRIC` is none of them."""
+def metric_of(name: str) -> Metric:
+    """Return the metric of this name or import path; `LOSS_METRIC` is none of them.
+
+    A class is called without arguments; of an object with a state this is a copy.
+    """
     if ":" in name:
-        return cast("Metric", resolve(name, table="evaluation"))
+        found = named(name, table="evaluation")
+        if isinstance(found, type):
+            found = call_factory(name, {}, table="evaluation")
+        if isinstance(found, StatefulMetric):
+            return deepcopy(found)
+        return cast("MeanMetric", resolve(name, table="evaluation"))
     known = [*METRICS, LOSS_METRIC]
     return _named(METRICS.get(name) or _refuse(name, known, what="metric", table="evaluation"))
 
@@ -172,7 +196,45 @@ def higher_is_better(metric: str) -> bool:
     """Return whether higher is better: as a user's function says (torchmetrics), or true."""
     if metric in {"mse", LOSS_METRIC}:
         return False
-    return getattr(metric_function(metric), "higher_is_better", True) is not False
+    return getattr(metric_of(metric), "higher_is_better", True) is not False
+
+
+@final
+class Measures:
+    """Loss and metrics of an evaluation, piece by piece."""
+
+    def __init__(self, loss: Loss, metrics: Mapping[str, Metric]) -> None:
+        self._loss = loss
+        self.metrics = metrics
+
+    def reset(self) -> None:
+        """An evaluation begins."""
+        for metric in self.metrics.values():
+            if isinstance(metric, StatefulMetric):
+                metric.reset()
+
+    def of(self, outputs: object, targets: object, *, loss: float | None = None) -> list[float]:
+        """Take a piece, and its `loss` if that is known; return what is a mean over its samples.
+
+        In place of other metrics there is 0.
+        """
+        value = float(self._loss(outputs, targets)) if loss is None else loss
+        found = [value]
+        for metric in self.metrics.values():
+            if isinstance(metric, StatefulMetric):
+                metric.update(outputs, targets)
+                found.append(0.0)
+            else:
+                found.append(value if metric is self._loss else float(metric(outputs, targets)))
+        return found
+
+    def whole(self) -> dict[int, float]:
+        """Return the metrics of all pieces that are no means, by their place in `of`."""
+        return {
+            place: float(metric.compute())
+            for place, metric in enumerate(self.metrics.values(), start=1)
+            if isinstance(metric, StatefulMetric)
+        }
 
 
 def usual_metric(loss: str, *, labels: bool | None = True) -> str:

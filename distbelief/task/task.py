@@ -64,11 +64,13 @@ class DataSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     arguments: dict[str, object] = {}
     # Processes that read samples for each role that needs them; 0: a thread of the role
     num_workers: Annotated[int, msgspec.Meta(ge=0, le=256)] = 0
+    limit: Annotated[int, msgspec.Meta(ge=1)] | None = None  # use the first so many samples only
 
     @property
     def source(self) -> dict[str, object]:
         """What the samples come from, by any number of processes."""
-        return {"factory": self.factory, "arguments": self.arguments}
+        limit = {} if self.limit is None else {"limit": self.limit}
+        return {"factory": self.factory, "arguments": self.arguments, **limit}
 
 
 class TaskSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -78,13 +80,18 @@ class TaskSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     # name in `losses.LOSSES`, import path of f(outputs, targets) -> mean, or "model": its own
     loss: str
     # name in `losses.METRICS`, or import path of such a function; None chooses by the loss and the
-    # targets
-    metric: str | None = None
+    # targets. Or several of them.
+    metric: str | tuple[str, ...] | None = None
 
     @property
     def data(self) -> dict[str, DataSpec]:
         test = {} if self.test is None else {"data.test": self.test}
         return {"data.train": self.train} | test
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """The metrics that it names."""
+        return (self.metric,) if isinstance(self.metric, str) else self.metric or ()
 
 
 # --- roles ---
@@ -118,6 +125,7 @@ class BuildContext:
     # written by the job for "module", else the user's own.
     initial_file: TensorFile | None = None
     evaluation_subset: int | None = None  # held-out samples of a usual evaluation; None: all
+    keeps_best: bool = False  # whether the evaluator saves the values of its best evaluation
     shard_copies: int = 1  # processes that keep each shard, 1 or 2
     # Replicas wait for `StartTraining`, which a supervisor sends to each incarnation.
     await_begin: bool = True
@@ -209,7 +217,25 @@ def build_dataset(spec: DataSpec, *, table: str = "data.train") -> Dataset:
         raise JobError(
             f"[{table}] {spec.factory} returned a data set of 0 samples: check [{table}.arguments]"
         )
-    return dataset
+    return dataset if spec.limit is None else First(dataset, min(spec.limit, n_samples))
+
+
+@final
+class First:
+    """The first samples of a data set; all else is as there."""
+
+    def __init__(self, dataset: Dataset, n_samples: int) -> None:
+        self._dataset = dataset
+        self._n_samples = n_samples
+
+    def __len__(self) -> int:
+        return self._n_samples
+
+    def __getitem__(self, index: int) -> object:
+        return self._dataset[index]
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._dataset, name)
 
 
 def datasets_of(task: TaskSpec) -> dict[str, Dataset]:
@@ -229,19 +255,21 @@ def build_loss(task: TaskSpec) -> Loss:
     return losses.loss_function(task.loss)
 
 
-def metric_name(task: TaskSpec, sample: Sample | None = None) -> str:
-    """Return the metric's name or import path, chosen by loss and sample if left open."""
-    if task.metric is not None:
-        return task.metric
+def metric_names(task: TaskSpec, sample: Sample | None = None) -> tuple[str, ...]:
+    """Return names or import paths of the metrics, chosen by loss and sample if left open."""
+    if task.metrics:
+        return task.metrics
     target = None if sample is None else sample.target
     labels = True if sample is None else None if target is None else target.is_integer
-    return losses.usual_metric(task.loss, labels=labels)
+    return (losses.usual_metric(task.loss, labels=labels),)
 
 
-def build_metric(task: TaskSpec, sample: Sample | None = None) -> Metric:
-    """Return the metric as f(outputs, targets) -> mean over samples."""
-    name = metric_name(task, sample)
-    return build_loss(task) if name == losses.LOSS_METRIC else losses.metric_function(name)
+def build_metrics(task: TaskSpec, sample: Sample | None = None) -> dict[str, Metric]:
+    """Return the metrics by name, each of f(outputs, targets) or an object with a state."""
+    return {
+        name: build_loss(task) if name == losses.LOSS_METRIC else losses.metric_of(name)
+        for name in metric_names(task, sample)
+    }
 
 
 @final
@@ -258,7 +286,7 @@ def capture_task(task: TaskSpec, sample: Sample) -> Captured:
     """Return the graph of a task's model with its loss."""
     module = build_on_meta(task.model)
     module.train()
-    keeps_outputs = task.metric not in {None, losses.LOSS_METRIC}  # it may read any output
+    keeps_outputs = bool({*task.metrics} - {losses.LOSS_METRIC})  # they may read any output
     graph = graph_with_loss(module, sample, task.loss, keeps_outputs=keeps_outputs)
     modules = modules_of(graph, module, loss_module(graph, sample, task.loss))
     return Captured(graph=graph, modules=modules, specs=specs_of(module))

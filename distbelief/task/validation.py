@@ -10,7 +10,7 @@ from distbelief.graph.capture import evaluation_difference
 from distbelief.task import dry_run, task as tasks
 from distbelief.task.data import Batch, Dataset, read_batch
 from distbelief.task.forward import Forward, Sample, input_specs
-from distbelief.task.losses import LOSS_METRIC, OWN, is_named, own_loss
+from distbelief.task.losses import CHUNK, LOSS_METRIC, OWN, StatefulMetric, is_named, own_loss
 from distbelief.task.task import DataSpec, TaskSpec
 
 
@@ -36,14 +36,15 @@ def check(
             if not is_named(task.loss):
                 dry_run.check_mean(module, batch, loss=loss, names=names)
             continue
-        sample = tasks.sample_of(dataset, table=table)
-        dry_run.evaluate(
-            module,
-            batch,
-            loss=loss,
-            metric=tasks.build_metric(task, sample),
-            names=replace(names, metric=tasks.metric_name(task, sample)),
-        )
+        metrics = tasks.build_metrics(task, tasks.sample_of(dataset, table=table))
+        dry_run.evaluate(module, batch, loss=loss, metrics=metrics, names=names)
+        if len(dataset) > CHUNK and len(indices) > 2:
+            own = {
+                name: metric
+                for name, metric in metrics.items()
+                if ":" in name and not isinstance(metric, StatefulMetric)
+            }
+            dry_run.check_mean_metric(module, batch, own)
 
 
 def check_data(
@@ -72,7 +73,7 @@ def check_data(
                 f"samples of [data.train] are {train}, and those of [data.test] "
                 f"{samples['data.test']}: they must be alike"
             )
-        tasks.build_metric(task, train)
+        tasks.build_metrics(task, train)
     return train
 
 
@@ -128,7 +129,7 @@ def check_evaluation(task: TaskSpec, sample: Sample) -> None:
     with torch.device("meta"):
         module = tasks.build_model(task.model)
     # A model may return its loss and nothing else.
-    evaluates_loss = (task.loss, tasks.metric_name(task, sample)) == (OWN, LOSS_METRIC)
+    evaluates_loss = (task.loss, *tasks.metric_names(task, sample)) == (OWN, LOSS_METRIC)
     entries = sample.entries if evaluates_loss else sample.inputs
     loss = own_loss if evaluates_loss else None
     forward = Forward([entry.path for entry in entries], loss=loss, keeps_outputs=True, name=OWN)

@@ -33,23 +33,17 @@ from distbelief.protocol.role import Address, Role, Seconds
 from distbelief.task import dry_run, task as tk
 from distbelief.task.data import DataShard, Indices, rebuilt
 from distbelief.task.initializers import reader
-from distbelief.task.losses import LOSS_METRIC, OWN, Metric
+from distbelief.task.losses import CHUNK, LOSS_METRIC, OWN, Measures, higher_is_better
 from distbelief.task.task import BuildContext, Kind, RosterEntry
 from distbelief.worker import batches
 from distbelief.worker.downpour_settings import DownpourSettings
-from distbelief.worker.evaluator import CHUNK, Evaluation, Score, held_out
+from distbelief.worker.evaluator import BestValues, Evaluation, Score, held_out
 from distbelief.worker.execution import executor as ex
 from distbelief.worker.execution.dataflow import dataflow
 from distbelief.worker.execution.operations import Dataflow
 from distbelief.worker.factors import LayerFactors
 from distbelief.worker.group import EVALUATORS, GroupLeader, GroupRank, group_rank_of, member_names
-from distbelief.worker.local_executor import (
-    FlatModel,
-    LocalExecutor,
-    SmallBatches,
-    frozen_of,
-    loss_and_metric,
-)
+from distbelief.worker.local_executor import FlatModel, LocalExecutor, SmallBatches, frozen_of
 from distbelief.worker.lockfree import LockFreeSteps
 from distbelief.worker.rank import Rank
 from distbelief.worker.replica import Alone, Course, Program, Replica, Steps
@@ -169,25 +163,23 @@ def build_evaluator(context: BuildContext) -> Role:
     task = context.task
     dataset = context.test_data()
     sample = tk.sample_of(dataset, table="data.test")
-    loss, metric = tk.build_loss(task), tk.build_metric(task, sample)
-    names = dry_run.Names(
-        model=task.model.factory,
-        loss=task.loss,
-        data="data.test",
-        metric=tk.metric_name(task, sample),
-    )
+    loss, metrics = tk.build_loss(task), tk.build_metrics(task, sample)
+    names = dry_run.Names(model=task.model.factory, loss=task.loss, data="data.test")
     model = FlatModel(tk.build_model(task.model))
     return whole_evaluator(
         LocalExecutor(
             model,
             dataset,
             loss=loss,
-            metric=metric,
+            measures=Measures(loss, metrics),
             names=names,
             readers=context.readers.get("data.test"),
         ),
         client=build_client(context, exchange=None, frozen=model.frozen),
         kinds=held_out(len(dataset), subset=context.evaluation_subset, seed=context.seed),
+        best=BestValues(context.layout, higher_is_better=higher_is_better(next(iter(metrics))))
+        if context.keeps_best
+        else None,
     )
 
 
@@ -197,10 +189,14 @@ def whole_evaluator(
     client: ParameterClient,
     kinds: Sequence[Indices],
     chunk: int = CHUNK,
+    best: BestValues | None = None,
 ) -> Replica:
     batch_plan, model = batches.EvaluationPlan(kinds, chunk=chunk), executor.model
+    assert executor.measures is not None
     steps = Steps(
-        Evaluation(values=model.values, batch_plan=batch_plan),
+        Evaluation(
+            values=model.values, batch_plan=batch_plan, measures=executor.measures, best=best
+        ),
         client=client,
         executor=executor,
         # Without readers it reads in its steps: nobody waits for it.
@@ -586,10 +582,12 @@ def evaluating_rank(rank: GroupRank, *, context: BuildContext, split: Split) -> 
         table="data.test",
         readers=context.readers.get("data.test"),
     )
+    measures = Measures(tk.build_loss(task), tk.build_metrics(task, context.sample))
     program = Evaluation(
         values=zeros_of(flow, dtype),
         batch_plan=batch_plan,
-        score=score_of(graph, task, tk.build_metric(task, context.sample)),
+        measures=measures,
+        score=score_of(graph, task, measures),
     )
     return assemble(
         rank,
@@ -618,21 +616,21 @@ def evaluated_layers(graph: LayerGraph, task: tk.TaskSpec) -> tuple[str, ...]:
     """Return the layers from which loss and metric follow; the last is the model's own loss."""
     if task.loss != OWN:
         return graph.outputs[:-1]
-    return graph.outputs[-1:] if task.metric in {None, LOSS_METRIC} else graph.outputs
+    return graph.outputs if {*task.metrics} - {LOSS_METRIC} else graph.outputs[-1:]
 
 
-def score_of(graph: LayerGraph, task: tk.TaskSpec, metric: Metric) -> Score:
-    """Return what computes loss and metric from `evaluated_layers`."""
-    wanted, loss = evaluated_layers(graph, task), tk.build_loss(task)
+def score_of(graph: LayerGraph, task: tk.TaskSpec, measures: Measures) -> Score:
+    """Return what computes loss and metrics from `evaluated_layers`."""
+    wanted = evaluated_layers(graph, task)
     fields = graph.fields or ((),)
 
-    def score(found: Sequence[torch.Tensor], targets: object) -> tuple[float, float]:
+    def score(found: Sequence[torch.Tensor], targets: object) -> Sequence[float]:
         by_name = dict(zip(dict.fromkeys(wanted), found, strict=True))
         outputs = rebuilt({path: by_name[name] for path, name in zip(fields, wanted, strict=False)})
         if task.loss != OWN:
-            return loss_and_metric(loss, metric, outputs, targets)
-        value = float(by_name[wanted[-1]].mean(dtype=torch.float64))
-        return value, value if len(wanted) == 1 else float(metric(outputs, targets))
+            return measures.of(outputs, targets)
+        loss = float(by_name[wanted[-1]].mean(dtype=torch.float64))
+        return measures.of(outputs, targets, loss=loss)
 
     return score
 

@@ -18,7 +18,7 @@ from distbelief.parameter_server.layout import TensorSpec, kind_of
 from distbelief.protocol.role import Action, Compute, Cost, Seconds
 from distbelief.task import dry_run
 from distbelief.task.data import Batch, Dataset, Readers, n_samples_of
-from distbelief.task.losses import Loss, Metric
+from distbelief.task.losses import Loss, Measures
 from distbelief.worker.batches import (
     BatchIndices,
     BatchReader,
@@ -181,13 +181,14 @@ GradientOf = Callable[[FlatModel, Batch, BatchIndices], float]
 
 @final
 class LocalExecutor:
-    """Runs the steps of a whole model: gradients, or with a `metric` loss and metric.
+    """Runs the steps of a whole model: gradients, or with `measures` loss and metrics.
 
     Each step is one piece of work; see `worker.steps.StepRunner` for the methods of its last part.
 
     Attributes:
         batches: Reads what its steps need.
         is_open: Whether a step has begun.
+        measures: Loss and metrics, if it evaluates.
         small: Takes steps of small batches; None: each is computed as a whole.
     """
 
@@ -200,7 +201,7 @@ class LocalExecutor:
         *,
         loss: Loss,
         names: dry_run.Names,  # how messages call model, data and loss
-        metric: Metric | None = None,
+        measures: Measures | None = None,
         seed: tuple[int, int] = (0, 0),  # of the job, and of this replica's steps
         clip_norm: float | None = None,
         sums: bool = False,  # take the gradient of the loss's sum over the samples, not of its mean
@@ -211,12 +212,12 @@ class LocalExecutor:
         self.is_open = False
         self.generation = 0
         self.step = 0
-        table = "data.train" if metric is None else "data.test"
+        table = "data.train" if measures is None else "data.test"
         self._reader = BatchReader(dataset, seed=seed[0], table=table, readers=readers)
         self.batches = WholeBatches(self._reader)
         self._draws = Draws()  # of the model
         self._loss = summed(loss) if sums else loss
-        self._metric = metric
+        self.measures = measures
         self._sums = sums
         self.small = small
         self._names = names
@@ -225,12 +226,12 @@ class LocalExecutor:
 
     def flops(self, n_samples: int) -> float:
         flops = self.model.flops(n_samples)
-        return flops if self._metric is None else flops / 3.0  # forward only
+        return flops if self.measures is None else flops / 3.0  # forward only
 
     def run(self, batch: BatchSlice, put: Put) -> StepResult:
         """Compute a batch's gradient, or evaluate it; JobError if the user's code or data fails."""
-        if self._metric is not None:
-            scores = self._evaluate(self._metric, batch)
+        if self.measures is not None:
+            scores = self._evaluate(self.measures, batch)
             return StepResult(loss=None, averages={}, outputs=(), scores=scores)
         assert batch.batch is not None
         if self.small is not None:
@@ -267,21 +268,21 @@ class LocalExecutor:
             ) from error
         return loss
 
-    def _evaluate(self, metric: Metric, batch: BatchSlice) -> tuple[float, float]:
+    def _evaluate(self, measures: Measures, batch: BatchSlice) -> Sequence[float]:
         indices = [int(index) for index in batch.samples.indices]
         given = batch.batch or self._reader.read(batch.samples)
         names = replace(self._names, indices=indices)
-        explain = partial(
-            dry_run.evaluate, self.model.module, given, loss=self._loss, metric=metric, names=names
-        )
         module = self.model.module
+        explain = partial(
+            dry_run.evaluate, module, given, loss=self._loss, metrics=measures.metrics, names=names
+        )
         module.eval()
         try:
             with torch.no_grad():
                 outputs = given.run(module)
                 if _has_strange_labels(outputs, given.targets):
                     explain()  # loss or metric may fail, and name no sample
-                return loss_and_metric(self._loss, metric, outputs, given.targets)
+                return measures.of(outputs, given.targets)
         except Exception:  # all of it is user code: a dry run finds the cause
             explain()
             raise
@@ -340,14 +341,6 @@ def summed(loss: Loss) -> Loss:
         return loss(outputs, targets) * n_samples_of(targets)
 
     return total
-
-
-def loss_and_metric(
-    loss: Loss, metric: Metric, outputs: object, targets: object
-) -> tuple[float, float]:
-    """Return both; a metric may be the loss itself."""
-    value = float(loss(outputs, targets))
-    return value, value if metric is loss else float(metric(outputs, targets))
 
 
 def _has_strange_labels(outputs: object, targets: object) -> bool:

@@ -760,11 +760,10 @@ class Replica:
 
     def _on_event(self, event: rl.Event, now: rl.Seconds) -> Sequence[rl.Action]:
         course = self.course
-        if self.program.accepts:
-            rank = course.rank_of(event.sender) if isinstance(event, rl.Received) else None
-            own = self.program.handle(event, rank, now)
-            if own is not None:
-                return own
+        rank = course.rank_of(event.sender) if isinstance(event, rl.Received) else None
+        own = self.program.handle(event, rank, now)
+        if own is not None:
+            return own
         if isinstance(event, rl.TimerFired) and event.name == RETRY:
             self._steps.waits = False
             return []

@@ -127,7 +127,8 @@ def _key(table: str, field: inspect.Field, entry: str | dict[str, str]) -> Key:
     dimension = units_of(TABLES[table]).get(field.encode_name)
     if dimension is not None and default not in {"", "none"}:
         default = f'"{default} s"'
-    unit = 'time, such as "10 s"' if dimension == "time" else fields.get("unit", "")
+    written = {"time": 'time, such as "10 s"', "period": 'time or progress, such as "1 epoch"'}
+    unit = written.get(dimension or "") or fields.get("unit", "")
     return Key(
         table=table,
         name=field.encode_name,

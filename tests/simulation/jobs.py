@@ -246,6 +246,7 @@ class JobCluster(Downpour, JobScene):
     max_steps: int | None = None
     snapshot_every: float = 2.0
     evaluate_every: float = 1.0
+    evaluate_samples: int | None = None
     before: PreviousTotals = field(default_factory=PreviousTotals)
     first_incarnation: int = 1
     first_label: int = 1
@@ -254,6 +255,7 @@ class JobCluster(Downpour, JobScene):
     hosting: ClusterConfig | None = None
     machines: Mapping[Address, SimulatedMachine] = field(default_factory=dict)
     split: Callable[[], wb.Split] | None = None  # of each replica
+    keeps_best: bool = False
 
     @cached_property
     def downpour(self) -> DownpourSettings:
@@ -292,6 +294,7 @@ class JobCluster(Downpour, JobScene):
             replicas_min=self.replicas_min,
             warm_start_steps=settings.warm_start_left(n_done, n_train, self.n_replicas),
             evaluate_every=self.evaluate_every,
+            evaluate_samples=self.evaluate_samples,
             snapshot_every=self.snapshot_every,
             report_every=0.5,
             first_incarnation=self.first_incarnation,
@@ -309,7 +312,7 @@ class JobCluster(Downpour, JobScene):
         return ClusterOptions(start=(SUPERVISOR,), machine=slow, machines=self.machines)
 
     def _member(self, name: Address, memory: Memory) -> JobMember:
-        context = self.context(memory, self.tasks.get(name))
+        context = replace(self.context(memory, self.tasks.get(name)), keeps_best=self.keeps_best)
         config = JobMemberConfig(
             name=name,
             host=memory.host,

@@ -171,6 +171,7 @@ class ProgressLine:
             view.samples_per_second is not None and f"{formatting.rate(view.samples_per_second)}/s",
             view.loss is not None and f"loss {formatting.figure(view.loss)}",
             view.metric is not None and f"held-out {name} {formatting.metric(view.metric, name)}",
+            *(f"{other} {formatting.metric(value, other)}" for other, value in view.others.items()),
             mean is not None and f"staleness {formatting.staleness(mean, view.staleness_p95)}",
             *formatting.named(view.figures),
             left(view),

@@ -180,6 +180,7 @@ def _curves(view: JobView, width: int, *, ascii_only: bool) -> Table | None:
     held_out_loss = None if formatting.is_loss(name) else view.held_out_loss
     rows = [
         (f"held-out {name}", metric, [p.metric for p in points], best),
+        *((f"held-out {n}", formatting.metric(v, n), [], "") for n, v in view.others.items()),
         ("held-out loss", formatting.figure(held_out_loss), [p.held_out_loss for p in points], ""),
         ("training loss", formatting.figure(view.loss), [p.loss for p in points], ""),
     ]

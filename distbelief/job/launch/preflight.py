@@ -79,6 +79,7 @@ class PreflightResult(msgspec.Struct, frozen=True, kw_only=True):
     initials: dict[str, Initial] = {}  # how shards draw each tensor, if they do
     initial_file: str | None = None  # file of the initial values, if they do not
     metric_name: str = "accuracy"  # the held-out metric
+    other_metrics: tuple[str, ...] = ()  # measured beside it
     higher_is_better: bool = True
     task: TaskFacts = TaskFacts()  # facts for the summary
     ranks: tuple[int, ...] = ()  # of each replica; empty if replicas are not split
@@ -344,7 +345,7 @@ def _found(
             _check_weights(path, specs)
     held_out = datasets.get("data.test")
     sample = None if held_out is None else tasks.sample_of(held_out, table="data.test")
-    metric = tasks.metric_name(task, sample)
+    metric, *others = tasks.metric_names(task, sample)
     return PreflightResult(
         tensors=specs,
         dtype="float64" if is_double else "float32",
@@ -353,6 +354,7 @@ def _found(
         initials=initials,
         initial_file=initial_file,
         metric_name=metric,
+        other_metrics=tuple(others),
         higher_is_better=task.test is None or higher_is_better(metric),
         task=TaskFacts(
             n_parameters=model.n_parameters,

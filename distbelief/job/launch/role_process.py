@@ -15,7 +15,7 @@ from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Final, cast, final
+from typing import Final, final
 
 import msgspec
 import torch
@@ -38,7 +38,7 @@ from distbelief.protocol import Failed, Heartbeat
 from distbelief.protocol.role import SUPERVISOR, PeerLost, Role, Snapshot
 from distbelief.task.data import Dataset
 from distbelief.task.forward import Sample
-from distbelief.task.imports import resolve
+from distbelief.task.imports import named
 from distbelief.task.task import BuildContext, build_dataset
 from distbelief.transport.address import Endpoint
 from distbelief.transport.file_server import INITIAL, RemoteFolder
@@ -62,9 +62,8 @@ def import_paths(job: Job) -> Iterator[tuple[str, str]]:
     yield "data.train", job.data.train.factory
     if job.data.test is not None:
         yield "data.test", job.data.test.factory
-    for table, name in (("algorithm", job.loss), ("evaluation", job.evaluation.metric)):
-        if name is not None and ":" in name:
-            yield table, name
+    for table, names in (("algorithm", (job.loss,)), ("evaluation", job.evaluation.metrics)):
+        yield from ((table, name) for name in names if ":" in name)
 
 
 def modules_of(job: Job) -> tuple[str, ...]:
@@ -94,7 +93,7 @@ def check_allowed(job: Job, allowed: Sequence[str]) -> None:
     for table, path in paths:  # check the text before anything is imported
         _check(path.partition(":")[0], path, table=table, allowed=allowed)
     for table, path in paths:
-        found = cast("object", resolve(path, table=table))
+        found = named(path, table=table)
         module: object = getattr(found, "__module__", None)
         _check(str(module), path, table=table, allowed=allowed)
 
@@ -224,6 +223,7 @@ def _run_role(
         store = None
         policy = algorithms.facts_of(job).policy
         saves = policy is not None and policy.durable and name.startswith("replica")
+        saves = saves or (name == EVALUATORS and job.output.keep == "best")
         if saves or name.startswith(("shard", "coordinator")):  # no other role saves anything
             folder = folder_at(spec.snapshots) if spec.snapshots or remote is None else remote
             elsewhere = job.cluster.checkpoints is not None
@@ -297,6 +297,7 @@ def context_of(
         initials=spec.initials,
         initial_file=initial,
         evaluation_subset=job.evaluation.subset,
+        keeps_best=job.output.keep == "best",
         shard_copies=job.cluster.shard_copies,
         plan=spec.plans.get(spec.ranks),
         sample=spec.sample,

@@ -1,9 +1,11 @@
 """The settings of a job's supervisor, from its tables and what the preflight has found."""
 
+import math
 from collections.abc import Mapping, Sequence
+from typing import Final
 
 from distbelief.config.algorithms import algorithm_of, facts_of
-from distbelief.config.job import Job
+from distbelief.config.job import Job, Passes
 from distbelief.core.errors import JobError
 from distbelief.job.launch.local import IMPORT_SECONDS_MAX
 from distbelief.job.launch.preflight import PreflightResult
@@ -15,6 +17,9 @@ from distbelief.protocol.role import Address
 from distbelief.supervisor.stop_rules import StopRules
 from distbelief.supervisor.supervisor_config import SupervisorConfig
 from distbelief.worker.build import Split, pushing_ranks, roster_of
+
+
+FIRST_EVALUATION_SECONDS: Final = 2.0  # so that a short job has a curve, too
 
 
 def check_data(job: Job, answer: PreflightResult) -> None:
@@ -66,6 +71,10 @@ def supervisor_config(
     assert answer.task.train is not None
     n_train, n_done = answer.task.train.n_samples, sum(previous.before.samples.values())
     dealt = facts.epochs(n_train) if facts.epochs else None
+    every, n_samples = job.evaluation.every, None
+    if isinstance(every, Passes):
+        n_samples = every.n_samples(n_train=n_train, batch_size=job.batch_size)
+    seconds = every if isinstance(every, float) else math.inf
     return SupervisorConfig(
         roster=tuple(roster_of(job, ranks=answer.ranks)),
         stop=StopRules(
@@ -75,7 +84,9 @@ def supervisor_config(
             has_test=job.data.test is not None,
         ),
         metric_name=answer.metric_name,
+        other_metrics=answer.other_metrics,
         higher_is_better=answer.higher_is_better,
+        min_delta=job.stop.min_delta or 0.0,
         batch_size=job.batch_size,
         in_ring=facts.in_ring,
         replicas_min=job.cluster.replicas_min,
@@ -83,7 +94,9 @@ def supervisor_config(
         dealt=dealt,
         parts=None if dealt is None else _parts(job, answer),
         epoch_share=facts.epoch_share,
-        evaluate_every=job.evaluation.every,
+        evaluate_every=seconds,
+        first_evaluation=min(seconds, FIRST_EVALUATION_SECONDS),
+        evaluate_samples=n_samples,
         snapshot_every=job.output.snapshot_every,
         report_every=job.output.report_every,
         import_seconds_max=IMPORT_SECONDS_MAX,

@@ -24,7 +24,7 @@ from distbelief.core.folders import NAME, SUFFIX, Folder, LocalFolder
 from distbelief.core.tensor_files import DamagedError, TensorFile, encoded
 from distbelief.core.vectors import Vector
 from distbelief.parameter_server.shard_config import shard_of
-from distbelief.protocol.role import FIRST_LABEL, NEWEST, Snapshot
+from distbelief.protocol.role import BEST, FIRST_LABEL, NEWEST, Snapshot
 
 
 N_KEPT: Final = 3
@@ -71,9 +71,10 @@ class CheckpointStore:
         label = snapshot.label
         if label == NEWEST:
             label = (self.labels(role) or [FIRST_LABEL])[-1]
-            # A shard that lost the supervisor may save when another has long taken its place.
-            if self._incarnation(role, label) > int(snapshot.facts.get("incarnation", "0")):
-                raise StorageError(f"a later incarnation of {role} has saved {label} by now")
+        # A role that lost the supervisor may save when another has long taken its place.
+        own = int(snapshot.facts.get("incarnation", "0"))
+        if snapshot.label in {NEWEST, BEST} and self._incarnation(role, label) > own:
+            raise StorageError(f"a later incarnation of {role} has saved {label} by now")
         arrays = {name: np.ascontiguousarray(v) for name, v in snapshot.arrays.items()}
         facts = dict(snapshot.facts)
         facts |= _checksum(label, arrays, facts)

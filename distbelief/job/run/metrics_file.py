@@ -123,10 +123,12 @@ def draw_curve(path: Path, measurements: Sequence[Measurement], *, title: str) -
     drawn = [m for m in measurements if m.loss is not None or m.metric is not None]
     if not drawn:
         return False
-    figure = Figure(figsize=(7.0, 5.0), dpi=120, layout="constrained")
+    names = [name for name in {drawn[-1].metric_name: 0, **drawn[-1].others} if not is_loss(name)]
+    names = names if any(m.metric is not None for m in drawn) else []
+    height = 5.0 + 2.5 * max(0, len(names) - 1)
+    figure = Figure(figsize=(7.0, height), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
-    has_metric = any(m.metric is not None and not is_loss(m.metric_name) for m in drawn)
-    axes = figure.subplots(1 + has_metric, 1, sharex=True, squeeze=False)[:, 0]
+    axes = figure.subplots(1 + len(names), 1, sharex=True, squeeze=False)[:, 0]
     lines = [
         _line(axes[0], [(m.time, m.loss) for m in drawn], label="training"),
         _line(axes[0], [(m.time, m.held_out_loss) for m in drawn], label="held out"),
@@ -137,13 +139,15 @@ def draw_curve(path: Path, measurements: Sequence[Measurement], *, title: str) -
     else:
         _say_nothing_measured(axes[0])
     axes[0].set_title(title)
-    if has_metric:
-        name = drawn[-1].metric_name
-        if not _line(axes[1], [(m.time, m.metric) for m in drawn], label="held out"):
-            _say_nothing_measured(axes[1])
-        axes[1].set_ylabel(f"held-out {name}")
+    for axis, name in zip(axes[1:], names, strict=True):
+        values = [
+            (m.time, m.metric if name == m.metric_name else m.metrics.get(name)) for m in drawn
+        ]
+        if not _line(axis, values, label="held out"):
+            _say_nothing_measured(axis)
+        axis.set_ylabel(f"held-out {name}")
         if is_share(name):
-            axes[1].yaxis.set_major_formatter(PercentFormatter(xmax=1.0))
+            axis.yaxis.set_major_formatter(PercentFormatter(xmax=1.0))
     axes[-1].set_xlabel(f"seconds ({drawn[-1].samples:,} samples in all)")
     for one in axes:
         one.grid(alpha=0.3)

@@ -4,6 +4,7 @@ Only a part of one tensor is in memory at a time, so the model may be larger tha
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -19,6 +20,8 @@ from distbelief.core.tensor_files import DamagedError, TensorFile, header_of
 from distbelief.job.run.checkpoints import CheckpointStore, agreed_label
 from distbelief.job.run.directory import RunDirectory
 from distbelief.parameter_server.layout import Layout, Segment
+from distbelief.worker.evaluator import Kept, kept_in
+from distbelief.worker.group import EVALUATORS
 
 
 PIECE: Final = 1 << 20  # elements read and written at a time
@@ -104,16 +107,22 @@ def _parts(layout: Layout) -> dict[str, list[tuple[int, Segment]]]:
     return parts
 
 
-def write_model(
-    job: Job,
-    run: RunDirectory,
-    *,
-    layout: Layout,
-    store: CheckpointStore,
-    dtypes: Mapping[str, str],
-    aliases: Mapping[str, str],
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class ModelSource:
+    """Where the values of a run's model are; see `write_model_file`."""
+
+    layout: Layout
+    store: CheckpointStore
+    dtypes: Mapping[str, str]
+    aliases: Mapping[str, str]
+
+    def write(self, path: Path, layout: Layout, snapshots: Sequence[TensorFile]) -> None:
+        write_model_file(path, layout, snapshots, dtypes=self.dtypes, aliases=self.aliases)
+
+
+def write_model(job: Job, run: RunDirectory, source: ModelSource) -> None:
     """Write the trained model, from the newest intact checkpoints of all shards."""
+    layout, store = source.layout, source.store
     shards = [f"shard-{k}" for k in range(layout.n_shards)]
     drives = coordinator_of(job) is not None
     labels: dict[str, str | None] = {}
@@ -131,7 +140,17 @@ def write_model(
         if run.model_file.is_file():
             why += f", and {run.model_file} is from an earlier session"
         raise StorageError(why)
-    write_model_file(run.model_file, layout, snapshots, dtypes=dtypes, aliases=aliases)
+    source.write(run.model_file, layout, snapshots)
+
+
+def write_best(run: RunDirectory, source: ModelSource) -> list[Kept]:
+    """Write the values of the best evaluation, if they were kept; return what was measured."""
+    snapshot = source.store.newest(EVALUATORS)
+    if snapshot is None:
+        return []
+    one = Layout.of(source.layout.tensors, n_shards=1, dtype=source.layout.spec.dtype)
+    source.write(run.best_file, one, [source.store.file(EVALUATORS, snapshot.label)])
+    return [kept_in(snapshot)]
 
 
 def check_trained(module: nn.Module, weights: Path, *, factory: str) -> None:

@@ -55,7 +55,7 @@ from distbelief.protocol.role import Snapshot
 from distbelief.supervisor.metrics import PreviousTotals
 from distbelief.supervisor.view import JobView
 from distbelief.task.data import are_alike, start_positions
-from distbelief.worker.group import group_rank_of, member_name, rank_name
+from distbelief.worker.group import EVALUATORS, group_rank_of, member_name, rank_name
 
 
 _FILE: Final = "cut.json"
@@ -382,7 +382,9 @@ def _previous_totals(
     # Loss and metric are of values that no shard has, if a checkpoint is missing or does not
     # cover all samples that were counted.
     if len(clocks) < n_shards or view.samples != sum(samples.values()):
-        view = msgspec.structs.replace(view, loss=None, metric=None, held_out_loss=None)
+        view = msgspec.structs.replace(
+            view, loss=None, metric=None, metrics={}, held_out_loss=None, evaluations_without_gain=0
+        )
     # Clocks of another number of shards count other pushes.
     shards = {shard_of(r.name) for r in view.roles if r.name.startswith("shard-")}
     if view.pushes_lost is not None and len(shards) == n_shards:
@@ -453,6 +455,9 @@ def check_same(job: Job, earlier: Job, *, directory: str) -> None:
                 "ring" if facts.in_ring else "server"
             ),
             "[cluster] checkpoints: they are where they were": each.cluster.checkpoints,
+            "[evaluation] or [data.test]: the best values were measured by them": (
+                judged_by(each) if job.output.keep == earlier.output.keep == "best" else None
+            ),
         }
         for each, facts in ((one, facts_of(one)) for one in (earlier, job))
     )
@@ -464,10 +469,16 @@ def check_same(job: Job, earlier: Job, *, directory: str) -> None:
             )
 
 
+def judged_by(job: Job) -> object:
+    """Return what the metrics of two evaluations must have in common, to be compared."""
+    table, test = job.evaluation, job.data.test
+    return [table.metrics[:1], table.subset, table.seed, test and test.source]
+
+
 def start_from_scratch(job: Job, run: RunDirectory) -> str:
     """Move aside everything that a run has saved; return a line for the user."""
     # Checkpoints last: while any are left, the run can still resume.
-    place = run.put_aside(run.status_file, run.metrics_file, run.snapshots)
+    place = run.put_aside(run.status_file, run.metrics_file, run.best_file, run.snapshots)
     cluster = job.cluster
     cut = CheckpointSet(n_shards=cluster.shards, n_replicas=cluster.n_replicas)
     _choose_place(job, run)
@@ -587,6 +598,8 @@ def _reshard(
             clients=clients,
             n_parts=n_parts,
         )
+        if (best := store.newest(EVALUATORS)) is not None:
+            fresh.save(EVALUATORS, best)
         read_back = read_previous_run(run, fresh, n_shards=now.n_shards)
         expected = samples if DEALT in samples else places
         if read_back.missing or read_back.before.samples != expected:

@@ -16,6 +16,7 @@ from distbelief.config.algorithms import facts_of
 from distbelief.config.job import Job
 from distbelief.core import formatting
 from distbelief.supervisor.view import HostView, JobView, Point, Totals, filled
+from distbelief.worker.evaluator import Kept
 
 
 _GAP = 2  # columns between two values
@@ -64,6 +65,8 @@ class Summary(Totals, frozen=True, kw_only=True):
     n_shards: int
     shard_copies: int = 1
     n_machines: int | tuple[int, ...] | None = None
+    # What was measured of the values in best.safetensors, with [output] keep = "best"
+    kept: Kept | None = None
     # why no model was written, if none was; the file of an earlier session may still exist
     model_error: str | None = None
     unwritten: str | None = None  # why the directory lacks some other file, if it does
@@ -86,6 +89,7 @@ def summarise(
     *,
     directory: str,
     task: TaskFacts,
+    kept: Kept | None = None,
     error: str | None = None,
     model_error: str | None = None,
     unwritten: str | None = None,
@@ -105,6 +109,7 @@ def summarise(
         "n_replicas": job.cluster.n_replicas,
         "n_shards": job.cluster.shards,
         "shard_copies": job.cluster.shard_copies,
+        "kept": kept,
         "error": error,
         "model_error": model_error,
         "unwritten": unwritten,
@@ -209,6 +214,7 @@ def _values(summary: Summary) -> list[tuple[str, str]]:
         ("samples", formatting.count(summary.samples)),
         ("samples/s", formatting.rate(summary.samples_per_second)),
         (f"held-out {name}", formatting.metric(summary.metric, name)),
+        *((f"held-out {n}", formatting.metric(v, n)) for n, v in summary.others.items()),
         ("held-out loss", formatting.figure(None if formatting.is_loss(name) else loss)),
         ("training loss", formatting.figure(summary.loss)),
     ]
@@ -216,6 +222,7 @@ def _values(summary: Summary) -> list[tuple[str, str]]:
 
 
 def _end(summary: Summary) -> str:
+    kept = summary.kept
     driven = summary.rule is None  # by a coordinator, which repeats lost pushes
     lost, mean = summary.pushes_lost, summary.staleness_mean
     took = f"{formatting.duration(summary.training_seconds)} of training, "
@@ -226,6 +233,7 @@ def _end(summary: Summary) -> str:
         not summary.error and summary.stop_reason and f"ended: {summary.stop_reason}",
         summary.start_seconds and summary.training_seconds and took,
         unsaved,
+        kept and f"{formatting.metric(kept.metric, summary.metric_name)} in best.safetensors",
         mean is not None and f"staleness {formatting.staleness(mean, summary.staleness_p95)}",
         *formatting.named(summary.figures),
         not driven and lost is None and "pushes lost: unknown",

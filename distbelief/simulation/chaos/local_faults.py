@@ -250,7 +250,7 @@ def run_local_chaos(job: Job, *, seed: int, console: Console) -> ChaosReport:
         return SupervisorUnderChaos(supervisor, injector, iterations)
 
     with injector:
-        run = train(job, show=False, watch=injector.watch, around=around)
+        run = train(job, show=False, callbacks=[injector.watch], around=around)
     where = f"run directory: {run.directory}"
     console.print(where, highlight=False, soft_wrap=True, markup=False)
     report = ChaosReport(

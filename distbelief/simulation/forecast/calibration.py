@@ -125,7 +125,7 @@ def job_key(job: Job) -> str:
     task, cluster, facts = job.task, job.cluster, facts_of(job)
     import_from(job)
     test = "" if task.test is None else task.test.factory
-    named = [task.model.factory, task.train.factory, test, task.loss, task.metric or ""]
+    named = [task.model.factory, task.train.factory, test, task.loss, *task.metrics]
     what = (
         VERSION,
         task,

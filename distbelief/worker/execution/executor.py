@@ -84,7 +84,7 @@ class StepResult:
     averages: Mapping[int, torch.Tensor]  # new running averages, by item
     # Per layer and region wanted: (n_samples, *shape).
     outputs: Sequence[tuple[str, Region, torch.Tensor]]
-    scores: tuple[float, float] | None = None  # loss and metric, if a whole model is evaluated
+    scores: Sequence[float] | None = None  # loss and metrics, if a whole model is evaluated
     n_skipped: int = 0  # small batches with a gradient that is not finite
 
 

@@ -28,8 +28,9 @@ from typing import Final
 
 from distbelief.config import toml
 from distbelief.config.load import parse_job
+from distbelief.job.callbacks import Watch
 from distbelief.job.run.metrics_file import Measurement, read_metrics
-from distbelief.job.trainer import Run, Watch, train
+from distbelief.job.trainer import Run, train
 from distbelief.supervisor.view import JobView
 from experiments.benchmarks.measuring import measurement
 from experiments.benchmarks.measuring.workers import Workers, module, send
@@ -99,7 +100,7 @@ def job(
             },
         }
         job = parse_job(toml.write(tables), path="sandblaster.toml")
-        run = train(job, show=False, watch=watch)
+        run = train(job, show=False, callbacks=[] if watch is None else [watch])
         lines = read_metrics(Path(folder) / "run" / "metrics.jsonl")
         if run.summary.error is not None:
             raise RuntimeError(run.summary.error)

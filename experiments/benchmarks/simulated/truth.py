@@ -204,7 +204,7 @@ def real_side(job: Job, *, blows: Sequence[FaultEvent] = (), horizon: Seconds = 
         output = msgspec.structs.replace(_reporting(job).output, directory=str(folder / "run"))
         job = msgspec.structs.replace(job, output=output)
         with LocalLauncher() as launcher:
-            run = train(job, show=False, launcher=launcher, watch=look)
+            run = train(job, show=False, launcher=launcher, callbacks=[look])
     return side_of(views[-1], job, error=run.summary.error)
 
 

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from distbelief.cli.main import app
 from distbelief.config import algorithms, toml
-from distbelief.config.job import ClusterTable, EvaluationTable, Job, StopTable
+from distbelief.config.job import ClusterTable, EvaluationTable, Job, Passes, StopTable
 from distbelief.config.load import job_from_json, load_job, parse_job
 from distbelief.config.presets import PRESETS
 from distbelief.core.errors import JobError, JobFileError
@@ -18,7 +18,7 @@ from distbelief.parameter_server.policy import ExchangePolicy
 from distbelief.parameter_server.rules import SGD, Adagrad, UpdateRule
 from distbelief.task.task import DataSpec, ModelSpec
 from distbelief.worker.downpour_settings import DownpourSettings
-from tests.distbelief.jobs import SPEECH, speech
+from tests.distbelief.jobs import SPEECH, small, speech
 from tests.elsewhere import ended
 
 
@@ -578,3 +578,53 @@ def test_keys_of_other_libraries_are_answered_with_what_is_here(override: str, s
     text = mistake(override)
     assert "has no key '" in text
     assert said in text
+
+
+@pytest.mark.parametrize(
+    ("text", "n_samples", "written"),
+    [
+        ("1 epoch", 1000, "1 epoch"),
+        ("0.5 epochs", 500, "0.5 epochs"),
+        ("500 steps", 128_000, "500 steps"),
+        ("20000 samples", 20_000, "20000 samples"),
+    ],
+)
+def test_a_period_may_be_counted(text: str, n_samples: int, written: str) -> None:
+    job = speech(f"evaluation.every={text}")
+    every = job.evaluation.every
+    assert isinstance(every, Passes)
+    assert every.n_samples(n_train=1000, batch_size=256) == n_samples
+    assert f'every = "{written}"' in job.to_toml()
+    assert parse_job(job.to_toml(), path="job.toml").evaluation == job.evaluation
+    assert job_from_json(job.to_json()) == job
+
+
+@pytest.mark.parametrize(
+    ("setting", "error"),
+    [
+        ("evaluation.every=1 epcoh", "unknown unit 'epcoh'"),
+        ("evaluation.every=0 epochs", "wants a"),
+        ("evaluation.metric=[]", "wants 1 to 32 different names"),
+        ('evaluation.metric=["top5", "top5"]', "wants 1 to 32 different names"),
+        ("stop.early_stopping=3", r"It is patience of \[stop\]"),
+        ("output.save_top_k=1", r"It is keep of \[output\]"),
+        ("data.train.overfit_batches=2", "in samples: limit = 64"),
+        ("stop.max_time=5", 'seconds = "10 min"'),
+        ("stop.min_delta=0.1", "add patience = 5, or leave min_delta out"),
+        ('output.keep="first"', 'wants "best" or "last"'),
+    ],
+)
+def test_what_loop_control_cannot_mean_is_refused(setting: str, error: str) -> None:
+    with pytest.raises(JobFileError, match=error):
+        speech(setting)
+
+
+@pytest.mark.parametrize("setting", ["stop.patience=3", 'output.keep="best"'])
+def test_what_needs_evaluations_needs_held_out_data(setting: str) -> None:
+    with pytest.raises(JobFileError, match=r"needs held-out data: add a table \[data.test\]"):
+        parse_job(small("a:b", "a:c"), path="job.toml", overrides=[setting])
+
+
+def test_split_replicas_keep_no_best_values() -> None:
+    with pytest.raises(JobFileError, match=r"leave keep out, and end the job .* patience"):
+        speech('output.keep="best"', "cluster.partitions=2")

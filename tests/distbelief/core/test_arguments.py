@@ -15,7 +15,7 @@ import sandblaster
 from distbelief.config.load import load_job
 from distbelief.core.arguments import checked
 from distbelief.core.errors import JobError
-from distbelief.job.trainer import HeldCallback
+from distbelief.job.callbacks import HeldCallback
 from distbelief.parameter_server import schedules
 from distbelief.serve.server_loop import is_of_model
 from distbelief.serve.session import in_order

@@ -1,6 +1,8 @@
+import numpy as np
 import pytest
 
-from distbelief.job.trainer import HeldCallback
+from distbelief.core.errors import JobError
+from distbelief.job.callbacks import Callbacks, HeldCallback, named_callbacks
 from distbelief.supervisor.view import JobView
 
 
@@ -50,3 +52,73 @@ def test_a_watcher_who_does_not_fail_is_heard_and_the_job_as_it_ends() -> None:
         assert [held(JobView(samples=n)) for n in (1, 2)] == [False, True]
     with pytest.raises(ValueError, match="no point"), held:
         raise ValueError("no point was found")
+
+
+class Listener:
+    """Notes what it hears, and ends the job at an evaluation."""
+
+    def __init__(self, *, ends: bool = False) -> None:
+        self.heard: list[tuple[str, int]] = []
+        self.ends = ends
+
+    def on_step(self, view: JobView) -> None:
+        self.heard.append(("step", view.step))
+
+    def on_evaluation(self, view: JobView) -> bool:
+        self.heard.append(("evaluation", view.n_evaluations))
+        return self.ends
+
+    def on_end(self, run: object) -> None:
+        self.heard.append((f"end of {run}", 0))
+
+
+def test_callbacks_hear_of_what_is_new_since_the_last_view() -> None:
+    listener, steps = Listener(ends=True), list[int]()
+    callbacks = Callbacks([listener, lambda view: steps.append(view.step)])
+    views = [
+        JobView(step=7, n_evaluations=3),  # of a former session
+        JobView(step=7, n_evaluations=3, n_checkpoints=1),
+        JobView(step=9, n_evaluations=3, n_checkpoints=1),
+        JobView(step=9, n_evaluations=4, n_checkpoints=1),
+    ]
+    assert [callbacks(view) for view in views] == [False, False, False, True]
+    callbacks.end("run")
+    assert listener.heard == [("step", 9), ("evaluation", 4), ("end of run", 0)]
+    assert steps == [7, 7, 9, 9]
+
+
+@pytest.mark.parametrize(
+    ("answer", "ends"),
+    [(True, True), (np.True_, True), (False, False), (None, False), (3, False), ("no", False)],
+)
+def test_only_true_ends_a_job(answer: object, *, ends: bool) -> None:
+    assert Callbacks([lambda _view: answer])(JobView()) is ends
+
+
+class Lightnings:
+    def on_train_start(self) -> None: ...
+
+    def on_end(self) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("callback", "why"),
+    [
+        (Lightnings(), "has on_train_start: use"),
+        (3, "has none of them: use"),
+        (Listener, "is a class: call it: use"),
+    ],
+)
+def test_an_object_that_would_hear_nothing_is_refused(callback: object, why: str) -> None:
+    with pytest.raises(JobError, match=f"{why} a function of the job's view, or an object with"):
+        Callbacks([callback])
+
+
+def test_callbacks_of_a_job_are_objects_and_classes() -> None:
+    here = __name__
+    listener, function = named_callbacks([f"{here}:Listener", f"{here}:hears_nothing"])
+    assert isinstance(listener, Listener)
+    assert function is hears_nothing
+
+
+def hears_nothing(_view: JobView) -> None: ...

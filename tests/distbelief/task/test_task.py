@@ -12,21 +12,28 @@ from torch.nn import functional
 from typing_extensions import override
 
 from distbelief.core.errors import JobError
+from distbelief.job.run.summary import DataFacts
 from distbelief.task import dry_run
-from distbelief.task.data import Batch
+from distbelief.task.data import Batch, read_batch
 from distbelief.task.imports import installed_imports
-from distbelief.task.losses import higher_is_better, loss_function, own_loss
+from distbelief.task.losses import (
+    MeanMetric,
+    StatefulMetric,
+    higher_is_better,
+    loss_function,
+    own_loss,
+)
 from distbelief.task.task import (
     DataSpec,
     ModelSpec,
     TaskSpec,
     build_dataset,
-    build_metric,
+    build_metrics,
     build_model,
-    metric_name,
+    metric_names,
 )
 from distbelief.task.validation import check
-from tests.distbelief.examples import HERE, a_sample, mean_output
+from tests.distbelief.examples import HERE, a_sample, f1_object, mean_output
 
 
 def task(  # each argument is one thing to get wrong
@@ -35,7 +42,7 @@ def task(  # each argument is one thing to get wrong
     train: str = "frames",
     test: str | None = "frames",
     loss: str = "cross_entropy",
-    metric: str | None = None,
+    metric: str | tuple[str, ...] | None = None,
     **arguments: object,
 ) -> TaskSpec:
     return TaskSpec(
@@ -413,21 +420,82 @@ def test_the_usual_metric_goes_with_loss_and_targets(
     sample = None
     if labels is not None:
         sample = a_sample((4,), (2,), labels=labels)
-    assert metric_name(task(loss=loss), sample) == name
-    assert metric_name(task(loss=loss, metric="top5"), sample) == "top5"
+    assert metric_names(task(loss=loss), sample) == (name,)
+    assert metric_names(task(loss=loss, metric="top5"), sample) == ("top5",)
+
+
+def the_metric(name: str) -> MeanMetric:
+    (metric,) = build_metrics(task(metric=name)).values()
+    assert not isinstance(metric, StatefulMetric)
+    return metric
 
 
 def test_metrics_are_means_over_the_samples() -> None:
     outputs = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.0, 1.0], [1.0, 0.0]])
-    accuracy = build_metric(task())
+    accuracy = the_metric("accuracy")
     assert float(accuracy(outputs, torch.tensor([0, 1, 0, 1]))) == 0.5
     assert float(accuracy(outputs, torch.eye(2)[[0, 1, 1, 1]])) == 0.75
     assert float(accuracy(outputs[..., None], torch.tensor([[0], [1], [0], [1]]))) == 0.5
-    top5, outputs = build_metric(task(metric="top5")), torch.arange(10.0).repeat(3, 1)
+    top5, outputs = the_metric("top5"), torch.arange(10.0).repeat(3, 1)
     assert float(top5(outputs, torch.tensor([9, 5, 4]))) == pytest.approx(2 / 3)
     assert float(top5(outputs[:, :3], torch.tensor([0, 1, 2]))) == 1.0
-    mse = build_metric(task(metric="mse"))
+    mse = the_metric("mse")
     assert float(mse(torch.tensor([[1.0], [3.0]]), torch.tensor([[0.0], [1.0]]))) == 2.5
+
+
+class Batched:
+    """A data set that reads a batch at once, and knows its content."""
+
+    fingerprint = "of 30"
+
+    def __len__(self) -> int:
+        return 30
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return torch.tensor([float(index)]), index
+
+    def __getitems__(self, indices: list[int]) -> list[tuple[torch.Tensor, int]]:
+        return [self[index] for index in indices]
+
+
+def test_a_limit_leaves_the_first_samples_and_all_else_as_it_was() -> None:
+    spec = DataSpec(factory=f"{__name__}:Batched", limit=7)
+    few = build_dataset(spec)
+    assert len(few) == 7
+    targets = read_batch(few, [6, 0]).targets
+    assert isinstance(targets, torch.Tensor)
+    assert targets.tolist() == [6, 0]
+    assert hasattr(few, "__getitems__")
+    assert DataFacts.of(few) == DataFacts(n_samples=7, fingerprint="of 30")
+    assert len(build_dataset(msgspec.structs.replace(spec, limit=99))) == 30
+    plain = build_dataset(DataSpec(factory=f"{HERE}:Numbered", limit=7))
+    assert not hasattr(plain, "__getitems__")
+    assert spec.source != msgspec.structs.replace(spec, limit=8).source  # no run resumes with it
+
+
+def test_metrics_are_functions_objects_and_classes() -> None:
+    names = ("accuracy", f"{HERE}:f1_object", f"{HERE}:F1", f"{HERE}:f1_of_a_part", "loss")
+    found = build_metrics(task(metric=names))
+    assert tuple(found) == names
+    kinds = [isinstance(metric, StatefulMetric) for metric in found.values()]
+    assert kinds == [False, True, True, False, False]
+    assert id(found[f"{HERE}:f1_object"]) != id(f1_object)  # of each evaluation its own
+    with pytest.raises(JobError, match="of type str, which cannot be called"):
+        build_metrics(task(metric=f"{HERE}:__name__"))
+
+
+def test_a_metric_that_is_no_mean_is_refused_where_data_are_measured_in_parts() -> None:
+    """An F1 of 5,000 samples was the mean of five, without a word."""
+
+    def of(metric: str, n_samples: int) -> TaskSpec:
+        test = DataSpec(factory=f"{HERE}:frames", arguments={"n_samples": n_samples})
+        return msgspec.structs.replace(task(metric=f"{HERE}:{metric}"), test=test)
+
+    with pytest.raises(JobError, match="let it be an object with update"):
+        check(of("f1_of_a_part", 2000), 60)
+    check(of("f1_of_a_part", 1000), 60)  # in one part
+    check(of("F1", 2000), 60)
+    check(of("own_accuracy", 2000), 60)
 
 
 def test_a_metric_function_may_say_if_higher_is_better(monkeypatch: pytest.MonkeyPatch) -> None:

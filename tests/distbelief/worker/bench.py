@@ -101,6 +101,7 @@ class RoleBench:
         self.timers: dict[str, float] = {}
         self.reported: list[wire.Message] = []  # to others than the shard
         self.reports: list[rl.Report] = []  # its log
+        self.saving: list[rl.Snapshot] = []  # whose `Persisted` has not come
         self.to_shard: list[wire.Message] = []  # sent, not yet arrived
         self._halted = False
         self.has_started = False
@@ -119,6 +120,8 @@ class RoleBench:
                     self.timers[action.name] = action.at
                 case rl.Report():
                     self.reports.append(action)
+                case rl.Persist():
+                    self.saving.append(action.snapshot)
                 case rl.Exit():
                     self._halted = True
                 case _:
@@ -145,10 +148,10 @@ class RoleBench:
         self.feed(msgspec.structs.replace(_compute(wanted), seconds=0.25))
         return wanted
 
-    def start(self) -> Self:
+    def start(self, restored: rl.Snapshot | None = None) -> Self:
         """Start the role; the shard opens a session."""
         self.has_started = True
-        self.feed(rl.Started(incarnation=1))
+        self.feed(rl.Started(incarnation=1 if restored is None else 2, restored=restored))
         self.deliver()
         return self
 

@@ -1,20 +1,24 @@
 """The evaluator: each request is answered once, from parameters fetched for it."""
 
+from collections.abc import Mapping
+
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from typing_extensions import override
 
-from distbelief.core.errors import JobError, RemoteProtocolError
+from distbelief.core.errors import JobError, RemoteProtocolError, RestoreError, StorageError
+from distbelief.core.vectors import Vector
 from distbelief.parameter_server.client.fetches import FetchResult
 from distbelief.protocol import Evaluate, EvaluationDone, Finished, Message, StartTraining, Stop
-from distbelief.protocol.role import Computed, TimerFired
+from distbelief.protocol.role import Computed, Persisted, Snapshot, Started, TimerFired
 from distbelief.task import dry_run
-from distbelief.task.losses import METRICS, Metric
+from distbelief.task.losses import CHUNK, METRICS, Measures, Metric
 from distbelief.worker.build import whole_evaluator
-from distbelief.worker.evaluator import CHUNK, held_out
+from distbelief.worker.evaluator import BestValues, held_out, kept_in
 from distbelief.worker.local_executor import FlatModel, LocalExecutor
-from tests.distbelief.examples import Frames, failing_function, net
+from tests.distbelief.examples import F1, Frames, f1_of_a_part, failing_function, net
 from tests.distbelief.parameter_server.pair import scatter
 from tests.distbelief.worker.bench import RoleBench
 
@@ -29,24 +33,44 @@ class Bench(RoleBench):
         chunk: int = CHUNK,
         seed: int = 0,
         metric: Metric = METRICS["accuracy"],
+        more: Mapping[str, Metric] | None = None,
+        keeps: bool = False,
+        higher_is_better: bool = True,
+        restored: Snapshot | None = None,
     ) -> None:
         torch.manual_seed(0)
         model, loss = FlatModel(net()), nn.functional.cross_entropy
         super().__init__(model, pushes=False)
         self.shard.clock = 7
+        self.initial, self.n_asked = self.shard.values.copy(), 0
         self.dataset = Frames(n_samples=50)
-        names = dry_run.Names(model="net", loss="cross_entropy", data="data.test", metric="m")
+        measures = Measures(loss, {"m": metric, **(more or {})})
+        names = dry_run.Names(model="net", loss="cross_entropy", data="data.test")
         self.role = self.evaluator = whole_evaluator(
-            LocalExecutor(model, self.dataset, loss=loss, metric=metric, names=names),
+            LocalExecutor(model, self.dataset, loss=loss, measures=measures, names=names),
             client=self.client,
             kinds=held_out(50, subset=subset, seed=seed),
             chunk=chunk,
+            best=BestValues(self.layout, higher_is_better=higher_is_better) if keeps else None,
         )
-        self.start()
+        self.start(restored)
 
     def ask(self, message: Message) -> None:
         self.receive(message)
         self.deliver()
+
+    def measure(self, bias: float, *, whole: bool = False) -> Snapshot | None:
+        """Evaluate the usual net with this shift of its values; return what is to be saved."""
+        self.n_asked += 1
+        self.shard.values[:] = self.initial + np.float32(bias)
+        self.ask(Evaluate(request=self.n_asked, whole=whole))
+        self.run_while_it_can()
+        return self.saving.pop() if self.saving else None
+
+    def tensors_in(self, vector: Vector) -> list[list[float]]:
+        tensors = [torch.zeros(spec.n_elements) for spec in self.layout.tensors]
+        scatter(self.layout, 0, vector, tensors)
+        return [tensor.tolist() for tensor in tensors]
 
     def run(self) -> list[EvaluationDone]:
         self.run_while_it_can()
@@ -174,3 +198,109 @@ def test_errors_of_the_data_set_are_passed_on() -> None:
 def test_unexpected_messages_are_rejected() -> None:
     with pytest.raises(RemoteProtocolError, match="StartTraining is not for a role"):
         Bench().ask(StartTraining())
+
+
+# --------------------------------------------------------------------- several metrics
+
+
+@pytest.mark.parametrize("chunk", [50, 7, 1])
+def test_a_metric_with_a_state_is_that_of_all_samples_whatever_the_chunk(chunk: int) -> None:
+    bench = Bench(chunk=chunk, more={"f1": F1()})
+    for request in (1, 2):  # its state begins anew
+        bench.ask(Evaluate(request=request, whole=True))
+        bench.run()
+    whole = Bench(metric=f1_of_a_part)  # in one piece
+    whole.ask(Evaluate(request=1, whole=True))
+    (expected_f1,) = whole.run()
+    for done in bench.run():
+        assert done.metric == pytest.approx(expected(bench, list(range(50)))[1])
+        assert done.others[0] == pytest.approx(expected_f1.metric)
+
+
+def test_a_metric_with_a_state_that_fails_is_the_jobs_error() -> None:
+    class Failing(F1):
+        @override
+        def compute(self) -> torch.Tensor:
+            raise ValueError("no positives")
+
+    bench = Bench(more={"f1": Failing()})
+    bench.ask(Evaluate(request=1, whole=True))
+    with pytest.raises(JobError, match="ValueError: no positives"):
+        bench.run()
+
+
+# --------------------------------------------------------------------- the best values
+
+
+def level(value: float) -> Metric:
+    return lambda _outputs, _targets: value
+
+
+def one_by_one(values: list[float]) -> Metric:
+    """Return a metric with these values, one after the other."""
+    left = iter(values)
+    return lambda _outputs, _targets: next(left)
+
+
+def test_the_values_of_each_better_evaluation_are_saved_before_it_is_answered() -> None:
+    bench = Bench(keeps=True, metric=one_by_one([0.25, 0.5, 0.5, 0.75]))
+    kept: list[float] = []
+    for bias in (0.0, 1.0, 2.0, 3.0):
+        n_answers = len(bench.run())
+        saved = bench.measure(bias)
+        if saved is not None:
+            assert len(bench.run()) == n_answers
+            assert bench.tensors_in(saved.arrays["values"]) == bench.tensors_in(bench.shard.values)
+            kept.append(kept_in(saved).metric)
+            bench.feed(Persisted(label=saved.label))
+        assert len(bench.run()) == n_answers + 1
+    assert kept == [0.25, 0.5, 0.75]
+    assert bench.state == "waiting"
+
+
+def test_of_a_loss_the_lowest_is_the_best_and_nan_never() -> None:
+    bench = Bench(keeps=True, higher_is_better=False, metric=one_by_one([np.nan, 2.0, 3.0, 1.0]))
+    found = []
+    for _ in range(4):
+        saved = bench.measure(0.0)
+        found.append(saved and kept_in(saved).metric)
+        if saved is not None:
+            bench.feed(Persisted(label=saved.label))
+    assert found == [None, 2.0, None, 1.0]
+
+
+def test_after_a_restart_only_values_better_than_the_saved_ones_are_saved() -> None:
+    first = Bench(keeps=True, metric=level(0.5)).measure(0.0)
+    assert first is not None
+    assert Bench(keeps=True, metric=level(0.25), restored=first).measure(0.0) is None
+    better = Bench(keeps=True, metric=level(0.75), restored=first).measure(0.0)
+    assert better is not None
+    assert better.facts["incarnation"] == "2"
+
+
+def test_values_that_could_not_be_saved_are_told_and_are_not_the_best() -> None:
+    bench = Bench(keeps=True, metric=one_by_one([0.75, 0.5]))
+    saved = bench.measure(0.0)
+    assert saved is not None
+    bench.feed(Persisted(label=saved.label, error="no space"))
+    assert [done.unsaved for done in bench.run()] == ["no space"]
+    assert bench.measure(0.0) is not None
+
+
+def test_the_last_evaluation_is_not_compared_with_those_of_a_subset() -> None:
+    bench = Bench(keeps=True, subset=20, metric=one_by_one([0.25, 0.5]))
+    saved = bench.measure(0.0)
+    assert saved is not None
+    bench.feed(Persisted(label=saved.label))
+    assert bench.measure(0.0, whole=True) is None
+    alone = Bench(keeps=True, subset=20, metric=level(0.5))
+    assert alone.measure(0.0, whole=True) is not None  # better than none
+
+
+def test_best_values_that_cannot_be_read_are_not_replaced() -> None:
+    with pytest.raises(StorageError, match=r"damaged\. Restore the file, or move it away"):
+        BestValues(Bench().layout, higher_is_better=True).start(
+            Started(incarnation=2, unrestored="damaged")
+        )
+    with pytest.raises(RestoreError, match="no measurement of its values"):
+        kept_in(Snapshot(label="best", arrays={}, facts={}))

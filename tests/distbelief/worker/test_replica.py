@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn.functional import cross_entropy
 from typing_extensions import override
 
 from distbelief import protocol as wire
@@ -17,6 +18,7 @@ from distbelief.parameter_server.layout import Layout, PartialView, TensorSpec
 from distbelief.parameter_server.rules import SGD
 from distbelief.protocol.role import Action, Compute, Computed, Executor, Seconds, Started
 from distbelief.task.data import BatchCursor, DataShard
+from distbelief.task.losses import Measures
 from distbelief.worker.batches import (
     BatchSlice,
     EvaluationPlan,
@@ -491,7 +493,11 @@ def course_of(limits: Limits, *, begins: bool = True, pushed: int = 8) -> tuple[
     """Return the course of a replica that is ready, and its steps."""
     course = Alone(limits=limits, begins=begins)
     client = cast("ParameterClient", Client())
-    program = Evaluation(values=[], batch_plan=EvaluationPlan([np.arange(8)], chunk=4))
+    program = Evaluation(
+        values=[],
+        batch_plan=EvaluationPlan([np.arange(8)], chunk=4),
+        measures=Measures(cross_entropy, {}),
+    )
     steps = Steps(
         program,
         client=client,

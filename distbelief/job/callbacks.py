@@ -1,0 +1,111 @@
+"""Callbacks of a job: the user's functions that see it run, in the supervisor's process.
+
+They see views while replicas work on: of each evaluation, and else a few each second, so several
+steps may lie between two calls. A callback that returns True ends the job. One that raises ends it
+in order, and its error is raised then.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final, Self, final
+
+import numpy as np
+
+from distbelief.core.errors import JobError
+from distbelief.supervisor.view import JobView
+from distbelief.task.imports import call_factory, named
+
+
+# Receives a view; returns whether to end the job.
+Watch = Callable[[JobView], object]
+
+HOOKS: Final = ("on_step", "on_evaluation", "on_checkpoint", "on_end")
+_COUNTS: Final = {
+    "on_step": "step",
+    "on_evaluation": "n_evaluations",
+    "on_checkpoint": "n_checkpoints",
+}
+
+
+@final
+class Callbacks:
+    """Calls those that have something to hear of."""
+
+    def __init__(self, callbacks: Iterable[object]) -> None:
+        self._callbacks = [*callbacks]
+        self._before: JobView | None = None
+        for each in self._callbacks:
+            _check(each)
+
+    def __call__(self, view: JobView) -> bool:
+        """Show a view; return whether to end the job."""
+        before, self._before = self._before or view, view
+        hooks = [h for h, count in _COUNTS.items() if getattr(view, count) > getattr(before, count)]
+        heard = [call for hook in ("__call__", *hooks) for call in self._with(hook)]
+        answers = [is_true(each(view)) for each in heard]  # all hear of it
+        return any(answers)
+
+    def end(self, run: object) -> None:
+        """The job has ended, and its files are written."""
+        for hook in self._with("on_end"):
+            hook(run)
+
+    def _with(self, hook: str) -> list[Callable[[object], object]]:
+        return [getattr(each, hook) for each in self._callbacks if hasattr(each, hook)]
+
+
+def is_true(answer: object) -> bool:
+    """Return whether a callback has answered that the job is to end."""
+    return isinstance(answer, bool | np.bool_) and bool(answer)
+
+
+def _check(callback: object) -> None:
+    names = [name for name in dir(callback) if name.startswith("on_")]
+    unknown = [name for name in names if name not in HOOKS]
+    if unknown or not (names or callable(callback)) or isinstance(callback, type):
+        found = f"has {', '.join(unknown[:3])}" if unknown else "has none of them"
+        found = "is a class: call it" if isinstance(callback, type) else found
+        raise JobError(
+            f"callback {callback!r:.80} {found}: use a function of the job's view, or an object "
+            f"with {', '.join(HOOKS[:-1])} or {HOOKS[-1]}"
+        )
+
+
+def named_callbacks(paths: Sequence[str]) -> list[object]:
+    """Return what these import paths name; a class is called without arguments."""
+    found = [(path, named(path, table="output")) for path in paths]
+    return [
+        call_factory(path, {}, table="output") if isinstance(each, type) else each
+        for path, each in found
+    ]
+
+
+@final
+class HeldCallback:
+    """A callback whose error ends the job in order, and is raised at the end of a `with` block.
+
+    Until then the callback is not called again: it would probably fail again.
+    """
+
+    def __init__(self, watch: Watch) -> None:
+        if not callable(watch):
+            raise JobError(f"watch is {watch!r}; use a function of the job's view")
+        self._watch = watch
+        self._error: BaseException | None = None
+
+    def __call__(self, view: JobView) -> bool:
+        if self._error is not None:
+            return True
+        try:
+            return is_true(self._watch(view))
+        except BaseException as error:  # noqa: BLE001 -- SystemExit, too, can wait
+            self._error = error
+            return True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        # It takes precedence over an error of the block, which may follow from it; Python keeps
+        # that one as its context.
+        if self._error is not None:
+            raise self._error
