@@ -53,11 +53,6 @@ class SandblasterAlgorithm:
 
     def settled(self, config: SandblasterSettings, cluster: ClusterTable) -> SandblasterSettings:
         """Return the config; JobError if this is no cluster for it."""
-        if cluster.shard_copies > 1:
-            raise JobError(
-                f"[cluster] shard_copies = {cluster.shard_copies}: algorithm "
-                '"sandblaster" cannot replicate its vectors: write shard_copies = 1'
-            )
         if cluster.is_split and config.warm_start is not None:
             raise JobError(
                 "[algorithm.warm_start] needs replicas of one process: remove it or [cluster] "

@@ -134,14 +134,16 @@ rule = { name = "sgd", learning_rate = 0.1 }
 
 @pytest.mark.parametrize(
     ("tables", "text"),
-    [
-        ("[cluster]\nshard_copies = 2", "shard_copies = 2: algorithm .* cannot replicate"),
-        (f"{WARM_TABLE}[cluster]\npartitions = 2", "needs replicas of one process: remove it"),
-    ],
+    [(f"{WARM_TABLE}[cluster]\npartitions = 2", "needs replicas of one process: remove it")],
 )
 def test_a_cluster_that_it_cannot_use_is_refused(tables: str, text: str) -> None:
     with pytest.raises(JobFileError, match=text):
         job(tables)
+
+
+def test_shards_may_have_two_copies() -> None:
+    roster = wb.roster_of(job("[cluster]\nshard_copies = 2"), ranks=(1,))
+    assert [name for name, kind in roster if kind == "shard"] == ["shard-0", "shard-0b"]
 
 
 def test_a_replica_may_have_several_ranks() -> None:
