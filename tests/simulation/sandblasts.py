@@ -32,7 +32,6 @@ from distbelief.parameter_server.shard_config import (
     ShardConfig,
     copy_names,
     other_copy,
-    shard_of,
 )
 from distbelief.protocol import (
     BeginEvaluation,
@@ -263,7 +262,11 @@ class RunChecker:
         if applying is None:
             return  # a backup repeats what its primary has noted
         commit_token, client = applying.push.commit_token, applying.client
-        generation = shard_of(happening.name), self._life_of(happening), commit_token
+        generation = (
+            Address(happening.name.removesuffix("b")),
+            self._life_of(happening),
+            commit_token,
+        )
         self.staged_by.setdefault(generation, set()).add(client.name)
         known = self.pushers.setdefault((commit_token, client.name), client.incarnation)
         assert known == client.incarnation, f"{client.name} pushes {commit_token} in two lives"
@@ -287,7 +290,7 @@ class RunChecker:
         if message.error is not None:
             self.sights["orders that failed"] += 1
             return
-        name, shard = shard_of(happening.name), shard_in(happening.role)
+        name, shard = Address(happening.name.removesuffix("b")), shard_in(happening.role)
         assert shard is not None
         index = int(name.removeprefix("shard-"))
         key = message.series, message.number

@@ -26,7 +26,7 @@ from distbelief.protocol import (
     push_fetch as pf,
     replication as rp,
 )
-from distbelief.protocol.role import SUPERVISOR, Action, Address, Received, Send
+from distbelief.protocol.role import SUPERVISOR, Action, Address, Received, Send, Snapshot
 from distbelief.protocol.vector_commands import Axpy, Dot, Fill
 from tests.distbelief.parameter_server.pair import CLIENT, sent
 from tests.distbelief.parameter_server.shard_copies import A, B, OneCopy, kinds, only
@@ -42,17 +42,18 @@ COMPUTE = Execute(
 class Pair:
     """A primary and its backup; messages between them arrive at once, unless `cut`."""
 
-    def __init__(self) -> None:
+    def __init__(self, restored: Snapshot | None = None, *, term: int = 2) -> None:
+        self.restored, self.term = restored, term
         self.one = self.begin(A)
         self.two = self.begin(B)
         self.primary, self.backup = self.one, self.two
         self.cut = self.is_alone = False
         self.told: list[Send] = []  # to others
-        self.settle(self.primary, self.primary.lead(2))
+        self.settle(self.primary, self.primary.lead(term))
 
-    def begin(self, name: Address, *, life: int = 1) -> OneCopy:
-        shape = LAYOUT.shard_size(0)
-        return OneCopy(name, layout=LAYOUT, initialise=lambda: np.ones(shape), life=life)
+    def begin(self, name: Address) -> OneCopy:
+        ones, restored = np.ones(LAYOUT.shard_size(0)), self.restored
+        return OneCopy(name, layout=LAYOUT, initialise=lambda: ones, restored=restored)
 
     def settle(self, copy: OneCopy, actions: Sequence[Action]) -> None:
         """Do the work that these actions call for, and deliver what the copies send."""
@@ -68,12 +69,12 @@ class Pair:
 
     def join(self) -> None:
         """Let the backup join."""
-        self.settle(self.primary, self.primary.lead(3, self.backup.name))
+        self.settle(self.primary, self.primary.lead(self.term + 1, self.backup.name))
 
     def take_over(self) -> None:
         """Let the backup take over; the former primary is dead."""
         self.primary, self.is_alone = self.backup, True
-        self.settle(self.primary, self.primary.lead(4))
+        self.settle(self.primary, self.primary.lead(self.term + 2))
 
     def command(
         self, number: int, task: Task, *, savepoint: Savepoint | None = None
@@ -232,6 +233,18 @@ def test_savepoints_are_on_both_copies_and_on_disk_from_either() -> None:
     assert pair.done(6, Checkpoint(label="00002", savepoint=9)).error is None
     saved = pair.primary.snapshots[-1].arrays
     assert {"vector.d", "vector.parameters"} <= saved.keys()
+
+
+def test_a_resumed_run_has_its_savepoint_on_both_copies_before_the_first_command() -> None:
+    pair = Pair().begun()
+    pair.done(3, Execute(commands=()), savepoint=Savepoint(number=9, vectors=("parameters",)))
+    pair.done(4, Checkpoint(label="00001", savepoint=9))
+    resumed = Pair(pair.primary.snapshots[-1], term=7)
+    resumed.join()
+    resumed.take_over()
+    held = resumed.done(1, BeginSeries()).savepoints
+    assert {(one.savepoint, one.whole) for one in held} >= {(9, True), (9, False)}
+    assert resumed.done(2, Restore(savepoint=9, whole=True)).error is None
 
 
 def test_a_checkpoint_that_fails_fails_on_both_copies() -> None:
