@@ -21,6 +21,18 @@ from sandblaster.optimizers.termination import Reason
 from sandblaster.settings import SandblasterSettings
 
 
+_N_VECTORS: Final = {
+    "l-bfgs": (10, 1),
+    "owl-qn": (15, 1),
+    "conjugate-gradient": (9, 0),
+    "gradient-descent": (9, 0),
+}
+"""By method: vectors besides the history, with those that savepoints keep, and pairs per step of
+the history. Counted in runs."""
+
+_N_SUMS: Final = 6
+"""Chunks that wait for their commit, and nodes of their tree. More where chunks are many."""
+
 _NO_RULE: Final = SGD(learning_rate=1.0)
 """Rule of shards without a warm start: it is never applied, since only sums are pushed."""
 
@@ -46,6 +58,7 @@ class SandblasterAlgorithm:
             loss=config.loss,
             batch_size=config.portion,
             seed=config.seed,
+            n_vectors=n_vectors_of(config),
             warm_start_rule=None if config.warm_start is None else config.warm_start.rule,
             ends_by_itself=True,  # a method has its own bounds
             verdict=verdict,
@@ -53,11 +66,6 @@ class SandblasterAlgorithm:
 
     def settled(self, config: SandblasterSettings, cluster: ClusterTable) -> SandblasterSettings:
         """Return the config; JobError if this is no cluster for it."""
-        if cluster.shard_copies > 1:
-            raise JobError(
-                f"[cluster] shard_copies = {cluster.shard_copies}: algorithm "
-                '"sandblaster" cannot replicate its vectors: write shard_copies = 1'
-            )
         if cluster.is_split and config.warm_start is not None:
             raise JobError(
                 "[algorithm.warm_start] needs replicas of one process: remove it or [cluster] "
@@ -77,6 +85,12 @@ class SandblasterAlgorithm:
             rank=lambda split: build_rank(name, config=config, context=context, split=split),
             coordinator=lambda: build_coordinator(config, context=context),
         )
+
+
+def n_vectors_of(config: SandblasterSettings) -> int:
+    """Return about how many vectors a shard holds: named ones, savepoints' and sums of chunks."""
+    n_kept, n_pairs = _N_VECTORS[config.method]
+    return n_kept + 2 * n_pairs * config.history + _N_SUMS
 
 
 SANDBLASTER: Final = SandblasterAlgorithm()

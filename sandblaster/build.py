@@ -11,6 +11,7 @@ import torch
 from distbelief.parameter_server.client.client import ParameterClient
 from distbelief.parameter_server.layout import PartialView
 from distbelief.parameter_server.policy import DOWNPOUR
+from distbelief.parameter_server.shard_config import other_copy
 from distbelief.protocol.role import Address, Role
 from distbelief.task.data import DataShard, Samples
 from distbelief.task.task import BuildContext, build_model
@@ -65,6 +66,7 @@ def build_coordinator(config: SandblasterSettings, *, context: BuildContext) -> 
         method=msgspec.structs.replace(config.chosen(), rounding=rounding),
         shards=shards,
         n_examples=n_examples,
+        second_copies={k: other_copy(k) for k in shards if context.shard_copies > 1},
     )
 
 

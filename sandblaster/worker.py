@@ -279,12 +279,13 @@ class ChunkProgram(Program):
         """Note an installed fetch; return whether it is of this evaluation (DB-16)."""
         chunk = self._plan.chunk
         assert chunk is not None
-        wanted = tuple(
-            (version.incarnation, version.clock)
+        wanted = [
+            version
             for index, version in enumerate(chunk.versions)
             if self._shards is None or index in self._shards
-        )
-        if self._client.versions != wanted:
+        ]
+        fetched = self._client.versions
+        if len(fetched) != len(wanted) or not all(map(_is_version, fetched, wanted)):
             return False
         self._installed = chunk.series, chunk.evaluation
         self._fetched = [self.values[item].clone() for item in self._buffers]
@@ -494,3 +495,11 @@ class ChunkProgram(Program):
 
 def _ignore_vote(square: float, sample: int | None) -> None:
     del square, sample
+
+
+def _is_version(fetched: tuple[int, int], wanted: wire.ShardVersion) -> bool:
+    term, clock = fetched
+    is_of_term = term == wanted.incarnation or (
+        wanted.outlasts is True and term > wanted.incarnation
+    )
+    return is_of_term and clock == wanted.clock

@@ -52,6 +52,7 @@ class Facts:
     seed: int = 0  # of the order of samples and of the model's random numbers
     rule: "UpdateRule | None" = None  # by which shards apply pushes; None: they only sum them
     warm_start_rule: "UpdateRule | None" = None  # by which they do before, if it is another
+    n_vectors: int = 0  # that each copy of a shard holds for a coordinator, for its whole part
     inner: Mapping[str, object] | None = None  # the optimizer of local steps
     threads: int | None = (
         None  # of each replica, that share its parameters; None: one that does not

@@ -9,27 +9,46 @@
 A command that fails changes nothing, and the answer has the error. The published values change by
 `BeginEvaluation`, `Publish` and `Checkpoint` only, so between two of them every reader sees one
 version (DB-16). Until `Publish`, pushes without a commit token are refused.
+
+The same commands and pushes in the same order leave the same bits. So of two copies the backup
+executes what the primary has executed (Schneider 1990), and compares checksums of the results.
 """
 
-from collections.abc import Callable, Mapping
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import assert_never, cast, final
 
+import msgspec
 import numpy as np
 
-from distbelief.core.errors import RemoteProtocolError
+from distbelief.core.errors import DistBeliefError, RemoteProtocolError
 from distbelief.core.vectors import Vector
-from distbelief.parameter_server.gradient_sums import GradientSums
-from distbelief.parameter_server.savepoints import PARAMETERS, Savepoints, split
-from distbelief.parameter_server.sessions import PushInProgress
+from distbelief.parameter_server.gradient_sums import GradientSums, SumsState
+from distbelief.parameter_server.savepoints import PARAMETERS, Savepoints, SavepointState, split
 from distbelief.parameter_server.shard_config import ShardConfig
+from distbelief.parameter_server.slices import ShardSlice
 from distbelief.parameter_server.store import ShardStore
 from distbelief.parameter_server.vector_store import VectorStore
-from distbelief.protocol import batch as bt, role as rl
-from distbelief.protocol.vector_commands import Fill, Scalars
+from distbelief.protocol import batch as bt, replication as rp, role as rl
+from distbelief.protocol.vector_commands import Command, Fill, Scalars, VectorName, writes
 
 
-_Outcome = tuple[Scalars, str | None]  # what was measured, and the error
+_Outcome = tuple[Scalars, int, str | None]  # what was measured, a checksum, and the error
+
+_Replaces = bt.BeginEvaluation | bt.Publish | bt.Checkpoint  # the published values
+
+
+class _CommandState(msgspec.Struct, frozen=True, kw_only=True):
+    """All that a backup needs to execute the next command."""
+
+    series: int
+    answer: bt.CommandDone
+    is_driven: bool
+    vectors: dict[str, Vector]
+    savepoints: SavepointState
+    sums: SumsState
+    buffers: Vector | None
 
 
 @final
@@ -43,15 +62,23 @@ class CommandExecutor:
         self._n_gradient = layout.n_gradient(index)
         self._vector_store = VectorStore(layout, index, n_vectors_max=config.n_vectors_max)
         self._savepoints = Savepoints(self._vector_store)
-        self._sums = GradientSums(
-            n_elements=layout.shard_size(index), n_gradient=self._n_gradient, dtype=layout.dtype
+        self._new_sums = partial(
+            GradientSums,
+            n_elements=layout.shard_size(index),
+            n_gradient=self._n_gradient,
+            dtype=layout.dtype,
         )
+        self._sums = self._new_sums()
         self._buffers: Vector | None = None  # of the last chunk, for the next `BeginEvaluation`
         self._series = 0
         self._answer = bt.CommandDone(series=0, number=0)
         self.is_driven = False  # from `BeginSeries` to `Publish`
         self.waiting: tuple[rl.Address, bt.ShardCommand] | None = None
         self.running: tuple[rl.Address, bt.ShardCommand] | None = None
+        self.term: int | msgspec.UnsetType = msgspec.UNSET  # of one of two copies
+        self._checksum = 0  # of the last command
+        # Executed here; the answer waits for the backup.
+        self.held: tuple[rl.Address, bt.ShardCommand, bt.CommandDone] | None = None
 
     @property
     def was_driven(self) -> bool:
@@ -83,25 +110,26 @@ class CommandExecutor:
 
     def take(self, event: rl.Received, command: bt.ShardCommand) -> list[rl.Action]:
         answer, is_current = self._answer, command.series == self._series
-        if self._config.is_replicated:
-            error = (
-                f"{self._config.name} has two copies, without named vectors: set shard_copies = 1"
-            )
-            answer = bt.CommandDone(series=command.series, number=command.number, error=error)
-        elif command.series > self._series and isinstance(command.task, bt.BeginSeries):
+        if command.series > self._series and isinstance(command.task, bt.BeginSeries):
             self._series, self.is_driven = command.series, True
             self._answer = bt.CommandDone(series=command.series, number=0)
             self.waiting = event.sender, command
             return []
-        elif is_current and command.number == answer.number + 1:
+        if is_current and command.number == answer.number + 1:
             # A repetition of the pending or running command gets the last answer: a sign of life.
-            pending = [one for one in (self.waiting, self.running) if one is not None]
-            if not any(known.series == command.series for _, known in pending):
+            pending = [one[1] for one in (self.waiting, self.running, self.held) if one]
+            if not any(known.series == command.series for known in pending):
                 self.waiting = event.sender, command
                 return []
         elif is_current and command.number != answer.number:
             return []
-        return [rl.Send(receiver=event.sender, message=answer)]
+        return [self._send_answer(event.sender)]
+
+    def _send_answer(self, receiver: rl.Address) -> rl.Action:
+        answer = self._answer
+        if self.term is not msgspec.UNSET:
+            answer = msgspec.structs.replace(answer, term=self.term)
+        return rl.Send(receiver=receiver, message=answer)
 
     def begin_next(self, snapshot: Callable[[str], rl.Snapshot]) -> rl.Action:
         """Start the waiting command; `snapshot` makes the shard's own snapshot."""
@@ -112,36 +140,48 @@ class CommandExecutor:
                 snapshot=self._savepoints.extend(snapshot(task.label), savepoint=task.savepoint)
             )
         assert self.waiting is not None
-        self.running, self.waiting = self.waiting, None
-        command = self.running[1]
+        (sender, command), self.waiting = self.waiting, None
+        return self.begin(sender, command)
+
+    def begin(self, sender: rl.Address, command: bt.ShardCommand) -> rl.Action:
+        """Start a command: of a coordinator, or one that the primary has executed."""
+        self.running = sender, command
         cost = self._cost(command.task)
-        if isinstance(command.task, bt.BeginEvaluation | bt.Publish | bt.Checkpoint):
+        if isinstance(command.task, _Replaces):
             self._values.begin_replace()
 
         def work() -> _Outcome:
             try:
-                return self._execute(command), None
+                scalars = self._execute(command)
             except RemoteProtocolError as error:
-                return (), str(error)
+                return (), 0, str(error)
+            names = _computed_by(command.task) if self._config.is_replicated else ()
+            return scalars, self._vector_store.checksum(names), None
 
         return rl.Compute(name="command", work=work, cost=cost)
 
-    def computed(self, event: rl.Computed) -> list[rl.Action]:
-        """Finish the work of a command; answer unless a checkpoint must reach the disk first."""
+    def computed(self, event: rl.Computed) -> bool:
+        """Finish the work of a command; return whether a checkpoint must reach the disk first."""
         assert self.running is not None
-        outcome = cast("_Outcome", event.result)
+        scalars, checksum, error = cast("_Outcome", event.result)
         task = self.running[1].task
-        if isinstance(task, bt.BeginEvaluation | bt.Publish | bt.Checkpoint):
+        if isinstance(task, _Replaces):
             self._values.end_push()
-        return [] if isinstance(task, bt.Checkpoint) and outcome[1] is None else self._end(*outcome)
+        else:
+            self._values.position += 1
+        if isinstance(task, bt.Checkpoint) and error is None:
+            return True
+        self._end(scalars, checksum, error)
+        return False
 
-    def persisted(self, event: rl.Persisted) -> list[rl.Action]:
+    def persisted(self, error: str | None) -> None:
+        """Finish a checkpoint: it is on disk, or not because of an error."""
         assert self.running is not None
         task = self.running[1].task
         assert isinstance(task, bt.Checkpoint)
-        if event.error is None:
+        if error is None:
             self._savepoints.on_disk(task.savepoint)
-        return self._end((), event.error)
+        self._end((), 0, error)
 
     def with_vectors(self, snapshot: rl.Snapshot) -> rl.Snapshot:
         """Add the named vectors to a snapshot that no coordinator requested, if that is consistent.
@@ -154,14 +194,13 @@ class CommandExecutor:
             return snapshot
         return self._savepoints.extend(snapshot, savepoint=savepoint)
 
-    def _end(self, scalars: Scalars, error: str | None) -> list[rl.Action]:
+    def _end(self, scalars: Scalars, checksum: int, error: str | None) -> None:
         assert self.running is not None
         (sender, command), self.running = self.running, None
-        if command.series != self._series:
-            return []  # its coordinator was replaced
-        if isinstance(command.task, bt.Publish):
+        is_first = isinstance(command.task, bt.BeginSeries)
+        if isinstance(command.task, bt.Publish) and command.series == self._series:
             self.is_driven = False
-        self._answer = bt.CommandDone(
+        done = bt.CommandDone(
             series=command.series,
             number=command.number,
             clock=self._values.clock,
@@ -169,12 +208,105 @@ class CommandExecutor:
             n_chunks=self._sums.n_committed,
             n_examples=self._sums.n_examples,
             digest=self._sums.digest,
-            savepoints=self._savepoints.records()
-            if isinstance(command.task, bt.BeginSeries)
-            else (),
+            savepoints=self._savepoints.records() if is_first else (),
             error=error,
         )
-        return [rl.Send(receiver=sender, message=self._answer)]
+        self.held = sender, command, done
+        self._checksum = zlib.crc32(msgspec.msgpack.encode(done), checksum)
+
+    # ------------------------------------------------------------------- two copies
+
+    def answer(self) -> list[rl.Action]:
+        """Answer the executed command: every copy has executed it."""
+        assert self.held is not None
+        (sender, command, done), self.held = self.held, None
+        if command.series != self._series:
+            return []  # its coordinator was replaced
+        self._answer = done
+        return [self._send_answer(sender)]
+
+    def replication(self, *, term: int) -> rp.ReplicateCommand:
+        """Return what the backup must repeat, just after the command was executed here."""
+        assert self.held is not None
+        _, command, done = self.held
+        is_saved = not isinstance(command.task, bt.Checkpoint) or done.error is None
+        return rp.ReplicateCommand(
+            term=term,
+            position=self._values.position - 1,
+            command=command,
+            checksum=self._checksum,
+            not_saved=None if is_saved else done.error,
+        )
+
+    def repeated(self, event: rl.Computed, message: rp.ReplicateCommand) -> None:
+        """Finish a command on the backup, or raise DistBeliefError if the copies differ now."""
+        if message.command.series > self._series:
+            self._series, self.is_driven = message.command.series, True
+        if self.computed(event):
+            self.persisted(message.not_saved)
+        assert self.held is not None
+        (sender, command, self._answer), self.held = self.held, None
+        if self._checksum != message.checksum:
+            raise DistBeliefError(
+                f"{self._config.name} and {sender} differ after {type(command.task).__name__}, "
+                f"command {command.number} of series {command.series}: run both copies on "
+                "processors of one kind, with one build of torch"
+            )
+
+    @property
+    def has_state(self) -> bool:
+        """Whether there is more than the values to replicate."""
+        return self.was_driven or self._savepoints.has_some
+
+    def state(self) -> list[Vector]:
+        """Return everything as arrays that a backup can `adopt`; they share memory."""
+        arrays: list[Vector] = []
+        numbers: dict[int, int] = {}
+
+        def number(array: Vector) -> int:
+            if id(array) not in numbers:
+                numbers[id(array)] = len(arrays)
+                arrays.append(array)
+            return numbers[id(array)]
+
+        state = _CommandState(
+            series=self._series,
+            answer=self._answer,
+            is_driven=self.is_driven,
+            vectors=self._vector_store.export(),
+            savepoints=self._savepoints.state(),
+            sums=self._sums.state(),
+            buffers=self._buffers,
+        )
+        facts = msgspec.msgpack.encode(state, enc_hook=number)
+        dtype = self._config.layout.dtype
+        n_more = dtype.itemsize - len(facts) % dtype.itemsize  # at least 1: the last byte says it
+        return [np.frombuffer(facts + bytes([n_more]) * n_more, dtype), *arrays]
+
+    def adopt(self, arrays: Sequence[Vector]) -> None:
+        """Become the copy of a primary; RemoteProtocolError if this is not its `state`."""
+        first, *rest = arrays
+        facts = first.tobytes()
+        try:
+            state = msgspec.msgpack.decode(
+                facts[: -facts[-1]], type=_CommandState, dec_hook=lambda _, number: rest[number]
+            )
+        except (msgspec.MsgspecError, IndexError) as error:
+            raise RemoteProtocolError(f"the primary's vectors cannot be read: {error}") from None
+        self._series, self._answer = state.series, state.answer
+        self.is_driven, self._buffers = state.is_driven, state.buffers
+        self._savepoints.adopt(state.savepoints)
+        self._vector_store.adopt(state.vectors)
+        self._sums.adopt(state.sums)
+
+    def drop(self) -> None:
+        """Drop all vectors and every series, as the copy of a primary that has none."""
+        self._series, self._answer = 0, bt.CommandDone(series=0, number=0)
+        self.is_driven, self._buffers, self._sums = False, None, self._new_sums()
+        self._savepoints.drop()
+        self._vector_store.adopt({})
+
+    # ------------------------------------------------------------------------- work
 
     def _execute(self, command: bt.ShardCommand) -> Scalars:
         self._savepoints.forget(command.on_disk)
@@ -250,17 +382,34 @@ class CommandExecutor:
         n_passes = 3 * len(task.chunks) if isinstance(task, bt.Commit) else 3
         return rl.Cost(n_bytes=float(n_passes * self._values.vector.nbytes))
 
-    def stage_work(self, applying: PushInProgress) -> tuple[Callable[[], None], rl.Cost]:
+    def stage_work(
+        self, values: Vector, *, token: int, n_examples: int, shard_slice: ShardSlice
+    ) -> tuple[Callable[[], None], rl.Cost]:
         """Return the work that stages a pushed chunk gradient, or work that does nothing."""
-        push, values = applying.push, applying.pushed.values  # never words
-        shard_slice, token = applying.client.shard_slice, push.commit_token
         if not self._sums.wants(values, commit_token=token, shard_slice=shard_slice):
             return lambda: None, rl.Cost()
         work = self._sums.stage_work(
             values,
             commit_token=token,
-            n_examples=push.samples,
+            n_examples=n_examples,
             shard_slice=shard_slice,
             buffers=self._values.vector[self._n_gradient :],
         )
         return work, rl.Cost(n_bytes=2.0 * values.nbytes)
+
+
+def _computed_by(task: bt.Task) -> Iterator[VectorName]:
+    """Yield the names of the vectors that a command computes."""
+    commands: Sequence[Command] = ()
+    match task:
+        case bt.Execute():
+            commands = task.commands
+        case bt.BeginEvaluation():
+            commands = task.before
+        case bt.FinishEvaluation():
+            yield task.gradient
+            commands = task.after
+        case _:
+            pass  # it computes nothing
+    for one in commands:
+        yield from writes(one)

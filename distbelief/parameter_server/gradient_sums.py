@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import final
 
+import msgspec
 import numpy as np
 import torch
 
@@ -30,6 +31,20 @@ class _Staged:
     n_examples: int
     is_whole: bool  # pushed in one
     parts: set[bytes] = field(default_factory=set)  # keys of the received slices
+
+
+class SumsState(msgspec.Struct, frozen=True, kw_only=True):
+    """All that `GradientSums` has, but free memory and what it counts for the screen."""
+
+    staged: dict[int, _Staged]
+    void: set[int]
+    nodes: dict[tuple[int, int], Vector]
+    committed: dict[int, int]
+    first_token: int
+    n_staged_max: int
+    is_open: bool
+    n_examples: int
+    digest: int
 
 
 @final
@@ -63,6 +78,25 @@ class GradientSums:
     @property
     def n_vectors(self) -> int:
         return len(self._staged) + len(self._nodes) + len(self._free)
+
+    def state(self) -> SumsState:
+        return SumsState(
+            staged=self._staged,
+            void=self._void,
+            nodes=self._nodes,
+            committed=self._committed,
+            first_token=self._first_token,
+            n_staged_max=self._n_staged_max,
+            is_open=self._is_open,
+            n_examples=self.n_examples,
+            digest=self.digest,
+        )
+
+    def adopt(self, state: SumsState) -> None:
+        self._staged, self._void, self._nodes = state.staged, state.void, state.nodes
+        self._committed, self._first_token = state.committed, state.first_token
+        self._n_staged_max, self._is_open = state.n_staged_max, state.is_open
+        self.n_examples, self.digest = state.n_examples, state.digest
 
     def open(self, *, first_commit_token: int, n_staged_max: int) -> None:
         """Begin an evaluation; drop what another one left."""

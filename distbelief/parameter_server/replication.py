@@ -6,9 +6,12 @@
     ReplicatePush --------------------------------> PushApplied     every push from here on
     ... more windows of state blocks, one push at most between two of them ...
                                                     BackupInSync -> supervisor
+    ReplicateCommand -----------------------------> PushApplied     after it was executed here
 
-A client gets its acknowledgement when both copies have applied the push. A backup that stays
-silent delays it until the supervisor lets the primary continue alone (a new `Promote`).
+A client gets its acknowledgement when both copies have applied the push, a coordinator its answer
+when both have executed the command. A backup that stays silent delays it until the supervisor lets
+the primary continue alone (a new `Promote`). While a backup syncs no command begins, and once a
+coordinator has sent one no push either: a command needs whole vectors.
 """
 
 from collections import deque
@@ -25,6 +28,7 @@ from distbelief.core.memory import Memory
 from distbelief.core.reliable import Silence, Transfer, Window
 from distbelief.core.spans import Spans
 from distbelief.core.vectors import Vector, n_blocks
+from distbelief.parameter_server.command_log import CommandExecutor
 from distbelief.parameter_server.sessions import PushInProgress, Sessions
 from distbelief.parameter_server.slices import ShardSlice
 from distbelief.parameter_server.step_counts import StepCounts
@@ -38,10 +42,19 @@ from distbelief.parameter_server.tensor_copies import (
     push_buffer_views,
 )
 from distbelief.protocol import Message, SessionRecord, push_fetch as pf, replication as rp
-from distbelief.protocol.role import SUPERVISOR, Action, Address, Received, Seconds, Send, SetTimer
+from distbelief.protocol.role import (
+    SUPERVISOR,
+    Action,
+    Address,
+    Computed,
+    Received,
+    Seconds,
+    Send,
+    SetTimer,
+)
 
 
-FromPrimary = rp.StartSync | rp.StateBlock | rp.ReplicatePush | pf.PushBlock
+FromPrimary = rp.StartSync | rp.StateBlock | rp.ReplicatePush | rp.ReplicateCommand | pf.PushBlock
 FromBackup = rp.StateAck | pf.PushBlockAck | pf.PushApplied
 
 
@@ -66,15 +79,19 @@ class Backup:
     RemoteProtocolError.
     """
 
-    def __init__(self, values: ShardStore, *, memory: Memory, n_clients_max: int) -> None:
+    def __init__(
+        self, values: ShardStore, commands: CommandExecutor, *, memory: Memory, n_clients_max: int
+    ) -> None:
         self._values = values
+        self._commands = commands
+        self._arrays: list[Vector] = []  # of the primary's commands, while it syncs
         self._memory = memory
         self._n_waiting_max = N_PUSH_BUFFERS * n_clients_max
         self._next: tuple[Address, rp.StartSync] | None = None  # waits for the running work
         self._ready = False
         self._fenced = False  # promoted: accepts nothing more
-        self._queue: deque[Replicated] = deque()
-        self._applying: Replicated | None = None
+        self._queue: deque[Replicated | rp.ReplicateCommand] = deque()
+        self._applying: Replicated | rp.ReplicateCommand | None = None
         self._in_round: list[SessionRecord] = []  # of clients whose pushes are not all applied
         # By client: name and push buffers of its region.
         self._regions: dict[str, tuple[str, tuple[Vector, Vector]]] = {}
@@ -128,7 +145,7 @@ class Backup:
         match message:
             case rp.StateBlock():
                 return self._take_state_block(message)
-            case rp.ReplicatePush():
+            case rp.ReplicatePush() | rp.ReplicateCommand():
                 return self._replicate(sender, message)
             case pf.PushBlock():
                 return self._take_block(sender, message)
@@ -139,14 +156,14 @@ class Backup:
         if self._fenced or message.term < self.term:
             return []
         if self._obeys(sender, message.term) and (
-            # Never go back to an earlier clock within a term: this copy has acknowledged later
-            # pushes, and state blocks of the earlier clock would lack them.
-            self._values.n_held or message.clock < self._values.clock
+            # Never go back to an earlier position within a term: this copy has acknowledged later
+            # pushes, and state blocks of the earlier position would lack them.
+            self._values.n_held or _position(message) < self._values.position
         ):
             return [self._state_ack()]  # a repetition: the sync is under way
         if self._next is not None:
             waiting = self._next[1]
-            if message.term == waiting.term and message.clock < waiting.clock:
+            if message.term == waiting.term and _position(message) < _position(waiting):
                 return []
         self._steps(message)  # raises if the counts are invalid
         self.term, self._next = message.term, (sender, message)
@@ -156,26 +173,34 @@ class Backup:
     def _take_state_block(self, message: rp.StateBlock) -> list[Action]:
         values = self._values
         if (
-            # A block of another clock would make the values a mixture of versions.
+            # A block of another position would make the values a mixture of versions.
             message.index == values.n_held < values.n_state_blocks
-            and message.clock == values.clock
+            and message.position == values.position
+            and (message.n_more or 0) == values.n_more_blocks  # of the newest StartSync
             and self._applying is None
         ):
             values.take_state_block(message.values)
             if self.in_sync:
+                if self._arrays:
+                    self._commands.adopt(self._arrays)
+                    self._arrays = []
                 report = rp.BackupInSync(term=self.term)
                 return [self._state_ack(), Send(receiver=SUPERVISOR, message=report)]
         return [self._state_ack()]
 
-    def _replicate(self, sender: Address, message: rp.ReplicatePush) -> list[Action]:
+    def _replicate(
+        self, sender: Address, message: rp.ReplicatePush | rp.ReplicateCommand
+    ) -> list[Action]:
         # Only the push that continues the queue is accepted; the primary resends what is missing.
         n_waiting = len(self._queue) + (self._applying is not None)
-        ahead = message.clock - self._values.clock
+        ahead = message.position - self._values.position
         if ahead < 0:
-            return [self._push_applied(message.clock + 1)]
+            return [self._push_applied(message.position + 1)]
         if ahead > n_waiting or (ahead == n_waiting and n_waiting >= self._n_waiting_max):
             return []
-        table, sequence = self._values.slice_table, message.clock + 1
+        if isinstance(message, rp.ReplicateCommand):
+            return self._queue_command(sender, message, is_next=ahead == n_waiting)
+        table, sequence = self._values.slice_table, message.position + 1
         shard_slice = table.get(message.holds)
         if ahead < n_waiting:
             # Already queued: an empty acknowledgement of blocks proves that this copy is alive.
@@ -196,12 +221,22 @@ class Backup:
         self._queue.append(Replicated(message, pushed, shard_slice, touches))
         return []
 
+    def _queue_command(
+        self, sender: Address, message: rp.ReplicateCommand, *, is_next: bool
+    ) -> list[Action]:
+        if not self.in_sync:
+            raise RemoteProtocolError(f"{sender} sent a command before its vectors")
+        if not is_next:  # it is queued already: see above
+            return [self._block_ack(message.position + 1, 0)]
+        self._queue.append(message)
+        return []
+
     def _take_block(self, sender: Address, message: pf.PushBlock) -> list[Action]:
-        sequence, clock = message.sequence, self._values.clock
-        if sequence <= clock:
+        sequence, position = message.sequence, self._values.position
+        if sequence <= position:
             return [self._push_applied(sequence)]
-        # There are buffers for two pushes; the push at clock c has sequence c + 1.
-        if sequence > clock + N_PUSH_BUFFERS:
+        # There are buffers for two pushes; the push at position p has sequence p + 1.
+        if sequence > position + N_PUSH_BUFFERS:
             return []
         if not self._push_buffers:
             n, dtype = len(self._values.vector), self._values.vector.dtype
@@ -213,23 +248,32 @@ class Backup:
 
     # ------------------------------------------------------------------------- work
 
-    def begin_next(self) -> Replicated | None:
+    def begin_next(self) -> Replicated | rp.ReplicateCommand | None:
         if self._applying is None and self._queue:
             self._applying = self._queue.popleft()
             return self._applying
         return None
 
     def end_push(self) -> list[Action]:
-        assert self._applying is not None
-        applied, self._applying = self._applying, None
-        self._values.end_push()
-        self._in_round.append(applied.message.client)
-        if not applied.message.share.n_to_follow:
+        assert isinstance(self._applying, Replicated)
+        message = self._applying.message
+        self._in_round.append(message.client)
+        if not message.share.n_to_follow:
             self.clients.update((record.name, record) for record in self._in_round)
             self._in_round.clear()
+        return self._end(message.position)
+
+    def end_command(self, event: Computed) -> list[Action]:
+        """Finish a command; DistBeliefError if its result is not that of the primary."""
+        assert isinstance(self._applying, rp.ReplicateCommand)
+        self._commands.repeated(event, self._applying)
+        return self._end(self._applying.position)
+
+    def _end(self, position: int) -> list[Action]:
+        self._applying = None
         if self._next is not None:
             return self._accept_next()
-        return [] if self._fenced else [self._push_applied(applied.message.clock + 1)]
+        return [] if self._fenced else [self._push_applied(position + 1)]
 
     # ---------------------------------------------------------------------- details
 
@@ -244,7 +288,15 @@ class Backup:
         self.release()
         self.primary = sender
         applied = Spans.from_wire(message.applied)
-        self._values.start_sync(clock=message.clock, steps=self._steps(message), applied=applied)
+        self._values.start_sync(
+            clock=message.clock,
+            position=_position(message),
+            steps=self._steps(message),
+            applied=applied,
+        )
+        self._commands.drop()
+        self._arrays = [np.empty(n, self._values.vector.dtype) for n in message.arrays or ()]
+        self._values.replicate_too(self._arrays)
         self.clients = {client.name: client for client in message.clients}
         return [self._state_ack()]
 
@@ -252,7 +304,7 @@ class Backup:
         self, message: rp.ReplicatePush, shard_slice: ShardSlice
     ) -> tuple[Pushed | None, int]:
         """Return what came in blocks, if it is complete, and how many blocks came."""
-        sequence = message.clock + 1
+        sequence = message.position + 1
         if not self._push_buffers:
             return None, 0
         push_buffer = self._push_buffers[sequence % N_PUSH_BUFFERS]
@@ -289,7 +341,8 @@ class Backup:
 
     def _state_ack(self) -> Action:
         values = self._values
-        return self._answer(rp.StateAck(term=self.term, clock=values.clock, received=values.n_held))
+        ack = rp.StateAck(term=self.term, position=values.position, received=values.n_held)
+        return self._answer(ack)
 
     def _push_applied(self, sequence: int) -> Action:
         clock = self._values.clock
@@ -303,6 +356,10 @@ class Backup:
     def _answer(self, message: Message) -> Action:
         assert self.primary is not None
         return Send(receiver=self.primary, message=message)
+
+
+def _position(message: rp.StartSync) -> int:
+    return message.clock if message.position is msgspec.UNSET else message.position
 
 
 def _n_blocks(message: rp.ReplicatePush, shard_slice: ShardSlice) -> int:
@@ -322,28 +379,36 @@ SILENCE_SECONDS: Final = 0.5
 STALL_SECONDS: Final = 10.0
 REPORT_SECONDS: Final = 0.25  # between two BackupUnresponsive
 
+_NOTHING: Final[Vector] = np.empty(0)
+
 
 @final
 @dataclass(slots=True, eq=False)
-class _OutstandingPush:
-    out: Transfer[rp.ReplicatePush]
-    push: PushInProgress
+class _Outstanding:
+    out: Transfer[rp.ReplicatePush] | Transfer[rp.ReplicateCommand]
+    push: PushInProgress | None  # None: a command
     applied: bool = False  # here
     acknowledged: bool = False  # by the backup; in a round, the last one counts
 
     @property
     def is_last(self) -> bool:
-        return not self.out.message.share.n_to_follow
+        message = self.out.message
+        return isinstance(message, rp.ReplicateCommand) or not message.share.n_to_follow
+
+    @property
+    def region(self) -> str:
+        return "" if self.push is None else self.push.client.region
 
 
 @final
 class Primary:
-    """Replicates the pushes of one shard incarnation to its backup, if it has one."""
+    """Replicates pushes and commands of one shard incarnation to its backup, if it has one."""
 
-    def __init__(self, values: ShardStore, sessions: Sessions) -> None:
+    def __init__(self, values: ShardStore, sessions: Sessions, commands: CommandExecutor) -> None:
         self._values = values
         self._sessions = sessions
-        self._outstanding: deque[_OutstandingPush] = deque()
+        self._commands = commands
+        self._outstanding: deque[_Outstanding] = deque()
         self._silence = Silence()
         self.term = 0  # term of the latest Promote; 0 before the first
         self._begin(None, incarnation=0)
@@ -353,8 +418,8 @@ class Primary:
         self._incarnation = incarnation  # of the backup; messages of others are dropped
         self._answered = False
         self._shares_memory = True  # assumed until the backup cannot attach a region
-        self._state = Window(self._values.n_state_blocks)
-        self._window_clock: int | None = None  # clock of the last window of state blocks
+        self._share([])
+        self._window_position: int | None = None  # of the last window of state blocks
         self._outstanding.clear()
         self._replicates_round = False  # the one in progress, from its first push on
         self._report_at: Seconds = 0.0  # no BackupUnresponsive before
@@ -381,9 +446,14 @@ class Primary:
 
     @property
     def may_apply(self) -> bool:
-        # All state blocks of a window have one clock, so a due window goes before the next push.
+        # All state blocks of a window have one position, so a due window goes before the next push.
         # One push is applied between two windows: neither starves the other.
-        return not self._is_syncing or self._window_clock == self._values.clock
+        is_sent = self._window_position == self._values.position
+        return not self._is_syncing or (is_sent and not self._commands.was_driven)
+
+    @property
+    def may_command(self) -> bool:
+        return not self._is_syncing
 
     def replicate(self, push: PushInProgress, *, n_clients: int, now: Seconds) -> list[Action]:
         # A backup that has missed the first push of a round gets none of it.
@@ -393,7 +463,7 @@ class Primary:
         shard_slice, touches = push.client.shard_slice, push.push.touches
         message = rp.ReplicatePush(
             term=self.term,
-            clock=self._values.clock,
+            position=self._values.position,
             client=push.record(),
             n_pushing=n_clients,
             push_buffers_region="",
@@ -404,16 +474,27 @@ class Primary:
             dealt=push.push.dealt,
             form=push.push.form,
             n_words=push.push.n_words,
+            commit_token=push.push.commit_token or msgspec.UNSET,
         )
+        out = Transfer(message, push.pushed.values, Window(_n_blocks(message, shard_slice)))
+        return self._replicate(_Outstanding(out, push), now)
+
+    def executed(self, now: Seconds) -> list[Action]:
+        """Replicate the command that was executed here; answer it at once if there is no backup."""
+        if not self._answered or self._is_syncing:  # it gets the result with the vectors
+            return self._commands.answer()
+        out = Transfer(self._commands.replication(term=self.term), _NOTHING, Window(0))
+        return self._replicate(_Outstanding(out, None, applied=True), now)
+
+    def _replicate(self, one: _Outstanding, now: Seconds) -> list[Action]:
         if not self._is_waiting:
             self._silence.start(now)
-        out = Transfer(message, push.pushed.values, Window(_n_blocks(message, shard_slice)))
-        self._outstanding.append(_OutstandingPush(out, push))
+        self._outstanding.append(one)
         return [*self._send_due(), *self._arm(now)]
 
-    def applied(self, *, clock: int) -> bool:
-        """Note that the push of this clock is applied here; return whether its client must wait."""
-        if not self._outstanding or self._outstanding[-1].out.message.clock != clock:
+    def applied(self, *, position: int) -> bool:
+        """Note that the push of this position is applied; return whether its client must wait."""
+        if not self._outstanding or self._outstanding[-1].out.message.position != position:
             return False
         last = self._outstanding[-1]
         last.applied = True
@@ -426,16 +507,31 @@ class Primary:
         """Send a window of state blocks if one is due; call while no push is being applied."""
         if not self._is_syncing or self._outstanding:
             return []
-        state, clock = self._state, self._values.clock
-        if self._window_clock == clock and state.received < state.sent:
+        values, position = self._values, self._values.position
+        if self._window_position == position and self._state.received < self._state.sent:
             return []  # the last window is not acknowledged yet
-        messages: list[Message] = [] if state.received else [self._start_sync()]
-        state.again()
-        for index in state.due(WINDOW_STATE_BLOCKS):
-            block = self._values.state_block(index)
-            messages.append(rp.StateBlock(term=self.term, clock=clock, index=index, values=block))
-        self._window_clock = clock
+        messages: list[Message] = []
+        if not self._state.received:
+            self._share(self._commands.state() if self._commands.has_state else [])
+            messages = [self._start_sync()]
+        self._state.again()
+        for index in self._state.due(WINDOW_STATE_BLOCKS):
+            block = rp.StateBlock(
+                term=self.term,
+                position=position,
+                index=index,
+                values=values.state_block(index),
+                n_more=values.n_more_blocks or msgspec.UNSET,
+            )
+            messages.append(block)
+        self._window_position = position
         return [*map(self._to_backup, messages), *self._arm(now)]
+
+    def _share(self, arrays: Sequence[Vector]) -> None:
+        """Append these arrays to the state that a backup gets."""
+        self._arrays = tuple(map(len, arrays)) or msgspec.UNSET
+        self._values.replicate_too(arrays)
+        self._state = Window(self._values.n_state_blocks)
 
     # ------------------------------------------------------------ from the backup
 
@@ -448,6 +544,8 @@ class Primary:
                 is_news = self._state.acked(message.received)
                 self._silence.heard(now, progress=is_news or not self._answered)
                 self._answered = True
+                if not self._is_syncing:
+                    self._values.replicate_too([])  # frees them
                 return []  # `transfer` sends the next window
             case pf.PushBlockAck():
                 return self._blocks_acked(message, now)
@@ -457,7 +555,7 @@ class Primary:
                 assert_never(message)
 
     def _push_acked(self, message: pf.PushApplied, now: Seconds) -> list[Action]:
-        acked = [one for one in self._outstanding if one.out.message.clock < message.sequence]
+        acked = [one for one in self._outstanding if one.out.message.position < message.sequence]
         self._silence.heard(now, progress=bool(acked))
         for one in acked:
             one.acknowledged = True
@@ -466,9 +564,9 @@ class Primary:
     def _blocks_acked(self, message: pf.PushBlockAck, now: Seconds) -> list[Action]:
         is_news = False
         for one in self._outstanding:
-            if one.out.message.clock + 1 != message.sequence:
+            if one.out.message.position + 1 != message.sequence:
                 continue
-            if self._shares_memory and one.push.client.region:
+            if self._shares_memory and one.region:
                 if message.received < one.out.blocks.n:
                     self._shares_memory = False  # the backup cannot attach that memory
                     self._rewind()
@@ -499,7 +597,7 @@ class Primary:
         return [*actions, *self._arm(now)]
 
     def _resend(self) -> list[Action]:
-        self._window_clock = None  # makes `transfer` resend the window
+        self._window_position = None  # makes `transfer` resend the window
         self._rewind()
         actions: list[Action] = []
         if not self._state.received:
@@ -524,13 +622,16 @@ class Primary:
         return not self._answered or self._is_syncing or bool(self._outstanding)
 
     def _start_sync(self) -> rp.StartSync:
+        values = self._values
         return rp.StartSync(
             term=self.term,
             receiver_incarnation=self._incarnation,
-            clock=self._values.clock,
+            clock=values.clock,
             clients=self._sessions.records(),
-            steps=self._values.steps.to_wire(),
-            applied=self._values.applied.to_wire(),
+            steps=values.steps.to_wire(),
+            applied=values.applied.to_wire(),
+            position=msgspec.UNSET if values.position == values.clock else values.position,
+            arrays=self._arrays,
         )
 
     def _confirm_finished(self, *, here: bool = False) -> list[Action]:
@@ -541,7 +642,13 @@ class Primary:
                 break
             n_finished = n if one.is_last else n_finished
         finished = [self._outstanding.popleft() for _ in range(n_finished)]
-        return [self._sessions.confirm(one.push) for one in finished]
+        actions: list[Action] = []
+        for one in finished:
+            if one.push is None:
+                actions += self._commands.answer()
+            else:
+                actions.append(self._sessions.confirm(one.push))
+        return actions
 
     def _rewind(self) -> None:
         for one in self._outstanding:
@@ -552,17 +659,17 @@ class Primary:
         # In order only, because the backup drops a push that has a gap before it.
         waiting = [one for one in self._outstanding if not one.acknowledged]
         for index, one in enumerate(waiting):
-            out, client = one.out, one.push.client
+            out = one.out
             if out.is_sent:
                 continue
-            if client.region and self._shares_memory:
+            if one.region and self._shares_memory:
                 out.is_sent = True
-                message = msgspec.structs.replace(out.message, push_buffers_region=client.region)
+                message = msgspec.structs.replace(out.message, push_buffers_region=one.region)
                 actions.append(self._to_backup(message))
                 continue
             if index >= N_PUSH_BUFFERS:
                 break
-            sequence = out.message.clock + 1
+            sequence = out.message.position + 1
             block = partial(push_block, out.values, sequence=sequence, term=self.term)
             messages = out.due(block, credit=WINDOW_BLOCKS)
             actions += map(self._to_backup, messages)

@@ -48,6 +48,14 @@ class SavedVectors:
     clock: int = 0  # of savepoint 0: of the published values
 
 
+class SavepointState(msgspec.Struct, frozen=True):
+    """All that `Savepoints` has."""
+
+    live: list[SavedVectors]
+    kept: list[SavedVectors]
+    base_clock: int | None
+
+
 @final
 class Savepoints:
     """All savepoints of one shard.
@@ -64,6 +72,19 @@ class Savepoints:
         self._kept: list[SavedVectors] = []  # parameters only, the oldest first
         # Of the published values before the first command; None once it cannot return there.
         self._base_clock: int | None = None
+
+    @property
+    def has_some(self) -> bool:
+        return bool(self._live or self._kept)
+
+    def state(self) -> SavepointState:
+        return SavepointState(self._live, self._kept, self._base_clock)
+
+    def adopt(self, state: SavepointState) -> None:
+        self._live, self._kept, self._base_clock = state.live, state.kept, state.base_clock
+
+    def drop(self) -> None:
+        self._live, self._kept = [], []
 
     def begin_at(self, clock: int) -> None:
         """Note the clock of the published values, which are savepoint 0 unless one was restored."""

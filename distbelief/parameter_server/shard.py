@@ -128,10 +128,12 @@ class Shard:
         # Replication.
         self._incarnation = 0
         self._region = ""  # prefix of the names of its memory
-        self._primary = Primary(self._values, self._sessions)
+        self._primary = Primary(self._values, self._sessions, self._commands)
         self._backup: Backup | None = None  # None once this copy is the primary
         if config.is_replicated:
-            self._backup = Backup(self._values, memory=memory, n_clients_max=config.n_clients_max)
+            self._backup = Backup(
+                self._values, self._commands, memory=memory, n_clients_max=config.n_clients_max
+            )
         self._promotion: rp.Promote | None = None  # received, but not yet carried out
         self._restored_term = 0  # recorded in the snapshot
         self._unrestored: str | None = None  # why no snapshot is usable
@@ -157,7 +159,7 @@ class Shard:
             case rl.Computed():
                 actions = self._computed(event, now)
             case rl.Persisted():
-                actions = self._persisted(event)
+                actions = self._persisted(event, now)
             case rl.PeerLost():
                 actions = self._lost(event, now)
             case rl.PeerJoined():
@@ -287,7 +289,10 @@ class Shard:
             case pf.Fetch() | pf.FetchAck() | pf.PushBlock() | pf.Push():
                 actions = self._serve_client(event, message, now)
             case bt.ShardCommand():
-                actions = self._commands.take(event, message)
+                # The coordinator sends it to both copies, and the primary answers.
+                actions = [] if self._backup is not None else self._commands.take(event, message)
+            case ms.SaveCheckpoint() if self._backup is not None and event.sender != rl.SUPERVISOR:
+                actions = []  # the same of a coordinator's warm start
             case ms.SaveCheckpoint():
                 self._is_sealed = self._is_sealed or message.last
                 # What the last pushes were of: the supervisor counts it before the job ends.
@@ -478,7 +483,13 @@ class Shard:
                 return []
             case rp.Promote():
                 return self._promote(message, now)
-            case rp.StartSync() | rp.StateBlock() | rp.ReplicatePush() | pf.PushBlock():
+            case (
+                rp.StartSync()
+                | rp.StateBlock()
+                | rp.ReplicatePush()
+                | rp.ReplicateCommand()
+                | pf.PushBlock()
+            ):
                 if self._backup is not None:
                     return self._backup.handle(event.sender, message)
                 if isinstance(message, rp.StartSync) and message.term > self._primary.term:
@@ -525,7 +536,7 @@ class Shard:
         self._backup = self._promotion = None
         self._former_primary = backup.primary
         backup.release()
-        self._sessions.term = promote.term
+        self._sessions.term = self._commands.term = promote.term
         clients = tuple(backup.clients.values())
         unheard = [rl.Address(one.name) for one in clients if one.name not in self._deferred]
         changed = rp.PrimaryChanged(term=promote.term)
@@ -550,7 +561,7 @@ class Shard:
                                      |             checkpoint was requested
                                      +--> stage    the same for a gradient sum of a chunk
 
-        Of two copies, the backup applies replicated pushes only, until it is promoted.
+        Of two copies, the backup applies and executes what is replicated, until it is promoted.
         """
         if self._work is not None or not self._ready:
             return []
@@ -558,8 +569,19 @@ class Shard:
         backup, is_stopping = self._backup, self._stopped_by is not None
         if backup is not None:
             replicated = None if is_stopping else backup.begin_next()
+            if isinstance(replicated, rp.ReplicateCommand):
+                assert backup.primary is not None
+                self._work = _Work.COMMAND
+                return [self._commands.begin(backup.primary, replicated.command)]
             if replicated is not None:
                 message = replicated.message
+                if message.commit_token:
+                    return self._stage(
+                        replicated.pushed,
+                        token=message.commit_token,
+                        n_examples=message.client.samples,
+                        shard_slice=replicated.shard_slice,
+                    )
                 return self._apply(
                     replicated.pushed,
                     n_clients=max(1, message.n_pushing),
@@ -581,7 +603,8 @@ class Shard:
             push = self._sessions.begin_push(now)
             assert push is not None
             return self._begin_push(push, now)
-        if not is_stopping and (commands.waiting or commands.running):
+        may_begin = commands.waiting and not commands.held and self._primary.may_command
+        if not is_stopping and (commands.running or may_begin):
             self._work = _Work.COMMAND
             return [commands.begin_next(self._snapshot)]
         label = None
@@ -615,11 +638,6 @@ class Shard:
         return actions
 
     def _begin_push(self, push: PushInProgress, now: rl.Seconds) -> list[rl.Action]:
-        if push.push.commit_token:
-            self._work = _Work.STAGE
-            self._copied_last = False
-            work, cost = self._commands.stage_work(push)
-            return [rl.Compute(name="collect", work=work, cost=cost)]
         client = push.client
         if push.push.dealt is not msgspec.UNSET and self._values.knows(push.push.dealt):
             client.dropped = push.push.sequence
@@ -627,6 +645,14 @@ class Shard:
         n_clients = self._sessions.n_averaged(client, push.push)
         if self._primary.backup is not None:
             replications = self._primary.replicate(push, n_clients=n_clients, now=now)
+        if push.push.commit_token:
+            stage = self._stage(
+                push.pushed,
+                token=push.push.commit_token,
+                n_examples=push.push.samples,
+                shard_slice=client.shard_slice,
+            )
+            return [*replications, *stage]
         apply = self._apply(
             push.pushed,
             n_clients=n_clients,
@@ -660,6 +686,19 @@ class Shard:
         )
         return [rl.Compute(name="apply", work=work, cost=cost)]
 
+    def _stage(
+        self, pushed: Pushed, *, token: int, n_examples: int, shard_slice: ShardSlice
+    ) -> list[rl.Action]:
+        self._work = _Work.STAGE
+        self._copied_last = False
+        work, cost = self._commands.stage_work(
+            pushed.values,  # never words
+            token=token,
+            n_examples=n_examples,
+            shard_slice=shard_slice,
+        )
+        return [rl.Compute(name="collect", work=work, cost=cost)]
+
     def _begin_copy(self) -> list[rl.Action]:
         self._work = _Work.COPY
         self._copied_last = True
@@ -674,18 +713,13 @@ class Shard:
             case _Work.INITIALISE:
                 assert isinstance(event.result, ShardState), event.result
                 return self._initialised(event.result, now)
-            case _Work.APPLY:
-                if self._backup is not None:
-                    return self._backup.end_push()
-                clock = self._values.clock
-                self._values.end_push()
-                held = self._primary.backup is not None and self._primary.applied(clock=clock)
-                return [*self._sessions.end_push(held=held), *self._answer_deferred()]
-            case _Work.STAGE:
-                actions = self._sessions.end_push(held=False, staged=True)
-                return [*actions, *self._answer_deferred()]
+            case _Work.APPLY | _Work.STAGE:
+                return self._applied(staged=work is _Work.STAGE)
+            case _Work.COMMAND if self._backup is not None:
+                return self._backup.end_command(event)
             case _Work.COMMAND:
-                return self._commands.computed(event)
+                must_save = self._commands.computed(event)
+                return [] if must_save else self._primary.executed(now)
             case _Work.COPY:
                 assert isinstance(event.result, int), event.result
                 return self._versions.copied(event.result, now)
@@ -693,6 +727,18 @@ class Shard:
                 raise AssertionError(f"unexpected result of {event.name} during {work}")
             case _:
                 assert_never(work)
+
+    def _applied(self, *, staged: bool) -> list[rl.Action]:
+        if staged:
+            self._values.position += 1
+        else:
+            self._values.end_push()
+        if self._backup is not None:
+            return self._backup.end_push()
+        primary, position = self._primary, self._values.position - 1
+        held = primary.backup is not None and primary.applied(position=position)
+        actions = self._sessions.end_push(held=held, staged=staged)
+        return [*actions, *self._answer_deferred()]
 
     # ---------------------------------------------------------------- checkpoints
 
@@ -716,9 +762,10 @@ class Shard:
         )
         return take(label, state, config=self._config)
 
-    def _persisted(self, event: rl.Persisted) -> list[rl.Action]:
+    def _persisted(self, event: rl.Persisted, now: rl.Seconds) -> list[rl.Action]:
         work, self._work = self._work, None
         if work is _Work.COMMAND:
-            return self._commands.persisted(event)
+            self._commands.persisted(event.error)
+            return self._primary.executed(now)
         assert work is _Work.SAVE, work
         return self._saves.taken(event, clock=self._values.clock)

@@ -246,6 +246,8 @@ class ShardStore:
         self._dtype = layout.dtype
         self._published = SeqlockVector.create(None, "", n_elements=0, dtype=self._dtype)
         self._replicated: list[Vector] = []  # the values, then the state by name
+        self._more: list[Vector] = []  # pieces of what is replicated after them, while it syncs
+        self.n_more_blocks = 0  # those pieces
         self._n_held: int | None = None  # state blocks, while it syncs as a backup
         self.state: State = {}
         # What clients hold.
@@ -257,6 +259,8 @@ class ShardStore:
         self._slice_updates: dict[tuple[bytes, bytes, int, int, int], SliceUpdate] = {}
         self._rules = rules_on(config.rule, layout, index)
         self.clock = 0  # applied pushes; each rank of a partitioned replica counts
+        # What a backup has to repeat, in order: pushes, staged ones too, and commands.
+        self.position = 0
         self.n_restored = 0  # whole pushes (`StepCounts.n_pushes`) that this incarnation began with
         self.steps = StepCounts()  # pushes that each element has received
         # Where data are dealt: positions of the pushes in the values, and of those in progress.
@@ -330,6 +334,7 @@ class ShardStore:
 
     def initialised(self, state: ShardState) -> None:
         self.state, self.clock, self.steps = state.state, state.clock, state.steps
+        self.position = state.clock
         self.applied = state.applied
         self._replicated = [self.vector, *(state.state[name] for name in sorted(state.state))]
         if isinstance(self.log, MoveLog):
@@ -346,6 +351,7 @@ class ShardStore:
     # Values and state in blocks that fit into one message each. Blocks [0, k) are a prefix of the
     # elements with all their state, to which a backup can apply pushes: rules work element by
     # element. Blocks start at multiples of `ALIGNMENT`, so kernels round alike on prefix and whole.
+    # After them comes what no push changes: arrays of a coordinator's commands.
 
     @property
     def _block_elements(self) -> int:
@@ -353,8 +359,20 @@ class ShardStore:
         return ALIGNMENT * max(1, vectors.BLOCK_BYTES // (bytes_per_element * ALIGNMENT))
 
     @property
-    def n_state_blocks(self) -> int:
+    def _n_value_blocks(self) -> int:
         return max(1, -(-self._n_elements // self._block_elements))
+
+    @property
+    def n_state_blocks(self) -> int:
+        return self._n_value_blocks + self.n_more_blocks
+
+    def replicate_too(self, arrays: Sequence[Vector]) -> None:
+        """Append these arrays to the state blocks; a backup fills them."""
+        size = vectors.BLOCK_BYTES // self._dtype.itemsize
+        self._more = [
+            array[start : start + size] for array in arrays for start in range(0, len(array), size)
+        ]
+        self.n_more_blocks = len(self._more)
 
     @property
     def n_held(self) -> int:
@@ -369,11 +387,12 @@ class ShardStore:
     def state_block(self, index: int) -> Vector:
         return np.concatenate(self._block_parts(index))
 
-    def start_sync(self, *, clock: int, steps: StepCounts, applied: Spans) -> None:
+    def start_sync(self, *, clock: int, position: int, steps: StepCounts, applied: Spans) -> None:
         """Drop the values and start as a backup at this clock."""
         if self._n_held is None:
             self._published.begin()
         self._n_held, self.clock, self.steps = 0, clock, steps
+        self.position = position
         self.applied, self._applying = applied, NOTHING
 
     def take_state_block(self, packed: Vector) -> None:
@@ -391,11 +410,13 @@ class ShardStore:
             part[:] = values
         self._n_held += 1
         if self._n_held == self.n_state_blocks:
-            self._n_held = None
+            self._n_held, self._more = None, []
             self._forget()
             self._published.end(clock=self.clock)
 
     def _block_parts(self, index: int) -> list[Vector]:
+        if index >= self._n_value_blocks:
+            return [self._more[index - self._n_value_blocks]]
         start = index * self._block_elements
         return [vector[start : start + self._block_elements] for vector in self._replicated]
 
@@ -578,6 +599,7 @@ class ShardStore:
     def end_push(self) -> None:
         """Finish a push: count it, and mark the values as complete; or those of its round."""
         self.clock += 1
+        self.position += 1
         if self.log is not None:
             self.log.end_push()
         if self._sets:  # as if nothing had been before

@@ -7,6 +7,7 @@ The same batch on the same vectors gives the same bits with the same build of to
 threads. Another number of shards rounds sums differently.
 """
 
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import assert_never, cast, final
 
@@ -103,6 +104,19 @@ class VectorStore:
                 )
         self._vectors = {name: vector.copy() for name, vector in vectors.items()}
         self._arrays = [*self._vectors.values()]
+
+    def adopt(self, vectors: Mapping[str, Vector]) -> None:
+        """Replace all vectors by these arrays of the other copy of the shard."""
+        self._vectors = dict(vectors)
+        arrays = (*vectors.values(), *self.held())
+        self._arrays = list({id(array): array for array in arrays}.values())
+
+    def checksum(self, names: Iterable[VectorName]) -> int:
+        """Return a checksum of all bits of these vectors."""
+        total = 0
+        for vector in {id(self._vectors[name]): self._vectors[name] for name in names}.values():
+            total = zlib.crc32(vector.view(np.uint8).data, total)
+        return total
 
     def return_to(self, held: Mapping[str, Vector]) -> None:
         """Replace all vectors by these, which a savepoint holds."""

@@ -26,8 +26,10 @@ from distbelief.protocol.vector_commands import Batch, Scalars, VectorName
 class ShardVersion(msgspec.Struct, frozen=True, kw_only=True):
     """One version of one shard's published values."""
 
-    incarnation: Count  # of the shard
+    incarnation: Count  # of the shard; or term, if it has two copies
     clock: Count
+    # Whether later terms have it too: a backup takes over with the same values.
+    outlasts: bool | msgspec.UnsetType = msgspec.UNSET  # Unset: no
 
 
 class GrantedChunk(msgspec.Struct, frozen=True, kw_only=True):
@@ -152,6 +154,7 @@ class CommandDone(AnyMessage, frozen=True):
     digest: Count = 0  # exclusive or of their tokens
     savepoints: Annotated[tuple[CheckpointRecord, ...], msgspec.Meta(max_length=8)] = ()
     error: Text | None = None
+    term: Count | msgspec.UnsetType = msgspec.UNSET  # of a shard with two copies
 
 
 class ChunkTask(msgspec.Struct, frozen=True, kw_only=True):

@@ -9,10 +9,14 @@ of one copy; it rises with every `Promote` of the shard.
       |                | <----------------- StateAck |   I hold so much of it
       | <------------------------------ BackupInSync |   I hold all of it
       |                |  ReplicatePush -----------> |   the next push, in order
+      |                |  ReplicateCommand --------> |   the next command, in the same order
       |                | <-------------- PushApplied |   applied here too
       | <- BackupUnresponsive                        |   may I go on without it?
       | Promote -----------------------------------> |   you are the primary now
                        client <------ PrimaryChanged |   open your session here
+
+A position counts what the backup has to repeat: pushes and commands. Without commands it is the
+clock of the values.
 """
 
 from typing import Annotated
@@ -20,7 +24,8 @@ from typing import Annotated
 import msgspec
 
 from distbelief.core.vectors import Vector
-from distbelief.protocol.fields import Amount, AnyMessage, Count, Name
+from distbelief.protocol.batch import ShardCommand
+from distbelief.protocol.fields import Amount, AnyMessage, Count, Name, Text
 from distbelief.protocol.push_fetch import Dealt, Form, Ticks, Words
 
 
@@ -89,34 +94,40 @@ class StartSync(AnyMessage, frozen=True):
         None  # per element, where clients push parts of the vector; None: none ever did
     )
     applied: tuple[Amount, ...] = ()  # positions in the values, as in `SamplesApplied`
+    position: Count | msgspec.UnsetType = msgspec.UNSET  # Unset: the clock
+    # Lengths of the arrays whose blocks follow those of the values, where a coordinator has sent
+    # commands.
+    arrays: tuple[Count, ...] | msgspec.UnsetType = msgspec.UNSET
 
 
 class StateBlock(AnyMessage, frozen=True):
-    """Primary -> backup: one range of my values and of the optimizer's state, at that clock."""
+    """Primary -> backup: one range of my values and of the optimizer's state, at that position."""
 
     term: Count
-    clock: Count
+    position: Count = msgspec.field(name="clock")
     index: Count
-    values: Vector  # that range of the values, then of each vector of the optimizer's state
+    # That range of the values, then of each vector of the optimizer's state; or of another array.
+    values: Vector
+    n_more: Count | msgspec.UnsetType = msgspec.UNSET  # blocks of other arrays; Unset: none
 
 
 class StateAck(AnyMessage, frozen=True):
-    """Backup -> primary: I hold ranges [0, received), as of that clock."""
+    """Backup -> primary: I hold ranges [0, received), as of that position."""
 
     term: Count
-    clock: Count
+    position: Count = msgspec.field(name="clock")
     received: Count
 
 
 class ReplicatePush(AnyMessage, frozen=True):
-    """Primary -> backup: the push that I apply at `clock`; apply it too.
+    """Primary -> backup: the push that I apply at `position`; apply it too.
 
-    Answered by `PushApplied` with `sequence` clock + 1 and the term. The pushed values lie in
+    Answered by `PushApplied` with `sequence` position + 1 and the term. The pushed values lie in
     buffer `slot` of `push_buffers_region`, or come before this as `PushBlock`s of that sequence.
     """
 
     term: Count
-    clock: Count  # before it is applied
+    position: Count = msgspec.field(name="clock")  # before it is applied
     client: SessionRecord  # after it is applied
     n_pushing: Amount  # clients over which buffers (of BatchNorm) are averaged
     push_buffers_region: Name  # "": it comes in blocks
@@ -130,6 +141,20 @@ class ReplicatePush(AnyMessage, frozen=True):
     dealt: Dealt = msgspec.UNSET
     form: Form | msgspec.UnsetType = msgspec.UNSET
     n_words: Words = msgspec.UNSET
+    commit_token: Count | msgspec.UnsetType = msgspec.UNSET  # Unset: 0
+
+
+class ReplicateCommand(AnyMessage, frozen=True):
+    """Primary -> backup: the command that I executed at `position`; execute it too.
+
+    Answered as `ReplicatePush`. A backup whose result has another checksum must not take over.
+    """
+
+    term: Count
+    position: Count  # before it is executed
+    command: ShardCommand
+    checksum: Count  # of the answer, and of every vector that it computed
+    not_saved: Text | None = None  # why a checkpoint is not on disk
 
 
 class PrimaryChanged(AnyMessage, frozen=True):

@@ -310,7 +310,8 @@ ORDERS: Final[Mapping[type, tuple[str, ...]]] = {
     **dict.fromkeys((wire.StartTraining, wire.SaveCheckpoint), (SUPERVISOR, _COORDINATOR)),
     wire.Stop: (SUPERVISOR, _COORDINATOR, USER),
     **dict.fromkeys((wire.ShardCommand, wire.Assignment), (_COORDINATOR,)),
-    **dict.fromkeys((wire.StartSync, wire.StateBlock, wire.ReplicatePush), ("shard-",)),
+    **dict.fromkeys((wire.StartSync, wire.StateBlock), ("shard-",)),
+    **dict.fromkeys((wire.ReplicatePush, wire.ReplicateCommand), ("shard-",)),
 }
 
 

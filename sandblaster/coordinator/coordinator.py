@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from types import MappingProxyType
 from typing import Final, TypeVar, assert_never, final
 
 from distbelief import protocol as wire
@@ -118,7 +119,15 @@ class _Series:
 
 @final
 class Coordinator:
-    """The role `coordinator`; `n_examples` are those of the training data."""
+    """The role `coordinator`.
+
+    Args:
+        config: Settings of the coordinator.
+        method: The optimizer.
+        shards: Their names, shard 0 first.
+        n_examples: How many the training data have.
+        second_copies: Of each shard, if there are two.
+    """
 
     accepts: Final = rl.message_types(CoordinatorMessage)
 
@@ -129,16 +138,20 @@ class Coordinator:
         method: base.Runnable,
         shards: Sequence[rl.Address],
         n_examples: int,
+        second_copies: Mapping[rl.Address, rl.Address] = MappingProxyType({}),
     ) -> None:
         self._config = config
         self._method = method
         self._n_examples = n_examples
-        self._commands = CommandBroadcast(config, shards=shards)
+        self._commands = CommandBroadcast(config, shards=shards, second_copies=second_copies)
         self._pool = WorkerPool(config)
         self.metrics = CoordinatorMetrics()
         self._journal = Journal(None, goal=config.goal)
         self._warm_start = WarmStart(
-            config.n_warm, shards=shards, retry_seconds=config.retry_seconds
+            config.n_warm,
+            shards=shards,
+            second_copies=second_copies,
+            retry_seconds=config.retry_seconds,
         )
         self._is_warm = config.n_warm > 0  # whether the warm start lasts
         self._now: rl.Seconds = 0.0
@@ -223,7 +236,7 @@ class Coordinator:
     def _receive(self, event: rl.Received, now: rl.Seconds) -> Sequence[rl.Action]:
         sender, message = event.sender, event.message
         match message:
-            case wire.CommandDone() if sender in self._commands.shards:
+            case wire.CommandDone() if sender in self._commands.shard_of:
                 self._commands.receive(event, message, now)
             case wire.WorkReport() if self._is_warm and sender not in self._warm_start.done:
                 return self._warm_start.replica_joined(sender, now)
@@ -239,8 +252,8 @@ class Coordinator:
                 return self._warm_start.save(label)
             case wire.SaveCheckpoint(label=label):
                 self._request_save(label)
-            case wire.CheckpointSaved() if sender in self._commands.shards:
-                return self._warm_start.shard_saved(sender, message)
+            case wire.CheckpointSaved() if sender in self._commands.shard_of:
+                return self._warm_start.shard_saved(self._commands.shard_of[sender], message)
             case _:
                 raise RemoteProtocolError(
                     f"{sender} sent the coordinator {type(message).__name__}: only "
@@ -250,7 +263,7 @@ class Coordinator:
 
     def _peer(self, event: rl.PeerJoined | rl.PeerLost, now: rl.Seconds) -> Sequence[rl.Action]:
         peer, incarnation = event.peer, event.incarnation
-        if peer in self._commands.shards:
+        if peer in self._commands.shard_of:
             is_new = isinstance(event, rl.PeerJoined)
             return self._commands.joined(peer, incarnation) if is_new else []
         if isinstance(event, rl.PeerLost):

@@ -7,10 +7,15 @@
 Command n + 1 is sent when every shard has answered command n, so a shard has to remember
 one answer only. Answers are passed on in the order of the shards, whatever their arrival.
 While workers compute, a shard that has said nothing for a while gets the last command again.
+
+A shard with two copies gets commands at both, and the primary answers. A takeover loses nothing:
+the series goes on. Only a primary that does not know the series has lost it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final, final
+
+import msgspec
 
 from distbelief import protocol as wire
 from distbelief.core.errors import DistBeliefError, PeerLostError, RemoteProtocolError
@@ -30,13 +35,23 @@ _UNWATCHED_SHARE: Final = 0.25
 class CommandBroadcast:
     """The commands of one series after the other."""
 
-    def __init__(self, config: CoordinatorConfig, *, shards: Sequence[Address]) -> None:
+    def __init__(
+        self,
+        config: CoordinatorConfig,
+        *,
+        shards: Sequence[Address],
+        second_copies: Mapping[Address, Address],  # by shard, if there are two
+    ) -> None:
         self._config = config
         self.shards = tuple(shards)
+        self._second_copies = second_copies
+        self.shard_of = {copy: shard for shard, copy in second_copies.items()}
+        self.shard_of |= {shard: shard for shard in shards}
         self._command: wire.ShardCommand | None = None  # the last one; None before the first
         self._n_scalars = 0  # in each answer to it
         self._answers: dict[Address, wire.CommandDone] = {}
-        self._incarnations: dict[Address, int] = {}  # at the start of the series
+        # Of each shard's answers in this series; or their term, if it has two copies.
+        self._incarnations: dict[Address, int] = {}
         self._newest: dict[Address, int] = {}  # the newest known
         self._silences = {shard: Silence() for shard in self.shards}
         self._backoff = Backoff(config.retry_seconds, config.retry_seconds_max)
@@ -57,8 +72,11 @@ class CommandBroadcast:
 
     @property
     def versions(self) -> tuple[wire.ShardVersion, ...]:
+        outlasts = True if self._second_copies else msgspec.UNSET
         return tuple(
-            wire.ShardVersion(incarnation=self._incarnations[shard], clock=answer.clock)
+            wire.ShardVersion(
+                incarnation=self._incarnations[shard], clock=answer.clock, outlasts=outlasts
+            )
             for shard, answer in zip(self.shards, self.answers, strict=True)
         )
 
@@ -95,9 +113,12 @@ class CommandBroadcast:
         return self._send()
 
     def receive(self, event: Received, message: wire.CommandDone, now: Seconds) -> None:
-        shard, command = event.sender, self._command
-        self._note_incarnation(shard, event.incarnation)
-        if event.incarnation < self._newest[shard]:
+        shard, command = self.shard_of[event.sender], self._command
+        incarnation, goes_on = event.incarnation, False
+        if message.term is not msgspec.UNSET:
+            incarnation, goes_on = message.term, message.series == self.series
+        self._note_incarnation(shard, incarnation, goes_on=goes_on)
+        if incarnation < self._newest[shard]:
             return
         if message.series > self.series:
             raise DistBeliefError(
@@ -123,17 +144,18 @@ class CommandBroadcast:
                 f"{shard} cannot execute {type(command.task).__name__}, command "
                 f"{command.number} of series {command.series}: {message.error}"
             )
-        self._incarnations.setdefault(shard, event.incarnation)
+        self._incarnations.setdefault(shard, incarnation)
         self._answers[shard] = message
         if len(self._answers) == len(self.shards):
             self.answers = tuple(self._answers[shard] for shard in self.shards)
 
-    def joined(self, shard: Address, incarnation: int) -> list[Action]:
-        self._note_incarnation(shard, incarnation)
-        if shard not in self._waiting() or self.lost is not None:
+    def joined(self, copy: Address, incarnation: int) -> list[Action]:
+        if not self._second_copies:
+            self._note_incarnation(copy, incarnation)
+        if self.shard_of[copy] not in self._waiting() or self.lost is not None:
             return []
         assert self._command is not None
-        return [Send(receiver=shard, message=self._command)]
+        return [Send(receiver=copy, message=self._command)]
 
     def timer(self, now: Seconds) -> list[Action]:
         """Send the command again to the shards that have not answered."""
@@ -155,7 +177,7 @@ class CommandBroadcast:
         silent = [shard for shard in self.shards if self._silences[shard].silent(now) >= least]
         if not (silent and self._backoff.again(now)):
             return []
-        return [Send(receiver=shard, message=self._command) for shard in silent]
+        return self._send_to(silent)
 
     def add_delay(self, late: Seconds, now: Seconds) -> None:
         """Do not count time by which the coordinator itself was late as silence of shards."""
@@ -170,11 +192,14 @@ class CommandBroadcast:
                     f"{self._config.silence_seconds_max:g}): check its log, then resume the run"
                 )
 
-    def _note_incarnation(self, shard: Address, incarnation: int) -> None:
+    def _note_incarnation(self, shard: Address, incarnation: int, *, goes_on: bool = False) -> None:
         self._newest[shard] = max(incarnation, self._newest.get(shard, 0))
         known = self._incarnations.get(shard)
-        # A restarted shard has lost the state of this series.
-        if known is not None and incarnation > known:
+        if known is None or incarnation <= known:
+            return
+        if goes_on:
+            self._incarnations[shard] = incarnation
+        else:  # a restarted shard has lost the state of this series
             self.lost = shard
 
     def _waiting(self) -> list[Address]:
@@ -184,8 +209,12 @@ class CommandBroadcast:
 
     def _send(self) -> list[Action]:
         assert self._command is not None
-        sends = [Send(receiver=shard, message=self._command) for shard in self._waiting()]
-        return [*sends, SetTimer(name=TIMER, at=self._backoff.due)]
+        return [*self._send_to(self._waiting()), SetTimer(name=TIMER, at=self._backoff.due)]
+
+    def _send_to(self, shards: Sequence[Address]) -> list[Action]:
+        assert self._command is not None
+        second = [self._second_copies[shard] for shard in shards if shard in self._second_copies]
+        return [Send(receiver=copy, message=self._command) for copy in (*shards, *second)]
 
 
 def _n_measured_by(task: wire.Task) -> int:

@@ -9,7 +9,7 @@ Without a coordinator's commands shards are saved as in Downpour: each when it c
 shards know how much of its share a worker has done, so a restarted one does the rest.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final, final
 
 from distbelief.protocol import CheckpointSaved, SaveCheckpoint, StartTraining, Stop
@@ -29,10 +29,16 @@ class WarmStart:
     """Which workers train, which are done, and the checkpoint that was requested last."""
 
     def __init__(
-        self, n_replicas: int, *, shards: Sequence[Address], retry_seconds: Seconds
+        self,
+        n_replicas: int,
+        *,
+        shards: Sequence[Address],
+        second_copies: Mapping[Address, Address],  # by shard, if there are two
+        retry_seconds: Seconds,
     ) -> None:
         self._names = {Address(f"replica-{index}") for index in range(n_replicas)}
         self._shards = shards
+        self._second_copies = second_copies
         self._retry_seconds = retry_seconds
         self._running: set[Address] = set()
         self.done: set[Address] = set()
@@ -93,15 +99,18 @@ class WarmStart:
         self._unsaved |= self._errors.keys()
         self._errors = {}
         save = SaveCheckpoint(label=label)
-        return [Send(receiver=name, message=save) for name in sorted(self._unsaved)]
+        unsaved = sorted(self._unsaved)
+        # Of two copies the primary answers.
+        second = [self._second_copies[name] for name in unsaved if name in self._second_copies]
+        return [Send(receiver=name, message=save) for name in (*unsaved, *second)]
 
-    def shard_saved(self, sender: Address, message: CheckpointSaved) -> list[Action]:
+    def shard_saved(self, shard: Address, message: CheckpointSaved) -> list[Action]:
         """Note a shard's answer; the last one completes the supervisor's."""
-        if message.label != self._label or sender not in self._unsaved:
+        if message.label != self._label or shard not in self._unsaved:
             return []
-        self._unsaved.discard(sender)
+        self._unsaved.discard(shard)
         if message.error is not None:
-            self._errors[sender] = message.error
+            self._errors[shard] = message.error
         return [] if self._unsaved else [self._saved()]
 
     def _saved(self) -> Action:

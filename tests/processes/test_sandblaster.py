@@ -20,6 +20,7 @@ from sandblaster.api import MinimizeResult
 from sandblaster.optimizers.lbfgs import LBFGS
 from sandblaster.optimizers.termination import Reason
 from tests.processes.commands import BATCH_JOB, Command, poll, sets, train, write_job
+from tests.processes.test_copies import copies, leader_of
 from tests.sandblaster.local import minimize_flat
 
 
@@ -106,6 +107,27 @@ def test_whoever_is_killed_the_run_goes_on_to_the_same_end(
     with train(folder, *options) as run:
         kill_each(run, *killed)
     check_end(run, n_killed=3)
+
+
+@pytest.mark.untraced
+def test_a_killed_primary_of_two_copies_costs_no_restart_of_the_series(folder: Path) -> None:
+    options = sets(
+        "data.train.factory=tiny:slow",
+        "algorithm.max_iterations=20",
+        "cluster.shard_copies=2",
+        "cluster.shards=1",
+    )
+    with train(folder, *options) as run:
+        leader = leader_of(run)
+        other = copies(run)["backup"]
+        before = run.samples()
+        poll(lambda: run.samples() > before, seconds=120)
+        run.kill(leader)
+        poll(lambda: copies(run).get("primary") == other, seconds=60)
+        run.ends(seconds=240)
+    check_end(run, n_killed=1)
+    assert "has restarted: continuing from a savepoint" not in run.told()
+    assert f"{other.replace('-', ' ')} takes over, nothing acknowledged is lost" in run.output
 
 
 @pytest.mark.soak

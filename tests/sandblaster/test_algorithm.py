@@ -23,6 +23,7 @@ from sandblaster.optimizers.owlqn import OWLQN
 from sandblaster.optimizers.termination import Reason
 from sandblaster.settings import SandblasterSettings
 from sandblaster.warm_start_worker import WarmStartWorker
+from tests.simulation.sandblasts import Sandblast
 
 
 JOB = """
@@ -134,14 +135,36 @@ rule = { name = "sgd", learning_rate = 0.1 }
 
 @pytest.mark.parametrize(
     ("tables", "text"),
-    [
-        ("[cluster]\nshard_copies = 2", "shard_copies = 2: algorithm .* cannot replicate"),
-        (f"{WARM_TABLE}[cluster]\npartitions = 2", "needs replicas of one process: remove it"),
-    ],
+    [(f"{WARM_TABLE}[cluster]\npartitions = 2", "needs replicas of one process: remove it")],
 )
 def test_a_cluster_that_it_cannot_use_is_refused(tables: str, text: str) -> None:
     with pytest.raises(JobFileError, match=text):
         job(tables)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"history": 3},
+        {"history": 5},
+        {"method": "owl-qn", "l1": 1e-3, "history": 3},
+        {"method": "conjugate-gradient"},
+        {"method": "gradient-descent"},
+    ],
+)
+def test_a_forecast_knows_how_many_vectors_a_shard_holds(keys: Mapping[str, object]) -> None:
+    config = settings(**keys)
+    chosen = msgspec.structs.replace(config.chosen(), tolerance=1e-14, max_iterations=14)
+    run = Sandblast(method=chosen, saves=(0.03, 0.08))
+    run.play()
+    commands = run.role("shard-0", Shard)._commands
+    n_held = len(commands._vector_store._arrays) + commands._sums.n_vectors
+    assert n_held <= SANDBLASTER.facts(config).n_vectors <= n_held + 3
+
+
+def test_shards_may_have_two_copies() -> None:
+    roster = wb.roster_of(job("[cluster]\nshard_copies = 2"), ranks=(1,))
+    assert [name for name, kind in roster if kind == "shard"] == ["shard-0", "shard-0b"]
 
 
 def test_a_replica_may_have_several_ranks() -> None:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Self, cast
 
+import msgspec
 import pytest
 import torch
 
@@ -171,6 +172,17 @@ def test_parameters_of_a_shard_that_was_lost_are_not_used_at_the_same_clock() ->
         bench.client.versions = versions
         assert bench.fetch() is is_wanted
         assert bench.sums.lacks(0) is not is_wanted
+
+
+def test_parameters_of_a_backup_that_took_over_are_used() -> None:
+    bench = Bench()
+    bench.begin(4)
+    assert bench.plan.chunk is not None
+    versions = (msgspec.structs.replace(VERSION, outlasts=True),) * 3
+    bench.plan.chunk = msgspec.structs.replace(bench.plan.chunk, versions=versions)
+    for fetched, is_wanted in (((2, 8), False), ((0, 7), False), ((2, 7), True), ((1, 7), True)):
+        bench.client.versions = (fetched,)
+        assert bench.fetch() is is_wanted
 
 
 def test_a_part_is_staged_once_all_its_shards_have_acknowledged() -> None:

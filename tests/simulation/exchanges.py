@@ -20,7 +20,7 @@ from distbelief.core.vectors import Vector
 from distbelief.parameter_server.client.client import ParameterClient, ShardLink
 from distbelief.parameter_server.codecs import Threshold, TopK
 from distbelief.parameter_server.policy import ExchangePolicy
-from distbelief.parameter_server.replication import Backup, Primary
+from distbelief.parameter_server.replication import Backup, Primary, Replicated
 from distbelief.parameter_server.sessions import Session, Sessions
 from distbelief.parameter_server.shard import Shard
 from distbelief.parameter_server.store import ShardStore
@@ -413,6 +413,7 @@ def round_is_acknowledged_push_by_push(patch: Patch) -> None:
             if not (first.applied and (here or first.acknowledged)):
                 break
             self._outstanding.popleft()
+            assert first.push is not None
             client = first.push.client
             client.n_unconfirmed += not first.is_last  # it is not counted yet
             actions.append(self._sessions.confirm(first.push))
@@ -430,7 +431,7 @@ def half_a_round_is_taken_over(patch: Patch) -> None:
 @VARIANTS.replacing(Backup, "end_push", caught_by=17)
 def backup_counts_half_a_round(whole: Whole[list[Action]], self: Backup) -> list[Action]:
     """The backup notes each push of a round as applied when it is added."""
-    assert self._applying is not None
+    assert isinstance(self._applying, Replicated)
     record = self._applying.message.client
     self.clients[record.name] = record
     return whole(self)

@@ -194,10 +194,15 @@ def forgotten_too_early(whole: Whole[None], self: Savepoints, savepoint: int) ->
 
 @VARIANTS.replacing(CommandBroadcast, "_note_incarnation", caught_by=shard_dies_while_saving)
 def the_same_series(
-    whole: Whole[None], self: CommandBroadcast, shard: object, incarnation: int
+    whole: Whole[None],
+    self: CommandBroadcast,
+    shard: object,
+    incarnation: int,
+    *,
+    goes_on: bool = False,
 ) -> None:
     """A coordinator continues after a shard was lost."""
-    whole(self, shard, incarnation)
+    whole(self, shard, incarnation, goes_on=goes_on)
     self.lost = None
 
 

@@ -27,7 +27,12 @@ from distbelief.parameter_server.client.client import ParameterClient
 from distbelief.parameter_server.layout import Layout, PartialView
 from distbelief.parameter_server.rules import SGD
 from distbelief.parameter_server.shard import Shard
-from distbelief.parameter_server.shard_config import ClientConfig, ShardConfig
+from distbelief.parameter_server.shard_config import (
+    ClientConfig,
+    ShardConfig,
+    copy_names,
+    other_copy,
+)
 from distbelief.protocol import (
     BeginEvaluation,
     Checkpoint,
@@ -75,6 +80,8 @@ from sandblaster.optimizers.base import Runnable
 from sandblaster.optimizers.lbfgs import LBFGS
 from sandblaster.warm_start_worker import WarmStartWorker
 from tests.distbelief.parameter_server.pair import scatter
+from tests.simulation.invariants import shard_in
+from tests.simulation.overseer import Beating, Overseer
 from tests.simulation.random_faults import random_faults
 from tests.simulation.scene import Check, Scene, heard, sends
 
@@ -205,6 +212,7 @@ class RunChecker:
     layout: Layout
     compare: Callable[[Tensors, Tensors], None]
     ranks: Callable[[int], set[int]] = lambda _: {0}
+    n_copies: int = 1  # of each shard
     tasks: dict[tuple[int, int], Task] = field(default_factory=dict)
     opened: dict[tuple[int, Address], int] = field(default_factory=dict)
     committed: dict[tuple[int, int, int], int] = field(default_factory=dict)
@@ -248,15 +256,24 @@ class RunChecker:
 
     def _staging(self, happening: HandledEvent) -> None:
         """Note whose gradient is staged under which token."""
-        shard = happening.role
-        assert isinstance(shard, Shard)
+        shard = shard_in(happening.role)
+        assert shard is not None
         applying = shard._sessions.applying
-        assert applying is not None
+        if applying is None:
+            return  # a backup repeats what its primary has noted
         commit_token, client = applying.push.commit_token, applying.client
-        generation = happening.name, happening.incarnation, commit_token
+        generation = (
+            Address(happening.name.removesuffix("b")),
+            self._life_of(happening),
+            commit_token,
+        )
         self.staged_by.setdefault(generation, set()).add(client.name)
         known = self.pushers.setdefault((commit_token, client.name), client.incarnation)
         assert known == client.incarnation, f"{client.name} pushes {commit_token} in two lives"
+
+    def _life_of(self, happening: HandledEvent) -> int:
+        """Return what a shard's state is of: the second copy goes on with that of the first."""
+        return happening.incarnation if self.n_copies == 1 else 0
 
     def _sent(self, happening: HandledEvent, receiver: Address, message: Message) -> None:
         if isinstance(message, CommandDone):
@@ -273,8 +290,8 @@ class RunChecker:
         if message.error is not None:
             self.sights["orders that failed"] += 1
             return
-        name, shard = happening.name, happening.role
-        assert isinstance(shard, Shard)
+        name, shard = Address(happening.name.removesuffix("b")), shard_in(happening.role)
+        assert shard is not None
         index = int(name.removeprefix("shard-"))
         key = message.series, message.number
         match task:
@@ -288,7 +305,7 @@ class RunChecker:
                     place = message.series, evaluation, one.chunk_index
                     commit_token = self.committed.setdefault(place, one.commit_token)
                     assert commit_token == one.commit_token, "shards count different attempts"
-                    self._check_parts(name, happening.incarnation, commit_token)
+                    self._check_parts(name, self._life_of(happening), commit_token)
                     before = self.counted.setdefault((name, *place), key[1])
                     assert before == key[1], f"{name} counts {place} twice"
             case FinishEvaluation() if task.n_examples:
@@ -437,6 +454,7 @@ class Sandblast(Batch):
     warm_replicas: int | None = None  # that take part; None: all
     warm_once: bool = False  # as in jobs: a restarted replica takes only the rest of them
     shard_flops: float = 0.0  # operations per second of each shard; 0: as replicas
+    n_copies: int = 1  # of each shard; a simulated supervisor elects the primary of two
     n_priced: float = 0.0  # parameters at whose price it runs; 0: as many as there are
     leisure: float = 1.0  # by which all time-outs are longer
 
@@ -453,19 +471,35 @@ class Sandblast(Batch):
     @cached_property
     @override
     def checker(self) -> RunChecker:
-        return RunChecker(self.layout, self._compare, on_saved=self._check_saved)
+        return RunChecker(
+            self.layout, self._compare, on_saved=self._check_saved, n_copies=self.n_copies
+        )
+
+    @cached_property
+    def overseer(self) -> Overseer:
+        return Overseer(self.n_shards, takeover_seconds=1.0, late_seconds=0.0)
 
     @override
     def roles(self) -> Mapping[Address, Builder]:
-        return {
+        roles: dict[Address, Builder] = {
             COORDINATOR: self._coordinator,
-            **{name: partial(self._shard, k) for k, name in enumerate(self.shards)},
+            **{
+                name: partial(self._shard, k, name)
+                for k in range(self.n_shards)
+                for name in copy_names(k, self.n_copies)
+            },
             **{name: partial(self._replica, r) for r, name in enumerate(self.replicas)},
         }
+        return roles | ({SUPERVISOR: lambda _: self.overseer} if self.n_copies > 1 else {})
 
     @override
     def options(self) -> ClusterOptions:
         options = super().options()
+        if self.n_copies > 1:
+            machines = {**options.machines, SUPERVISOR: options.machines[COORDINATOR]}
+            machines |= {other_copy(name): machines[name] for name in self.shards}
+            start = SUPERVISOR, COORDINATOR, *self.replicas
+            return replace(options, machines=machines, start=start, launch_seconds=0.02)
         if not self.n_priced:
             return options
         # Of a model of `n_priced` parameters; computing a mini-batch takes as long.
@@ -494,12 +528,18 @@ class Sandblast(Batch):
             speed = self.speeds[index] if index < len(self.speeds) else 1.0
         return speed * flops / SECONDS_PER_MINI_BATCH
 
-    def _shard(self, index: int, memory: Memory) -> Role:
-        return Shard(
-            ShardConfig(index=index, layout=self.layout, rule=SGD(learning_rate=0.1)),
-            memory=memory,
-            initialise=lambda: np.zeros(self.layout.shard_size(index)),
+    def _shard(self, index: int, name: Address, memory: Memory) -> Role:
+        config = ShardConfig(
+            index=index,
+            layout=self.layout,
+            rule=SGD(learning_rate=0.1),
+            name=name,
+            is_replicated=self.n_copies > 1,
         )
+        shard = Shard(
+            config, memory=memory, initialise=lambda: np.zeros(self.layout.shard_size(index))
+        )
+        return Beating(shard) if self.n_copies > 1 else shard
 
     def _replica(self, index: int, memory: Memory) -> Role:
         client = ParameterClient(
@@ -511,6 +551,7 @@ class Sandblast(Batch):
             ),
             PartialView(self.layout),
             memory=memory,
+            shard_copies=self.n_copies,
         )
         model = FlatModel(module(self.n_inputs))
         executor = LocalExecutor(
@@ -584,7 +625,11 @@ class Sandblast(Batch):
             await_begin=self.await_begin,
         )
         return Coordinator(
-            config, method=self.method, shards=self.shards, n_examples=self.n_samples
+            config,
+            method=self.method,
+            shards=self.shards,
+            n_examples=self.n_samples,
+            second_copies={k: other_copy(k) for k in self.shards if self.n_copies > 1},
         )
 
     @override

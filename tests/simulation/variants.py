@@ -329,8 +329,8 @@ def acknowledged_before_the_backup_has_it(patch: Patch) -> None:
     """The primary acknowledges a push as soon as it has applied it itself."""
     whole = Primary.applied
 
-    def applied(self: Primary, *, clock: int) -> bool:
-        whole(self, clock=clock)
+    def applied(self: Primary, *, position: int) -> bool:
+        whole(self, position=position)
         return False
 
     def confirm(self: Sessions, push: PushInProgress) -> Action:
@@ -365,7 +365,7 @@ def demoted_primary_is_acknowledged(
     if self._backup is not None or not isinstance(message, wire.ReplicatePush):
         return whole(self, event, message, now)
     acknowledgement = wire.PushApplied(
-        sequence=message.clock + 1, term=message.term, clock=message.clock + 1, staleness=0
+        sequence=message.position + 1, term=message.term, clock=message.position + 1, staleness=0
     )
     return [Send(receiver=event.sender, message=acknowledgement)]
 
@@ -417,7 +417,7 @@ def state_block_of_another_clock_is_accepted(
     whole: Whole[object], self: Backup, message: wire.StateBlock
 ) -> object:
     """A backup accepts any state block and so holds a mixture of versions."""
-    return whole(self, msgspec.structs.replace(message, clock=self._values.clock))
+    return whole(self, msgspec.structs.replace(message, position=self._values.position))
 
 
 @VARIANTS.replacing(Backup, "_replicate", caught_by=5)
@@ -426,7 +426,7 @@ def pushes_are_taken_in_any_order(
 ) -> object:
     """A backup applies replicated pushes in order of arrival, gaps or not."""
     n_waiting = len(self._queue) + (self._applying is not None)
-    here = msgspec.structs.replace(message, clock=self._values.clock + n_waiting)
+    here = msgspec.structs.replace(message, position=self._values.position + n_waiting)
     return whole(self, sender, here)
 
 

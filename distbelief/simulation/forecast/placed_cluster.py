@@ -232,6 +232,7 @@ def memory_of(prepared: PreparedJob, *, by_blocks: bool) -> dict[Address, float]
         by_blocks=by_blocks,
         policy=facts.policy or DOWNPOUR,
     )
+    n_vectors += facts.n_vectors
     n_shards, itemsize = layout.n_shards, layout.dtype.itemsize
     whole = sum(float(layout.shard_size(k)) for k in range(n_shards)) * itemsize
     # Each thread has gradients of its own, and a sum of them.

@@ -7,8 +7,7 @@ import pytest
 
 from distbelief.core.errors import LocalProtocolError
 from distbelief.parameter_server.layout import Layout, TensorSpec
-from distbelief.parameter_server.sessions import PushInProgress, Session
-from distbelief.parameter_server.tensor_copies import PushBuffer, Pushed
+from distbelief.parameter_server.slices import NOTHING
 from distbelief.protocol import (
     BeginEvaluation,
     BeginSeries,
@@ -20,7 +19,6 @@ from distbelief.protocol import (
     FinishEvaluation,
     GrantedChunk,
     Publish,
-    Push,
     Restore,
     SaveCheckpoint,
     Savepoint,
@@ -51,14 +49,14 @@ LAYOUT = Layout.of([TensorSpec(name="w", shape=(64,))], n_shards=1, dtype="float
 class Bench(OneCopy):
     """One shard, whose work is done at once, or when the test says so."""
 
-    def __init__(self, *, restored: Snapshot | None = None, is_replicated: bool = False) -> None:
+    def __init__(self, *, restored: Snapshot | None = None) -> None:
         super().__init__(
             A,
             layout=LAYOUT,
             initialise=lambda: np.ones(LAYOUT.shard_size(0)),
             restored=restored,
             life=1 if restored is None else 2,
-            is_replicated=is_replicated,
+            is_replicated=False,
         )
         self.holds = False
 
@@ -247,19 +245,11 @@ def test_a_failed_save_of_a_savepoint_is_reported() -> None:
     ]  # not on disk
 
 
-def test_one_of_two_copies_cannot_be_driven() -> None:
-    assert "set shard_copies = 1" in Bench(is_replicated=True).error(1, BeginSeries())
-
-
 def test_a_push_outside_any_evaluation_is_accepted_and_dropped() -> None:
     bench = Bench()
     assert "chunks_refused" not in bench.shard.status()[1]
     commands = bench.begun().shard._commands
-    push = Push(sequence=1, term=1, fetched_clock=0, n_gradients=1, samples=1, commit_token=5)
-    client = Session(name=Address("replica-0"), incarnation=1)
-    push_buffer = PushBuffer(64, np.dtype(np.float64))
-    push_buffer.pushed = Pushed.of(np.zeros(64), client.shard_slice)
-    work, _ = commands.stage_work(PushInProgress(client, push_buffer, push, 0))
+    work, _ = commands.stage_work(np.zeros(64), token=5, n_examples=1, shard_slice=NOTHING)
     work()
     assert bench.shard.status()[1]["chunks_refused"] == 1.0
     assert bench.shard.status()[1]["sum_vectors"] == 0.0

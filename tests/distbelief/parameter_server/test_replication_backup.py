@@ -66,7 +66,7 @@ def follow(
 def piece(copy: OneCopy, *, term: int = 2, clock: int = 5, size: int = N) -> list[Action]:
     """Send all that the primary holds: sevens."""
     values = np.full(size, 7.0)
-    message = rp.StateBlock(term=term, clock=clock, index=0, values=values)
+    message = rp.StateBlock(term=term, position=clock, index=0, values=values)
     return copy.receive(message, A)
 
 
@@ -80,7 +80,7 @@ def forward(
 ) -> rp.ReplicatePush:
     return rp.ReplicatePush(
         term=term,
-        clock=clock,
+        position=clock,
         client=record_of(watermark=watermark, applied=watermark),
         n_pushing=1,
         push_buffers_region=region,
@@ -128,7 +128,7 @@ def test_it_answers_no_client_until_it_is_primary_and_then_all() -> None:
 def test_with_all_state_blocks_it_reports_in_sync_to_primary_and_supervisor() -> None:
     copy = OneCopy(B)
     credit = only(follow(copy), rp.StateAck)
-    assert (credit.term, credit.clock, credit.received) == (2, 5, 0)
+    assert (credit.term, credit.position, credit.received) == (2, 5, 0)
     assert copy.counters()["in_sync"] == 0
     actions = piece(copy)
     assert only(actions, rp.StateAck).received == 1
@@ -143,7 +143,7 @@ def test_a_state_block_of_another_clock_or_out_of_order_is_dropped() -> None:
     copy = OneCopy(B)
     follow(copy)
     assert only(piece(copy, clock=4), rp.StateAck).received == 0
-    late = rp.StateBlock(term=2, clock=5, index=1, values=np.zeros(N))
+    late = rp.StateBlock(term=2, position=5, index=1, values=np.zeros(N))
     assert only(copy.receive(late, A), rp.StateAck).received == 0
     assert (copy.values == 0.0).all()
 
@@ -169,7 +169,7 @@ def test_state_blocks_hold_values_and_state() -> None:
     follow(copy)
     n_state = LAYOUT.n_gradient(0)
     values = np.concatenate([np.full(N, 3.0), np.full(n_state, 4.0)])
-    message = rp.StateBlock(term=2, clock=5, index=0, values=values)
+    message = rp.StateBlock(term=2, position=5, index=0, values=values)
     only(copy.receive(message, A), rp.BackupInSync)
     assert (copy.values == 3.0).all()
     assert (copy.shard.values.state["sum_of_squares"] == 4.0).all()
@@ -236,7 +236,7 @@ def test_messages_of_a_lower_term_are_dropped() -> None:
     late: list[Message] = [
         forward(8),
         block(8),
-        rp.StateBlock(term=2, clock=8, index=0, values=np.zeros(N)),
+        rp.StateBlock(term=2, position=8, index=0, values=np.zeros(N)),
         following(2, clock=9),
     ]
     for message in late:
@@ -251,7 +251,7 @@ def test_a_higher_term_starts_over_once_the_running_work_has_ended() -> None:
     assert follow(copy, 4, clock=8) == []
     assert copy.counters()["in_sync"] == 0
     credit = only(copy.work(), rp.StateAck)
-    assert (credit.term, credit.clock, credit.received) == (4, 8, 0)
+    assert (credit.term, credit.position, credit.received) == (4, 8, 0)
     assert only(piece(copy, term=4, clock=8), rp.BackupInSync).term == 4
 
 
@@ -260,11 +260,11 @@ def test_a_repeated_start_sync_changes_nothing_once_a_state_block_is_held() -> N
     pushed(copy, 5)
     copy.work()
     credit = only(follow(copy), rp.StateAck)
-    assert (credit.clock, credit.received) == (6, 1)
+    assert (credit.position, credit.received) == (6, 1)
     # Before that the newest counts: the primary has gone on meanwhile.
     copy = OneCopy(B)
     follow(copy)
-    assert only(follow(copy, clock=9), rp.StateAck).clock == 9
+    assert only(follow(copy, clock=9), rp.StateAck).position == 9
 
 
 def test_a_late_start_sync_does_not_undo_acknowledged_pushes() -> None:
@@ -274,7 +274,7 @@ def test_a_late_start_sync_does_not_undo_acknowledged_pushes() -> None:
     assert only(copy.work(), pf.PushApplied).sequence == 6  # clients get it
     # The window of clock 5 comes late: it lacks that push.
     credit = only(follow(copy), rp.StateAck)
-    assert (credit.clock, credit.received) == (6, 0)
+    assert (credit.position, credit.received) == (6, 0)
     assert sent(piece(copy), rp.BackupInSync) == []
     assert copy.counters()["in_sync"] == 0
     follow(copy, clock=6, clients=[record_of()])
@@ -289,7 +289,7 @@ def test_of_two_waiting_start_syncs_the_later_one_counts() -> None:
     pushed(copy, 5)
     assert follow(copy, clock=8) == []
     assert follow(copy, clock=7) == []
-    assert only(copy.work(), rp.StateAck).clock == 8
+    assert only(copy.work(), rp.StateAck).position == 8
 
 
 def test_a_start_sync_waits_for_the_initial_values() -> None:
@@ -444,7 +444,7 @@ def test_a_shard_of_one_copy_gets_no_replication_messages(message: Message) -> N
 
 def test_answers_meant_for_an_earlier_incarnation_are_dropped() -> None:
     copy = OneCopy(B)
-    credit = rp.StateAck(term=1, clock=0, received=1)
+    credit = rp.StateAck(term=1, position=0, received=1)
     assert not [a for a in copy.receive(credit, A) if isinstance(a, Send)]
 
 

@@ -23,7 +23,7 @@ from tests.distbelief.parameter_server.shard_copies import A, B, N, OneCopy, kin
 def credit(
     copy: OneCopy, received: int, *, term: int = 2, clock: int = 0, life: int = 1
 ) -> list[Action]:
-    message = rp.StateAck(term=term, clock=clock, received=received)
+    message = rp.StateAck(term=term, position=clock, received=received)
     return copy.receive(message, B, life=life)
 
 
@@ -77,7 +77,7 @@ def test_the_first_window_comes_with_the_clock_and_the_clients_as_they_are() -> 
     actions = credit(copy, 0)
     assert kinds(actions, B) == ["StartSync", "StateBlock"]
     follow, piece = only(actions, rp.StartSync), only(actions, rp.StateBlock)
-    assert (follow.clock, piece.clock, piece.index) == (1, 1, 0)
+    assert (follow.clock, piece.position, piece.index) == (1, 1, 0)
     assert follow.clients[0].applied == 1
     assert (piece.values[:100] == 1.0).all()
     assert not sent(credit(copy, 1, clock=1), rp.StateBlock)
@@ -88,7 +88,7 @@ def test_a_window_waits_for_the_push_that_is_being_applied() -> None:
     pushed(copy, 1)
     assert sent(credit(copy, 0), rp.StateBlock) == []
     actions = copy.work()
-    assert only(actions, rp.StateBlock).clock == 1
+    assert only(actions, rp.StateBlock).position == 1
     assert only(actions, pf.PushApplied).sequence == 1  # it was not replicated
 
 
@@ -107,7 +107,7 @@ def test_between_two_windows_one_push_is_applied_at_the_most(
     assert not copy.executor  # a window is due, once the second has that push
     credit(copy, 1)
     actions = acknowledge(copy, 0)
-    assert [(p.index, p.clock) for p in sent(actions, rp.StateBlock)] == [(1, 1)]
+    assert [(p.index, p.position) for p in sent(actions, rp.StateBlock)] == [(1, 1)]
     assert kinds(actions, CLIENT) == ["PushApplied"]
     assert len(copy.executor) == 1
 
@@ -123,7 +123,7 @@ def test_a_push_is_acknowledged_when_it_is_applied_on_both_sides() -> None:
         copy = leader()
         actions = pushed(copy, 1)
         forward = only(actions, rp.ReplicatePush)
-        assert (forward.clock, forward.client.watermark, forward.client.applied) == (0, 1, 1)
+        assert (forward.position, forward.client.watermark, forward.client.applied) == (0, 1, 1)
         assert only(actions, pf.PushBlock).sequence == 1
         if second_is_first:
             assert sent(acknowledge(copy, 0), pf.PushApplied) == []
@@ -222,7 +222,7 @@ def test_messages_of_others_and_of_other_terms_are_ignored() -> None:
     assert acknowledge(copy, 0, life=2) == []
     strangers: list[Message] = [
         pf.PushApplied(sequence=1, term=2, clock=1, staleness=0),
-        rp.StateAck(term=2, clock=0, received=1),
+        rp.StateAck(term=2, position=0, received=1),
         pf.PushBlockAck(sequence=1, term=2, received=0),
     ]
     for message in strangers:

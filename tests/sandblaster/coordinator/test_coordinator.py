@@ -1,7 +1,9 @@
 """The coordinator, its commands and its workers: events in, actions out."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 
+import msgspec
 import pytest
 
 from distbelief import protocol as wire
@@ -50,8 +52,8 @@ def says(
 class Commanding:
     """Commands to two shards."""
 
-    def __init__(self) -> None:
-        self.commands = CommandBroadcast(CONFIG, shards=SHARDS)
+    def __init__(self, *, second_copies: Mapping[rl.Address, rl.Address] | None = None) -> None:
+        self.commands = CommandBroadcast(CONFIG, shards=SHARDS, second_copies=second_copies or {})
         self.commands.begin_series(4097, 0.0)
 
     def answer(
@@ -62,8 +64,9 @@ class Commanding:
         series: int = 4097,
         incarnation: int = 1,
         error: str | None = None,
+        term: int | msgspec.UnsetType = msgspec.UNSET,
     ) -> None:
-        performed = wire.CommandDone(series=series, number=number, error=error)
+        performed = wire.CommandDone(series=series, number=number, error=error, term=term)
         event = says(shard, performed, incarnation=incarnation)
         self.commands.receive(event, performed, 0.0)
 
@@ -116,6 +119,37 @@ def test_a_restarted_shard_ends_the_series() -> None:
     assert bench.lost() is None
     bench.answer(SHARDS[0], incarnation=1, series=4098)  # the former incarnation
     assert bench.commands.waiting_for == SHARDS[0]
+
+
+SECOND = {shard: rl.Address(f"{shard}b") for shard in SHARDS}
+
+
+def test_two_copies_get_each_command_and_a_takeover_goes_on_with_the_series() -> None:
+    bench = Commanding(second_copies=SECOND)
+    receivers = [receiver for receiver, _ in commands_in(bench.commands.timer(1.0))]
+    assert receivers == [*SHARDS, *SECOND.values()]
+    bench.answer(SHARDS[0], term=2)
+    bench.answer(SHARDS[1], term=2)
+    assert [one.incarnation for one in bench.commands.versions] == [2, 2]
+    assert all(one.outlasts is True for one in bench.commands.versions)
+    bench.commands.send(wire.BeginSeries(), 2.0)
+    assert commands_in(bench.commands.joined(SECOND[SHARDS[0]], 7))  # a restart loses nothing
+    bench.answer(SECOND[SHARDS[0]], number=2, term=4, incarnation=7)
+    bench.answer(SHARDS[1], number=2, term=2)
+    assert bench.lost() is None
+    assert bench.commands.complete
+    bench.commands.send(wire.BeginSeries(), 3.0)
+    bench.answer(SHARDS[0], number=3, term=2)  # of the former primary
+    assert bench.waiting_for() == SHARDS[0]
+
+
+def test_a_primary_that_does_not_know_the_series_has_lost_it() -> None:
+    bench = Commanding(second_copies=SECOND)
+    bench.answer(SHARDS[0], term=2)
+    bench.answer(SHARDS[0], series=0, number=0, term=2)  # late: it has answered since
+    assert bench.lost() is None
+    bench.answer(SECOND[SHARDS[0]], series=0, number=0, term=3)
+    assert bench.lost() == SHARDS[0]
 
 
 def test_a_coordinator_with_an_older_series_ends() -> None:

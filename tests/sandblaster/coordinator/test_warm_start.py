@@ -10,7 +10,7 @@ SHARDS = (Address("shard-0"), Address("shard-1"))
 
 
 def warm_start_of(n_replicas: int, *joined: Address) -> WarmStart:
-    warm_start = WarmStart(n_replicas, shards=SHARDS, retry_seconds=0.5)
+    warm_start = WarmStart(n_replicas, shards=SHARDS, second_copies={}, retry_seconds=0.5)
     for name in joined:
         warm_start.replica_joined(name, 0.0)
     return warm_start
@@ -132,3 +132,11 @@ def test_others_than_its_replicas_do_not_train() -> None:
     assert warm_start.replica_joined(B, 1.0) == []
     warm_start.replica_finished(A, 3.0)
     assert warm_start.is_over
+
+
+def test_of_two_copies_both_are_asked_and_the_primary_answers() -> None:
+    second = {name: Address(f"{name}b") for name in SHARDS}
+    saves = WarmStart(1, shards=SHARDS, second_copies=second, retry_seconds=0.5)
+    assert [name for name, _ in said(saves.save("00001"))] == [*SHARDS, *second.values()]
+    assert saves.shard_saved(SHARDS[0], saved("00001")) == []
+    assert answers(saves.shard_saved(SHARDS[1], saved("00001"))) == [("00001", None)]
