@@ -24,8 +24,8 @@ Ids = NDArray[np.int64]
 Labels: TypeAlias = NDArray[np.float64 | np.int64 | np.bool_ | np.str_ | np.object_]
 Given = TypeVar("Given", bound=Exception)
 
-_CONSTANT: Final = 1e-13  # of |x|^2 that is left when a constant column is centred: rounding
-_PRECISE: Final = 1e-9
+
+_PRECISE: Final = 1e-9  # of |x|^2 that must be left when a column is centred: the rest is rounding
 
 
 def checked_matrix(x: object, *, user: str) -> Matrix:
@@ -35,12 +35,18 @@ def checked_matrix(x: object, *, user: str) -> Matrix:
         SettingError: not two-dimensional, no rows or columns, not of numbers, NaN or infinite.
     """
     if isinstance(x, (sparse.sparray, sparse.spmatrix)):
-        given = sparse.csc_array(x)
-        _check_kind(given.data, "X", user)
-        columns = given.astype(np.float64, copy=False)
+        given = cast("Csc", x)  # of any format: all have what is asked for here
+        if given.ndim != 2:
+            raise SettingError(f"{user}: X has {given.ndim} dimensions; give rows and columns")
+        _check_kind(given, "X", user)
+        # First of all float64: sums of entries that are small integers would overflow.
+        columns: Csc = sparse.csc_array(given.astype(np.float64, copy=False))
         if not columns.has_canonical_format:
             columns = columns.copy()
             columns.sum_duplicates()
+        if not columns.data.flags.c_contiguous:
+            parts = np.ascontiguousarray(columns.data), columns.indices, columns.indptr
+            columns = sparse.csc_array(parts, columns.shape)
         matrix: Matrix = columns
         values: Floats = columns.data
     else:
@@ -120,7 +126,7 @@ def _as_numbers(values: Labels, name: str, user: str) -> Floats:
         raise SettingError(f"{user}: {name} is not of numbers: {error}") from None
 
 
-def _check_kind(values: Labels, name: str, user: str, kinds: str = "biuf") -> None:
+def _check_kind(values: "Labels | Csc", name: str, user: str, kinds: str = "biuf") -> None:
     if values.dtype.kind == "c":
         raise SettingError(f"{user}: {name} is complex. Complex data not supported: use its parts")
     if values.dtype.kind not in kinds:
@@ -161,16 +167,10 @@ class Columns:
             own = _slice(matrix, which)
             sums = np.asarray(own.T @ ones)
             squares = sparse.csc_array((own.data**2, own.indices, own.indptr), own.shape).T @ ones
-        if not centred:
-            return cls(which.start, own, squares, np.zeros(len(which)))
-        norms = squares - sums * sums / n_rows
-        norms[norms <= _CONSTANT * squares] = 0.0
-        for lost in np.flatnonzero((norms > 0.0) & (norms < _PRECISE * squares))[:1]:
-            raise SettingError(
-                f"column {which[lost]} of X varies by less than 1 in 30,000 of its mean: "
-                "subtract the mean from it first"
-            )
-        return cls(which.start, own, norms, sums)
+        with np.errstate(all="ignore"):
+            norms = squares - sums * sums / n_rows if centred else squares
+        norms[_constant(own, squares, norms, first=which.start, centred=centred)] = 0.0
+        return cls(which.start, own, norms, sums if centred else np.zeros(len(which)))
 
     def products(self, vector: Floats) -> Floats:
         """Return each column times a vector that has no mean, if columns are centred."""
@@ -207,6 +207,31 @@ class Columns:
         own = self.matrix
         taken = own[places].T if isinstance(own, np.ndarray) else own[:, places]
         return Columns(self.first, sparse.csc_array(taken), self.norms[places], self.sums[places])
+
+
+def _constant(own: Matrix, squares: Floats, norms: Floats, *, first: int, centred: bool) -> Ids:
+    """Return the columns that say nothing; refuse those that are lost by rounding.
+
+    Raises:
+        SettingError: a column varies too little about its mean, or its squares leave float64.
+    """
+    is_odd = (squares == 0.0) | ~np.isfinite(squares)
+    if centred:
+        is_odd |= norms < _PRECISE * squares
+    odd = np.flatnonzero(is_odd)
+    if isinstance(own, np.ndarray):
+        least, most = own[odd].min(axis=1), own[odd].max(axis=1)
+    else:
+        some = own[:, odd]
+        least, most = (cast("Csc", one).toarray().ravel() for one in (some.min(0), some.max(0)))
+    says_nothing = (least == most) & (centred | (most == 0.0))
+    for place in np.flatnonzero(~says_nothing)[:1]:
+        column = odd[place]
+        why = "has numbers so small or large that their squares are lost: scale it"
+        if 0.0 < squares[column] < np.inf:
+            why = "varies by less than 1 in 30,000 of its mean: subtract the mean from it first"
+        raise SettingError(f"column {first + column} of X {why}")
+    return cast("Ids", odd[says_nothing])
 
 
 def _slice(matrix: Csc, which: range) -> Csc:

@@ -45,6 +45,7 @@ _N_PASSES_MAX: Final = 1000  # over one working set
 _N_LINEAR: Final = 5  # passes over one quadratic bound that is not the loss itself
 _N_COMPARED_MAX: Final = 4096  # columns, and their entries: beyond, one block after the other
 _N_ENTRIES_MAX: Final = 1 << 24
+_N_GATHERED: Final = 1 << 20  # entries: a pass over so few takes less than rounds of many blocks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,7 +176,8 @@ class Descent(Program[Block, Argument, Report, Sequence[Solution]]):
         schedule: "priority": working sets. "round_robin": all variables in turn.
         interference: Bound of I_j (`plan`); infinity: dependencies do not count, and the
             objective may rise.
-        gather: Entries per sample up to which a working set is updated by one block.
+        gather: Entries per sample up to which a working set is updated by one block, as is any
+            with at most 2^20 entries; 0: none is.
         start: Coefficients and intercept of the start; None: 0, and the best constant.
         held_out: Samples and targets that are only evaluated.
         patience: After so many alphas without a better held-out loss the path ends.
@@ -212,12 +214,17 @@ class Descent(Program[Block, Argument, Report, Sequence[Solution]]):
         self._x, self._y, self._loss, self._held_out = x, y, loss, held_out
         self._alphas, self._centred, self._patience = alphas, centred, patience
         self._max_iterations, self._schedule = max_iterations, schedule
-        self._interference, self._gather = interference, gather
+        self._interference = interference
+        self._gather_max = max(gather * n_samples, _N_GATHERED) if gather else 0.0
         self._n_samples = n_samples
         self._which = cut(n_features, n_blocks)
         self._ends = np.array([which.stop for which in self._which])
         constant = loss.constant(y, centred=centred)
-        self._gap_max = tolerance * loss.value(y, np.full(n_samples, constant))
+        with np.errstate(over="ignore"):
+            scale = loss.value(y, np.full(n_samples, constant))
+        if not scale < math.inf:
+            raise SettingError("the squares of y are too large for float64: scale y")
+        self._gap_max = tolerance * scale
         coefficients, intercept = (np.zeros(n_features), constant) if start is None else start
         matrices = [x] if held_out is None else [x, held_out[0]]
         self.tables: Mapping[str, Values] = {
@@ -304,7 +311,7 @@ class Descent(Program[Block, Argument, Report, Sequence[Solution]]):
                 gathered = _joined(reports)
             if gathered is None:
                 rounds = blocks
-            elif gathered.n_entries <= self._gather * self._n_samples:
+            elif gathered.n_entries <= self._gather_max:
                 blocks = np.zeros_like(blocks)
             else:
                 rounds = scheduler.rounds(ids, blocks, gathered.columns, self._interference)

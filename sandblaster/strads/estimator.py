@@ -61,7 +61,7 @@ class Estimator:
 _WHOLE = ("n_", "max_iter", "evaluate_every", "patience", "random_state", "workers")
 
 
-def check_numbers(estimator: Estimator, **values: object) -> None:
+def check_numbers(user: str, **values: object) -> None:
     """Refuse parameters that are no positive, finite numbers, or whole ones; a seed may be 0."""
     for name, value in values.items():
         is_whole = name.startswith(_WHOLE)
@@ -74,20 +74,17 @@ def check_numbers(estimator: Estimator, **values: object) -> None:
         if name == "tol":
             use, is_legal = "a number; below 0 nothing ends early", not np.isnan(number)
         if not is_legal:
-            raise SettingError(f"{type(estimator).__name__}: {name} is {value!r}; use {use}")
+            raise SettingError(f"{user}: {name} is {value!r}; use {use}")
 
 
-def blocks_of(estimator: Estimator, given: int | None, **sizes: int) -> int:
+def blocks_of(user: str, given: int | None, **sizes: int) -> int:
     """Return the number of blocks for data of these sizes, by name; None: 8, or all there are."""
     if given is None:
         return min(8, *sizes.values())
-    check_numbers(estimator, n_blocks=given)
+    check_numbers(user, n_blocks=given)
     for name, n in sizes.items():
         if n < given:
-            raise SettingError(
-                f"{type(estimator).__name__}: n_blocks is {given}, X has {n} {name}; "
-                f"use n_blocks={n}"
-            )
+            raise SettingError(f"{user}: n_blocks is {given}, X has {n} {name}; use n_blocks={n}")
     return given
 
 
@@ -110,6 +107,9 @@ def checked_entries(x: object, *, user: str) -> "sparse.csr_array[np.float64]":
     if not matrix.has_canonical_format:
         matrix = matrix.copy()
         matrix.sum_duplicates()
+    if not matrix.data.flags.c_contiguous:
+        parts = np.ascontiguousarray(matrix.data), matrix.indices, matrix.indptr
+        matrix = sparse.csr_array(parts, shape=matrix.shape)
     if not np.isfinite(matrix.data).all():
         raise SettingError(f"{user}: X contains NaN or infinity; leave these entries out")
     return matrix

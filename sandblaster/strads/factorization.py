@@ -14,7 +14,7 @@ divides. A row's bias is a rank whose v is held at 1; a column's one, whose u is
 
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, TypeAlias, final
+from typing import Final, TypeAlias, cast, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,7 @@ from scipy import sparse
 from typing_extensions import override
 
 from distbelief.core.errors import SettingError
+from sandblaster.strads.columns import of_sklearn
 from sandblaster.strads.estimator import Estimator, blocks_of, check_numbers, checked_entries
 from sandblaster.strads.factor_kernel import stepper, subtract
 from sandblaster.strads.program import Program, Pushed, Task, Values, run
@@ -67,6 +68,7 @@ class Factors(Program[Block, Turn, Report, Sequence[tuple[float, float]]]):
     (n_ranks * n_columns, 2). `schedule` returns objective and held-out error after each pass.
 
     Args:
+        mean: What was taken from ratings; 0 of feedback.
         targets, weights: t and w: (n_rows, n_columns), canonical, of the same entries.
         whole: Weight of all pairs.
         regularization: Above 0.
@@ -79,6 +81,7 @@ class Factors(Program[Block, Turn, Report, Sequence[tuple[float, float]]]):
     All others as those of the estimator.
     """
 
+    mean: float
     targets: Matrix
     weights: Matrix
     whole: float
@@ -154,7 +157,9 @@ class Factors(Program[Block, Turn, Report, Sequence[tuple[float, float]]]):
     def _is_over(self, history: Sequence[tuple[float, float]]) -> bool:
         errors = [error for _, error in history]
         if self.held_out.nnz and len(history) > self.patience:
-            return min(errors[-self.patience :]) >= min(errors[: -self.patience])
+            best = min(errors[: -self.patience])
+            if min(errors[-self.patience :]) >= best:
+                return True
         if len(history) < 2:
             return False
         before, last = history[-2][0], history[-1][0]
@@ -241,7 +246,8 @@ class MatrixFactorization(Estimator):
             and 0 elsewhere, with weight 1 (Hu, Koren and Volinsky 2008).
         max_iter: Passes over all ranks, at most.
         tol: It ends when the objective falls by no more in a pass, as a share of it.
-        patience: It ends after so many passes without a smaller error of `held_out`.
+        patience: It ends after so many passes without a smaller error of `held_out`; the factors
+            are those of the last pass.
         n_blocks: Blocks of rows, updated at the same time, by up to so many workers; None: 8, or
             all rows if these are fewer.
         workers: Threads.
@@ -291,14 +297,14 @@ class MatrixFactorization(Estimator):
         """
         user = type(self).__name__
         whole = ("n_components", "max_iter", "patience", "workers", "random_state")
-        check_numbers(self, **{name: getattr(self, name) for name in whole})
-        check_numbers(self, regularization=self.regularization, tol=self.tol)
+        check_numbers(user, **{name: getattr(self, name) for name in whole})
+        check_numbers(user, regularization=self.regularization, tol=self.tol)
         if self.implicit_strength is not None:
-            check_numbers(self, implicit_strength=self.implicit_strength)
+            check_numbers(user, implicit_strength=self.implicit_strength)
         entries = self._checked(X)
         if not entries.nnz:
             raise SettingError(f"{user}: X has no entries; give at least one")
-        n_blocks = blocks_of(self, self.n_blocks, rows=entries.shape[0])
+        n_blocks = blocks_of(user, self.n_blocks, rows=entries.shape[0])
         evaluated = sparse.csr_array(entries.shape) if held_out is None else self._checked(held_out)
         if evaluated.shape != entries.shape:
             raise SettingError(
@@ -307,10 +313,11 @@ class MatrixFactorization(Estimator):
             )
         if held_out is not None and not evaluated.nnz:
             raise SettingError(f"{user}: held_out has no entries; give some or none")
-        self.mean_ = 0.0 if self.implicit_strength else float(entries.data.mean())
+        mean = 0.0 if self.implicit_strength else float(entries.data.mean())
         return Factors(
-            targets=self._with(entries, self._targets(entries.data)),
-            weights=self._with(entries, self._weights(entries.data)),
+            mean=mean,
+            targets=self._with(entries, _targets(entries.data, mean, self.implicit_strength)),
+            weights=self._with(entries, _weights(entries.data, self.implicit_strength)),
             whole=float(self.implicit_strength is not None),
             regularization=float(self.regularization),
             n_ranks=self.n_components + _N_BIASES * self.biases,
@@ -319,7 +326,7 @@ class MatrixFactorization(Estimator):
             n_blocks=n_blocks,
             max_iter=self.max_iter,
             tol=self.tol,
-            held_out=self._with(evaluated, evaluated.data - self.mean_),
+            held_out=self._with(evaluated, evaluated.data - mean),
             patience=self.patience,
         )
 
@@ -344,6 +351,13 @@ class MatrixFactorization(Estimator):
         """
         program = self.program(X, held_out=held_out)
         history, tables = run(program, workers=self.workers)
+        if not np.isfinite(history[-1][0]):
+            raise SettingError(
+                f"{type(self).__name__}: the factors are not finite: scale X, or use a larger "
+                "regularization"
+            )
+        self._fitted = self.biases, self.implicit_strength, self.regularization
+        self.mean_ = program.mean
         u = tables["rows"].reshape(program.n_ranks, -1)
         v = tables["columns"][:, 0].reshape(program.n_ranks, -1)
         first = _N_BIASES * self.biases
@@ -361,7 +375,11 @@ class MatrixFactorization(Estimator):
     def predict(self, rows: object, columns: object) -> Values:
         """Return what is expected at pairs of row and column, (n,), of those of `fit`."""
         self._check_fitted()
-        i, j = np.asarray(rows, np.intp), np.asarray(columns, np.intp)
+        i, j = (_indices(one, user=type(self).__name__) for one in (rows, columns))
+        if i.shape != j.shape:
+            raise SettingError(
+                f"{type(self).__name__}: rows are {i.shape}, columns {j.shape}; give pairs"
+            )
         for indices, n, name in (
             (i, len(self.row_biases_), "row"),
             (j, self.n_features_in_, "column"),
@@ -383,11 +401,13 @@ class MatrixFactorization(Estimator):
                 f"{self.n_features_in_}; use those of fit"
             )
         # The row's bias is a factor whose column factors are 1.
-        v = np.vstack([self.components_, *np.ones((int(self.biases), self.n_features_in_))])
-        is_implicit = self.implicit_strength is not None
-        fixed = self.regularization * np.eye(len(v)) + is_implicit * (v @ v.T)
+        biases, strength, regularization = self._fitted
+        v = np.vstack([self.components_, *np.ones((int(biases), self.n_features_in_))])
+        is_implicit = strength is not None
+        fixed = regularization * np.eye(len(v)) + is_implicit * (v @ v.T)
         pull = is_implicit * (v @ self.column_biases_)
-        targets, weights = self._targets(entries.data), self._weights(entries.data)
+        targets = _targets(entries.data, self.mean_, strength)
+        weights = _weights(entries.data, strength)
         factors = np.zeros((entries.shape[0], len(v)))
         for row, (start, end) in enumerate(zip(entries.indptr, entries.indptr[1:], strict=False)):
             columns, w = entries.indices[start:end], weights[start:end]
@@ -422,14 +442,6 @@ class MatrixFactorization(Estimator):
         errors = entries.data - self.predict(*entries.coords)
         return -float(np.sqrt((errors**2).mean()))
 
-    def _targets(self, values: Values) -> Values:
-        strength = self.implicit_strength
-        return values - self.mean_ if strength is None else 1 + 1 / (strength * values)
-
-    def _weights(self, values: Values) -> Values:
-        strength = self.implicit_strength
-        return np.ones_like(values) if strength is None else strength * values
-
     def _with(self, entries: Matrix, values: Values) -> Matrix:
         matrix: Matrix = sparse.csr_array(
             (values, entries.indices, entries.indptr), shape=entries.shape
@@ -441,6 +453,13 @@ class MatrixFactorization(Estimator):
         if self.implicit_strength is None and not sparse.issparse(x):
             x = _known(x)
         entries = checked_entries(x, user=user)
+        if self.implicit_strength is None and sparse.issparse(x):
+            n_given = cast("Matrix", x).nnz
+            if n_given != entries.nnz:
+                raise SettingError(
+                    f"{user}: X has {n_given - entries.nnz} entries of a row and column that has "
+                    "one already; give one rating each"
+                )
         if self.implicit_strength is not None:
             if (entries.data < 0).any():
                 value = entries.data.min()
@@ -451,7 +470,23 @@ class MatrixFactorization(Estimator):
 
     def _check_fitted(self) -> None:
         if not hasattr(self, "components_"):
-            raise SettingError(f"this {type(self).__name__} has no factors yet; call fit first")
+            kind = of_sklearn("NotFittedError", SettingError)
+            raise kind(f"this {type(self).__name__} has no factors yet; call fit first")
+
+
+def _targets(values: Values, mean: float, strength: float | None) -> Values:
+    return values - mean if strength is None else 1 + 1 / (strength * values)
+
+
+def _weights(values: Values, strength: float | None) -> Values:
+    return np.ones_like(values) if strength is None else strength * values
+
+
+def _indices(given: object, *, user: str) -> "NDArray[np.intp]":
+    indices = np.asarray(given)
+    if indices.size and indices.dtype.kind not in "iu":
+        raise SettingError(f"{user}: rows and columns are of {indices.dtype}; give whole numbers")
+    return indices.astype(np.intp)
 
 
 def _known(x: object) -> object:

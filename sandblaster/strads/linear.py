@@ -8,7 +8,7 @@ They take and refuse what scikit-learn's estimators do, and need no scikit-learn
 """
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Self, cast, final
 
@@ -27,7 +27,7 @@ from sandblaster.strads.columns import (
     of_sklearn,
 )
 from sandblaster.strads.descent import Descent, Solution
-from sandblaster.strads.estimator import Estimator
+from sandblaster.strads.estimator import Estimator, check_numbers
 from sandblaster.strads.kernels import Floats
 from sandblaster.strads.losses import Logistic, Loss, Squares
 from sandblaster.strads.program import run
@@ -38,7 +38,7 @@ def sparse_path(  # noqa: PLR0913 -- of a problem, of a path, of a solver
     y: object,
     *,
     loss: Literal["squares", "logistic"] = "squares",
-    alphas: Sequence[float] | None = None,
+    alphas: Iterable[float] | None = None,
     n_alphas: int = 100,
     smallest: float = 1e-3,
     held_out: tuple[object, object] | None = None,
@@ -74,7 +74,16 @@ def sparse_path(  # noqa: PLR0913 -- of a problem, of a path, of a solver
     Raises:
         SettingError: an argument, or the data, cannot be computed with.
     """
-    matrix = checked_matrix(x, user="sparse_path")
+    user = "sparse_path"
+    matrix = checked_matrix(x, user=user)
+    pair: object = held_out
+    if pair is not None and not (isinstance(pair, tuple) and len(pair) == 2):
+        raise SettingError(f"{user}: held_out is no pair; give (x, y)")
+    check_numbers(user, n_alphas=n_alphas, smallest=smallest)
+    if not smallest < 1.0:
+        raise SettingError(f"{user}: smallest is {smallest}; use a share of the first, below 1")
+    if patience is not None:
+        check_numbers(user, patience=patience)
     if loss not in {"squares", "logistic"}:
         raise SettingError(f"sparse_path: loss is {loss!r}; use 'squares' or 'logistic'")
     kind = Squares() if loss == "squares" else Logistic()
@@ -91,8 +100,8 @@ def sparse_path(  # noqa: PLR0913 -- of a problem, of a path, of a solver
     if alphas is None:
         first = largest_alpha(matrix, targets, kind, centred=fit_intercept)
         alphas = cast("Sequence[float]", np.geomspace(first, first * smallest, n_alphas).tolist())
-    settings = _Settings(fit_intercept, tol, max_iter, n_blocks, workers)
-    return settings.solve(matrix, targets, kind, alphas, held_out=held, patience=patience)
+    settings = _Settings(user, fit_intercept, tol, max_iter, n_blocks, workers)
+    return settings.solve(matrix, targets, kind, [*alphas], held_out=held, patience=patience)
 
 
 def largest_alpha(x: Matrix, y: Floats, loss: Loss, *, centred: bool) -> float:
@@ -125,6 +134,7 @@ def _check_width(x: Matrix, n_features: int, user: str) -> None:
 class _Settings:
     """How all of this module solves a problem."""
 
+    user: str
     centred: bool
     tol: float
     max_iter: int
@@ -142,24 +152,29 @@ class _Settings:
         held_out: "tuple[Matrix, Floats] | None" = None,
         patience: int | None = None,
     ) -> Sequence[Solution]:
-        given: list[object] = [*alphas]
+        given: Sequence[object] = [*alphas]
+        if not given:
+            raise SettingError(f"{self.user}: alphas is empty; give at least one")
         for alpha in given:
-            if not isinstance(alpha, int | float | np.floating) or not 0.0 < alpha < np.inf:
+            is_number = isinstance(alpha, int | float | np.number) and not isinstance(alpha, bool)
+            if not (is_number and 0.0 < float(cast("float", alpha)) < np.inf):
                 raise SettingError(
-                    f"alpha is {alpha!r}; use a number above 0: without a penalty any solver of "
-                    "least squares does"
+                    f"{self.user}: alpha is {alpha!r}; use a number above 0: without a penalty "
+                    "any solver of least squares does"
                 )
-        for name, least in {"tol": 0.0, "max_iter": 1, "workers": 1}.items():
-            value: object = getattr(self, name)
-            if not isinstance(value, int | float | np.number) or not value >= least:
-                raise SettingError(f"{name} is {value!r}; use a number of at least {least}")
+        check_numbers(self.user, max_iter=self.max_iter, workers=self.workers)
+        if self.n_blocks is not None:
+            check_numbers(self.user, n_blocks=self.n_blocks)
+        tol: object = self.tol
+        if not isinstance(tol, int | float | np.number) or not tol >= 0.0:
+            raise SettingError(f"{self.user}: tol is {tol!r}; use a number of at least 0")
         kernels.best()  # compiled before threads ask for it
         n_blocks = min(self.workers, x.shape[1]) if self.n_blocks is None else self.n_blocks
         program = Descent(
             x,
             y,
             loss,
-            alphas=alphas,
+            alphas=[float(cast("float", alpha)) for alpha in given],
             n_blocks=n_blocks,
             centred=self.centred,
             tolerance=self.tol,
@@ -211,13 +226,22 @@ class _Linear(Estimator):
     def _solve(self, x: Matrix, y: Floats, loss: Loss) -> tuple[Floats, float]:
         """Fit; return coefficients, (n_features,), and intercept."""
         settings = _Settings(
-            self.fit_intercept, self.tol, self.max_iter, self.n_blocks, self.workers
+            type(self).__name__,
+            self.fit_intercept,
+            self.tol,
+            self.max_iter,
+            self.n_blocks,
+            self.workers,
         )
         start = None
         fitted = cast("Mapping[str, object]", vars(self))
         if self.warm_start and "coef_" in fitted and self.n_features_in_ == x.shape[1]:
             coefficients = np.ravel(cast("Floats", fitted["coef_"])).copy()
-            start = coefficients, float(np.ravel(cast("Floats", fitted["intercept_"]))[0])
+            # What says nothing in these data would never be updated.
+            columns = Columns.of(x, range(x.shape[1]), centred=self.fit_intercept)
+            coefficients[columns.norms == 0.0] = 0.0
+            intercept = float(np.ravel(cast("Floats", fitted["intercept_"]))[0])
+            start = coefficients, intercept if self.fit_intercept else 0.0
         (found,) = settings.solve(x, y, loss, [self.alpha], start=start)
         self.n_features_in_ = x.shape[1]
         self.n_iter_, self.n_updates_ = found.n_iterations, found.n_updates

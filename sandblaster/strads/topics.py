@@ -26,6 +26,7 @@ from scipy.special import digamma
 from typing_extensions import override
 
 from distbelief.core.errors import SettingError
+from sandblaster.strads.columns import of_sklearn
 from sandblaster.strads.estimator import Estimator, blocks_of, check_numbers, checked_entries
 from sandblaster.strads.program import Program, Pushed, Task, Values, run
 from sandblaster.strads.topic_kernel import LANES, Counts, sampler
@@ -37,7 +38,8 @@ Words = NDArray[np.uint64]
 _WINDOW: Final = 5  # passes of which the mean is compared: single ones are noisy
 _PRIOR_EVERY: Final = 10  # passes
 _FOLD_IN_MAX: Final = 200  # iterations
-_PRIOR_MIN: Final = 1e-6  # products of smaller ones are lost in float32
+_PRIOR_MIN: Final = 1e-6  # products of smaller ones are lost in float32,
+_PRIOR_MAX: Final = 1e6  # and beside larger ones the counts
 
 
 # --- random numbers ---
@@ -309,7 +311,9 @@ class Topics(Program[Block, Argument, Report, Learned]):
 
     def _is_over(self, scores: Sequence[float], held_out: Sequence[float]) -> bool:
         if len(held_out) > self.patience:
-            return max(held_out[-self.patience :]) <= max(held_out[: -self.patience])
+            best = max(held_out[: -self.patience])
+            if max(held_out[-self.patience :]) <= best:
+                return True
         last, before = scores[-_WINDOW:], scores[-2 * _WINDOW : -_WINDOW]
         return len(before) == _WINDOW and sum(last) - sum(before) <= self.tol * _WINDOW
 
@@ -393,7 +397,8 @@ class LatentDirichletAllocation(Estimator):
         tol: Sampling ends when the log-likelihood per token, as the mean over 5 passes, rises by
             no more.
         evaluate_every: Passes between evaluations of `held_out`.
-        patience: Sampling ends after so many evaluations without a better one.
+        patience: Sampling ends after so many evaluations without a better one; the topics are
+            those of the last pass.
         n_blocks: Blocks of documents, sampled at the same time, by up to so many workers; None: 8,
             or all documents or words if these are fewer.
         workers: Threads. They share the time only with numba.
@@ -442,7 +447,7 @@ class LatentDirichletAllocation(Estimator):
         """
         user = type(self).__name__
         check_numbers(
-            self,
+            user,
             n_components=self.n_components,
             max_iter=self.max_iter,
             evaluate_every=self.evaluate_every,
@@ -453,15 +458,17 @@ class LatentDirichletAllocation(Estimator):
         )
         priors = [self.doc_topic_prior, self.topic_word_prior]
         alpha, beta = (1 / self.n_components if one is None else one for one in priors)
-        check_numbers(self, doc_topic_prior=alpha, topic_word_prior=beta)
+        check_numbers(user, doc_topic_prior=alpha, topic_word_prior=beta)
         for name, value in {"doc_topic_prior": alpha, "topic_word_prior": beta}.items():
-            if value < _PRIOR_MIN:
-                raise SettingError(f"{user}: {name} is {value}; use {_PRIOR_MIN} or more")
+            if not _PRIOR_MIN <= value <= _PRIOR_MAX:
+                raise SettingError(
+                    f"{user}: {name} is {value}; use {_PRIOR_MIN:g} to {_PRIOR_MAX:g}"
+                )
         counts = _checked_counts(X, user=user)
         if not counts.nnz:
             raise SettingError(f"{user}: X has no words; give documents with at least one")
         n_documents, n_words = counts.shape
-        n_blocks = blocks_of(self, self.n_blocks, documents=n_documents, words=n_words)
+        n_blocks = blocks_of(user, self.n_blocks, documents=n_documents, words=n_words)
         if held_out is None:
             evaluated = counts[:0]
         else:
@@ -535,7 +542,8 @@ class LatentDirichletAllocation(Estimator):
     def _given(self, counts: object) -> tuple[Matrix, Values]:
         user = type(self).__name__
         if not hasattr(self, "components_"):
-            raise SettingError(f"this {user} has no topics yet; call fit first")
+            kind = of_sklearn("NotFittedError", SettingError)
+            raise kind(f"this {user} has no topics yet; call fit first")
         matrix = _checked_counts(counts, user=user, n_words=self.n_features_in_)
         weights = self.components_ / self.components_.sum(axis=1, keepdims=True)
         return matrix, np.ascontiguousarray(weights.T)

@@ -247,7 +247,7 @@ def test_what_cannot_be_factored_is_refused(
 
 
 def test_what_does_not_fit_the_model_is_refused() -> None:
-    with pytest.raises(SettingError, match="has no factors yet; call fit first"):
+    with pytest.raises(ValueError, match="has no factors yet; call fit first"):
         factorization().predict([0], [0])
     model = factorization(max_iter=1).fit(ratings()[0])
     with pytest.raises(SettingError, match="there is no row 60; use 0 to 59"):
@@ -264,3 +264,31 @@ def test_what_does_not_fit_the_model_is_refused() -> None:
         model.fit(ratings()[0], held_out=[[1.0]])
     with pytest.raises(SettingError, match="feedback has no score"):
         factorization(implicit_strength=1.0, max_iter=1).fit(clicks()).score(clicks())
+
+
+# --- what a user has found ---
+
+
+def test_what_was_fitted_stays_whatever_is_prepared_or_set_later() -> None:
+    ratings = sparse.csr_array(np.arange(1.0, 13.0).reshape(3, 4))
+    model = MatrixFactorization(2, n_blocks=1).fit(ratings)
+    before, transformed = model.predict([0], [0]), model.transform(ratings)
+    model.program(ratings * 100)
+    np.testing.assert_array_equal(model.predict([0], [0]), before)
+    model.set_params(biases=True, regularization=7.0)
+    np.testing.assert_array_equal(model.transform(ratings), transformed)
+
+
+def test_indices_that_are_no_whole_numbers_and_ratings_given_twice_are_refused() -> None:
+    ratings = sparse.csr_array(np.arange(1.0, 13.0).reshape(3, 4))
+    model = MatrixFactorization(2, n_blocks=1).fit(ratings)
+    for wrong in ([1.9], [True], ["a"]):
+        with pytest.raises(SettingError, match="give whole numbers"):
+            model.predict(wrong, [0])
+    with pytest.raises(SettingError, match="give pairs"):
+        model.predict([0, 1, 2], [0, 1])
+    twice = sparse.coo_array(([4.0, 5.0, 1.0], ([0, 0, 1], [0, 0, 1])), shape=(3, 4))
+    with pytest.raises(SettingError, match="give one rating each"):
+        MatrixFactorization(2, n_blocks=1).fit(twice)
+    with pytest.raises(SettingError, match="not finite"), np.errstate(all="ignore"):
+        MatrixFactorization(2, n_blocks=1).fit(ratings * 1e200)

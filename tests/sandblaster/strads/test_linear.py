@@ -8,7 +8,7 @@ import pytest
 from scipy import sparse
 
 import sandblaster
-from distbelief.core.errors import JobError
+from distbelief.core.errors import JobError, SettingError
 from sandblaster import Lasso, SparseLogisticRegression, sparse_path
 from tests.sandblaster.strads.problems import Floats, correlated_problem, sparse_problem
 
@@ -170,7 +170,7 @@ REFUSED: list[tuple[Any, Any, dict[str, Any], str]] = [
     (X, Y, {"alpha": 0.0}, "alpha is 0.0; use a number above 0: without a penalty"),
     (X, Y, {"alpha": "0.1"}, "alpha is '0.1'; use a number above 0"),
     (X, Y, {"tol": -1.0}, "tol is -1.0; use a number of at least 0"),
-    (X, Y, {"workers": 0}, "workers is 0; use a number of at least 1"),
+    (X, Y, {"workers": 0}, "workers is 0; use a whole number, 1 or more"),
     (FAR, Y, {}, "column 5 of X varies by less than .*: subtract the mean from it first"),
 ]
 
@@ -249,3 +249,75 @@ def test_paths_without_an_answer_are_refused(options: dict[str, Any], message: s
 
 def test_the_package_names_them() -> None:
     assert {"Lasso", "SparseLogisticRegression", "sparse_path"} <= {*sandblaster.__all__}
+
+
+# --- what a user has found ---
+
+
+@pytest.mark.parametrize("mean", [3e4, 1e7, 1.7e9])
+def test_a_column_whose_variation_is_lost_is_refused_and_not_taken_as_constant(mean: float) -> None:
+    x = np.random.default_rng(0).normal(size=(50, 5))
+    y = 2.0 * x[:, 0]
+    x[:, 0] += 10 * mean
+    for given in (x, sparse.csc_array(x)):
+        with pytest.raises(SettingError, match="column 0 of X varies by less"):
+            Lasso(0.01).fit(given, y)
+
+
+@pytest.mark.parametrize("scale", [1e-170, 1e170])
+def test_a_column_whose_squares_leave_float64_is_refused(scale: float) -> None:
+    for centred in (False, True):
+        with pytest.raises(SettingError, match="so small or large that their squares are lost"):
+            Lasso(0.01, fit_intercept=centred).fit(X * scale, Y)
+    with pytest.raises(SettingError, match="scale y"):
+        Lasso(0.01).fit(X, Y * 1e160)
+
+
+@pytest.mark.parametrize("is_sparse", [False, True])
+def test_a_warm_start_keeps_nothing_that_cannot_be_updated(*, is_sparse: bool) -> None:
+    model = Lasso(0.01, warm_start=True).fit(X, Y + 10.0)
+    assert model.coef_[0]
+    other = X.copy()
+    other[:, 0] = 0.0
+    given = sparse.csc_array(other) if is_sparse else other
+    model.set_params(fit_intercept=False).fit(given, Y)
+    assert model.intercept_ == 0.0
+    assert model.coef_[0] == 0.0
+    cold = Lasso(0.01, fit_intercept=False).fit(given, Y)
+    assert model.objective_ == pytest.approx(cold.objective_, abs=2e-4 * float(Y @ Y))
+
+
+def test_alphas_may_be_numbers_of_any_kind_and_are_not_empty() -> None:
+    path = sparse_path(X, Y, alphas=np.array([2, 1]))
+    assert [one.alpha for one in path] == [2.0, 1.0]
+    assert Lasso(np.float16(0.1)).fit(X, Y).dual_gap_ > 0.0  # type: ignore[arg-type] # a user's
+    with pytest.raises(SettingError, match="alpha is True"):
+        Lasso(True).fit(X, Y)  # noqa: FBT003 -- a user's mistake
+    with pytest.raises(SettingError, match="alphas is empty"):
+        sparse_path(X, Y, alphas=[])
+    wrong: dict[str, Any]
+    for wrong in ({"n_alphas": 0}, {"smallest": 2.0}, {"n_blocks": 2.5}, {"patience": 0}):
+        with pytest.raises(SettingError, match=next(iter(wrong))):
+            sparse_path(X, Y, held_out=(X, Y), **wrong)
+
+
+def test_sparse_data_of_any_format_and_memory_are_the_same_numbers() -> None:
+    entries = np.array([100, 100, 50], np.int8), (np.array([0, 0, 1]), np.array([0, 0, 0]))
+    small = sparse.coo_array(entries, shape=(3, 1))
+    y = np.array([200.0, 50.0, 0.0])
+    assert Lasso(0.01).fit(small, y).coef_ == pytest.approx(1.0, abs=0.01)
+    columns = sparse.csc_array(X)
+    strided = np.repeat(columns.data, 2)[::2]
+    other = sparse.csc_array((strided, columns.indices, columns.indptr), shape=columns.shape)
+    np.testing.assert_array_equal(
+        Lasso(0.01).fit(other, Y).coef_, Lasso(0.01).fit(columns, Y).coef_
+    )
+
+
+def test_small_problems_take_one_block_also_with_many_workers() -> None:
+    # With four it took 300 times as long: thousands of rounds of a few variables.
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(50, 20)) + 5.0
+    y = (x - 5.0).sum(axis=1) + rng.normal(size=50)
+    one, four = (Lasso(0.01, fit_intercept=False, workers=workers).fit(x, y) for workers in (1, 4))
+    np.testing.assert_allclose(one.coef_, four.coef_, rtol=1e-9)

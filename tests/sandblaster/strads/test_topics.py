@@ -392,7 +392,7 @@ def test_parameters_are_those_of_init() -> None:
         ([[1]], {"max_iter": 2.5}, "max_iter is 2.5; use a whole number, 1 or more"),
         ([[1]], {"random_state": -1}, "random_state is -1; use a whole number, 0 or more"),
         ([[1]], {"topic_word_prior": 0}, "topic_word_prior is 0; use a number above 0"),
-        ([[1]], {"doc_topic_prior": 1e-9}, "doc_topic_prior is 1e-09; use 1e-06 or more"),
+        ([[1]], {"doc_topic_prior": 1e-9}, "doc_topic_prior is 1e-09; use 1e-06 to 1e+06"),
     ],
 )
 def test_what_cannot_be_sampled_is_refused(
@@ -404,7 +404,7 @@ def test_what_cannot_be_sampled_is_refused(
 
 
 def test_what_does_not_fit_the_model_is_refused() -> None:
-    with pytest.raises(SettingError, match="has no topics yet; call fit first"):
+    with pytest.raises(ValueError, match="has no topics yet; call fit first"):
         estimator().transform([[1]])
     model = estimator(max_iter=1).fit(corpus())
     with pytest.raises(SettingError, match="X has 3 columns, not 40; use the same vocabulary"):
