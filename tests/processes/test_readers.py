@@ -155,10 +155,11 @@ def test_each_sample_counts_once_although_readers_and_replicas_are_killed(folder
         command.kill("replica-1")
         lost = readers_of(command, "replica-1")
         poll(lambda: not alive(lost[-2:]))
-        poll(lambda: len(readers_of(command)) >= 8)
+        # On a busy machine replica 0 reads all that is left before this one is back.
+        poll(lambda: len(readers_of(command)) >= 8 or command.process.poll() is not None)
         command.ends()
     assert (dealt.counts(command) == 4.0).all()
-    assert command.summary()["restarts"] >= 2
+    assert command.summary()["restarts"] >= 1
     assert "was ended by signal SIGKILL (out of memory?)" in command.told()
     assert not alive(readers_of(command))
     assert not command.shared_memory()

@@ -41,7 +41,10 @@ class Forgetful(nn.Module):
 
 
 def test_the_package_has_its_names() -> None:
-    assert dir(sandblaster) == ["Reason", "minimize"]
+    assert dir(sandblaster) == [
+        "Lasso", "LatentDirichletAllocation", "MatrixFactorization", "Reason",
+        "SparseLogisticRegression", "minimize", "sparse_path",
+    ]  # fmt: skip
     assert sandblaster.minimize is minimize
     with pytest.raises(AttributeError, match="no attribute 'maximize'"):
         _ = sandblaster.maximize

@@ -9,7 +9,6 @@ The text is that of the docstrings and comments of Python's own library.
 
 import argparse
 import io
-import re
 import sysconfig
 import time
 import tokenize
@@ -49,7 +48,8 @@ def prose(path: Path) -> Iterator[str]:
     try:
         for token in tokenize.generate_tokens(io.StringIO(source).readline):
             if token.type == tokenize.COMMENT or token.string.startswith(('"""', "'''")):
-                yield from re.findall("[a-z]{3,15}", token.string.lower())
+                letters = (one if "a" <= one <= "z" else " " for one in token.string.lower())
+                yield from (one for one in "".join(letters).split() if 3 <= len(one) <= 15)
     except (tokenize.TokenError, SyntaxError):
         return  # a file of tests that is no Python
 
