@@ -179,6 +179,7 @@ class Trainer:
                 train=found.task.train,
                 report=log.warn_user,
                 plans=[load(found.plans[n]) for n in ranks],
+                judged_by=found.judged_by,
             )
             self._previous, self._store = resumed.previous, resumed.store
             for line in resumed.notes:
