@@ -13,7 +13,7 @@ from typing import Final, ParamSpec, TypeVar, cast
 
 import typer
 
-from distbelief.core.errors import DistBeliefError, JobError
+from distbelief.core.errors import DistBeliefError, JobError, raised_by
 from distbelief.core.formatting import plain
 
 
@@ -66,10 +66,9 @@ def _output_refused(error: Exception) -> str | None:
 
 def _pointer(error: Exception) -> str:
     frame = traceback.extract_tb(error.__traceback__)[-1]
-    return (
-        f"{type(error).__name__}: {error} at {frame.filename}:{frame.lineno}\n"
-        "This is an unexpected error. Run the command again with --traceback to see all of it."
-    )
+    user, again = raised_by(error), "Run the command again with --traceback to see all of it."
+    what = f"{type(error).__name__}: {error} at {frame.filename}:{frame.lineno}\n"
+    return f"{user} raised {what}{again}" if user else f"{what}This is an unexpected error. {again}"
 
 
 def reported(command: Callable[_P, int | None]) -> Callable[_P, None]:

@@ -17,6 +17,18 @@ A message says what is wrong, shows the value, and says how to fix it.
 """
 
 
+class RaisedBy(str):
+    """A note on an error (`BaseException.add_note`): which of the user's functions raised it."""
+
+    __slots__ = ()
+
+
+def raised_by(error: BaseException) -> str:
+    """Return which of the user's functions raised this; "" if that is not noted."""
+    notes = getattr(error, "__notes__", ())
+    return next((note for note in notes if isinstance(note, RaisedBy)), "")
+
+
 class DistBeliefError(Exception):
     """Base class of every error raised on purpose."""
 

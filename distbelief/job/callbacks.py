@@ -1,16 +1,20 @@
 """Callbacks of a job: the user's functions that see it run, in the supervisor's process.
 
 They see views while replicas work on: of each evaluation, and else a few each second, so several
-steps may lie between two calls. A callback that returns True ends the job. One that raises ends it
-in order, and its error is raised then.
+steps may lie between two calls. A callback that returns True, or raises StopIteration, ends the
+job. One that raises another error ends it in order, and its error is raised then.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+import inspect
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Final, Self, final
 
 import numpy as np
+import torch
 
-from distbelief.core.errors import JobError
+from distbelief.core.errors import JobError, RaisedBy, raised_by
 from distbelief.supervisor.view import JobView
 from distbelief.task.imports import call_factory, named
 
@@ -24,6 +28,7 @@ _COUNTS: Final = {
     "on_evaluation": "n_evaluations",
     "on_checkpoint": "n_checkpoints",
 }
+_SHOWN: Final = {"on_end": "run"}
 
 
 @final
@@ -40,22 +45,39 @@ class Callbacks:
         """Show a view; return whether to end the job."""
         before, self._before = self._before or view, view
         hooks = [h for h, count in _COUNTS.items() if getattr(view, count) > getattr(before, count)]
-        heard = [call for hook in ("__call__", *hooks) for call in self._with(hook)]
-        answers = [is_true(each(view)) for each in heard]  # all hear of it
-        return any(answers)
+        answers = [ends for hook in ("__call__", *hooks) for ends in self._call(hook, view)]
+        return any(answers)  # all have heard of it
 
     def end(self, run: object) -> None:
         """The job has ended, and its files are written."""
-        for hook in self._with("on_end"):
-            hook(run)
+        for _ in self._call("on_end", run):
+            pass
 
-    def _with(self, hook: str) -> list[Callable[[object], object]]:
-        return [getattr(each, hook) for each in self._callbacks if hasattr(each, hook)]
+    def _call(self, hook: str, shown: object) -> Iterator[bool]:
+        """Call this hook of all that have it; yield whether each wants the job to end."""
+        for each in self._callbacks:
+            if not hasattr(each, hook):
+                continue
+            try:
+                yield is_true(getattr(each, hook)(shown))
+            except StopIteration:
+                yield True
+            except BaseException as error:
+                error.add_note(RaisedBy(f"callback {_name(each, hook)}"))
+                raise
 
 
 def is_true(answer: object) -> bool:
     """Return whether a callback has answered that the job is to end."""
+    if isinstance(answer, np.ndarray | torch.Tensor) and math.prod(answer.shape) == 1:
+        answer = answer.item()
     return isinstance(answer, bool | np.bool_) and bool(answer)
+
+
+def _name(callback: object, hook: str) -> str:
+    named = callback if hasattr(callback, "__qualname__") else type(callback)
+    name = f"{named.__module__}.{named.__qualname__}"
+    return name if hook == "__call__" else f"{name}.{hook}"
 
 
 def _check(callback: object) -> None:
@@ -68,6 +90,22 @@ def _check(callback: object) -> None:
             f"callback {callback!r:.80} {found}: use a function of the job's view, or an object "
             f"with {', '.join(HOOKS[:-1])} or {HOOKS[-1]}"
         )
+    for hook in filter(partial(hasattr, callback), ("__call__", *HOOKS)):
+        call = callback if hook == "__call__" else getattr(callback, hook)
+        _check_hook(call, _name(callback, hook), of=_SHOWN.get(hook, "view"))
+
+
+def _check_hook(call: object, name: str, *, of: str) -> None:
+    if not callable(call):
+        raise JobError(f"callback {name} is {call!r:.80}: make it a function of ({of})")
+    try:
+        signature = inspect.signature(call)
+    except ValueError:  # of some functions in C it is unknown
+        return
+    try:
+        signature.bind(None)
+    except TypeError as error:
+        raise JobError(f"callback {name}{signature} cannot take ({of}): {error}") from None
 
 
 def named_callbacks(paths: Sequence[str]) -> list[object]:
@@ -100,6 +138,14 @@ class HeldCallback:
         except BaseException as error:  # noqa: BLE001 -- SystemExit, too, can wait
             self._error = error
             return True
+
+    @property
+    def reason(self) -> str:
+        """Why it ends the job."""
+        user = "" if self._error is None else raised_by(self._error)
+        if not user:
+            return "stopped by the caller"
+        return f"{user} raised {type(self._error).__name__}: {self._error}"
 
     def __enter__(self) -> Self:
         return self

@@ -35,7 +35,7 @@ from distbelief.core.arguments import checked
 from distbelief.core.errors import JobError, StorageError
 from distbelief.core.folders import LocalFolder
 from distbelief.core.signals import EXIT_CODES, REASONS, caught_signals, ended_by_signals
-from distbelief.job.callbacks import Callbacks, HeldCallback, Watch, named_callbacks
+from distbelief.job.callbacks import Callbacks, HeldCallback, named_callbacks
 from distbelief.job.display.progress import ProgressLine
 from distbelief.job.hosts.bootstrap import JobAddress
 from distbelief.job.hosts.join_server import HostSource, JoinServer
@@ -179,6 +179,7 @@ class Trainer:
                 train=found.task.train,
                 report=log.warn_user,
                 plans=[load(found.plans[n]) for n in ranks],
+                judged_by=found.judged_by,
             )
             self._previous, self._store = resumed.previous, resumed.store
             for line in resumed.notes:
@@ -205,7 +206,7 @@ class Trainer:
 
     def supervise(
         self,
-        watch: Watch | None = None,
+        watch: HeldCallback | None = None,
         around: Around | None = None,
         hosting: JoinServer | None = None,
     ) -> None:
@@ -282,14 +283,15 @@ class Trainer:
         content = msgspec.json.encode(msgspec.structs.replace(state, run=run, files=files_at))
         return partial(files.write_private, self._memory.directory / HANDOVER, content)
 
-    def tick(self, supervisor: Supervisor, watch: Watch | None = None) -> None:
+    def tick(self, supervisor: Supervisor, watch: HeldCallback | None = None) -> None:
         """Show the view, write status.json and metrics.jsonl, call the user."""
         log, now = self._log, time.monotonic()
         view = supervisor.view(now)
         records = supervisor.take_records()
         answers = [] if watch is None else [watch(each) for each in (*records, view)]
         if any(answers):
-            supervisor.request_stop("stopped by the caller")
+            assert watch is not None
+            supervisor.request_stop(watch.reason)
         log.show(partial(self._display.update, view), key="view")
         for record in records:
             log.disk.write(log.warned(partial(self._metrics.append, Measurement.of(record))))
@@ -533,8 +535,8 @@ def train(  # noqa: PLR0913 -- a front door: all but the first are options
         callbacks: Beside those of the job file ([output] callbacks). Objects with `on_step(view)`,
             `on_evaluation(view)`, `on_checkpoint(view)`, each called once there is a new one, and
             `on_end(run)`; or functions, called with each view, a few each second. One that
-            returns True ends the job. If one raises, the job ends in order, and its error is raised
-            then.
+            returns True, or raises StopIteration, ends the job. If one raises another error, the
+            job ends in order, and its error is raised then.
         around: Wraps the supervisor; chaos uses it to see its events.
         hosting: How other hosts may join; by default they may not.
 
@@ -546,14 +548,37 @@ def train(  # noqa: PLR0913 -- a front door: all but the first are options
         StorageError: a directory or shared memory cannot be created.
     """
     check_is_no_import("distbelief.train")
-    console = Console(quiet=not show)
-    with ended_by_signals(), ExitStack() as stack:
-        # First, because the server's import of torch takes longest.
-        launcher = stack.enter_context(launcher or LocalLauncher())
+    # First, because the server's import of torch takes longest.
+    with ended_by_signals(), launcher or LocalLauncher() as own_launcher:
         if not isinstance(job, Job):
             job = load_job(job)
         import_from(job)
-        callers = Callbacks([*named_callbacks(job.output.callbacks), *callbacks])
+        return _train(
+            job,
+            Callbacks([*named_callbacks(job.output.callbacks), *callbacks]),
+            own_launcher,
+            resume=resume,
+            from_scratch=from_scratch,
+            console=Console(quiet=not show),
+            json=json,
+            around=around,
+            hosting=hosting,
+        )
+
+
+def _train(  # noqa: PLR0913 -- the options of `train`
+    job: Job,
+    callers: Callbacks,
+    launcher: LocalLauncher,
+    *,
+    resume: str | os.PathLike[str] | None,
+    console: Console,
+    from_scratch: bool = False,
+    json: bool = False,
+    around: Around | None = None,
+    hosting: JoinServer | None = None,
+) -> Run:
+    with ExitStack() as stack:
         watch = stack.enter_context(HeldCallback(callers))
         hosting = None if hosting is None else hosting.checked()
         if hosting is None:
@@ -623,7 +648,16 @@ def _end_if_other(
             return view.phase not in {"starting", "resuming"}
 
         listening = hosting if listens else None
-        train(earlier, resume=resume, show=False, callbacks=(runs_again,), hosting=listening)
+        # Without its own callbacks: the user may have changed them, and it only ends.
+        with LocalLauncher() as launcher:
+            _train(
+                earlier,
+                Callbacks([runs_again]),
+                launcher,
+                resume=resume,
+                console=Console(quiet=True),
+                hosting=listening,
+            )
 
 
 def _open_run(

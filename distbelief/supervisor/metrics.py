@@ -37,16 +37,20 @@ class JobMetrics:
         before: PreviousTotals,
         min_delta: float = 0.0,  # of the metric, for [stop] patience
         others: Sequence[str] = (),  # further metrics
+        judged_by: str = "",  # what they are of (`task.judged_by`)
     ) -> None:
         self._names = (metric_name, *others)
         self._higher_is_better = higher_is_better
         self._min_delta = min_delta
         self.before = before.view
         known = before.view  # as last measured
-        if known.metric_name != metric_name:  # figures of another metric say nothing of this one
+        # Figures of another metric, or of other data, say nothing of this one.
+        if (known.metric_name, known.judged_by) != (metric_name, judged_by):
             known = replace(
                 known,
                 metric_name=metric_name,
+                judged_by=judged_by,
+                held_out_loss=None,
                 metric=None,
                 metrics={},
                 best_metric=None,

@@ -61,7 +61,10 @@ class StopRules:
         if table.patience is not None and n >= table.patience:
             noun = "evaluation" if n == 1 else "evaluations"
             best = formatting.metric(view.metric_to_beat, name)
-            yield f"held-out {name} has not got better than {best} in {n} {noun}"
+            yield (
+                f"held-out {name} has not got better than {best} in {n} {noun} "
+                "(a larger patience goes on)"
+            )
 
     def progress(self, view: JobView) -> float | None:
         """Return the share of the job that is done, 0 to 1; None without a rule that tells."""

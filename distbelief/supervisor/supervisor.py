@@ -90,6 +90,7 @@ class Supervisor:
         self.metrics = JobMetrics(
             metric_name=config.metric_name,
             higher_is_better=config.higher_is_better,
+            judged_by=config.judged_by,
             before=config.before,
             min_delta=config.min_delta,
             others=config.other_metrics,

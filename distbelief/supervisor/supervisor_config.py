@@ -22,6 +22,7 @@ class SupervisorConfig:
     admits_guests: bool = False  # whether roles that somebody else started may join
     metric_name: str = "accuracy"  # name of the held-out metric
     higher_is_better: bool = True
+    judged_by: str = ""  # what the metric is of (`task.judged_by`)
     other_metrics: tuple[str, ...] = ()  # names of those measured beside it
     min_delta: float = 0.0  # of this metric: a smaller improvement is none
     batch_size: int = 1  # samples of a step of one replica

@@ -138,6 +138,7 @@ class JobView(Totals, frozen=True, kw_only=True):
     roles: tuple[RoleView, ...] = ()  # one entry per role, in roster order
     hosts: tuple[HostView, ...] = ()  # hosts that have joined, those that are gone included
     history: tuple[Point, ...] = ()  # at most `HISTORY_MAX` points, oldest first
+    judged_by: str = ""  # what the metrics are of (`task.judged_by`)
     n_checkpoints: int = 0  # of all shards, in this session
     messages: tuple[Message, ...] = ()  # the latest `MESSAGES_MAX` messages, oldest first
 

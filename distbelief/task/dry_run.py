@@ -29,6 +29,7 @@ from distbelief.task.losses import (
     Metric,
     StatefulMetric,
     labels_of,
+    number_of,
     scores_of,
 )
 
@@ -181,12 +182,8 @@ def measure(metric: Metric, outputs: object, targets: object, *, name: str) -> f
             value = metric(outputs, targets)
     except Exception as error:  # the metric may be the user's
         raise _failed(f"[evaluation] metric {name}", outputs, targets, error) from error
-    if not isinstance(value, torch.Tensor | float | int) or torch.as_tensor(value).numel() != 1:
-        what = "" if isinstance(metric, StatefulMetric) else ", the mean over the samples"
-        raise JobError(
-            f"[evaluation] metric {name} returned {shown(value)}: it must return one number{what}"
-        )
-    return float(value)
+    what = "" if isinstance(metric, StatefulMetric) else ", the mean over the samples"
+    return number_of(value, name=name, what=what)
 
 
 def check_mean_metric(module: nn.Module, batch: Batch, metrics: Mapping[str, Metric]) -> None:

@@ -9,11 +9,15 @@ sizes. A metric that is no mean over samples is an object with a state, as those
 `update(outputs, targets)` takes each piece, and `compute()` returns the metric of all.
 """
 
+import math
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from copy import deepcopy
 from functools import partial
+from numbers import Real
 from typing import Final, NoReturn, Protocol, cast, final, runtime_checkable
 
+import numpy as np
 import torch
 from torch.nn import functional
 
@@ -199,6 +203,24 @@ def higher_is_better(metric: str) -> bool:
     return getattr(metric_of(metric), "higher_is_better", True) is not False
 
 
+def number_of(value: object, *, name: str, what: str = "") -> float:
+    """Return the real number, of any type of torch and numpy, that a metric has returned.
+
+    JobError, with its `name` and `what` the number is, if it has returned anything else.
+    """
+    plain, found = value, f"{type(value).__name__}"
+    if isinstance(value, torch.Tensor | np.ndarray | np.generic):
+        plain = value.item() if math.prod(value.shape) == 1 else None
+        kind = str(value.dtype).removeprefix("torch.")
+        found = f"{kind} of shape {tuple(value.shape)}"
+    is_bool = isinstance(plain, bool)  # which Python counts as a number
+    if isinstance(plain, Real) and not is_bool:
+        with suppress(OverflowError):
+            return float(plain)
+        found = "a number that is too large"
+    raise JobError(f"[evaluation] metric {name} returned {found}: it must return one number{what}")
+
+
 @final
 class Measures:
     """Loss and metrics of an evaluation, piece by piece."""
@@ -220,19 +242,21 @@ class Measures:
         """
         value = float(self._loss(outputs, targets)) if loss is None else loss
         found = [value]
-        for metric in self.metrics.values():
+        for name, metric in self.metrics.items():
             if isinstance(metric, StatefulMetric):
                 metric.update(outputs, targets)
                 found.append(0.0)
+            elif metric is self._loss:
+                found.append(value)
             else:
-                found.append(value if metric is self._loss else float(metric(outputs, targets)))
+                found.append(number_of(metric(outputs, targets), name=name))
         return found
 
     def whole(self) -> dict[int, float]:
         """Return the metrics of all pieces that are no means, by their place in `of`."""
         return {
-            place: float(metric.compute())
-            for place, metric in enumerate(self.metrics.values(), start=1)
+            place: number_of(metric.compute(), name=name)
+            for place, (name, metric) in enumerate(self.metrics.items(), start=1)
             if isinstance(metric, StatefulMetric)
         }
 

@@ -264,6 +264,16 @@ def metric_names(task: TaskSpec, sample: Sample | None = None) -> tuple[str, ...
     return (losses.usual_metric(task.loss, labels=labels),)
 
 
+def judged_by(task: TaskSpec, metric: str, *, subset: int | None, seed: int) -> str:
+    """Return, as JSON, what two evaluations must have in common for their metrics to compare."""
+    found = {
+        "[evaluation] metric": f"loss ({task.loss})" if metric == losses.LOSS_METRIC else metric,
+        "[evaluation] subset": None if subset is None else f"{subset} of seed {seed}",
+        "[data.test]": task.test and task.test.source,
+    }
+    return msgspec.json.encode(found, order="deterministic").decode()
+
+
 def build_metrics(task: TaskSpec, sample: Sample | None = None) -> dict[str, Metric]:
     """Return the metrics by name, each of f(outputs, targets) or an object with a state."""
     return {

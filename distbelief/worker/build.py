@@ -177,9 +177,16 @@ def build_evaluator(context: BuildContext) -> Role:
         ),
         client=build_client(context, exchange=None, frozen=model.frozen),
         kinds=held_out(len(dataset), subset=context.evaluation_subset, seed=context.seed),
-        best=BestValues(context.layout, higher_is_better=higher_is_better(next(iter(metrics))))
-        if context.keeps_best
-        else None,
+        best=_best_values(context, next(iter(metrics))) if context.keeps_best else None,
+    )
+
+
+def _best_values(context: BuildContext, metric: str) -> BestValues:
+    judged_by = tk.judged_by(
+        context.task, metric, subset=context.evaluation_subset, seed=context.seed
+    )
+    return BestValues(
+        context.layout, higher_is_better=higher_is_better(metric), judged_by=judged_by
     )
 
 

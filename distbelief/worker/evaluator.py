@@ -77,9 +77,10 @@ class Kept(msgspec.Struct, frozen=True, kw_only=True):
 class BestValues:
     """The values of the best evaluation, as a snapshot that looks like that of a single shard."""
 
-    def __init__(self, layout: Layout, *, higher_is_better: bool) -> None:
+    def __init__(self, layout: Layout, *, higher_is_better: bool, judged_by: str = "") -> None:
         self._layout = Layout.of(layout.tensors, n_shards=1, dtype=layout.spec.dtype)
         self._sign = 1.0 if higher_is_better else -1.0
+        self._judged_by = judged_by  # `task.judged_by`
         self._incarnation = 0
         self._saved: Kept | None = None
         self._saving: Kept | None = None
@@ -118,7 +119,7 @@ class BestValues:
             value = value if value.dtype == torch.float64 else value.to(torch.float32)
             vector[part.offset : part.offset + part.n_elements] = value.numpy()
         facts = {"kept": msgspec.json.encode(self._saving).decode()}
-        facts["incarnation"] = str(self._incarnation)
+        facts |= {"incarnation": str(self._incarnation), "judged_by": self._judged_by}
         return Snapshot(label=BEST, arrays={"values": vector}, facts=facts)
 
     def persisted(self, error: str | None) -> None:

@@ -44,7 +44,7 @@ def test_the_best_values_are_those_that_were_measured_and_outlast_a_resharding(
     resume = ("--resume", "runs/tiny", *OFTEN)
     with train(folder, *resume, *sets("evaluation.subset=100"), job=()) as command:
         assert command.wait() == 2
-        assert "the best values were measured by them" in command.output
+        assert 'another [evaluation] subset (none, now "100 of seed 0")' in command.output
     # Other shards, and values that get worse: the best ones stay.
     (run / "best.safetensors").unlink()
     goal = sets(f"stop.samples={first['samples'] + 2000}", "cluster.shards=3")
@@ -96,9 +96,17 @@ def test_callbacks_of_a_job_hear_of_it_and_may_end_it(tmp_path: Path) -> None:
     assert heard.count("evaluation") >= 2  # and the last one, of all samples
 
 
+def test_an_error_of_a_callback_is_told_with_its_name(tmp_path: Path) -> None:
+    write_job(tmp_path, more="def fails(view):\n    raise KeyError('mine')\n")
+    with train(tmp_path, *sets('output.callbacks=["tiny:fails"]'), *LONG) as command:
+        assert command.wait() == 1
+        assert "callback tiny.fails raised KeyError: 'mine' at " in command.output
+        assert "unexpected" not in command.output
+
+
 def test_an_error_of_a_callback_ends_the_job_in_order_and_is_raised(folder: Path) -> None:
     done = ended(folder, sys.executable, "-c", PROGRAM)
     assert done.stdout == "raised 'mine'\n", done.stderr
     summary = json.loads((folder / "runs" / "tiny" / "summary.json").read_bytes())
-    assert summary["stop_reason"] == "stopped by the caller"
+    assert summary["stop_reason"] == "callback __main__.Fails.on_checkpoint raised KeyError: 'mine'"
     assert (folder / "runs" / "tiny" / "model.safetensors").is_file()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes.commands import poll, train
+from tests.processes.commands import poll, sets, train
 from tests.processes.test_dealt import JOB, N_SAMPLES, counts, write
 
 
@@ -37,3 +37,20 @@ def test_another_supervisor_takes_over_and_each_sample_counts_once(tmp_path: Pat
     assert (summary["samples"], summary["pushes_lost"]) == (8 * N_SAMPLES, 0), again.output
     assert (counts(command) == 8.0).all(), (counts(command) - 8.0).unique(return_counts=True)
     assert not command.shared_memory()
+
+
+def test_a_run_that_is_ended_for_another_job_runs_none_of_its_own_callbacks(tmp_path: Path) -> None:
+    """Those of the killed job may be what the user has repaired, or removed."""
+    write(tmp_path, JOB.replace("epochs = 4", "epochs = 8"))
+    watching = tmp_path / "watching.py"
+    watching.write_text("def watch(view):\n    pass\n")
+    with train(tmp_path, *sets('output.callbacks=["watching:watch"]')) as command:
+        poll(lambda: command.samples() > N_SAMPLES)
+        command.signal(signal.SIGKILL)
+        command.wait()
+        watching.unlink()
+        resumed = ("--resume", "runs/tiny", *sets("output.callbacks=[]"))
+        with train(tmp_path, job=resumed) as again:
+            again.ends()
+    summary = command.summary()
+    assert (summary["samples"], summary["pushes_lost"]) == (8 * N_SAMPLES, 0), again.output

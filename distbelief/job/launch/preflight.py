@@ -81,6 +81,7 @@ class PreflightResult(msgspec.Struct, frozen=True, kw_only=True):
     metric_name: str = "accuracy"  # the held-out metric
     other_metrics: tuple[str, ...] = ()  # measured beside it
     higher_is_better: bool = True
+    judged_by: str = ""  # what the metric is of (`task.judged_by`)
     task: TaskFacts = TaskFacts()  # facts for the summary
     ranks: tuple[int, ...] = ()  # of each replica; empty if replicas are not split
     plans: dict[int, str] = {}  # file of the plan for each number of ranks
@@ -356,6 +357,9 @@ def _found(
         metric_name=metric,
         other_metrics=tuple(others),
         higher_is_better=task.test is None or higher_is_better(metric),
+        judged_by=tasks.judged_by(
+            task, metric, subset=job.evaluation.subset, seed=job.evaluation.seed
+        ),
         task=TaskFacts(
             n_parameters=model.n_parameters,
             train=msgspec.structs.replace(

@@ -86,6 +86,7 @@ def supervisor_config(
         metric_name=answer.metric_name,
         other_metrics=answer.other_metrics,
         higher_is_better=answer.higher_is_better,
+        judged_by=answer.judged_by,
         min_delta=job.stop.min_delta or 0.0,
         batch_size=job.batch_size,
         in_ring=facts.in_ring,

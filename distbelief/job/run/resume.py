@@ -455,9 +455,6 @@ def check_same(job: Job, earlier: Job, *, directory: str) -> None:
                 "ring" if facts.in_ring else "server"
             ),
             "[cluster] checkpoints: they are where they were": each.cluster.checkpoints,
-            "[evaluation] or [data.test]: the best values were measured by them": (
-                judged_by(each) if job.output.keep == earlier.output.keep == "best" else None
-            ),
         }
         for each, facts in ((one, facts_of(one)) for one in (earlier, job))
     )
@@ -469,10 +466,32 @@ def check_same(job: Job, earlier: Job, *, directory: str) -> None:
             )
 
 
-def judged_by(job: Job) -> object:
-    """Return what the metrics of two evaluations must have in common, to be compared."""
-    table, test = job.evaluation, job.data.test
-    return [table.metrics[:1], table.subset, table.seed, test and test.source]
+def _check_best(job: Job, run: RunDirectory, store: CheckpointStore, *, judged_by: str) -> None:
+    """Reject best values that others cannot be compared with, whichever session kept them."""
+    best = None
+    with suppress(StorageError):  # the evaluator says what is wrong with the file
+        best = store.newest(EVALUATORS) if job.output.keep == "best" else None
+    was = None if best is None else best.facts.get("judged_by", "")
+    if was is not None and was != judged_by:
+        raise JobError(
+            f"--resume {run.path}: the best values so far were judged by "
+            f"{_difference(was, judged_by)}. Undo the change, use [output] keep = 'last', or move "
+            f"{run.best_file} and {store.place}/{EVALUATORS} away: then the best are kept from here"
+        )
+
+
+def _difference(was: str, now: str) -> str:
+    before, after = (
+        msgspec.json.decode(text or "{}", type=dict[str, object]) for text in (was, now)
+    )
+    changed = [key for key in after if before.get(key) != after[key]]
+    return ", ".join(
+        f"another {key} ({_plain(before.get(key))}, now {_plain(after[key])})" for key in changed
+    )
+
+
+def _plain(value: object) -> str:
+    return "none" if value is None else toml.excerpt(value, n_max=200)
 
 
 def start_from_scratch(job: Job, run: RunDirectory) -> str:
@@ -494,12 +513,13 @@ def resume_run(
     train: DataFacts,
     report: Report,
     plans: Sequence[Plan] = (),  # of each replica, if replicas are split
+    judged_by: str = "",  # what its metrics are of (`task.judged_by`)
 ) -> Resumed:
     """Prepare a run, new or not, so that the job can start in it.
 
     The job has passed `check_same`; the run's job file is still that of its last session. JobError
-    if the data have changed, or a checkpoint to reshard is missing; StorageError if the run's files
-    cannot be read or written; the run is unchanged.
+    if the data have changed, or what best values were judged by, or a checkpoint to reshard is
+    missing; StorageError if the run's files cannot be read or written; the run is unchanged.
     """
     directory, was = newest_checkpoint_set(run)
     now = checkpoint_set_of(job, train, plans)
@@ -509,6 +529,7 @@ def resume_run(
     elif job.cluster.checkpoints is not None and not run.place_file.exists():
         raise _damaged(run.place_file, "it is missing")
     store = store_of(run, directory, report=report)
+    _check_best(job, run, store, judged_by=judged_by)
     coordinator, in_ring = coordinator_of(job), facts_of(job).in_ring
     notes: tuple[str, ...] = ()
     if coordinator is not None:
@@ -520,6 +541,10 @@ def resume_run(
         run, store, n_shards=was.n_shards, coordinator=coordinator, in_ring=in_ring
     )
     notes += previous.notes
+    known = previous.before.view
+    if known.n_evaluations and known.judged_by != judged_by:
+        what = _difference(known.judged_by, judged_by)
+        notes += (f"the best metric and [stop] patience begin anew: they were of {what}",)
     if previous.trained:
         _check_data(job, run, was=was.train or train, now=train)
     if coordinator is not None and was.n_shards == now.n_shards:

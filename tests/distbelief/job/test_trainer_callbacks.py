@@ -1,7 +1,8 @@
 import numpy as np
 import pytest
+import torch
 
-from distbelief.core.errors import JobError
+from distbelief.core.errors import JobError, raised_by
 from distbelief.job.callbacks import Callbacks, HeldCallback, named_callbacks
 from distbelief.supervisor.view import JobView
 
@@ -89,7 +90,16 @@ def test_callbacks_hear_of_what_is_new_since_the_last_view() -> None:
 
 @pytest.mark.parametrize(
     ("answer", "ends"),
-    [(True, True), (np.True_, True), (False, False), (None, False), (3, False), ("no", False)],
+    [
+        *(
+            (True, True),
+            (np.True_, True),
+            (torch.ones((), dtype=torch.bool), True),
+            (torch.tensor([True]), True),
+        ),
+        *((np.array([True]), True), (torch.tensor([True, True]), False), (torch.tensor(1), False)),
+        *((False, False), (None, False), (3, False), ("no", False)),
+    ],
 )
 def test_only_true_ends_a_job(answer: object, *, ends: bool) -> None:
     assert Callbacks([lambda _view: answer])(JobView()) is ends
@@ -112,6 +122,58 @@ class Lightnings:
 def test_an_object_that_would_hear_nothing_is_refused(callback: object, why: str) -> None:
     with pytest.raises(JobError, match=f"{why} a function of the job's view, or an object with"):
         Callbacks([callback])
+
+
+class Takes:
+    def __call__(self) -> None: ...
+
+
+class TakesNoRun:
+    def on_end(self) -> None: ...
+
+
+def takes_two(view: JobView, other: object) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("callback", "why"),
+    [
+        (Takes(), r"Takes\(\).* cannot take \(view\)"),
+        (TakesNoRun(), r"TakesNoRun\.on_end\(\).* cannot take \(run\)"),
+        (takes_two, r"takes_two\(view.* cannot take \(view\): missing"),
+        (type("Holds", (), {"on_step": 3})(), r"Holds\.on_step is 3: make it a function of \(view"),
+    ],
+)
+def test_a_hook_that_cannot_be_called_is_refused_before_the_job(callback: object, why: str) -> None:
+    with pytest.raises(JobError, match=why):
+        Callbacks([callback])
+
+
+def test_stop_iteration_ends_the_job_as_true_does_and_all_hear_of_it() -> None:
+    def enough(_view: JobView) -> None:
+        raise StopIteration
+
+    seen: list[JobView] = []
+    assert Callbacks([enough, seen.append])(JobView())
+    assert len(seen) == 1
+
+
+class Fails:
+    def on_evaluation(self, _view: JobView) -> None:
+        raise KeyError("mine")
+
+
+def test_an_error_has_the_name_of_the_callback_that_raised_it() -> None:
+    def job() -> None:
+        with HeldCallback(Callbacks([Fails()])) as held:
+            assert held.reason == "stopped by the caller"
+            assert [held(JobView(n_evaluations=n)) for n in (0, 1)] == [False, True]
+            name = f"callback {__name__}.Fails.on_evaluation"
+            assert held.reason == f"{name} raised KeyError: 'mine'"
+
+    with pytest.raises(KeyError) as raised:
+        job()
+    assert raised_by(raised.value) == f"callback {__name__}.Fails.on_evaluation"
 
 
 def test_callbacks_of_a_job_are_objects_and_classes() -> None:

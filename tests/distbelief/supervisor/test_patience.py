@@ -67,7 +67,10 @@ def test_patience_ends_a_job_at_the_evaluation_where_lightning_would(
 def test_the_reason_says_what_was_not_beaten() -> None:
     view = measured(metrics(), 0.5, 0.5, 0.25)
     reason = StopRules(StopTable(patience=2), n_train=9).reason(view)
-    assert reason == "held-out accuracy has not got better than 50.0 % in 2 evaluations"
+    assert reason == (
+        "held-out accuracy has not got better than 50.0 % in 2 evaluations "
+        "(a larger patience goes on)"
+    )
 
 
 def test_a_metric_that_is_no_number_is_no_improvement() -> None:
@@ -99,6 +102,20 @@ def test_another_metric_is_not_compared_with_the_former_one() -> None:
     """A run resumed with another metric had the best value of the former one under its name."""
     before = JobView(metric_name="mse", metric=9.0, best_metric=9.0, metric_to_beat=9.0)
     view = measured(metrics(before), 0.5)
+    assert (view.best_metric, view.metric_to_beat, view.evaluations_without_gain) == (0.5, 0.5, 0)
+
+
+def test_a_metric_of_other_held_out_data_is_not_to_be_beaten() -> None:
+    """An accuracy of 3 samples ended a run that was resumed with 397, after 3 evaluations."""
+    before = JobView(metric=1.0, best_metric=1.0, metric_to_beat=1.0, held_out_loss=0.0)
+    kept = JobMetrics(
+        metric_name="accuracy",
+        higher_is_better=True,
+        judged_by="397 samples",
+        before=PreviousTotals(view=msgspec.structs.replace(before, judged_by="3 samples")),
+    )
+    assert kept.view(1.0).held_out_loss is None  # [stop] loss would be met at once
+    view = measured(kept, 0.5)
     assert (view.best_metric, view.metric_to_beat, view.evaluations_without_gain) == (0.5, 0.5, 0)
 
 
