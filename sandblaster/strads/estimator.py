@@ -38,7 +38,7 @@ class Estimator:
 
     def __sklearn_tags__(self) -> object:
         """Return what scikit-learn asks estimators for; only it does, so it is installed."""
-        from sklearn.utils import InputTags, Tags, TargetTags, TransformerTags  # noqa: PLC0415
+        from sklearn.utils import InputTags, Tags, TargetTags, TransformerTags  # noqa: PLC0415 -- it is loaded
 
         return Tags(
             estimator_type=None,

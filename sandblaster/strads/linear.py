@@ -383,7 +383,7 @@ class SparseLogisticRegression(_Linear):
 
 def _tags(kind: Literal["regressor", "classifier"]) -> object:
     """Return what scikit-learn asks estimators for; only it does, so it is installed."""
-    from sklearn.utils import ClassifierTags, InputTags, RegressorTags, Tags, TargetTags  # noqa: PLC0415
+    from sklearn.utils import ClassifierTags, InputTags, RegressorTags, Tags, TargetTags  # noqa: PLC0415 -- loaded
 
     return Tags(
         estimator_type=kind,

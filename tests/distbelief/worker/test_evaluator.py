@@ -60,7 +60,7 @@ class Bench(RoleBench):
         self.deliver()
 
     def measure(self, bias: float, *, whole: bool = False) -> Snapshot | None:
-        """Evaluate the usual net with this shift of its values; return what is to be saved."""
+        """Evaluate the usual net with this shift of its values; return what gets saved."""
         self.n_asked += 1
         self.shard.values[:] = self.initial + np.float32(bias)
         self.ask(Evaluate(request=self.n_asked, whole=whole))

@@ -119,7 +119,7 @@ def test_orders_of_dense_data_give_the_same_bits(
 
 @pytest.mark.parametrize("kind", ESTIMATORS)
 @pytest.mark.parametrize("form", [sparse.csr_array, sparse.csc_matrix, sparse.coo_array])
-def test_sparse_data_give_what_dense_ones_do(kind: type[Lasso], form: Any) -> None:  # noqa: ANN401
+def test_sparse_data_give_what_dense_ones_do(kind: type[Lasso], form: Any) -> None:  # noqa: ANN401 -- any of several
     x, numbers = sparse_problem(n_samples=80, n_features=60)
     y = numbers if kind.__name__ == "Lasso" else (numbers > 0).astype(np.float64)
     dense = kind(0.01, tol=1e-10).fit(x.toarray(), y)
@@ -205,7 +205,7 @@ def test_samples_of_another_width_are_refused() -> None:
 
 
 @pytest.mark.parametrize("loss", ["squares", "logistic"])
-def test_a_path_begins_where_all_coefficients_are_zero(loss: Any) -> None:  # noqa: ANN401
+def test_a_path_begins_where_all_coefficients_are_zero(loss: Any) -> None:  # noqa: ANN401 -- any of several
     y = Y if loss == "squares" else (LABELS == "yes").astype(float)
     path = sparse_path(X, y, loss=loss, n_alphas=5, smallest=0.1, tol=1e-6)
     assert [len(one.ids) > 0 for one in path] == [False, True, True, True, True]
