@@ -18,7 +18,7 @@ AdamW, without a link; `AdamW in step` is that at the shards, of the mean gradie
     kill         replica 3 of `decoupled-diloco` dies within a round, at three moments
 
 Finished runs are kept in runs/exchanges, so that a run that was cut off goes on; remove the folder
-after a change of the library. About 25 minutes of one core.
+after a change of the library. With one seed some three minutes of one core for a preset and task.
 
 Not in `make bench`: it says nothing about the machine, and takes long.
 
