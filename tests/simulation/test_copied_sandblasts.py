@@ -41,7 +41,7 @@ def test_a_death_just_after_the_work_costs_nothing(directed: Callable[[], Copied
     play(directed())
 
 
-N_SEEDS = 20  # in which a variant is to be caught
+N_SEEDS = 20  # one of them must catch each variant
 
 
 @pytest.mark.slow
