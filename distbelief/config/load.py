@@ -208,12 +208,18 @@ def _stop(table: dict[str, object]) -> jobs.StopTable:
 
 
 def _model(table: dict[str, object], *, base: Path) -> ModelSpec:
+    from distbelief.task.initializers import InitialFile  # noqa: PLC0415 -- torch
     from distbelief.task.task import ModelSpec  # noqa: PLC0415 -- torch
 
     model = tables.decode(_with_arguments(table, ("model",), base), ModelSpec, path=("model",))
-    if model.initial.endswith(".safetensors"):
-        return msgspec.structs.replace(model, initial=_from(base, model.initial))
-    return model
+    match model.initial:
+        case InitialFile(file=file):
+            initial = msgspec.structs.replace(model.initial, file=_from(base, file))
+            return msgspec.structs.replace(model, initial=initial)
+        case str(file) if file.endswith(".safetensors"):
+            return msgspec.structs.replace(model, initial=_from(base, file))
+        case _:
+            return model
 
 
 def _data(table: dict[str, object], *, base: Path) -> jobs.DataTables:

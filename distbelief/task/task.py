@@ -28,6 +28,7 @@ from distbelief.task import dry_run, losses
 from distbelief.task.data import Dataset, Path, Readers, are_alike, marks_of, read_batch, shown_path
 from distbelief.task.forward import Forward, Sample, WholeLoss, input_specs
 from distbelief.task.imports import call_factory, place, resolve
+from distbelief.task.initializers import InitialFile
 from distbelief.task.losses import Loss, Metric
 
 
@@ -45,18 +46,26 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     arguments: dict[str, object] = {}  # its keyword arguments
     # "module" (as the factory leaves it), "seed" (drawn on the shards from the same distributions,
     # so that no process holds the whole model), or the path of a safetensors file with whole
-    # tensors by name
-    initial: str = "module"
+    # tensors by name, or a table where that file has only some of them
+    initial: str | InitialFile = "module"
     # of the factory's random numbers, and of "seed"
     seed: Annotated[int, msgspec.Meta(ge=0, le=SEED_MAX)] = 0
 
     def __post_init__(self) -> None:
         # msgspec turns a ValueError into an error that names the table.
-        if self.initial not in {"module", "seed"} and not self.initial.endswith(".safetensors"):
+        initial = self.initial
+        if isinstance(initial, InitialFile) or initial in {"module", "seed"}:
+            return
+        if not initial.endswith(".safetensors"):
             raise ValueError(
-                f"initial is {self.initial!r}; use 'module', 'seed', or the path of a "
+                f"initial is {initial!r}; use 'module', 'seed', or the path of a "
                 ".safetensors file"
             )
+
+    @property
+    def needs_module(self) -> bool:
+        """Whether some initial values are those that the factory leaves."""
+        return self.initial == "module" or isinstance(self.initial, InitialFile)
 
 
 class DataSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -49,7 +49,7 @@ from distbelief.task import dry_run, task as tasks
 from distbelief.task.data import Dataset, marks_of, read_batch
 from distbelief.task.forward import Sample
 from distbelief.task.imports import place
-from distbelief.task.initializers import reader, recorded_initials
+from distbelief.task.initializers import InitialFile, partial_values, reader, recorded_initials
 from distbelief.task.losses import higher_is_better
 from distbelief.task.validation import check, check_data, check_evaluation, check_fixed
 from distbelief.worker.local_executor import FlatModel
@@ -219,7 +219,7 @@ def answer_to(job: Job, *, initial_file: str, plan: str, proves: bool = True) ->
     sample = check_data(task, job.batch_size, n_readers=n_readers, datasets=datasets)
     captured = tasks.capture_for(task, sample)
     check_evaluation(task, sample)
-    if task.model.initial == "module":
+    if task.model.needs_module:
         check(task, job.batch_size, datasets)  # its values are needed, so the module is built
         model = FlatModel(tasks.build_model(task.model))
     else:
@@ -338,9 +338,12 @@ def _found(
     match task.model.initial:
         case "seed":
             initials = dict(recorded_initials(lambda: tasks.build_model(task.model), list(tensors)))
-        case "module":
+        case "module" | InitialFile() as initial:
             initial_file = written
-            save_file({n: as_real(tensor.detach()) for n, tensor in tensors.items()}, initial_file)
+            values = {n: as_real(tensor.detach()) for n, tensor in tensors.items()}
+            if isinstance(initial, InitialFile):
+                values |= partial_values(initial, values, aliases=model.aliases())
+            save_file(values, initial_file)
         case path:
             initial_file = path
             _check_weights(path, specs)
