@@ -132,16 +132,33 @@ class _Rule(NamedTable, frozen=True, kw_only=True):
     def state(self, n: int, dtype: npt.DTypeLike) -> State:
         return {name: np.zeros(n, dtype) for name in self.state_names}
 
+    @property
+    def takes_rates(self) -> bool:
+        """Whether pushes may have rates of their own."""
+        return True
+
     def apply(
-        self, parameters: Vector, gradient: Vector, state: Mapping[str, Vector], *, clock: int
+        self,
+        parameters: Vector,
+        gradient: Vector,
+        state: Mapping[str, Vector],
+        *,
+        clock: int,
+        learning_rate: float | None = None,
     ) -> None:
-        """Update parameters, (n,), and state in place; `clock` counts their earlier pushes."""
+        """Update parameters, (n,), and state in place; `clock` counts their earlier pushes.
+
+        `learning_rate` is of this push, in place of the rule's; the schedule counts as ever.
+        """
         n = len(parameters)
         others = gradient, *state.values()
         assert all((len(v), v.dtype) == (n, parameters.dtype) for v in others), (n, others)
         assert n % ALIGNMENT == 0, n  # or results would depend on the number of shards
         in_pieces = self.several_passes or self.clip_value is not None
         step = _PIECE if in_pieces else max(n, 1)
+        rate = self.rate(clock)
+        if learning_rate is not None:
+            rate = learning_rate * self.schedule.factor(clock)
         for start in range(0, n, step):
             piece = slice(start, start + step)
             g = torch.from_numpy(gradient[piece])
@@ -152,9 +169,10 @@ class _Rule(NamedTable, frozen=True, kw_only=True):
                 g,
                 {name: torch.from_numpy(v[piece]) for name, v in state.items()},
                 clock=clock,
+                rate=rate,
             )
 
-    def _update(self, w: Tensor, g: Tensor, state: Tensors, *, clock: int) -> None:
+    def _update(self, w: Tensor, g: Tensor, state: Tensors, *, clock: int, rate: float) -> None:
         raise NotImplementedError
 
 
@@ -170,8 +188,8 @@ class SGD(_OwnRule, frozen=True, kw_only=True, tag="sgd"):
     """Stochastic gradient descent as in `torch.optim.SGD`, without state."""
 
     @override
-    def _update(self, w: Tensor, g: Tensor, state: Tensors, *, clock: int) -> None:
-        _fused_sgd(self, w, g, [], clock=clock)
+    def _update(self, w: Tensor, g: Tensor, state: Tensors, *, clock: int, rate: float) -> None:
+        _fused_sgd(self, w, g, [], clock=clock, rate=rate)
 
 
 @final
@@ -200,8 +218,8 @@ class Momentum(_OwnRule, frozen=True, kw_only=True, tag="momentum"):
             )
 
     @override
-    def _update(self, w: Tensor, g: Tensor, state: Tensors, *, clock: int) -> None:
-        _fused_sgd(self, w, g, [state["velocity"]], clock=clock)
+    def _update(self, w: Tensor, g: Tensor, state: Tensors, *, clock: int, rate: float) -> None:
+        _fused_sgd(self, w, g, [state["velocity"]], clock=clock, rate=rate)
 
 
 @final
@@ -221,10 +239,10 @@ class DelayedNesterov(_OwnRule, frozen=True, kw_only=True, tag="delayed_nesterov
     momentum: float = 0.9
 
     @override
-    def _update(self, w: Tensor, g: Tensor, state: Tensors, *, clock: int) -> None:
+    def _update(self, w: Tensor, g: Tensor, state: Tensors, *, clock: int, rate: float) -> None:
         if self.weight_decay:
             g = g.add(w, alpha=self.weight_decay)
-        rate, so_far = self.rate(clock), state["sum"].add_(g)
+        so_far = state["sum"].add_(g)
         w.add_(g, alpha=-rate / self.n_pushes)
         if (clock + 1) % self.n_pushes == 0:
             velocity = state["velocity"].mul_(self.momentum).add_(so_far, alpha=1 / self.n_pushes)
@@ -251,14 +269,14 @@ class Adagrad(_OwnRule, frozen=True, kw_only=True, tag="adagrad"):
         return {"sum_of_squares": np.full(n, self.initial_accumulator, dtype)}
 
     @override
-    def _update(self, w: Tensor, g: Tensor, state: Tensors, *, clock: int) -> None:
+    def _update(self, w: Tensor, g: Tensor, state: Tensors, *, clock: int, rate: float) -> None:
         step = torch.tensor(clock + 1, dtype=torch.float32)
         torch._fused_adagrad_(
             [w],
             [g],
             [state["sum_of_squares"]],
             [step],
-            lr=self.rate(clock),
+            lr=rate,
             lr_decay=0.0,
             weight_decay=self.weight_decay,
             eps=max(self.epsilon, _denominator_min(w.dtype)),
@@ -298,11 +316,11 @@ class RMSprop(_OwnRule, frozen=True, kw_only=True, tag="rmsprop", dict=True):
         )
 
     @override
-    def _update(self, w: Tensor, g: Tensor, state: Tensors, *, clock: int) -> None:
+    def _update(self, w: Tensor, g: Tensor, state: Tensors, *, clock: int, rate: float) -> None:
         names = {"square_avg": "mean_square", "momentum_buffer": "velocity"}
         own = {key: state[names[key]] for key in self._steps.begins}
         eps = max(self.epsilon, _denominator_min(w.dtype))
-        self._steps.later(w, g, own, clock=clock, eps=eps)
+        self._steps.later(w, g, own, clock=clock, rate=rate, eps=eps)
 
 
 @final
@@ -324,7 +342,7 @@ class Adam(_OwnRule, frozen=True, kw_only=True, tag="adam"):
     decoupled_weight_decay: bool = False
 
     @override
-    def _update(self, w: Tensor, g: Tensor, state: Tensors, *, clock: int) -> None:
+    def _update(self, w: Tensor, g: Tensor, state: Tensors, *, clock: int, rate: float) -> None:
         kernel = torch._fused_adamw_ if self.decoupled_weight_decay else torch._fused_adam_
         step = torch.tensor(clock + 1, dtype=torch.float32)
         kernel(
@@ -334,7 +352,7 @@ class Adam(_OwnRule, frozen=True, kw_only=True, tag="adam"):
             [state["mean_square"]],
             [],
             [step],
-            lr=self.rate(clock),
+            lr=rate,
             beta1=self.beta1,
             beta2=self.beta2,
             weight_decay=self.weight_decay,
@@ -380,6 +398,11 @@ class TorchRule(_Rule, frozen=True, kw_only=True, dict=True):
     def has_velocity(self) -> bool:  # type: ignore[override]
         return bool({"exp_avg", "momentum_buffer"} & self._steps.begins.keys())
 
+    @property
+    @override
+    def takes_rates(self) -> bool:
+        return self._steps.takes_rates
+
     def _made(self, parameters: Sequence[nn.Parameter]) -> Optimizer:
         return torch_optimizers.optimizer(self.name, parameters, self._options)
 
@@ -396,11 +419,11 @@ class TorchRule(_Rule, frozen=True, kw_only=True, dict=True):
         return {name: np.full(n, value, dtype) for name, value in self._steps.begins.items()}
 
     @override
-    def _update(self, w: Tensor, g: Tensor, state: Tensors, *, clock: int) -> None:
+    def _update(self, w: Tensor, g: Tensor, state: Tensors, *, clock: int, rate: float) -> None:
         if clock == 0:
-            self._steps.first(w, g, state)
+            self._steps.first(w, g, state, rate=rate)
         else:
-            self._steps.later(w, g, state, clock=clock)
+            self._steps.later(w, g, state, clock=clock, rate=rate)
 
     def _gives_bits_of_whole_tensors(self) -> bool:
         start = torch.linspace(-1.0, 1.0, 2 * ALIGNMENT).view(2, ALIGNMENT)
@@ -418,7 +441,7 @@ class TorchRule(_Rule, frozen=True, kw_only=True, dict=True):
             optimizer.param_groups[0]["lr"] = self.rate(clock)
             optimizer.step()
             for part, row, state in zip(parts, gradient, states, strict=True):
-                self._update(part, row.clone(), state, clock=clock)
+                self._update(part, row.clone(), state, clock=clock, rate=self.rate(clock))
         return torch.equal(whole.detach(), torch.stack(parts))
 
 
@@ -486,18 +509,30 @@ def check_groups(rule: UpdateRule, names: Iterable[str]) -> None:
 
 def rules_on(rule: UpdateRule, layout: Layout, k: int) -> list[tuple[UpdateRule, IndexRanges]]:
     """Return the rules of shard k's parameters, and the elements of each, with their padding."""
+    return [(one, ranges) for one, _, ranges in classes_on(rule, layout, k, (0,))]
+
+
+def classes_on(
+    rule: UpdateRule, layout: Layout, k: int, classes: tuple[int, ...]
+) -> list[tuple[UpdateRule, int, IndexRanges]]:
+    """Return the same for each class of parameters: one of all, or one for each in order."""
     n_gradient = layout.n_gradient(k)
-    if not rule.groups:
-        return [(rule, IndexRanges.whole(0, n_gradient))]
-    names = [tensor.name for tensor in layout.tensors]
-    of_rule: dict[int, list[IndexRanges]] = {}
+    if not rule.groups and len(classes) == 1:
+        return [(rule, classes[0], IndexRanges.whole(0, n_gradient))]
+    parameters = [i for i, tensor in enumerate(layout.tensors) if tensor.kind == "parameter"]
+    class_of = dict(zip(parameters, classes * len(parameters), strict=False))
     rules = [rule, *rule.groups.values()]
+    found: dict[tuple[int, int], list[IndexRanges]] = {}
     for one in layout.segments(k):
         if one.offset < n_gradient:
-            place = rules.index(rule_of(rule, names[one.tensor_index]))
+            index = one.tensor_index
+            key = rules.index(rule_of(rule, layout.tensors[index].name)), class_of[index]
             here = IndexRanges.whole(one.offset, one.offset + padded(one.n_elements))
-            of_rule.setdefault(place, []).append(here)
-    return [(rules[place], IndexRanges.union(parts)) for place, parts in sorted(of_rule.items())]
+            found.setdefault(key, []).append(here)
+    return [
+        (rules[place], which, IndexRanges.union(parts))
+        for (place, which), parts in sorted(found.items())
+    ]
 
 
 def initial_state(rule: UpdateRule, layout: Layout, k: int) -> State:
@@ -514,7 +549,7 @@ def initial_state(rule: UpdateRule, layout: Layout, k: int) -> State:
 
 
 def _fused_sgd(
-    rule: SGD | Momentum, w: Tensor, g: Tensor, velocity: list[Tensor], *, clock: int
+    rule: SGD | Momentum, w: Tensor, g: Tensor, velocity: list[Tensor], *, clock: int, rate: float
 ) -> None:
     torch._fused_sgd_(
         [w],
@@ -522,7 +557,7 @@ def _fused_sgd(
         velocity,
         weight_decay=rule.weight_decay,
         momentum=rule.momentum if isinstance(rule, Momentum) else 0.0,
-        lr=rule.rate(clock),
+        lr=rate,
         dampening=rule.dampening if isinstance(rule, Momentum) else 0.0,
         nesterov=isinstance(rule, Momentum) and rule.nesterov,
         maximize=False,

@@ -48,6 +48,18 @@ Ticks = Amount | msgspec.UnsetType
 """A number that is sent only where shards count ticks; Unset takes no bytes."""
 
 
+Rates = (
+    Annotated[
+        tuple[Annotated[float, msgspec.Meta(ge=0.0, le=1e18)], ...],
+        msgspec.Meta(min_length=1, max_length=1 << 16),
+    ]
+    | msgspec.UnsetType
+)
+"""Learning rates of one push in place of the rule's: one, or one for each parameter in the order of
+the layout. Unset: the rule's; it takes no bytes.
+"""
+
+
 Dealt = tuple[Amount, Amount] | msgspec.UnsetType
 """Positions that are sent only where data are dealt; Unset takes no bytes."""
 
@@ -190,6 +202,7 @@ class Push(AnyMessage, frozen=True):
     # applied a push with one of them acknowledges this one, and leaves its values as they are.
     dealt: Dealt = msgspec.UNSET
     sets: bool = False  # the shard's values become those of the push, whatever its rule
+    rates: Rates = msgspec.UNSET
 
 
 class PushApplied(AnyMessage, frozen=True):

@@ -225,8 +225,8 @@ def reader(file: TensorFile, layout: Layout) -> Read:
     for name in shapes:
         if name not in found:
             raise StorageError(
-                f"{file.place} has no tensor {name!r} (it has {_few(sorted(found))}): use a file of "
-                "this model"
+                f"{file.place} has no tensor {name!r} (it has {_few(sorted(found))}): use a file "
+                "of this model"
             )
 
     def read(name: str, start: int, stop: int) -> Vector:
@@ -288,7 +288,8 @@ def partial_values(
         if not any(fnmatchcase(name, pattern) for name in (*values, *file.entries)):
             raise JobError(
                 f"{where}: skip has {pattern!r}, and no tensor's name is like that, in the model "
-                f"or the file: use a name, or a pattern such as 'head.*'. {nearest(pattern, values)}"
+                "or the file: use a name, or a pattern such as 'head.*'. "
+                f"{nearest(pattern, values)}"
             )
     wanted = [name for name in values if not _fits(name, spec.skip)]
     own = {name: next((a for a in _names(name, aliases) if a in found), "") for name in wanted}

@@ -58,8 +58,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             return
         if not initial.endswith(".safetensors"):
             raise ValueError(
-                f"initial is {initial!r}; use 'module', 'seed', or the path of a "
-                ".safetensors file"
+                f"initial is {initial!r}; use 'module', 'seed', or the path of a .safetensors file"
             )
 
     @property

@@ -637,7 +637,7 @@ class ParameterClient:
         self._staging = None
         self._release()
 
-    def staged(
+    def staged(  # noqa: PLR0913 -- what a push says of itself
         self,
         outcome: PushResult,
         *,
@@ -647,6 +647,7 @@ class ParameterClient:
         commit_token: int = 0,  # of a chunk, whose sum is committed later, not applied
         dealt: pf.Dealt = msgspec.UNSET,  # positions of its samples
         sets: bool = False,  # values, not gradients
+        rates: pf.Rates = msgspec.UNSET,
         in_turn: bool = False,  # to one shard after the other, for a fetch that follows
     ) -> list[rl.Action]:
         """Push what was staged if it is finite; otherwise count and report it.
@@ -662,7 +663,7 @@ class ParameterClient:
             return [rl.Report(text=text, level="warning")]
         self.fetches_own_pushes, self._order.is_used = False, in_turn
         counts = {"n_gradients": n_gradients, "samples": samples, "commit_token": commit_token}
-        issue = partial(self._issue, outcome.encoded, counts, dealt=dealt, sets=sets)
+        issue = partial(self._issue, outcome.encoded, counts, dealt=dealt, sets=sets, rates=rates)
         if self._residuals is None or not self._durable:
             return issue(now)
         self._unsaved = issue  # it stays staged until then
@@ -678,6 +679,7 @@ class ParameterClient:
         *,
         dealt: pf.Dealt,
         sets: bool,
+        rates: pf.Rates,
     ) -> list[rl.Action]:
         targets, self._staging = self._staging, None
         self._n_pushed += 1
@@ -688,7 +690,7 @@ class ParameterClient:
         actions: list[rl.Action] = []
         for link, target in zip(self._links.values(), targets or (), strict=True):
             messages = link.pushing.issue(
-                target, encoded, is_open=link.is_open, dealt=dealt, sets=sets, **counts
+                target, encoded, is_open=link.is_open, dealt=dealt, sets=sets, rates=rates, **counts
             )
             actions += [*link.send(messages, now), *link.wait(now)]
         if self._factored is not None and self._factored.news is not None:

@@ -182,7 +182,7 @@ class ShardPush:
         encoded: EncodedPush | None,
         *,
         is_open: bool,
-        **counts: pf.Ticks | pf.Dealt,
+        **counts: pf.Ticks | pf.Dealt | pf.Rates,
     ) -> list[pf.PushBlock | pf.Push]:
         """Send what was staged; if the session is not open, that waits for `session_opened`."""
         self.issued += 1
