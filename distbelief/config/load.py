@@ -75,6 +75,7 @@ def resolve(content: dict[str, object], *, file: str) -> Job:
     if "exchange" in algorithm.config.__struct_fields__:
         settings = _expanded(settings)
     try:
+        settings = tables.with_whole_groups(settings)
         decoded = tables.decode(settings, algorithm.config, path=("algorithm",))
     except TableError as error:
         raise _with_preset(error, given_keys) from None

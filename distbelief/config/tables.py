@@ -163,6 +163,28 @@ def decode(value: object, struct: type[S], *, path: Path) -> S:
         raise TableError(path, _headed(str(error), path)) from None
 
 
+def with_whole_groups(table: Mapping[str, object]) -> dict[str, object]:
+    """Complete the groups of the rules in a table: those without a name.
+
+    As in torch, such a group has the keys of the rule itself where it has none of its own.
+    """
+    whole = dict(table)
+    for key, rule in table.items():
+        match key, rule:
+            case "rule", {"groups": {**groups}}:
+                usual = {name: value for name, value in rule.items() if name != "groups"}
+                complete = {
+                    pattern: {**usual, **one}
+                    if isinstance(one, dict) and "name" not in one
+                    else one
+                    for pattern, one in groups.items()
+                }
+                whole[key] = {**rule, "groups": complete}
+            case "warm_start", {**warm_start}:
+                whole[key] = with_whole_groups(warm_start)
+    return whole
+
+
 def convert(table: Mapping[str, object], struct: type[S], *, user: str) -> S:
     """Return arguments of a call as a struct; or raise JobError, in the words of a job file."""
     try:

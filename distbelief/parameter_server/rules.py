@@ -32,7 +32,6 @@ from typing_extensions import override
 from distbelief.core import torch_optimizers
 from distbelief.core.arguments import CheckedArguments, NamedTable, require
 from distbelief.core.errors import SettingError
-from distbelief.core.formatting import nearest
 from distbelief.core.vectors import ALIGNMENT, Vector, padded
 from distbelief.parameter_server.layout import Layout
 from distbelief.parameter_server.ranges import IndexRanges
@@ -498,13 +497,7 @@ def rule_of(rule: UpdateRule, name: str) -> UpdateRule:
 
 def check_groups(rule: UpdateRule, names: Iterable[str]) -> None:
     """Raise SettingError if a group of the rule is that of none of these parameters."""
-    names = list(names)
-    for pattern in rule.groups:
-        if not any(fnmatchcase(name, pattern) for name in names):
-            raise SettingError(
-                f"rule.groups has {pattern!r}, and no parameter's name is like that: use a name, "
-                f"or a pattern such as '*.bias'. {nearest(pattern, names)}"
-            )
+    torch_optimizers.check_names(rule.groups, names, where="rule.groups")
 
 
 def rules_on(rule: UpdateRule, layout: Layout, k: int) -> list[tuple[UpdateRule, IndexRanges]]:

@@ -232,7 +232,7 @@ class _Given(msgspec.Struct, frozen=True):
 
 def rule_from(table: Mapping[str, object], *, user: str) -> UpdateRule:
     """Return the update rule of a table, or raise JobError."""
-    return tables.convert({"rule": table}, _Given, user=user).rule
+    return tables.convert(tables.with_whole_groups({"rule": table}), _Given, user=user).rule
 
 
 def by_position(rule: UpdateRule, names: Sequence[str]) -> UpdateRule:

@@ -339,7 +339,8 @@ class Training(Program):
         inner = None  # if deltas are sent
         if config.inner is not None and small is None:
             trained = {item: items.values[item] for item in sorted(items.trained)}
-            inner = InnerOptimizer(config.inner, trained, shapes=shapes)
+            names = [client.view.tensors[item].name for item in trained]
+            inner = InnerOptimizer(config.inner, trained, shapes=shapes, names=names)
         self._exchange = ExchangeState(
             items.values,
             client.view,

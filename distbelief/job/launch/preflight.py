@@ -13,7 +13,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Final
+from typing import Final, cast
 
 import msgspec
 import numpy as np
@@ -27,6 +27,7 @@ from distbelief.core import files
 from distbelief.core.errors import DistBeliefError, JobError, StorageError
 from distbelief.core.formatting import size
 from distbelief.core.tensor_files import TensorFile
+from distbelief.core.torch_optimizers import check_names
 from distbelief.graph.graph import as_real
 from distbelief.job.launch.likeness import Likeness, likeness_of
 from distbelief.job.launch.role_process import (
@@ -324,12 +325,15 @@ def _found(
 ) -> PreflightResult:
     task, tensors, specs = job.task, model.named_tensors(), tuple(model.specs())
     facts = facts_of(job)
-    for rule in (facts.rule, facts.warm_start_rule):
-        try:
+    names = [spec.name for spec in specs if spec.kind == "parameter"]
+    try:
+        for rule in (facts.rule, facts.warm_start_rule):
             if rule is not None:
-                check_groups(rule, (spec.name for spec in specs if spec.kind == "parameter"))
-        except ValueError as error:
-            raise JobError(f"[algorithm] {error}") from None
+                check_groups(rule, names)
+        patterns = cast("Mapping[str, object]", (facts.inner or {}).get("groups", {}))
+        check_names(patterns, names, where="inner.groups")
+    except ValueError as error:
+        raise JobError(f"[algorithm] {error}") from None
     is_double = any(t.dtype == torch.float64 for t in tensors.values() if t.requires_grad)
     for name, tensor in tensors.items():
         _check_kept(name, tensor, n_whole_max=2**53 if is_double else 2**24)
