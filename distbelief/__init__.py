@@ -35,6 +35,14 @@ if TYPE_CHECKING:
         Momentum as Momentum,
         RMSprop as RMSprop,
     )
+    from distbelief.parameter_server.schedules import (
+        Constant as Constant,
+        Cosine as Cosine,
+        Exponential as Exponential,
+        InverseTime as InverseTime,
+        Linear as Linear,
+        Step as Step,
+    )
     from distbelief.plans.planner.planning_result import plan as plan
     from distbelief.serve.exchange import Exchange as Exchange
     from distbelief.serve.optimizer import DownpourSGD as DownpourSGD
@@ -54,6 +62,14 @@ _NAMES = {
         "DelayedNesterov",
         "Momentum",
         "RMSprop",
+    ),
+    "distbelief.parameter_server.schedules": (
+        "Constant",
+        "Cosine",
+        "Exponential",
+        "InverseTime",
+        "Linear",
+        "Step",
     ),
     "distbelief.plans.planner.planning_result": ("plan",),
     "distbelief.serve.server": ("ParameterServer",),

@@ -65,6 +65,9 @@ class WarmStart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         _at_least(1, "samples", self.samples)
         _at_least(1, "batch_size", self.batch_size)
         self.downpour(loss="", seed=0, n_replicas=1)  # DownpourSettings checks the rest
+        for rule in self.rule.rules:
+            for key, count in rule.schedule.counted.items():
+                raise ValueError(f"schedule {key} is {count!r}; use a number of pushes here")
 
     def n_of(self, n_replicas: int) -> int:
         """Return how many replicas of a job take part, the first of them."""

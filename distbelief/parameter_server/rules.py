@@ -16,10 +16,10 @@ element by element with torch's kernels, so S shards give the bits of one (DB-13
 
 import inspect
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import cached_property
-from typing import TYPE_CHECKING, ClassVar, Final, Union, cast, final
+from typing import TYPE_CHECKING, ClassVar, Final, Self, Union, cast, final
 
 import msgspec
 import numpy as np
@@ -116,6 +116,14 @@ class _Rule(NamedTable, frozen=True, kw_only=True):
     def label(self) -> str:
         """The names of all its rules; a shard's state fits rules with the same label only."""
         return "; ".join([self.name, *(f"{key}={one.name}" for key, one in self.groups.items())])
+
+    def in_pushes(self, n_pushes: Callable[[float, str], int]) -> Self:
+        """Return the rule with schedules in pushes; see `schedules`."""
+        return msgspec.structs.replace(
+            self,
+            schedule=self.schedule.in_pushes(n_pushes),
+            groups={pattern: one.in_pushes(n_pushes) for pattern, one in self.groups.items()},
+        )
 
     @property
     def needs_clock(self) -> bool:

@@ -240,6 +240,12 @@ def by_position(rule: UpdateRule, names: Sequence[str]) -> UpdateRule:
 
     JobError if there are groups, and no names or none that fits one of them.
     """
+    for one in rule.rules:
+        for key, count in one.schedule.counted.items():
+            raise JobError(
+                f"schedule {key} is {count!r}: a server does not know the data of its workers: "
+                "give the number of pushes of all workers"
+            )
     if not rule.groups:
         return rule
     if not names:

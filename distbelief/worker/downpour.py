@@ -179,6 +179,8 @@ class DownpourAlgorithm:
         JobError if the model or the data cannot be built; LocalProtocolError if the job has no
         such role.
         """
+        if config.counts_in_data:
+            config = config.in_pushes(context.n_train or len(context.train_data()))
         return roles.build_role(
             name,
             context=context,

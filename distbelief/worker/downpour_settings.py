@@ -106,6 +106,8 @@ class DownpourSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
             raise ValueError(f"epoch_share is {self.epoch_share}; use a share above 0, at most 1")
         self.exchange.refuse(self.rule, inner=self.inner is not None, workers=1)
         self._check_pairs()
+        if self.counts_in_data:
+            self._check_counted()
         if self.lockfree is not None:
             self._check_lockfree(self.lockfree)
 
@@ -139,6 +141,20 @@ class DownpourSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
                 f"fetches need a rate: give local_learning_rate, or use {key} = 1"
             )
 
+    def _check_counted(self) -> None:
+        exchange = self.exchange
+        which = {
+            "exchange.round is given": exchange.round is not None,
+            'exchange.every is "auto"': exchange.every == "auto",
+        }
+        counts = [text for rule in self.rule.rules for text in rule.schedule.counted.values()]
+        for what, is_so in which.items():
+            if is_so:
+                raise ValueError(
+                    f"rule.schedule has {counts[0]!r}, and {what}, where the samples of a push "
+                    "depend on the course: give the schedule numbers of pushes"
+                )
+
     def _check_lockfree(self, lockfree: LockFree) -> None:
         n_threads = lockfree.threads
         n_small = len(lockfree.sizes(self.batch_size, batch_size=self.batch_size))
@@ -168,6 +184,23 @@ class DownpourSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
                 'without locks: use inner = { name = "SGD", lr = ... }, with weight_decay and '
                 "schedule if you like"
             )
+
+    @property
+    def counts_in_data(self) -> bool:
+        """Whether a schedule is in epochs, samples or steps."""
+        return any(rule.schedule.counted for rule in self.rule.rules)
+
+    def in_pushes(self, n_train: int) -> "DownpourSettings":
+        """Return the settings with schedules in pushes, of so many training samples."""
+        if not self.counts_in_data:
+            return self
+        n_each = self.batch_size * self.pace.n_push
+
+        def n_pushes(n: float, unit: str) -> int:
+            n_samples = n * {"epoch": n_train, "sample": 1, "step": self.batch_size}[unit]
+            return max(1, round(n_samples / n_each))
+
+        return msgspec.structs.replace(self, rule=self.rule.in_pushes(n_pushes))
 
     def epochs(self, n_samples: int) -> Epochs:
         """Return how dealt samples are cut."""
