@@ -76,6 +76,8 @@ def resolve(content: dict[str, object], *, file: str) -> Job:
         settings = _expanded(settings)
     try:
         settings = tables.with_whole_groups(settings)
+        if isinstance(settings.get("loss"), dict):
+            settings |= {"loss": _loss(settings["loss"])}
         decoded = tables.decode(settings, algorithm.config, path=("algorithm",))
     except TableError as error:
         raise _with_preset(error, given_keys) from None
@@ -155,6 +157,16 @@ def _check_sizes(value: object, path: tables.Path) -> None:
             )
         case str() if not value.isprintable():
             raise TableError(path, f"{where} = {toml.excerpt(value)}: wants no control characters")
+
+
+def _loss(table: object) -> str:
+    from distbelief.task.losses import text_of  # noqa: PLC0415 -- torch
+
+    path = ("algorithm", "loss")
+    try:
+        return text_of(tables.as_table(table, path))
+    except JobError as error:
+        raise TableError(path, str(error)) from None
 
 
 def _expanded(algorithm: dict[str, object]) -> dict[str, object]:

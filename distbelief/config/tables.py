@@ -169,19 +169,16 @@ def with_whole_groups(table: Mapping[str, object]) -> dict[str, object]:
     As in torch, such a group has the keys of the rule itself where it has none of its own.
     """
     whole = dict(table)
-    for key, rule in table.items():
-        match key, rule:
-            case "rule", {"groups": {**groups}}:
-                usual = {name: value for name, value in rule.items() if name != "groups"}
-                complete = {
-                    pattern: {**usual, **one}
-                    if isinstance(one, dict) and "name" not in one
-                    else one
-                    for pattern, one in groups.items()
-                }
-                whole[key] = {**rule, "groups": complete}
-            case "warm_start", {**warm_start}:
-                whole[key] = with_whole_groups(warm_start)
+    rule, warm_start = whole.get("rule"), whole.get("warm_start")
+    if isinstance(rule, dict) and isinstance(rule.get("groups"), dict):
+        usual = {name: value for name, value in rule.items() if name != "groups"}
+        groups = {
+            pattern: {**usual, **one} if isinstance(one, dict) and "name" not in one else one
+            for pattern, one in rule["groups"].items()
+        }
+        whole["rule"] = {**rule, "groups": groups}
+    if isinstance(warm_start, dict):
+        whole["warm_start"] = with_whole_groups(warm_start)
     return whole
 
 

@@ -402,6 +402,7 @@ class TorchRule(_Rule, frozen=True, kw_only=True, dict=True):
             )
 
     @property
+    @override
     def has_velocity(self) -> bool:  # type: ignore[override]
         return bool({"exp_avg", "momentum_buffer"} & self._steps.begins.keys())
 

@@ -334,10 +334,9 @@ class DownpourSGD(ServerLoop, torch.optim.Optimizer):
                 f"DownpourSGD: parameter group {given.index(None)} has no lr, and others have: "
                 "give each group one, or DownpourSGD(..., lr=...) for those without"
             )
-        if len({*given}) == 1:
-            return (float(given[0]),)
-        groups = zip(given, self.param_groups, strict=True)
-        rates = [float(rate) for rate, group in groups for _ in group["params"]]
+        rates = [float(group["lr"]) for group in self.param_groups for _ in group["params"]]
+        if len({*rates}) == 1:
+            return (rates[0],)
         return tuple(rates[place] for place in self._order)
 
     def _stage_accrued(self, *, is_last: bool = False) -> lw.StagedPush:

@@ -375,7 +375,7 @@ def forward_graph(
 def capture_for(task: TaskSpec, sample: Sample) -> Captured:
     """Return the layer graph of a task for such samples, on the meta device."""
     target = sample.target
-    if task.loss.removesuffix("_loss") == "mse" and target is not None and target.is_integer:
+    if losses.base_of(task.loss) == "mse" and target is not None and target.is_integer:
         raise JobError(
             f"[algorithm] loss {task.loss} compares element by element, but [data.train] has "
             f"integers {list(target.shape)} as targets: return floats like the outputs, or use "

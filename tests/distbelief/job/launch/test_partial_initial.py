@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils.data import TensorDataset
+from typing_extensions import override
 
 from distbelief.config.load import parse_job
 from distbelief.core.errors import JobError
@@ -24,6 +25,7 @@ class Net(nn.Module):
         if ties:
             self.again = self.head
 
+    @override
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         scores: torch.Tensor = self.head(self.body(inputs))
         return scores
