@@ -41,7 +41,7 @@ class DownpourAlgorithm:
         return Facts(
             loss=config.loss,
             batch_size=config.batch_size,
-            exchanges=1.0 / pace.n_fetch + 1.0 / pace.n_push,
+            exchanges=1.0 / (pace.n_push if pace.means else pace.n_fetch) + 1.0 / pace.n_push,
             in_ring=config.exchange.route == "ring",
             seed=config.seed,
             rule=config.rule,
