@@ -65,6 +65,8 @@ class WarmStart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         _at_least(1, "samples", self.samples)
         _at_least(1, "batch_size", self.batch_size)
         self.downpour(loss="", seed=0, n_replicas=1)  # DownpourSettings checks the rest
+        if self.rule.ema is not None:
+            raise ValueError("rule has ema, and a batch method goes on without: leave it out")
         for rule in self.rule.rules:
             for key, count in rule.schedule.counted.items():
                 raise ValueError(f"schedule {key} is {count!r}; use a number of pushes here")

@@ -495,6 +495,21 @@ class Run:
             raise StorageError(f"{self.directory}: no best model was kept: {why}")
         return self._loaded(self.directory / "best.safetensors")
 
+    @cached_property
+    def ema_model(self) -> nn.Module:
+        """The model with the running averages of its parameters, in evaluation mode.
+
+        Buffers are those of `model`. StorageError if none was kept: `ema` of the rule keeps it.
+        """
+        path = self.directory / "ema.safetensors"
+        rule = facts_of(self.job).rule
+        if rule is None or rule.ema is None:
+            raise StorageError(f"{self.directory}: no average was kept: give the rule ema = 0.999")
+        if self.summary.model_error is not None or not path.is_file():
+            why = self.summary.model_error or "the run ended before anything was trained"
+            raise StorageError(f"{self.directory}: no average was kept: {why}")
+        return self._loaded(path)
+
     def _loaded(self, path: Path) -> nn.Module:
         module = build_model(self.job.model)
         module.load_state_dict(load_file(path))

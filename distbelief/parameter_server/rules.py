@@ -12,6 +12,9 @@
 w parameters, g *sum* of raw gradients (DB-7), r learning rate times schedule factor. First g is
 clipped to [-clip_value, clip_value], then weight decay is added (but see `Adam`). Rules work
 element by element with torch's kernels, so S shards give the bits of one (DB-13).
+
+With `ema` the state has a running average of the values, too: v = w after an element's first push,
+then v += (1 - ema) (w - v) after each (Polyak & Juditsky 1992, with decay).
 """
 
 import inspect
@@ -47,6 +50,8 @@ _PIECE = 1 << 18
 make the cost of a call small. A multiple of `ALIGNMENT`."""
 
 
+EMA: Final = "ema"  # name of its vector
+
 _CONSTANT: Final = Constant()
 _DECAY: Final = "Give schedule, as in Cosine(n_pushes=1000)."
 _MOMENTUM: Final = "Use Momentum, whose options are momentum, dampening and nesterov."
@@ -73,6 +78,7 @@ class _Rule(NamedTable, frozen=True, kw_only=True):
     learning_rate: float
     schedule: Schedule = _CONSTANT
     clip_value: float | None = None  # per element of the gradient as pushed
+    ema: float | None = None  # decay of a running average of the values, at each push; or none
     # Rules of other tensors, by a pattern of their names, such as "*.bias": the first that matches.
     groups: "Mapping[str, UpdateRule]" = msgspec.field(default_factory=dict)
 
@@ -88,6 +94,11 @@ class _Rule(NamedTable, frozen=True, kw_only=True):
                     f"rule {self.name!r}: groups has for {pattern!r} no update rule, or one with "
                     "groups of its own: use one without"
                 )
+        if any(one.ema != self.ema for one in self.groups.values()):
+            raise SettingError(
+                f"rule {self.name!r}: ema is {self.ema}, and a group has another one: give all the "
+                "same, or none"
+            )
         if not isinstance(self.schedule, Schedule):
             raise SettingError(
                 f"rule {self.name!r}: schedule is {self.schedule!r}; use one of "
@@ -100,6 +111,7 @@ class _Rule(NamedTable, frozen=True, kw_only=True):
         require(self, user, "momentum smoothing beta1 beta2", lambda x: 0.0 <= x < 1.0, below_1)
         require(self, user, "dampening", lambda x: 0.0 <= x <= 1.0, "a number from 0 to 1")
         n_workers = "1 or more, such as the number of workers"
+        require(self, user, "ema", lambda x: 0.0 < x < 1.0, "a number between 0 and 1, as 0.999")
         above_0 = "a number above 0, or leave it out"
         require(self, user, "n_pushes", lambda n: n >= 1, n_workers)
         require(self, user, "clip_value", lambda x: 0.0 < x < math.inf, above_0)
@@ -115,7 +127,8 @@ class _Rule(NamedTable, frozen=True, kw_only=True):
     @property
     def label(self) -> str:
         """The names of all its rules; a shard's state fits rules with the same label only."""
-        return "; ".join([self.name, *(f"{key}={one.name}" for key, one in self.groups.items())])
+        groups = (f"{key}={one.name}" for key, one in self.groups.items())
+        return "; ".join([self.name, *groups, *([] if self.ema is None else [EMA])])
 
     def in_pushes(self, n_pushes: Callable[[float, str], int]) -> Self:
         """Return the rule with schedules in pushes; see `schedules`."""
@@ -128,7 +141,8 @@ class _Rule(NamedTable, frozen=True, kw_only=True):
     @property
     def needs_clock(self) -> bool:
         return any(
-            one.counts_pushes or not isinstance(one.schedule, Constant) for one in self.rules
+            one.counts_pushes or one.ema is not None or not isinstance(one.schedule, Constant)
+            for one in self.rules
         )
 
     def rate(self, clock: int) -> float:
@@ -137,6 +151,11 @@ class _Rule(NamedTable, frozen=True, kw_only=True):
         return self.learning_rate * self.schedule.factor(clock)
 
     def state(self, n: int, dtype: npt.DTypeLike) -> State:
+        """Return its vectors before the first push; `EMA`, if any, begins as the values."""
+        average = {} if self.ema is None else {EMA: np.zeros(n, dtype)}
+        return self._own_state(n, dtype) | average
+
+    def _own_state(self, n: int, dtype: npt.DTypeLike) -> State:
         return {name: np.zeros(n, dtype) for name in self.state_names}
 
     @property
@@ -161,7 +180,8 @@ class _Rule(NamedTable, frozen=True, kw_only=True):
         others = gradient, *state.values()
         assert all((len(v), v.dtype) == (n, parameters.dtype) for v in others), (n, others)
         assert n % ALIGNMENT == 0, n  # or results would depend on the number of shards
-        in_pieces = self.several_passes or self.clip_value is not None
+        own = {name: vector for name, vector in state.items() if name != EMA}
+        in_pieces = self.several_passes or self.clip_value is not None or self.ema is not None
         step = _PIECE if in_pieces else max(n, 1)
         rate = self.rate(clock)
         if learning_rate is not None:
@@ -171,13 +191,12 @@ class _Rule(NamedTable, frozen=True, kw_only=True):
             g = torch.from_numpy(gradient[piece])
             if self.clip_value is not None:
                 g = g.clamp(-self.clip_value, self.clip_value)
-            self._update(
-                torch.from_numpy(parameters[piece]),
-                g,
-                {name: torch.from_numpy(v[piece]) for name, v in state.items()},
-                clock=clock,
-                rate=rate,
-            )
+            w = torch.from_numpy(parameters[piece])
+            pieces = {name: torch.from_numpy(v[piece]) for name, v in own.items()}
+            self._update(w, g, pieces, clock=clock, rate=rate)
+            if self.ema is not None:
+                average = torch.from_numpy(state[EMA][piece])
+                average.lerp_(w, 1.0 - self.ema if clock else 1.0)
 
     def _update(self, w: Tensor, g: Tensor, state: Tensors, *, clock: int, rate: float) -> None:
         raise NotImplementedError
@@ -272,7 +291,7 @@ class Adagrad(_OwnRule, frozen=True, kw_only=True, tag="adagrad"):
     initial_accumulator: float = 0.0
 
     @override
-    def state(self, n: int, dtype: npt.DTypeLike) -> State:
+    def _own_state(self, n: int, dtype: npt.DTypeLike) -> State:
         return {"sum_of_squares": np.full(n, self.initial_accumulator, dtype)}
 
     @override
@@ -306,7 +325,7 @@ class RMSprop(_OwnRule, frozen=True, kw_only=True, tag="rmsprop", dict=True):
     momentum: float = 0.0
 
     @override
-    def state(self, n: int, dtype: npt.DTypeLike) -> State:
+    def _own_state(self, n: int, dtype: npt.DTypeLike) -> State:
         names = ("mean_square", "velocity") if self.momentum else ("mean_square",)
         return {name: np.zeros(n, dtype) for name in names}
 
@@ -423,7 +442,7 @@ class TorchRule(_Rule, frozen=True, kw_only=True, dict=True):
         return TorchSteps(self._made, rate=self.rate)
 
     @override
-    def state(self, n: int, dtype: npt.DTypeLike) -> State:
+    def _own_state(self, n: int, dtype: npt.DTypeLike) -> State:
         return {name: np.full(n, value, dtype) for name, value in self._steps.begins.items()}
 
     @override
@@ -439,7 +458,7 @@ class TorchRule(_Rule, frozen=True, kw_only=True, dict=True):
         optimizer = self._made([whole])
         parts = [row.clone() for row in start]
         states = [
-            {name: torch.from_numpy(one) for name, one in self.state(ALIGNMENT, "f").items()}
+            {name: torch.from_numpy(one) for name, one in self._own_state(ALIGNMENT, "f").items()}
             for _ in parts
         ]
         for clock in range(3):

@@ -29,7 +29,7 @@ from distbelief.parameter_server.codecs import Int4, Int8, warm_up
 from distbelief.parameter_server.fetch_logs import ChangeLog, FetchLog, MoveLog
 from distbelief.parameter_server.policy import ExchangePolicy
 from distbelief.parameter_server.ranges import IndexRanges, RangeCopier
-from distbelief.parameter_server.rules import State, UpdateRule, classes_on, initial_state
+from distbelief.parameter_server.rules import EMA, State, UpdateRule, classes_on, initial_state
 from distbelief.parameter_server.shard_config import ShardConfig
 from distbelief.parameter_server.slices import ShardSlice, SliceTable
 from distbelief.parameter_server.step_counts import StepCounts
@@ -317,11 +317,15 @@ class ShardStore:
             if restored is not None:
                 state = restore(restored, config=config, incarnation=incarnation)
             else:
+                values, layout = initialise(), config.layout
+                rule_state = initial_state(config.rule, layout, config.index)
+                if EMA in rule_state:  # also of what is never pushed
+                    rule_state[EMA][:] = values[: self._n_gradient]
                 state = ShardState(
                     incarnation=incarnation or 0,
                     clock=0,
-                    values=initialise(),
-                    state=initial_state(config.rule, config.layout, config.index),
+                    values=values,
+                    state=rule_state,
                     clients=(),
                     steps=StepCounts(),
                 )

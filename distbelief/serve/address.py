@@ -240,6 +240,11 @@ def by_position(rule: UpdateRule, names: Sequence[str]) -> UpdateRule:
 
     JobError if there are groups, and no names or none that fits one of them.
     """
+    if rule.ema is not None:
+        raise JobError(
+            f"rule has ema = {rule.ema}, which jobs save: in a loop of your own, average its model "
+            "by torch.optim.swa_utils.AveragedModel after each step"
+        )
     for one in rule.rules:
         for key, count in one.schedule.counted.items():
             raise JobError(

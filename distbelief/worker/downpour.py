@@ -145,6 +145,7 @@ class DownpourAlgorithm:
             '[algorithm] order is "dealt"': config.order == "dealt" and 'use order = "parts"',
             "[algorithm] has warm_start_steps": config.warm_start_steps > 0
             and "leave warm_start_steps out",
+            "[algorithm] rule has ema": config.rule.ema is not None and "leave ema out",
             "[algorithm] has max_steps": config.max_steps is not None and "let [stop] end the job",
             "[algorithm] has n_fetch or n_push": (config.n_fetch, config.n_push) != (1, 1)
             and "leave them out",

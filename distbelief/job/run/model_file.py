@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from distbelief.config.algorithms import coordinator_of
+from distbelief.config.algorithms import coordinator_of, facts_of
 from distbelief.config.job import Job
 from distbelief.core import files
 from distbelief.core.errors import JobError, StorageError
@@ -20,6 +20,7 @@ from distbelief.core.tensor_files import DamagedError, TensorFile, header_of
 from distbelief.job.run.checkpoints import CheckpointStore, agreed_label
 from distbelief.job.run.directory import RunDirectory
 from distbelief.parameter_server.layout import Layout, Segment
+from distbelief.parameter_server.rules import EMA
 from distbelief.worker.evaluator import Kept, kept_in
 from distbelief.worker.group import EVALUATORS
 
@@ -48,8 +49,11 @@ def write_model_file(
     *,
     dtypes: Mapping[str, str] | None = None,
     aliases: Mapping[str, str] | None = None,
+    averaged: bool = False,
 ) -> None:
     """Write the model that is in these checkpoints, one per shard, to `path`, replaced atomically.
+
+    If `averaged`, the parameters are the running averages that a rule with `ema` keeps.
 
     `dtypes` are torch's names of types that are not that of the shards, `aliases` other names of
     shared tensors, which `load_state_dict` needs: each name has its own data in the file.
@@ -58,7 +62,7 @@ def write_model_file(
     kinds = {t.name: TYPES[(dtypes or {}).get(t.name, usual)] for t in layout.tensors}
     names = {t.name: t.name for t in layout.tensors} | dict(aliases or {})
     try:
-        files.write_by(path, lambda draft: _write(draft, layout, snapshots, kinds, names))
+        files.write_by(path, lambda draft: _write(draft, layout, snapshots, kinds, names, averaged))
     except DamagedError as error:
         raise StorageError(f"a checkpoint cannot be read: {error}") from error
 
@@ -69,6 +73,7 @@ def _write(
     snapshots: Sequence[TensorFile],
     kinds: Mapping[str, tuple[torch.dtype, str]],
     names: Mapping[str, str],
+    averaged: bool,  # noqa: FBT001 -- of `write_model_file`, by name there
 ) -> None:
     specs = {spec.name: spec for spec in layout.tensors}
     sizes = {n: kinds[own][0].itemsize * (1 + (kinds[own][1] == "C64")) for n, own in names.items()}
@@ -87,10 +92,12 @@ def _write(
         file.write(header)
         for name in order:
             dtype, _ = kinds[names[name]]
+            is_average = averaged and specs[names[name]].kind == "parameter"
+            array = f"state.{EMA}" if is_average else "values"
             for shard, segment in parts[names[name]]:
                 stop = segment.offset + segment.n_elements
                 for start in range(segment.offset, stop, PIECE):
-                    values = snapshots[shard].array("values", start, min(start + PIECE, stop))
+                    values = snapshots[shard].array(array, start, min(start + PIECE, stop))
                     piece = torch.from_numpy(values)
                     if not dtype.is_floating_point:
                         piece = piece.round()  # averages of counters are not whole numbers
@@ -116,12 +123,19 @@ class ModelSource:
     dtypes: Mapping[str, str]
     aliases: Mapping[str, str]
 
-    def write(self, path: Path, layout: Layout, snapshots: Sequence[TensorFile]) -> None:
-        write_model_file(path, layout, snapshots, dtypes=self.dtypes, aliases=self.aliases)
+    def write(
+        self, path: Path, layout: Layout, snapshots: Sequence[TensorFile], *, averaged: bool = False
+    ) -> None:
+        write_model_file(
+            path, layout, snapshots, dtypes=self.dtypes, aliases=self.aliases, averaged=averaged
+        )
 
 
 def write_model(job: Job, run: RunDirectory, source: ModelSource) -> None:
-    """Write the trained model, from the newest intact checkpoints of all shards."""
+    """Write the trained model, from the newest intact checkpoints of all shards.
+
+    If the rule averages the values, also that model.
+    """
     layout, store = source.layout, source.store
     shards = [f"shard-{k}" for k in range(layout.n_shards)]
     drives = coordinator_of(job) is not None
@@ -141,6 +155,9 @@ def write_model(job: Job, run: RunDirectory, source: ModelSource) -> None:
             why += f", and {run.model_file} is from an earlier session"
         raise StorageError(why)
     source.write(run.model_file, layout, snapshots)
+    rule = facts_of(job).rule
+    if rule is not None and rule.ema is not None:
+        source.write(run.ema_file, layout, snapshots, averaged=True)
 
 
 def write_best(run: RunDirectory, source: ModelSource) -> list[Kept]:
