@@ -42,23 +42,24 @@ def test_an_average_is_saved_and_goes_on(tmp_path: Path, monkeypatch: pytest.Mon
         "output": {"directory": "run"},
     }
 
-    def run(epochs: int, **options: object) -> distbelief.Run:
+    def run(epochs: int) -> distbelief.Run:
         text = small("averaged:net", "averaged:points", **tables, stop={"epochs": epochs})
         (tmp_path / "job.toml").write_text(text)
-        return distbelief.train("job.toml", show=False, **options)  # type: ignore[arg-type]
+        return distbelief.train("job.toml", show=False, resume="run" if epochs > 1 else None)
 
     average: dict[str, torch.Tensor] = {}
+    runs = []
     for n in (1, 2, 3):
-        found = run(n, **({"resume": "run"} if n > 1 else {}))
-        assert found.exit_code == 0, found.summary
+        runs.append(run(n))
+        assert runs[-1].exit_code == 0, runs[-1].summary
         model = load_file(tmp_path / "run" / "model.safetensors")
         for name, value in model.items():
             if n == 1 or "running" in name or "num_batches" in name:
                 average[name] = value
             else:
                 average[name] = decay * average[name] + (1 - decay) * value
-    saved = found.ema_model.state_dict()
-    assert saved.keys() == average.keys() == found.model.state_dict().keys()
+    saved, model = runs[-1].ema_model.state_dict(), runs[-1].model.state_dict()
+    assert saved.keys() == average.keys() == model.keys()
     for name, value in saved.items():
         torch.testing.assert_close(value, average[name], rtol=1e-6, atol=1e-6)
     assert torch.equal(saved["0.weight"], model["0.weight"])  # frozen

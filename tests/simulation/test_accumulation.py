@@ -25,7 +25,8 @@ N_PUSHES = 200
 
 
 def rule_of(table: dict[str, object]) -> UpdateRule:
-    return msgspec.convert(table, UpdateRule)
+    rule: UpdateRule = msgspec.convert(table, UpdateRule)
+    return rule
 
 
 def settings(accumulate: int, table: dict[str, object], *, max_steps: int) -> DownpourSettings:

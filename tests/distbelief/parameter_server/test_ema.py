@@ -30,7 +30,8 @@ TABLES = [
 
 
 def rule_of(table: dict[str, object]) -> UpdateRule:
-    return msgspec.convert({**table, "ema": DECAY}, UpdateRule)
+    rule: UpdateRule = msgspec.convert({**table, "ema": DECAY}, UpdateRule)
+    return rule
 
 
 def net() -> nn.Sequential:
