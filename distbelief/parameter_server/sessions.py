@@ -589,17 +589,16 @@ class Sessions:
     def _share_of(self, client: Session, push: pf.Push, staleness: int) -> rp.Share:
         policy = self._config.policy
         n_samples = 1 if push.n_samples is msgspec.UNSET else push.n_samples
-        rates = push.rates
         if policy.round is not None:
             return rp.Share(weight=float(n_samples) if policy.weight == "samples" else 1.0)
         if policy.weight == "sum" and policy.damping == "none":
-            return rp.WHOLE if rates is msgspec.UNSET else rp.Share(rates=rates)
+            return rp.Share(rates=push.rates)
         others = self._others_in(client)
         n_clients = max(self._n_with(client, others), client.n_beside)
         client.n_beside = 0
         known = [one.n_samples for one in others]
         scale = policy.scale(staleness, n_clients, n_samples, known)
-        return rp.Share(scale=scale, rates=rates)
+        return rp.Share(scale=scale, rates=push.rates)
 
     def _others_in(self, client: Session) -> list[Session]:
         return [one for one in self._clients.values() if one.is_in and one is not client]

@@ -226,7 +226,6 @@ class RoundSum:
 # --- all arrays ---
 
 _N_SLICE_UPDATES_MAX: Final = 256
-_N_PARTS_MAX: Final = 16
 
 
 @final
@@ -257,8 +256,7 @@ class ShardStore:
         )
         self._pushed_slice: ShardSlice | None = self.slice_table.whole  # None: not applied yet
         self._round: RoundSum | None = None  # in progress
-        self._slice_updates: dict[tuple[bytes, bytes, int, int, IndexRanges | None], SliceUpdate]
-        self._slice_updates = {}
+        self._slice_updates: dict[tuple[object, ...], SliceUpdate] = {}
         # Which parameters have the same rule and rate in a push, by which have the same rate.
         self._parts: dict[tuple[int, ...], list[tuple[UpdateRule, int, IndexRanges]]] = {}
         self.clock = 0  # applied pushes; each rank of a partitioned replica counts
@@ -440,18 +438,14 @@ class ShardStore:
         """Return why a push cannot have these rates, or None."""
         if rates is msgspec.UNSET:
             return None
-        layout, policy = self._config.layout, self._config.policy
-        n = sum(tensor.kind == "parameter" for tensor in layout.tensors)
+        n = sum(tensor.kind == "parameter" for tensor in self._config.layout.tensors)
         if len(rates) not in {1, n}:
             return f"it has {len(rates)} learning rates for {n} parameters"
-        if policy.round is not None:
+        if self._config.policy.round is not None:
             return "it has a learning rate of its own, and a round applies many pushes at once"
-        for rule in self._config.rule.rules:
-            if not rule.takes_rates:
-                return (
-                    f"it has a learning rate of its own, and rule {rule.name!r} needs all earlier "
-                    "ones: give the rule a schedule, and the worker no lr"
-                )
+        for rule in (one for one in self._config.rule.rules if not one.takes_rates):
+            needs = f"rule {rule.name!r} needs all earlier ones: give it a schedule, and no lr"
+            return f"it has a learning rate of its own, and {needs}"
         return None
 
     def begin_push(
@@ -616,7 +610,7 @@ class ShardStore:
         given = () if rates is msgspec.UNSET else rates
         classes = tuple(given.index(rate) for rate in given) or (0,)
         if classes not in self._parts:
-            if len(self._parts) >= _N_PARTS_MAX:
+            if len(self._parts) >= _N_SLICE_UPDATES_MAX:
                 self._parts.clear()
                 self._slice_updates.clear()
             config = self._config
