@@ -12,6 +12,7 @@ rule = { name = "adagrad", learning_rate = 0.02 }
 """
 
 import math
+import re
 from typing import Final, Literal
 
 import msgspec
@@ -116,6 +117,11 @@ class SandblasterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
         _at_least(1, "portions_per_set", self.portions_per_set)
         if self.seed < 0:
             raise ValueError(f"seed is {self.seed}; use 0 or more")
+        if "(" in self.loss and re.search(r"\b(weight|ignore_index)=", self.loss):
+            raise ValueError(
+                f"loss is {self.loss!r}, which weighs the samples of a chunk, so that a batch's "
+                "depends on how it is cut: leave weight and ignore_index out"
+            )
         self._check_method()
         self.chosen()  # the method checks the rest
 

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from distbelief.config import toml
 from distbelief.config.load import parse_job
 from distbelief.core.errors import JobError
 from distbelief.job.launch import preflight
@@ -16,6 +17,10 @@ from distbelief.task.task import capture_for, sample_of
 from tests.distbelief.jobs import small
 
 
+BATCH: dict[str, object] = {
+    "model": {"factory": "m:net"},
+    "data": {"train": {"factory": "m:points"}},
+}
 LABELS = torch.arange(12) % 3
 
 
@@ -119,6 +124,17 @@ def test_wrong_arguments_are_refused(table: dict[str, object], text: str) -> Non
         loss_in(table)
     assert text in str(caught.value)
     assert "(('" not in str(caught.value)
+
+
+@pytest.mark.parametrize("argument", [{"weight": [1.0, 2.0, 0.5]}, {"ignore_index": 1}])
+def test_a_batch_method_refuses_weights_of_samples(argument: dict[str, object]) -> None:
+    """Its figures would depend on the size of its chunks."""
+    tables = {"name": "sandblaster", "loss": {"name": "CrossEntropyLoss", **argument}}
+    with pytest.raises(JobError, match=r"weighs the samples of a chunk.*: leave weight and ign"):
+        parse_job(toml.write({**BATCH, "algorithm": tables}), path="job.toml")
+    tables["loss"] = {"name": "BCEWithLogitsLoss", "pos_weight": [1.0, 2.0, 0.5]}
+    job = parse_job(toml.write({**BATCH, "algorithm": tables}), path="job.toml")
+    assert job.loss == "binary_cross_entropy_with_logits(pos_weight=[1.0, 2.0, 0.5])"
 
 
 @pytest.mark.parametrize("loss", ["cross_entropy(", "cross_entropy(1)", "f(**{})", "mse(beta=2)"])
