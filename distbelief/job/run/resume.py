@@ -728,6 +728,7 @@ def _check_data(job: Job, run: RunDirectory, *, was: DataFacts, now: DataFacts) 
     pairs: list[tuple[object, object]] = [
         (load_job(run.job_file).data.train.source, job.data.train.source),
         (f"{was.n_samples:,} samples", f"{now.n_samples:,} samples"),
+        (was.order or "shuffled", now.order or "shuffled"),
         (f"fingerprint {was.fingerprint}", f"fingerprint {now.fingerprint}"),
     ]
     knows_marks = None not in {was.fingerprint, now.fingerprint}
