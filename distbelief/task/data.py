@@ -533,7 +533,7 @@ class DataShard:
 
     def order(self, epoch: int) -> Indices:
         """Return this shard's samples, (len(self),), in the order of pass `epoch`."""
-        return self.samples(np.asarray(self.positions(epoch)), epoch)
+        return self.samples(np.asarray(self.positions(epoch), np.int64), epoch)
 
     def positions(self, epoch: int) -> Indices | range:
         """Return the shuffled positions of these samples, in the order of pass `epoch`."""

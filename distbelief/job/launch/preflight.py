@@ -95,7 +95,6 @@ class PreflightResult(msgspec.Struct, frozen=True, kw_only=True):
     sample: Sample | None = None  # shapes and types of the data, for the plans
     likeness: Likeness | None = None  # what hosts that join must have in common with this one
     num_workers: dict[str, int] = {}  # processes that read for a role, by table
-    has_parts: bool = False  # whether the data function makes a part for each replica
     proof: str = ""  # whether split replicas compute what one process does, for the user
 
     def formed(self, ranks: tuple[int, ...]) -> "PreflightResult":
@@ -252,7 +251,6 @@ def answer_to(job: Job, *, initial_file: str, plan: str, proves: bool = True) ->
         },
         sample=sample,
         num_workers=num_workers,
-        has_parts=tasks.makes_parts(task.train),
         proof=_proof(job, captured, [*made.values()], answer, datasets["data.train"])
         if proves and cluster.proof
         else "",
@@ -397,6 +395,7 @@ def _found(
             train=msgspec.structs.replace(
                 DataFacts.of(datasets["data.train"]),
                 marks=marks_of(datasets["data.train"]) or msgspec.UNSET,
+                has_parts=tasks.makes_parts(task.train) or msgspec.UNSET,
             ),
             test=None if held_out is None else DataFacts.of(held_out),
         ),

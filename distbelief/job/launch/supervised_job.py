@@ -49,7 +49,7 @@ def check_data(job: Job, answer: PreflightResult) -> None:
 def read_again(job: Job, answer: PreflightResult) -> str | None:
     """Return a warning if each replica reads what others train."""
     train, n = answer.task.train, job.cluster.n_replicas
-    if train is None or train.order != "stream" or n == 1 or answer.has_parts:
+    if train is None or train.order != "stream" or n == 1 or train.has_parts:
         return None
     return (
         f"[data.train] is a stream, so each of {n} replicas reads all of it, and trains what it is "

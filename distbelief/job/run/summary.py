@@ -31,6 +31,8 @@ class DataFacts(msgspec.Struct, frozen=True, kw_only=True):
     marks: tuple[float, ...] | msgspec.UnsetType = msgspec.UNSET
     # In which samples are read, unless shuffled
     order: str | msgspec.UnsetType = msgspec.UNSET
+    # Whether the function makes a part of the data for each replica
+    has_parts: bool | msgspec.UnsetType = msgspec.UNSET
 
     @classmethod
     def of(cls, dataset: object) -> Self:
