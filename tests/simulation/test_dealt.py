@@ -74,10 +74,11 @@ def test_pushes_of_a_slow_replica_end_where_a_round_waits_for_it(
     ids=["one", "all", "between shards", "left out", "taken for dead", "slow", "words lost"],
 )
 def test_what_a_lost_replica_has_not_pushed_others_read(faults: Sequence[Fault]) -> None:
-    job = DealtJob(n_epochs=10, faults=faults)
-    job.run()
-    assert job.job.view.samples == 500
-    assert job.job.view.stop_reason == "10 epochs done"
+    for is_stream in (False, True):
+        job = DealtJob(n_epochs=10, faults=faults, is_stream=is_stream)
+        job.run()
+        assert job.job.view.samples == 500
+        assert job.job.view.stop_reason == "10 epochs done"
 
 
 def test_what_a_restored_shard_has_lost_is_dealt_anew() -> None:

@@ -217,9 +217,7 @@ def answer_to(job: Job, *, initial_file: str, plan: str, proves: bool = True) ->
         proof = ""
         if facts_of(job).threads is not None and proves and cluster.proof:
             proof = _proof_of_threads(job, datasets["data.train"])
-        return msgspec.structs.replace(
-            found, proof=proof, num_workers=num_workers, has_parts=tasks.makes_parts(task.train)
-        )
+        return msgspec.structs.replace(found, proof=proof, num_workers=num_workers)
     # The planner imports scipy's solvers and matplotlib, which take half as long as torch. Other
     # jobs must not wait for that.
     from distbelief.plans.planner.job_plan import cost_of, draw, plans_for_job  # noqa: PLC0415 -- split jobs only
