@@ -469,7 +469,7 @@ def _misfit(samples: Sequence[Mapping[Path, object]], wanted: Sequence[int]) -> 
                 return (
                     f"the {shown_path(path)} of samples {wanted[0]} and {index}"
                     f" have shapes {expected} and {shape}: all samples must have one "
-                    "shape (pad or crop them in the data set, or give [data.train] collate)"
+                    "shape (pad or crop them in the data set, or by collate)"
                 )
     return None
 
