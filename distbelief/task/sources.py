@@ -330,11 +330,10 @@ def _of_loader(
     collate: Collate | None,
     again: Callable[[], object] | None,
 ) -> DataSource:
-    batches = loader.batch_sampler
+    batches, batch_size = loader.batch_sampler, loader.batch_size
+    drop_last, sampler = loader.drop_last, loader.sampler
     if type(batches) is BatchSampler:
         batch_size, drop_last, sampler = batches.batch_size, batches.drop_last, batches.sampler
-    else:
-        batch_size, drop_last, sampler = loader.batch_size, loader.drop_last, loader.sampler
     is_own = loader.collate_fn is not default_collate
     unfit = {
         "chooses batches by a batch_sampler of its own": (

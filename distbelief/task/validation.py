@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Final
 
 import torch
 
@@ -11,8 +12,11 @@ from distbelief.task import dry_run, task as tasks
 from distbelief.task.data import ENDLESS, Batch, Dataset, DataSource, first_of, read_batch, some_of
 from distbelief.task.forward import Forward, Sample, input_specs
 from distbelief.task.losses import CHUNK, LOSS_METRIC, OWN, StatefulMetric, is_named, own_loss
-from distbelief.task.sources import DrawnOrder
+from distbelief.task.sources import DrawnOrder, reseed
 from distbelief.task.task import DataSpec, TaskSpec
+
+
+N_COMPARED: Final = 64  # samples of a stream
 
 
 def check(
@@ -69,7 +73,10 @@ def check_sources(
         unfit = {
             f"returned a DataLoader of batch_size {source.batch_size}, and [algorithm] batch_size "
             f"is {batch_size}": (
-                is_train and source.batch_size not in {None, batch_size} and "use the same in both"
+                is_train
+                and source.batch_size not in {None, batch_size}
+                and not is_driven
+                and "use the same in both"
             ),
             f"returned a DataLoader of {source.num_workers} workers, and num_workers is "
             f"{spec.num_workers}": (0 < source.num_workers != n_wanted and "leave one of them out"),
@@ -103,9 +110,23 @@ def check_sources(
                 raise JobError(f"{user} {what}: {fix}")
         if isinstance(source.order, DrawnOrder):
             source.order.check(seed)
+        if is_train and source.is_stream:
+            _check_same_again(source, user)
         if n_wanted:
             found[table] = n_wanted
     return found
+
+
+def _check_same_again(source: DataSource, user: str) -> None:
+    """Reject a stream that another process, or a resumed run, would read otherwise."""
+    some = first_of(source, N_COMPARED)
+    first, second = (read_batch(source, some, before=reseed) for _ in range(2))
+    row = _first_difference(first, second)
+    if row is not None:
+        raise JobError(
+            f"{user}: sample {row} of the stream differs each time it begins: let it draw from "
+            "torch's, numpy's or Python's own generator, or seed its generator in __iter__"
+        )
 
 
 def check_data(

@@ -1,5 +1,6 @@
 """Streams and torch's loaders as data of jobs of real processes."""
 
+import importlib
 import signal
 import sys
 from pathlib import Path
@@ -105,7 +106,7 @@ def test_a_job_of_a_loader_has_the_bits_of_a_plain_loop(
     assert "read its samples" in (command.run / "logs" / "replica-0.log").read_text()
     monkeypatch.syspath_prepend(str(folder))
     monkeypatch.delitem(sys.modules, "tiny", raising=False)
-    import tiny  # noqa: PLC0415  # type: ignore[import-not-found]
+    tiny = importlib.import_module("tiny")
 
     torch.manual_seed(0)
     n_threads = torch.get_num_threads()

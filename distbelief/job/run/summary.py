@@ -39,11 +39,11 @@ class DataFacts(msgspec.Struct, frozen=True, kw_only=True):
         fingerprint: object = getattr(dataset, "fingerprint", None)
         if callable(fingerprint):
             fingerprint = fingerprint()
-        has_own = isinstance(dataset, DataSource) and dataset.order is not None
+        source = dataset if isinstance(dataset, DataSource) else None
         return cls(
             n_samples=len(cast("list[object]", dataset)),
             fingerprint=None if fingerprint is None else str(fingerprint),
-            order=dataset.of_order if has_own else msgspec.UNSET,
+            order=source.of_order if source and source.order else msgspec.UNSET,
         )
 
     @property

@@ -98,7 +98,7 @@ def test_a_loader_in_order_gives_the_batches_of_a_plain_loop(
     collate: Callable[..., object] | None, *, drop_last: bool
 ) -> None:
     dataset = numbers() if collate is None else Words()
-    loader = DataLoader(dataset, 4, collate_fn=collate, drop_last=drop_last)  # type: ignore[arg-type]
+    loader = DataLoader(dataset, 4, collate_fn=collate, drop_last=drop_last)
     assert same(batches_of(source(loader), 2), loader, 2)
 
 
@@ -168,7 +168,8 @@ def test_a_generator_of_a_sampler_does_not_carry_state_from_pass_to_pass() -> No
         sampler = WeightedRandomSampler([1.0] * N, N, generator=generator)
         order = source(DataLoader(numbers(), 4, sampler=sampler)).order
         assert order is not None
-        return [order(epoch, np.arange(N), 0).tolist() for epoch in epochs][-1]
+        found: list[list[int]] = [order(epoch, np.arange(N), 0).tolist() for epoch in epochs]
+        return found[-1]
 
     assert drawn(0, 1, 2, 3) == drawn(3) != drawn(2)
 
@@ -193,10 +194,11 @@ def test_what_a_collate_draws_is_the_same_in_any_process() -> None:
 
     def read(*first: int) -> torch.Tensor:
         reader = BatchReader(source(Words(), collate=noisy))
-        for index in (*first, 9):
-            indices = np.arange(index, index + 3)
-            batch = reader.read(BatchIndices(position=0, indices=indices))
-        return batch.tensors()["inputs",]
+        read = [
+            reader.read(BatchIndices(position=0, indices=np.arange(index, index + 3)))
+            for index in (*first, 9)
+        ]
+        return read[-1].tensors()["inputs",]
 
     assert torch.equal(read(), read(0, 5, 2, 7))
 

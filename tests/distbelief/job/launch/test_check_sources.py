@@ -47,6 +47,28 @@ def stream() -> Stream:
     return Sized()
 
 
+class Unseeded(Sized):
+    generator = torch.Generator()
+
+    @override
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, int]]:
+        return ((torch.rand(3, generator=self.generator), 0) for _ in range(40))
+
+
+class Seeded(Sized):
+    @override
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, int]]:
+        return ((torch.rand(3), 0) for _ in range(40))
+
+
+def unseeded() -> Stream:
+    return Unseeded()
+
+
+def seeded() -> Stream:
+    return Seeded()
+
+
 def parts(replica: int, replicas: int) -> Stream:
     assert (replica, replicas) == (0, 1)  # the check is of the whole
     return Sized()
@@ -86,6 +108,7 @@ def checked(job: Job, folder: Path) -> PreflightResult:
         ),
         ("stream", ["data.train.num_workers=2"], "is a stream, which each of num_workers = 2"),
         ("stream", [f"data.test.factory={HERE}:endless"], "[data.test]"),
+        ("unseeded", [], "sample 0 of the stream differs each time it begins: let it draw from"),
         (
             "parts",
             ["cluster.replicas=2"],
@@ -131,6 +154,7 @@ def test_batch_methods_refuse_orders_of_the_data(tmp_path: Path) -> None:
         ("loader", []),
         ("stream", ["cluster.replicas=2"]),
         ("stream", ["data.train.num_workers=1"]),
+        ("seeded", []),
         ("parts", ["cluster.replicas=2", "algorithm.order=parts"]),
         ("endless", ["stop.samples=100", "cluster.replicas=2"]),
         ("endless", ["data.train.limit=9", "stop.epochs=1"]),
