@@ -57,6 +57,11 @@ def numbers(dataset: Dataset, positions: range) -> list[int]:
 
 
 MAKES = [parquet, web, hugging_face]
+# webdataset leaves the file open that it reads when a pass ends early.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
 
 
 @pytest.fixture(autouse=True)
