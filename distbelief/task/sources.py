@@ -13,7 +13,7 @@ lies before them.
 
 import random  # noqa: TID251 -- it is given seeds, and draws nothing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Final, cast, final
+from typing import Final, NamedTuple, cast, final
 
 import numpy as np
 import torch
@@ -39,6 +39,7 @@ from distbelief.task.data import (
     shuffled,
 )
 from distbelief.task.dry_run import shown
+from distbelief.task.imports import place
 
 
 _END: Final = object()
@@ -229,15 +230,24 @@ def source_of(
         JobError: it is something else, or asks for what a job cannot do.
     """
     user = f"[{table}] {name}"
+    table_of = _Table(user=user, limit=limit, collate=collate, again=again)
     if isinstance(given, DataLoader):
-        return _of_loader(given, user, limit=limit, collate=collate, again=again)
+        return _of_loader(given, table_of)
     if _is_stream(given):
-        items = cast("Iterable[object]", given)
-        return _of_stream(items, user, limit=limit, collate=collate, again=again)
+        return _of_stream(cast("Iterable[object]", given), table_of)
     dataset, n_samples = _map_style(given, user)
     if limit is None and collate is None:
         return dataset
     return DataSource(dataset, min(limit or n_samples, n_samples), collate=collate)
+
+
+class _Table(NamedTuple):
+    """What a data table says beside what its function returns."""
+
+    user: str
+    limit: int | None
+    collate: Collate | None
+    again: Callable[[], object] | None
 
 
 def _is_stream(given: object) -> bool:
@@ -262,7 +272,7 @@ def _map_style(given: object, user: str) -> tuple[Dataset, int]:
         n_samples = len(given)
     except Exception as error:  # the data set is the user's
         raise JobError(
-            f"{user}: len() of its data set failed: {type(error).__name__}: {error}"
+            f"{user}: len() of its data set failed: {type(error).__name__}: {error}{place(error)}"
         ) from error
     if n_samples == 0:
         table = user[1 : user.index("]")]
@@ -282,14 +292,9 @@ def _columns(given: object) -> str | None:
 
 
 def _of_stream(
-    items: Iterable[object],
-    user: str,
-    *,
-    limit: int | None,
-    collate: Collate | None,
-    again: Callable[[], object] | None,
-    loader: "DataLoader[object] | None" = None,
+    items: Iterable[object], table: _Table, *, loader: "DataLoader[object] | None" = None
 ) -> DataSource:
+    user, limit, collate, again = table
     length = _length(items)
     if length == 0:
         raise JobError(f"{user} returned a stream of 0 samples")
@@ -322,14 +327,8 @@ def _passes(n_samples: int | None) -> SampleOrder:
     return order
 
 
-def _of_loader(
-    loader: "DataLoader[object]",
-    user: str,
-    *,
-    limit: int | None,
-    collate: Collate | None,
-    again: Callable[[], object] | None,
-) -> DataSource:
+def _of_loader(loader: "DataLoader[object]", table: _Table) -> DataSource:
+    user, limit, collate, again = table
     batches, batch_size = loader.batch_sampler, loader.batch_size
     drop_last, sampler = loader.drop_last, loader.sampler
     if type(batches) is BatchSampler:
@@ -370,7 +369,7 @@ def _of_loader(
                 f"{user} returned a DataLoader that has batch_size = None: return its data set, "
                 "or give it the batch_size of [algorithm]; its items must be samples"
             )
-        return _of_stream(items, user, limit=limit, collate=collate, again=anew, loader=loader)
+        return _of_stream(items, _Table(user, limit, collate, anew), loader=loader)
     dataset, n_data = _map_style(loader.dataset, user)
     n_samples = min(limit or n_data, n_data)
     order, of_order = _order_of(sampler, n_data, user, limit=limit)
@@ -395,10 +394,10 @@ def _of_loader(
 def _order_of(
     sampler: object, n_data: int, user: str, *, limit: int | None
 ) -> tuple[SampleOrder | None, str]:
-    if isinstance(sampler, SequentialSampler):
+    is_whole = _length(sampler) == n_data
+    if is_whole and isinstance(sampler, SequentialSampler):
         return as_it_stands, "in the order of the data"
-    is_random = isinstance(sampler, RandomSampler) and not sampler.replacement
-    if is_random and _length(sampler) == n_data:
+    if is_whole and isinstance(sampler, RandomSampler) and not sampler.replacement:
         return None, "shuffled"
     kind = type(sampler).__name__
     if not _length(sampler):

@@ -134,6 +134,7 @@ def test_what_a_shuffled_loader_drops_is_others_each_time() -> None:
         ),
         (RandomSampler(range(N), replacement=True, num_samples=200), set(range(N))),
         ([4, 2, 2], {2, 4}),
+        (SequentialSampler(range(5)), set(range(5))),
     ],
 )
 @pytest.mark.parametrize("n_replicas", [1, 2, 4])

@@ -1,7 +1,8 @@
 """Streams of other libraries: each sample once in each epoch, whole and in parts."""
 
+import gc
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -65,9 +66,11 @@ pytestmark = [
 
 
 @pytest.fixture(autouse=True)
-def _alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def _alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    yield
+    gc.collect()  # what is left open is found here, not in the test of something else
 
 
 @pytest.mark.parametrize("make", MAKES)
