@@ -101,12 +101,13 @@ class Stream:
 
     def _begin(self, number: int, before: Callable[[int], object] | None) -> None:
         if self._iterator is not None and isinstance(self.given, Iterator):
-            if self._again is None:
+            anew = None if self._again is None else self._again()
+            if anew is None or anew is self.given:
                 raise JobError(
                     f"{self._user}: an iterator can be read once: give an object whose __iter__ "
                     "begins anew"
                 )
-            self.given = cast("Iterable[object]", self._again())
+            self.given = cast("Iterable[object]", anew)
         set_epoch: object = getattr(self.given, "set_epoch", None)
         if callable(set_epoch):
             set_epoch(number)

@@ -324,10 +324,11 @@ def test_a_generator_is_called_again() -> None:
     data = source(stream(), again=stream)
     assert read_batch(data, [3]).tensors()["inputs",].tolist() == [3]
     assert read_batch(data, [1, 2]).tensors()["inputs",].tolist() == [1, 2]
-    once = source(stream())
-    assert read_batch(once, [3]).tensors()["inputs",].tolist() == [3]
-    with pytest.raises(JobError, match=r"can be read once: give an object whose __iter__ begins"):
-        read_batch(once, [1])
+    begun = stream()
+    for once in (source(stream()), source(begun, again=lambda: begun)):
+        assert read_batch(once, [3]).tensors()["inputs",].tolist() == [3]
+        with pytest.raises(JobError, match=r"read once: give an object whose __iter__ begins"):
+            read_batch(once, [1])
 
 
 @pytest.mark.parametrize("n_replicas", [1, 2, 4])
