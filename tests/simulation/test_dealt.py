@@ -33,6 +33,12 @@ def test_every_sample_of_an_epoch_counts_once(batch_size: int, n_push: int) -> N
     DealtJob(batch_size=batch_size, n_push=n_push).run()
 
 
+@pytest.mark.parametrize("n_replicas", [1, 2, 4])
+@pytest.mark.parametrize("n_ranks", [1, 2])
+def test_every_item_of_a_stream_counts_once(n_replicas: int, n_ranks: int) -> None:
+    DealtJob(n_samples=48, n_replicas=n_replicas, n_ranks=n_ranks, is_stream=True).run()
+
+
 @pytest.mark.parametrize("faults", [[], [Kill(at=2.0, role=REPLICAS[1], after_actions=1)]])
 def test_pushes_fitted_to_the_link_are_of_any_batches(faults: Sequence[Fault]) -> None:
     exchange = ExchangePolicy(every="auto", send="delta")
