@@ -1,6 +1,6 @@
 """What users give as data: loaders beside torch's own loop over them, streams, refusals."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import SimpleNamespace
 
 import numpy as np
@@ -24,15 +24,22 @@ from typing_extensions import override
 from distbelief.core.errors import JobError
 from distbelief.core.spans import Epochs
 from distbelief.task.data import ENDLESS, Dataset, DataShard, DataSource, read_batch
-from distbelief.task.sources import source_of
+from distbelief.task.sources import DrawnOrder, source_of
 from distbelief.worker.batches import BatchIndices, BatchReader, DealtPlan, TrainingPlan
 
 
 N = 23
 
 
-def source(given: object, **options: object) -> DataSource:
-    return DataSource.of(source_of(given, name="a:data", **options))  # type: ignore[arg-type]
+def source(
+    given: object,
+    *,
+    limit: int | None = None,
+    collate: Callable[..., object] | None = None,
+    again: Callable[[], object] | None = None,
+) -> DataSource:
+    found = source_of(given, name="a:data", limit=limit, collate=collate, again=again)
+    return DataSource.of(found)
 
 
 def numbers(n: int = N) -> TensorDataset:
@@ -304,8 +311,8 @@ class Shuffling(Items):
 @settings(max_examples=50, deadline=None)
 @given(stop=st.integers(0, N - 1), size=st.integers(1, 5))
 def test_a_stream_that_draws_goes_on_as_if_it_had_not_been_stopped(stop: int, size: int) -> None:
-    def read(data: DataSource, first: int, last: int, size: int) -> list[object]:
-        reader, found = BatchReader(data, seed=3), list[object]()
+    def read(data: DataSource, first: int, last: int, size: int) -> list[list[float]]:
+        reader, found = BatchReader(data, seed=3), list[list[float]]()
         for begin in range(first, last, size):
             indices = np.arange(begin, min(begin + size, last))
             batch = reader.read(BatchIndices(position=begin, indices=indices))
@@ -313,7 +320,7 @@ def test_a_stream_that_draws_goes_on_as_if_it_had_not_been_stopped(stop: int, si
         return found
 
     whole = read(source(Shuffling()), 0, N, 4)
-    assert sorted(item[0] for item in whole) == list(range(N))  # type: ignore[index]
+    assert sorted(item[0] for item in whole) == list(range(N))
     assert read(source(Shuffling()), stop, N, size) == whole[stop:]
 
 
@@ -348,8 +355,10 @@ def test_replicas_with_parts_of_a_stream_read_each_sample_once(n_replicas: int) 
 
 
 def test_the_fingerprint_is_that_of_the_data() -> None:
-    named = Sized()
-    named.fingerprint = "abc"  # type: ignore[attr-defined]
+    class Named(Sized):
+        fingerprint = "abc"
+
+    named = Named()
     assert source(named, limit=3).fingerprint == "abc"
 
 
@@ -415,7 +424,7 @@ def test_options_that_contradict_a_loader_are_refused() -> None:
         (source(Items(9), limit=10), "ended after 9 of 10 samples: limit = 9"),
         (source(Sized(11, says=10)), "has more than the 10 samples that its __len__ says"),
         (source(numbers(), collate=drop), "the first size must be 10"),
-        (source(numbers(), collate=len), "collate returned of type int: it must return a pair"),  # type: ignore[arg-type]
+        (source(numbers(), collate=len), "collate returned of type int: it must return a pair"),
         (source(numbers(), collate=lambda s: s[99]), "collate of samples 0 to 9 failed: Index"),
     ],
 )
@@ -442,6 +451,7 @@ class Unsteady:
         (["a"], "its sampler failed: ValueError"),
     ],
 )
-def test_samplers_that_cannot_be_followed_are_refused(sampler: object, message: str) -> None:
-    order = source(DataLoader(numbers(), 4, sampler=sampler)).order  # type: ignore[arg-type]
-    fails(message, lambda: order.check(0))  # type: ignore[union-attr]
+def test_samplers_that_cannot_be_followed_are_refused(sampler: Iterable[int], message: str) -> None:
+    order = source(DataLoader(numbers(), 4, sampler=sampler)).order
+    assert isinstance(order, DrawnOrder)
+    fails(message, lambda: order.check(0))
