@@ -15,7 +15,7 @@ topic: drawn from the counts of those before it, they took many more passes to b
 A token's random number is made of seed, pass, document and position: no bit depends on workers.
 """
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias, final
 
@@ -28,7 +28,7 @@ from typing_extensions import override
 from distbelief.core.errors import SettingError
 from sandblaster.strads.columns import of_sklearn
 from sandblaster.strads.estimator import Estimator, blocks_of, check_numbers, checked_entries
-from sandblaster.strads.program import Program, Pushed, Task, Values, run
+from sandblaster.strads.program import Program, Pushed, Steps, Task, Values, run
 from sandblaster.strads.topic_kernel import LANES, Counts, sampler
 
 
@@ -260,7 +260,7 @@ class Topics(Program[Block, Argument, Report, Learned]):
         return -(-len(self.alpha) // LANES) * LANES
 
     @override
-    def schedule(self) -> Generator[Sequence[Task[Argument]], Sequence[Report], Learned]:
+    def schedule(self) -> Steps[Argument, None, Report, Learned]:
         alpha, scores, evaluations = self.alpha, list[float](), list[tuple[int, float]]()
         for number in range(self.max_iter + 1):
             totals = np.zeros(2)
@@ -300,9 +300,7 @@ class Topics(Program[Block, Argument, Report, Learned]):
         blocks = range(self.n_blocks)
         return [Task(block=block, argument=argument, takes=takes) for block in blocks]
 
-    def _fitted(
-        self, alpha: Values
-    ) -> Generator[Sequence[Task[Argument]], Sequence[Report], Values]:
+    def _fitted(self, alpha: Values) -> Steps[Argument, None, Report, Values]:
         for _ in range(5):
             reports = yield self._all(Weigh(alpha), {})
             totals = sum(reports, np.zeros(len(alpha) + 1))
@@ -368,10 +366,6 @@ class Topics(Program[Block, Argument, Report, Learned]):
             },
             report=np.array([score, len(tokens)]),
         )
-
-    @override
-    def pull(self, table: str, rows: Values, sums: Values) -> Values:
-        return rows + sums
 
     def word_weights(self, tables: Mapping[str, Values]) -> Values:
         """Return the probability of each word in each topic: (n_words, n_topics)."""
