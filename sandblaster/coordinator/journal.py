@@ -57,7 +57,8 @@ class ResumePoint:
     """Where to resume: at which savepoint, and with which state."""
 
     savepoint: int
-    whole: bool
+    whole: bool  # with the optimizer's state
+    has_all: bool  # whether all shards have all of its vectors
     entry: CheckpointEntry | None  # None: no state is known; it may be the initial point
     has_other_goal: bool = False  # the state is of another goal and is not used
 
@@ -66,11 +67,15 @@ class ResumePoint:
 class Journal:
     """The coordinator's part of all savepoints.
 
-    `goal` is method and function; a state of another goal is only a starting point.
+    `goal` is method and function; a state of another goal is only a starting point. With
+    `parameters_only` that is all that savepoints have, and shards need nothing else to go on.
     """
 
-    def __init__(self, restored: Snapshot | None, *, goal: str = "") -> None:
+    def __init__(
+        self, restored: Snapshot | None, *, goal: str = "", parameters_only: bool = False
+    ) -> None:
         self._goal = goal
+        self._parameters_only = parameters_only
         self._entries: dict[int, CheckpointEntry] = {}
         self.on_disk = 0  # the newest savepoint that every shard has on disk; 0: none
         self._before_on_disk: tuple[int, ...] = ()  # the newest last
@@ -155,7 +160,11 @@ class Journal:
         whole = [
             one
             for one in shared
-            if self._can_resume(one) and all(known[one] for known in per_shard)
+            if self._can_resume(one)
+            and (
+                all(known[one] for known in per_shard)
+                or (self._parameters_only and (one > 0 or begins is self.end_clocks))
+            )
         ]
         # A newer savepoint without an entry is at most one iteration newer.
         savepoint = max(whole or shared)
@@ -163,7 +172,11 @@ class Journal:
         entry = self._entries.get(savepoint) if is_known else None
         has_other_goal = not whole and entry is not None and entry.goal != self._goal
         return ResumePoint(
-            savepoint=savepoint, whole=bool(whole), entry=entry, has_other_goal=has_other_goal
+            savepoint=savepoint,
+            whole=bool(whole),
+            has_all=all(known[savepoint] for known in per_shard),
+            entry=entry,
+            has_other_goal=has_other_goal,
         )
 
     def _can_resume(self, savepoint: int) -> bool:
