@@ -149,6 +149,8 @@ class Journal:
             self._savepoints_of(k, records, begins=begins) for k, records in enumerate(held)
         ]
         shared = set(per_shard[0]).intersection(*per_shard[1:])
+        if self._parameters_only:  # without its state it can only start
+            shared = {one for one in shared if one == 0 or self._can_resume(one)}
         if not shared:
             shown = "; ".join(
                 f"shard {k}: {sorted(known) or 'none'}" for k, known in enumerate(per_shard)

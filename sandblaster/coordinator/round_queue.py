@@ -76,6 +76,7 @@ class RoundQueue:
             self._slowest = max(self._slowest, elapsed)
             chunk.winner, chunk.staged = one, result
             self.n_counted += 1
+            self._counters.blocks[chunk.index] = worker.number  # it has what others may lack
             for other in list(chunk.attempts.values()):
                 self._drop(other)
                 if other is not one:

@@ -188,4 +188,4 @@ def _array_in(kind: type, value: object) -> object:
     name, shape, content = msgspec.convert(value, tuple[str, tuple[int, ...], bytes])
     if name not in _TYPES:
         raise msgspec.ValidationError(f"no array: {name:.8}")
-    return np.frombuffer(content, name).reshape(shape)
+    return np.frombuffer(content, name).reshape(shape).copy()

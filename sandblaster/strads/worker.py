@@ -239,7 +239,7 @@ class BlockWorker:
 
     def _rows_taken(self, message: wire.RowsTaken) -> list[rl.Action]:
         is_awaited = self._phase is _Phase.TAKING and (0, message.part) in self._unanswered
-        if not is_awaited or message.series != self._series:
+        if not is_awaited or (message.series, message.number) != (self._series, self._command):
             return []
         table, places = self._parts[message.part]
         there = self._taken[table][places]

@@ -1,0 +1,181 @@
+"""Programs of rounds under faults: whatever breaks, the bits of one process.
+
+`programs` says what a seed stands for. A seed that fails is played alone by
+SIMULATION_SEEDS=FIRST:STOP.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from msgspec.structs import replace as replace_fields
+
+from distbelief.parameter_server.command_log import CommandExecutor
+from distbelief.parameter_server.rows import RoundRows
+from distbelief.protocol import AddRows, Stop, TakeRows, WorkReport, role as rl
+from distbelief.protocol.role import Address
+from distbelief.simulation.faults import Kill, Slow
+from distbelief.simulation.trace import SimulationFailed
+from sandblaster.chunks import COORDINATOR
+from sandblaster.coordinator.round_queue import RoundQueue
+from sandblaster.coordinator.workers import WorkerState
+from sandblaster.optimizers.termination import Reason
+from tests.simulation.programs import Rounds, Which, drawn
+from tests.simulation.test_seeds import chunks, name, play_seeds
+
+
+FILE = "tests/simulation/test_programs.py"
+SELDOM = (
+    "backups",
+    "blocks lost",
+    "coordinators restarted",
+    "replicas restarted",
+    "series",
+    "shards restarted",
+)
+KINDS: tuple[Which, ...] = ("lasso", "planned lasso", "factors")
+
+
+def played(seed: int) -> Counter[str]:
+    scene = drawn(seed)
+    scene.play()
+    cluster = scene.cluster
+    return Counter(
+        {
+            "backups": int(scene.status(COORDINATOR)["backups"]),
+            "blocks lost": sum("lost its block" in one.text for _, one in cluster.reports),
+            "coordinators restarted": cluster.incarnation(COORDINATOR) - 1,
+            "replicas restarted": sum(cluster.incarnation(r) - 1 for r in scene.replicas),
+            "series": int(scene.status(COORDINATOR)["series"]) % 4096 - 1,
+            "shards restarted": sum(cluster.incarnation(s) - 1 for s in scene.shards),
+        }
+    )
+
+
+@pytest.mark.parametrize("seeds", chunks(range(24), 12), ids=name)
+def test_whatever_breaks_the_bits_are_the_same(seeds: range) -> None:
+    play_seeds(seeds, played, file=FILE, seldom=())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seeds", chunks(range(24, 174), 50), ids=name)
+def test_the_same_for_more_seeds(seeds: range) -> None:
+    play_seeds(seeds, played, file=FILE, seldom=SELDOM if len(seeds) >= 50 else ())
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seeds", chunks(range(174, 2174), 100), ids=name)
+def test_the_same_for_two_thousand_seeds(seeds: range) -> None:
+    play_seeds(seeds, played, file=FILE, seldom=SELDOM)
+
+
+# --- each fault, in each application ---
+
+
+@pytest.mark.parametrize("which", KINDS)
+@pytest.mark.parametrize("role", ["replica-0", "shard-1", COORDINATOR])
+def test_a_killed_role_changes_no_bit(which: Which, role: str) -> None:
+    scene = Rounds(which=which)
+
+    end = scene.moments(lambda _: True)[-1]
+    kill = Kill(at=0.6 * end, role=Address(role), restart_after=0.01)
+    again = replace(scene, faults=(kill,), saves=(0.3 * end,))
+    again.play()
+    assert again.cluster.incarnation(Address(role)) == 2
+
+
+@pytest.mark.parametrize("n_replicas", [1, 2, 4])
+@pytest.mark.parametrize("n_shards", [1, 3])
+def test_the_same_bits_for_any_number_of_workers_and_shards(n_replicas: int, n_shards: int) -> None:
+    Rounds(n_replicas=n_replicas, n_shards=n_shards, which="planned lasso").play()
+    Rounds(n_replicas=n_replicas, n_shards=n_shards, which="factors").play()
+
+
+def test_a_slow_worker_s_task_gets_a_second_attempt() -> None:
+    slow = Slow(at=0.005, role=Address("replica-1"), factor=400.0, seconds=10.0)
+    scene = Rounds(which="lasso", faults=(slow,))
+    scene.play()
+    assert scene.status(COORDINATOR)["backups"]
+
+
+def test_a_stopped_run_ends_at_a_mark_and_goes_on_from_there() -> None:
+    scene = Rounds(which="factors", n_replicas=2)
+    scene.cluster.run(until=0.05)
+    scene.tell(COORDINATOR, Stop(reason="test"))
+    scene.run_until(lambda: COORDINATOR in scene.cluster.halted)
+    assert scene.coordinator.reason is Reason.STOPPED
+    for one in (COORDINATOR, *scene.replicas):
+        scene.cluster.restart(one)
+    scene.run_until(lambda: scene.coordinator.reason is not None)
+    scene.check_bits()
+
+
+# --- a protocol without one of its rules ---
+
+
+def _any_round(
+    self: CommandExecutor, event: rl.Received, message: TakeRows | AddRows
+) -> list[rl.Action]:
+    present = {"series": self._answer.series, "number": self._answer.number}
+    own = {name: getattr(message, name) for name in present}
+    actions = _rows(self, event, replace_fields(message, **present))
+    sends = [one for one in actions if isinstance(one, rl.Send)]
+    return [
+        rl.Send(
+            receiver=one.receiver,
+            message=replace_fields(
+                one.message, **{k: v for k, v in own.items() if hasattr(one.message, k)}
+            ),
+        )
+        for one in sends
+    ]
+
+
+_rows, _take_report, _commit = CommandExecutor.rows, RoundQueue.take_report, RoundRows.commit
+
+
+def _stays(self: RoundQueue, worker: WorkerState, report: WorkReport, now: float) -> None:
+    before = dict(self._counters.blocks)
+    _take_report(self, worker, report, now)
+    self._counters.blocks.update(before)
+
+
+def _all_staged(self: RoundRows, vector: object, tokens: object, pulls: object) -> None:
+    _commit(self, vector, sorted(self._staged), pulls)  # type: ignore[arg-type] # as there
+
+
+def _moves(self: RoundQueue, now: float) -> None:
+    self._may_move = True
+    _assign(self, now)
+
+
+_assign = RoundQueue.assign
+
+VARIANTS: dict[str, tuple[type, str, Callable[..., object]]] = {
+    "rows of any round": (CommandExecutor, "rows", _any_round),
+    "a block stays with who lost the race": (RoundQueue, "take_report", _stays),
+    "all that is staged counts": (RoundRows, "commit", _all_staged),
+    "a lost block is loaded elsewhere": (RoundQueue, "assign", _moves),
+}
+CAUGHT_BY = {
+    "rows of any round": range(400),
+    "a block stays with who lost the race": (62, 126, 221),
+    "all that is staged counts": range(400),
+    "a lost block is loaded elsewhere": range(400),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_protocol_without_one_of_its_rules_is_caught(
+    variant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind, method, broken = VARIANTS[variant]
+    monkeypatch.setattr(kind, method, broken)
+    for seed in CAUGHT_BY[variant]:
+        try:
+            drawn(seed).play()
+        except (AssertionError, SimulationFailed):
+            return
+    pytest.fail("nothing notices")
