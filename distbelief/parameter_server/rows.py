@@ -20,6 +20,7 @@ from distbelief.core.errors import RemoteProtocolError, SettingError
 from distbelief.core.vectors import BLOCK_BYTES, Vector
 from distbelief.parameter_server.layout import Layout
 from distbelief.protocol import batch as bt
+from distbelief.protocol.vector_commands import Pull
 
 
 Values = NDArray[np.float64]
@@ -157,7 +158,7 @@ class RoundRows:
                 )
 
     def commit(
-        self, vector: Vector, tokens: Sequence[int], pulls: Mapping[str, bt.Pull]
+        self, vector: Vector, tokens: Sequence[int], pulls: Mapping[str, Pull]
     ) -> None:
         """Add what these attempts have staged, in their order, and drop the rest."""
         adds: dict[str, list[tuple[Rows, Values]]] = {}
@@ -166,7 +167,7 @@ class RoundRows:
             for _, (table, rows, values) in sorted(() if staged is None else staged.parts.items()):
                 adds.setdefault(table, []).append((rows, values))
         for table, those in adds.items():
-            add_up(self._view(vector, table), those, pulls.get(table, bt.Pull()))
+            add_up(self._view(vector, table), those, pulls.get(table, Pull()))
         self.drop()
 
     def drop(self) -> None:
@@ -193,7 +194,7 @@ class RoundRows:
 # --- a round ---
 
 
-def add_up(table: Values, adds: Sequence[tuple[Rows, Values]], pull: bt.Pull) -> None:
+def add_up(table: Values, adds: Sequence[tuple[Rows, Values]], pull: Pull) -> None:
     """Make new rows of those that are added to: `pull` of the old ones and of the sums.
 
     Sums are made in the order given: a table in parts has the same bits.
@@ -221,7 +222,7 @@ def add_up(table: Values, adds: Sequence[tuple[Rows, Values]], pull: bt.Pull) ->
         table[indices] = _pulled(table[indices], sums, pull)
 
 
-def _pulled(rows: Values, sums: Values, pull: bt.Pull) -> Values:
+def _pulled(rows: Values, sums: Values, pull: Pull) -> Values:
     match pull.function:
         case "add":
             return rows + sums

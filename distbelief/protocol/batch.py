@@ -25,13 +25,13 @@ In rounds (`sandblaster.strads`) workers take rows of tables, and add to them, p
       |                | <---------------- CommitRound |  command n + 1
 """
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 import msgspec
 
 from distbelief.core.vectors import Vector
 from distbelief.protocol.fields import Amount, AnyMessage, Count, Duration, Name, Text
-from distbelief.protocol.vector_commands import Batch, Scalars, VectorName
+from distbelief.protocol.vector_commands import Batch, Pull, Scalars, VectorName
 
 
 class ShardVersion(msgspec.Struct, frozen=True, kw_only=True):
@@ -111,14 +111,6 @@ class FinishEvaluation(_Task, frozen=True):
     gradient: VectorName
     n_examples: Count
     after: Batch
-
-
-class Pull(msgspec.Struct, frozen=True):
-    """How new rows of a table follow from old ones and from the sums of what was added."""
-
-    # "add": rows + sums; "divide": of sums (s, t) the row (s / (t + a), t + a)
-    function: Literal["add", "divide"] = "add"
-    a: float = 0.0
 
 
 class CommitRound(_Task, frozen=True):

@@ -19,8 +19,7 @@ from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar, cast, final
 
-from distbelief.protocol.batch import Pull
-from distbelief.protocol.vector_commands import Axpy, Command, Dot, Scalars, VectorName
+from distbelief.protocol.vector_commands import Axpy, Command, Dot, Pull, Scalars, VectorName
 from sandblaster.optimizers.termination import Reason
 
 

@@ -24,7 +24,7 @@ from scipy import sparse
 from typing_extensions import override
 
 from distbelief.core.errors import SettingError
-from distbelief.protocol.batch import Pull
+from distbelief.protocol.vector_commands import Pull
 from sandblaster.optimizers.termination import Reason
 from sandblaster.strads.columns import of_sklearn
 from sandblaster.strads.estimator import Estimator, blocks_of, check_numbers, checked_entries

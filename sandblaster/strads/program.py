@@ -25,7 +25,7 @@ import msgspec
 import numpy as np
 
 from distbelief.parameter_server.rows import Rows, Values, add_up
-from distbelief.protocol.batch import Pull
+from distbelief.protocol.vector_commands import Pull
 from sandblaster.optimizers.termination import Reason
 
 

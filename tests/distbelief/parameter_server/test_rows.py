@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from distbelief.core.errors import RemoteProtocolError, SettingError
 from distbelief.parameter_server.layout import Layout, TensorSpec
 from distbelief.parameter_server.rows import RoundRows, Rows, Tables, Values
-from distbelief.protocol.batch import AddRows, Pull, TakeRows
+from distbelief.protocol.batch import AddRows, TakeRows
+from distbelief.protocol.vector_commands import Pull
 
 
 SHAPES = {"long": (700,), "pairs": (300, 2), "short": (3,)}
