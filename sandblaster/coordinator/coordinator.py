@@ -427,7 +427,9 @@ class Coordinator:
         if isinstance(step, Wait):
             return actions
         savepoint, series.savepoint = series.savepoint, None
-        on_disk = self._journal.on_disk
+        # Parameters alone are of no use to a program: shards keep those before until then.
+        journal = self._journal
+        on_disk = journal.recorded if self._config.in_rounds else journal.on_disk
         return [
             *actions,
             *self._commands.send(
@@ -699,6 +701,8 @@ class Coordinator:
     def _persisted(self, event: rl.Persisted, now: rl.Seconds) -> Sequence[rl.Action]:
         saved, self._saving = self._saving, None
         series = self._series
+        if event.error is None:
+            self._journal.saved()
         if series.unsaved is None:
             return []
         if saved != series.unsaved:  # of an earlier series

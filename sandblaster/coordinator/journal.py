@@ -78,6 +78,8 @@ class Journal:
         self._parameters_only = parameters_only
         self._entries: dict[int, CheckpointEntry] = {}
         self.on_disk = 0  # the newest savepoint that every shard has on disk; 0: none
+        self.recorded = 0  # the same, of which the journal on disk has the entry
+        self._in_snapshot = 0
         self._before_on_disk: tuple[int, ...] = ()  # the newest last
         self._label = 0
         # Clocks of the shards' values before the first command; None: not known.
@@ -98,11 +100,16 @@ class Journal:
             ) from None
         self._entries = {entry.savepoint: entry for entry in facts.entries}
         self.on_disk, self._before_on_disk = facts.on_disk, facts.before_on_disk
+        self.recorded = self.on_disk
         self.base_clocks = facts.base_clocks
         self.end_clocks = facts.end_clocks
 
     def write(self, entry: CheckpointEntry) -> None:
         self._entries[entry.savepoint] = entry
+
+    def saved(self) -> None:
+        """Note that the last snapshot is on disk."""
+        self.recorded = self._in_snapshot
 
     def confirm(self, savepoint: int) -> None:
         """Drop entries before a savepoint that is safe everywhere, but for those on disk."""
@@ -126,6 +133,7 @@ class Journal:
 
     def snapshot(self, *, incarnation: int) -> Snapshot:
         self._label += 1
+        self._in_snapshot = self.on_disk
         facts = _Facts(
             entries=tuple(self._entries[number] for number in sorted(self._entries)),
             on_disk=self.on_disk,
