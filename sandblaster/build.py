@@ -107,9 +107,7 @@ def goal_of(method: AnyMethod, *, loss: str) -> str:
 def build_replica(config: SandblasterSettings, *, index: int, context: BuildContext) -> Role:
     if config.method == PROGRAM:
         return BlockWorker(
-            program_of(context.task.model),
-            layout=context.layout,
-            await_begin=context.await_begin,
+            program_of(context.task.model), layout=context.layout, await_begin=context.await_begin
         )
     context, task = wb.with_data(context), context.task
     module = build_model(task.model)

@@ -335,11 +335,7 @@ class CommandExecutor:
     # ------------------------------------------------------------------------- work
 
     def _execute(self, command: bt.ShardCommand) -> Scalars:
-        self._savepoints.forget(command.on_disk)
-        if command.savepoint is not None:
-            self._savepoints.add(command.savepoint, settled=command.settled)
-        else:
-            self._savepoints.drop_before(command.settled)
+        self._keep_savepoints(command)
         scalars: Scalars = ()
         match command.task:
             case bt.Execute(commands=commands):
@@ -354,12 +350,9 @@ class CommandExecutor:
                 scalars = self._finish_evaluation(task)
             case bt.BeginSeries():
                 self._sums.close()
-                if self._rows is not None:
-                    self._rows.drop()
-            case bt.CommitRound(tokens=tokens, pulls=pulls):
-                if self._rows is not None:  # else nothing was added here
-                    self._rows.check(tokens)
-                    self._rows.commit(self._vector_store.vector(PARAMETERS), tokens, pulls)
+                self._rows = None
+            case bt.CommitRound() as task:
+                self._commit_round(task)
             case bt.Restore(savepoint=savepoint, whole=whole):
                 self._savepoints.return_to(savepoint, whole=whole, values=self._parameters)
             case bt.Commit() as task:
@@ -376,6 +369,18 @@ class CommandExecutor:
             case _:
                 assert_never(command.task)
         return scalars
+
+    def _keep_savepoints(self, command: bt.ShardCommand) -> None:
+        self._savepoints.forget(command.on_disk)
+        if command.savepoint is not None:
+            self._savepoints.add(command.savepoint, settled=command.settled)
+        else:
+            self._savepoints.drop_before(command.settled)
+
+    def _commit_round(self, task: bt.CommitRound) -> None:
+        if self._rows is not None:  # else nothing was added here
+            self._rows.check(task.tokens)
+            self._rows.commit(self._vector_store.vector(PARAMETERS), task.tokens, task.pulls)
 
     def _parameters(self) -> Vector:
         return self._values.vector[: self._n_gradient]

@@ -157,9 +157,7 @@ class RoundRows:
                     f"{len(staged.parts)} of {staged.n_parts} parts of attempt {token} are here"
                 )
 
-    def commit(
-        self, vector: Vector, tokens: Sequence[int], pulls: Mapping[str, Pull]
-    ) -> None:
+    def commit(self, vector: Vector, tokens: Sequence[int], pulls: Mapping[str, Pull]) -> None:
         """Add what these attempts have staged, in their order, and drop the rest."""
         adds: dict[str, list[tuple[Rows, Values]]] = {}
         for token in tokens:

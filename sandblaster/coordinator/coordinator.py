@@ -233,9 +233,7 @@ class Coordinator:
             raise StorageError(event.unrestored)
         self._incarnation = event.incarnation
         config = self._config
-        self._journal = Journal(
-            event.restored, goal=config.goal, parameters_only=config.in_rounds
-        )
+        self._journal = Journal(event.restored, goal=config.goal, parameters_only=config.in_rounds)
         # An earlier incarnation may have seen the end of the warm start.
         self._is_warm = self._is_warm and self._journal.base_clocks is None
 

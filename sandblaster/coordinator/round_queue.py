@@ -144,9 +144,7 @@ class RoundQueue:
 
     def _attempt(self, chunk: Chunk, worker: WorkerState, now: Seconds) -> None:
         self._counters.attempt += 1
-        one = Attempt(
-            number=self._counters.attempt, chunk=chunk, worker=worker, assigned_at=now
-        )
+        one = Attempt(number=self._counters.attempt, chunk=chunk, worker=worker, assigned_at=now)
         chunk.attempts[one.number] = worker.attempts[one.number] = one
         self._changed[worker.number] = worker
 

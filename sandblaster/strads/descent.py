@@ -27,12 +27,13 @@ from scipy import sparse
 from typing_extensions import override
 
 from distbelief.core.errors import SettingError
+from distbelief.parameter_server.rows import Rows, Values
 from sandblaster.optimizers.termination import Reason
 from sandblaster.strads import plan
 from sandblaster.strads.columns import Columns, Csc, Ids, Matrix, cut
 from sandblaster.strads.kernels import Floats
 from sandblaster.strads.losses import Loss, Squares
-from sandblaster.strads.program import Mark, Program, Pushed, Rows, Steps, Task, Types, Values
+from sandblaster.strads.program import Mark, Program, Pushed, Steps, Task, Types
 
 
 Schedule = Literal["priority", "round_robin"]
@@ -168,7 +169,7 @@ class Block:
 
 
 T = TypeVar("T")
-_Steps: TypeAlias = "Steps[Argument, State, Report, T]"
+_Steps: TypeAlias = "Steps[Argument, Report, T]"
 
 
 @final
@@ -258,8 +259,10 @@ class Descent(Program[Block, Argument, Report, Sequence[Solution]]):
     # --- at the scheduler ---
 
     @override
-    def schedule(self, state: "State | None" = None) -> "_Steps[Sequence[Solution]]":
-        scheduler = State.at(self.tables[COEFFICIENTS]) if state is None else state
+    def schedule(self, state: object = None) -> "_Steps[Sequence[Solution]]":
+        scheduler = State.at(self.tables[COEFFICIENTS])
+        if state is not None:
+            scheduler = cast("State", state)
         solutions = scheduler.solutions
         while len(solutions) < len(self._alphas) and not self._is_over(solutions):
             solutions.append((yield from self._solve(scheduler, self._alphas[len(solutions)])))
@@ -272,9 +275,7 @@ class Descent(Program[Block, Argument, Report, Sequence[Solution]]):
         best = min(range(len(solutions)), key=lambda k: solutions[k].held_out, default=0)
         return self._patience is not None and len(solutions) - 1 - best >= self._patience
 
-    def _mark(
-        self, scheduler: "State", objective: float, end: Reason | None = None
-    ) -> "Mark[State]":
+    def _mark(self, scheduler: "State", objective: float, end: Reason | None = None) -> Mark:
         before = sum(one.n_updates for one in scheduler.solutions)
         return Mark(
             objective=objective, n_updates=before + scheduler.n_updates, state=scheduler, end=end
@@ -318,9 +319,7 @@ class Descent(Program[Block, Argument, Report, Sequence[Solution]]):
         alone = self.n_blocks == 1 or self._interference == math.inf
         return len(self._which[-1]) if alone else _TURN
 
-    def _descend(
-        self, scheduler: "State", ids: Ids, alpha: float, enough: float
-    ) -> "_Steps[None]":
+    def _descend(self, scheduler: "State", ids: Ids, alpha: float, enough: float) -> "_Steps[None]":
         """Make passes over a working set, in rounds, until they change as little as `enough`."""
         blocks = np.searchsorted(self._ends, ids, side="right")
         rounds, gathered = np.zeros(len(ids), np.int64), False

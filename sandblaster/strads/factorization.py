@@ -14,7 +14,7 @@ divides. A row's bias is a rank whose v is held at 1; a column's one, whose u is
 Blocks keep residuals, and what they take of v. At every fourth pass they begin anew, from tables.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias, cast, final
 
@@ -24,22 +24,13 @@ from scipy import sparse
 from typing_extensions import override
 
 from distbelief.core.errors import SettingError
+from distbelief.parameter_server.rows import Rows, Values
 from distbelief.protocol.vector_commands import Pull
 from sandblaster.optimizers.termination import Reason
 from sandblaster.strads.columns import of_sklearn
 from sandblaster.strads.estimator import Estimator, blocks_of, check_numbers, checked_entries
 from sandblaster.strads.factor_kernel import stepper, subtract
-from sandblaster.strads.program import (
-    Mark,
-    Program,
-    Pushed,
-    Rows,
-    Steps,
-    Task,
-    Types,
-    Values,
-    run,
-)
+from sandblaster.strads.program import Mark, Program, Pushed, Steps, Task, Types, run
 
 
 Matrix: TypeAlias = "sparse.csr_array[np.float64]"
@@ -150,8 +141,8 @@ class Factors(Program[Block, Turn, Report, History]):
         )
 
     @override
-    def schedule(self, state: History | None = None) -> Steps[Turn, History, Report, History]:
-        history = [] if state is None else state
+    def schedule(self, state: object = None) -> Steps[Turn, Report, History]:
+        history = [] if state is None else cast("History", state)
         n_variables = int((self._free * [[self.targets.shape[0]], [self.targets.shape[1]]]).sum())
         while not (end := self._end(history)):
             is_anew, before = len(history) % _ANEW_EVERY == 0, None
@@ -169,11 +160,13 @@ class Factors(Program[Block, Turn, Report, History]):
 
     def _mark(
         self, history: History, n_variables: int, state: History | None, end: Reason | None = None
-    ) -> Mark[History]:
+    ) -> Mark:
         n_updates = len(history) * n_variables
         return Mark(objective=history[-1][0], n_updates=n_updates, state=state, end=end)
 
-    def _round(self, rank: int | None, before: int | None, *, anew: bool = False) -> list[Task[Turn]]:
+    def _round(
+        self, rank: int | None, before: int | None, *, anew: bool = False
+    ) -> list[Task[Turn]]:
         changed = before is not None and self._free[1, before]
         takes: dict[str, Rows] = {}
         if changed and before is not None:

@@ -16,22 +16,26 @@ an attribute `program` whose tables have the names and shapes of its parameters,
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import cast, final
+from typing import TypeVar, cast, final
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from scipy import sparse
 from torch import nn
+from typing_extensions import override
 
 from distbelief.core.errors import JobError, SettingError
 from distbelief.task.task import ModelSpec, build_model
-from sandblaster.strads.columns import Labels, Matrix, checked_matrix
+from sandblaster.strads.columns import Matrix
 from sandblaster.strads.descent import Descent
+from sandblaster.strads.estimator import Estimator
 from sandblaster.strads.factorization import MatrixFactorization
+from sandblaster.strads.kernels import Floats
 from sandblaster.strads.linear import Lasso, SparseLogisticRegression
 from sandblaster.strads.method import AnyProgram
-from sandblaster.strads.program import Values
+
+
+Kind = TypeVar("Kind", bound=Estimator)
 
 
 def program_of(spec: ModelSpec) -> AnyProgram:
@@ -70,10 +74,11 @@ class _Tables(nn.Module):
 class Linear(_Tables):
     """X w + b; of "predictor" only the program has need."""
 
+    @override
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return (n_samples,) of (n_samples, n_features)."""
         found = x @ self.get_parameter("coefficients") + self.get_parameter("intercept")
-        return cast("torch.Tensor", found + self._sum_of("predictor"))
+        return found + self._sum_of("predictor")
 
 
 def lasso(x: str, y: str, *, n_blocks: int = 8, **arguments: object) -> Linear:
@@ -106,10 +111,12 @@ def _linear_program(estimator: Lasso | SparseLogisticRegression, x: str, y: str)
 class Samples:
     """Rows of X, dense, and targets, for [data.train] and [data.test]."""
 
-    def __init__(self, x: Matrix, y: Labels) -> None:
+    def __init__(self, x: Matrix, y: Floats) -> None:
         if x.shape[0] != len(y):
             raise JobError(f"[data] x has {x.shape[0]} samples and y {len(y)}: give as many")
-        self._x: Values | sparse.csr_array = x if isinstance(x, np.ndarray) else x.tocsr()
+        self._x: Floats | sparse.csr_array[np.float64] = (
+            x if isinstance(x, np.ndarray) else sparse.csr_array(x)
+        )
         self._y = np.asarray(y, np.float64)
 
     def __len__(self) -> int:
@@ -141,6 +148,7 @@ class FactorModel(_Tables):
         super().__init__(program)
         self._shape, self._mean = shape, mean
 
+    @override
     def forward(self, pairs: torch.Tensor) -> torch.Tensor:
         """Return (n_pairs,) of (n_pairs, 2)."""
         u = self.get_parameter("rows").view(-1, self._shape[0])
@@ -169,7 +177,7 @@ def factors(ratings: str, *, n_blocks: int = 8, **arguments: object) -> FactorMo
 class Entries:
     """Stored entries of a matrix: pairs of row and column, and their values."""
 
-    def __init__(self, matrix: "sparse.coo_array[np.float64]") -> None:
+    def __init__(self, matrix: "sparse.coo_array[np.float64, tuple[int, int]]") -> None:
         self._pairs = torch.from_numpy(np.stack(matrix.coords, axis=1).astype(np.int64))
         self._values = torch.from_numpy(matrix.data.astype(np.float64))
 
@@ -191,32 +199,32 @@ def entries(ratings: str) -> Entries:
 # --- files ---
 
 
-def _made(kind: type, n_blocks: int, arguments: dict[str, object]) -> "object":
+def _made(kind: type[Kind], n_blocks: int, arguments: dict[str, object]) -> Kind:
     """Return an estimator; JobError if it has no such argument."""
-    estimator = kind(n_blocks=n_blocks)
+    estimator = kind()
     try:
-        estimator.set_params(**arguments)
+        estimator.set_params(n_blocks=n_blocks, **arguments)
     except SettingError as error:
         raise JobError(f"[model.arguments] {error}") from None
     return estimator
 
 
-def read_matrix(path: str) -> "Values | sparse.csr_array[np.float64]":
-    """Return the matrix of a .npy or .npz file, or raise JobError."""
+def read_matrix(path: str) -> Matrix:
+    """Return the matrix of a .npy or .npz file, of any format, or raise JobError."""
     return _read(path, (".npy", ".npz"))
 
 
-def _read_vector(path: str) -> NDArray[np.float64]:
-    return _read(path, (".npy",))
+def _read_vector(path: str) -> Floats:
+    return cast("Floats", _read(path, (".npy",)))
 
 
-def _read(path: str, kinds: Sequence[str]) -> object:
+def _read(path: str, kinds: Sequence[str]) -> Matrix:
     kind = Path(path).suffix
     if kind not in kinds:
         raise JobError(f"{path}: give a file of numpy or scipy.sparse, {' or '.join(kinds)}")
     try:
         if kind == ".npz":
-            return sparse.load_npz(path)
-        return np.load(path, mmap_mode="r", allow_pickle=False)
+            return cast("Matrix", sparse.load_npz(path))
+        return cast("Floats", np.load(path, mmap_mode="r", allow_pickle=False))
     except (OSError, ValueError, KeyError) as error:
         raise JobError(f"{path} cannot be read: {error}") from None

@@ -14,6 +14,7 @@ from typing import Literal, Self, cast, final
 
 import numpy as np
 from scipy.special import expit
+from typing_extensions import override
 
 from distbelief.core.errors import SettingError
 from sandblaster.strads import kernels
@@ -327,6 +328,7 @@ class Lasso(_Linear):
         rest, total = np.dot(targets - predicted, targets - predicted), deviations @ deviations
         return float(1.0 - rest / total) if total else float(rest == 0.0)
 
+    @override
     def __sklearn_tags__(self) -> object:
         return _tags("regressor")
 
@@ -382,6 +384,7 @@ class SparseLogisticRegression(_Linear):
         labels = checked_labels(y, len(predicted), user="SparseLogisticRegression")
         return float((predicted == labels).mean())
 
+    @override
     def __sklearn_tags__(self) -> object:
         return _tags("classifier")
 

@@ -63,8 +63,7 @@ class Scheduled:
         iteration, n_rounds = 0, 0
         if state:
             iteration, saved = _restored(state, types.state)
-            # A program with types has a schedule that takes its states.
-            schedule = program.schedule(saved)  # type: ignore[call-arg]
+            schedule = program.schedule(saved)
         else:
             schedule = program.schedule()
         n_rows = {name: len(values) for name, values in program.tables.items()}
@@ -81,9 +80,7 @@ class Scheduled:
             else:
                 tasks = tuple((task.block, task_content(task, n_rows)) for task in step)
                 reply = yield base.Round(
-                    tasks=tasks,
-                    pulls=program.pulls,
-                    may_move=may_move or not program.keeps_state,
+                    tasks=tasks, pulls=program.pulls, may_move=may_move or not program.keeps_state
                 )
                 n_rounds += 1
                 contents = cast("tuple[bytes, ...]", reply)
@@ -92,7 +89,7 @@ class Scheduled:
             step = schedule.send(reports)
 
 
-def _iteration(mark: Mark[object], iteration: int, n_rounds: int) -> base.IterationDone:
+def _iteration(mark: Mark, iteration: int, n_rounds: int) -> base.IterationDone:
     state = ""
     if mark.state is not None:
         state = f"{iteration}:{b64encode(packed(mark.state)).decode()}"

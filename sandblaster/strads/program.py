@@ -32,7 +32,6 @@ from sandblaster.optimizers.termination import Reason
 Block = TypeVar("Block")
 Argument = TypeVar("Argument")
 Report = TypeVar("Report")
-State = TypeVar("State")
 Result_co = TypeVar("Result_co", covariant=True)
 
 
@@ -54,14 +53,14 @@ class Pushed(Generic[Report]):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mark(Generic[State]):
+class Mark:
     """A pass is done, or all is."""
 
     objective: float
     n_updates: int  # of single variables, since the start
     # With which `schedule` goes on from here, where tables alone have all that blocks have
     # computed; None: somewhere else.
-    state: State | None
+    state: object
     end: Reason | None = None
 
 
@@ -74,9 +73,7 @@ class Types:
     state: object
 
 
-Steps: TypeAlias = Generator[
-    Sequence[Task[Argument]] | Mark[State], Sequence[Report], Result_co
-]
+Steps: TypeAlias = Generator[Sequence[Task[Argument]] | Mark, Sequence[Report], Result_co]
 
 
 class Program(Protocol[Block, Argument, Report, Result_co]):
@@ -97,10 +94,11 @@ class Program(Protocol[Block, Argument, Report, Result_co]):
         """Return this block of the data, with what its worker keeps from round to round."""
         ...
 
-    def schedule(self) -> Steps[Argument, object, Report, Result_co]:
+    def schedule(self, state: object = None) -> Steps[Argument, Report, Result_co]:
         """Deal rounds, each with at most one task per block; receive reports in their order.
 
-        It may yield marks, which are progress, and where a job can be saved.
+        It may yield marks, which are progress, and go on from the state of one, with the tables
+        of then.
         """
         ...
 

@@ -182,10 +182,7 @@ class BlockWorker:
             results=results,
         )
         at = now + self._pauses[self._current is None]
-        return [
-            rl.Send(receiver=COORDINATOR, message=report),
-            rl.SetTimer(name=_REPORT, at=at),
-        ]
+        return [rl.Send(receiver=COORDINATOR, message=report), rl.SetTimer(name=_REPORT, at=at)]
 
     def _exit(self) -> list[rl.Action]:
         if self._is_busy:

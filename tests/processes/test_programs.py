@@ -73,14 +73,21 @@ arguments = {{ x = "x.npz", y = "y.npy" }}
 FACTORS = f"""{TABLES}
 [model]
 factory = "slow:factors"
-arguments = {{ ratings = "ratings.npz", n_components = 3, biases = true, max_iter = 20, tol = -1.0, n_blocks = 5 }}
+
+[model.arguments]
+ratings = "ratings.npz"
+n_components = 3
+biases = true
+max_iter = 20
+tol = -1.0
+n_blocks = 5
 
 [data.train]
 factory = "sandblaster.strads.jobs:entries"
 arguments = {{ ratings = "ratings.npz" }}
 """
 
-X = sparse.random_array((300, 400), density=0.1, rng=np.random.default_rng(0), format="csc")
+X = sparse.csc_array(sparse.random_array((300, 400), density=0.1, rng=np.random.default_rng(0)))
 Y = X[:, ::20].sum(axis=1) + 0.05 * np.random.default_rng(1).normal(size=300)
 MASK = np.random.default_rng(2).random((90, 60)) < 0.3
 RATINGS = sparse.csr_array(np.where(MASK, np.random.default_rng(3).normal(size=(90, 60)), 0.0))

@@ -122,6 +122,7 @@ def _stays(self: RoundQueue, worker: WorkerState, report: WorkReport, now: float
 
 
 def _all_staged(self: RoundRows, vector: object, tokens: object, pulls: object) -> None:
+    del tokens
     _commit(self, vector, sorted(self._staged), pulls)  # type: ignore[arg-type] # as there
 
 

@@ -182,7 +182,6 @@ def test_rows_are_taken_as_they_are(rows: Rows, n_shards: int) -> None:
     assert (shards.take("pairs", slice(-40, None)) == values["pairs"][-40:]).all()
 
 
-
 def test_without_a_rule_the_bits_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(1)
     tasks: list[Task] = [
