@@ -30,7 +30,7 @@ from typing import Annotated
 import msgspec
 
 from distbelief.core.vectors import Vector
-from distbelief.protocol.fields import Amount, AnyMessage, Count, Duration, Name, Text
+from distbelief.protocol.fields import Amount, AnyMessage, Content, Count, Duration, Name, Text
 from distbelief.protocol.vector_commands import Batch, Pull, Scalars, VectorName
 
 
@@ -182,7 +182,7 @@ class ChunkTask(msgspec.Struct, frozen=True, kw_only=True):
     chunk_index: Count
     attempt: Count
     commit_token: Count  # 0: compute it; else push it under this number
-    content: bytes = b""  # of a task of a round, packed
+    content: Content = b""  # of a task of a round, packed
 
 
 class ChunkResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -191,7 +191,7 @@ class ChunkResult(msgspec.Struct, frozen=True, kw_only=True):
     loss: float  # sum over the examples; not finite if their gradient is not
     seconds: Duration  # of computing
     staged: bool  # every shard holds the gradient
-    content: bytes = b""  # what a task of a round reports, packed
+    content: Content = b""  # what a task of a round reports, packed
 
 
 class Assignment(AnyMessage, frozen=True):

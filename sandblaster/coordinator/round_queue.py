@@ -18,7 +18,7 @@ from sandblaster.coordinator.workers import (
     WorkerPool,
     WorkerState,
 )
-from sandblaster.optimizers.base import Round
+from sandblaster.optimizers.base import N_BYTES_MAX, Round
 
 
 _LATE: Final = 3.0  # times the slowest other task of the round
@@ -81,6 +81,8 @@ class RoundQueue:
                 self._drop(other)
                 if other is not one:
                     self._changed[other.worker.number] = other.worker
+        if worker.attempts and sum(len(one.content) for one in report.results) > N_BYTES_MAX // 2:
+            self._changed[worker.number] = worker  # it may have more than fit into a message
 
     def touch(self, worker: WorkerState) -> None:
         """Nothing to do: every event is followed by `assign`."""
@@ -117,7 +119,12 @@ class RoundQueue:
                 return
             if number not in workers:
                 number = owners[chunk.index] = min(self._loads(workers))[1]
-            self._attempt(chunk, workers[number], now)
+            worker = workers[number]
+            n_bytes = sum(len(one.chunk.content) for one in worker.attempts.values())
+            if worker.attempts and n_bytes + len(chunk.content) > N_BYTES_MAX:
+                self._pending.append(chunk)
+            else:
+                self._attempt(chunk, worker, now)
         if self._may_move and self._config.backups:
             self._start_backups(workers, now)
 

@@ -17,11 +17,14 @@ receives scalars, and returns a `Result` (reverse communication, as in scipy's L
 import math
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar, cast, final
+from typing import Final, Protocol, TypeVar, cast, final
 
 from distbelief.protocol.vector_commands import Axpy, Command, Dot, Pull, Scalars, VectorName
 from sandblaster.optimizers.termination import Reason
 
+
+N_BYTES_MAX: Final = 1_000_000
+"""Of the content of a task, of its report, and of all tasks or reports in one message."""
 
 Entries = tuple[tuple[VectorName, VectorName, float], ...]
 Combination = dict[VectorName, float]

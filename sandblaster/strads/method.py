@@ -6,7 +6,7 @@ tables: a job goes on from there with the same bits.
 
 from base64 import b64decode, b64encode
 from dataclasses import asdict
-from typing import Any, Final, cast, final
+from typing import Any, cast, final
 
 import msgspec
 
@@ -19,8 +19,6 @@ from sandblaster.strads.program import Mark, Program, Task, packed, unpacked
 
 
 AnyProgram = Program[Any, Any, Any, object]  # type: ignore[explicit-any] # of any types of its own
-
-N_BYTES_MAX: Final = 1 << 19  # of a task or report: messages have small headers
 
 
 class Span(msgspec.Struct, frozen=True, array_like=True):
@@ -43,10 +41,10 @@ def task_content(task: Task[object], n_rows: "dict[str, int]") -> bytes:
 
 
 def check_size(content: bytes, what: str) -> None:
-    if len(content) > N_BYTES_MAX:
+    if len(content) > base.N_BYTES_MAX:
         raise DistBeliefError(
-            f"a {what} of {len(content):,} bytes is more than the {N_BYTES_MAX:,} that a message "
-            "may have: use more blocks, or `sandblaster.strads.program.run` in one process"
+            f"a {what} of {len(content):,} bytes is more than {base.N_BYTES_MAX:,}, which messages "
+            "have room for: use more blocks, or `sandblaster.strads.program.run` in one process"
         )
 
 

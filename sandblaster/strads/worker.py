@@ -27,6 +27,7 @@ from distbelief.parameter_server.layout import Layout
 from distbelief.parameter_server.rows import Part, Rows, Tables, Values
 from distbelief.protocol import role as rl
 from sandblaster.chunks import COORDINATOR
+from sandblaster.optimizers import base
 from sandblaster.strads.method import AnyProgram, Span, check_size
 from sandblaster.strads.program import Pushed, packed, unpacked
 
@@ -162,24 +163,25 @@ class BlockWorker:
     def _report(self, now: rl.Seconds) -> list[rl.Action]:
         if not self._begun:
             return []
-        results = tuple(
-            wire.ChunkResult(
-                attempt=one.number,
-                n_examples=1,
-                loss=0.0,
-                seconds=one.seconds,
-                staged=True,
-                content=one.report,
-            )
-            for one in self._attempts.values()
-            if one.is_staged
-        )
+        room, results = base.N_BYTES_MAX, list[wire.ChunkResult]()
+        for one in self._attempts.values():
+            if one.is_staged and (len(one.report) <= room or not results):
+                room -= len(one.report)  # the others follow when these are known
+                result = wire.ChunkResult(
+                    attempt=one.number,
+                    n_examples=1,
+                    loss=0.0,
+                    seconds=one.seconds,
+                    staged=True,
+                    content=one.report,
+                )
+                results.append(result)
         report = wire.WorkReport(
             series=self._series,
             version=self._version,
             evaluation=self._evaluation,
             n_computed=0,
-            results=results,
+            results=tuple(results),
         )
         at = now + self._pauses[self._current is None]
         return [rl.Send(receiver=COORDINATOR, message=report), rl.SetTimer(name=_REPORT, at=at)]

@@ -11,15 +11,19 @@ from dataclasses import replace
 import pytest
 
 from distbelief.parameter_server.rows import RoundRows
-from distbelief.protocol import Stop, WorkReport
+from distbelief.protocol import Assignment, Stop, WorkReport
 from distbelief.protocol.role import Address
+from distbelief.simulation.driver import HandledEvent
 from distbelief.simulation.faults import Kill, Slow
 from distbelief.simulation.trace import SimulationFailed
 from sandblaster.chunks import COORDINATOR
+from sandblaster.coordinator import round_queue
 from sandblaster.coordinator.round_queue import RoundQueue
 from sandblaster.coordinator.workers import WorkerState
+from sandblaster.optimizers import base
 from sandblaster.optimizers.termination import Reason
 from tests.simulation.programs import Rounds, Which, drawn
+from tests.simulation.scene import sends
 from tests.simulation.test_seeds import chunks, name, play_seeds
 
 
@@ -107,6 +111,27 @@ def test_a_stopped_run_ends_at_a_mark_and_goes_on_from_there() -> None:
         scene.cluster.restart(one)
     scene.run_until(lambda: scene.coordinator.reason is not None)
     scene.check_bits()
+
+
+def test_messages_have_room_for_the_tasks_and_reports_of_many_blocks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    room = 2000  # of which one task or report takes up to 1,502
+    for module in (base, round_queue):
+        monkeypatch.setattr(module, "N_BYTES_MAX", room)
+    sizes: list[int] = []
+
+    def see(happening: HandledEvent) -> None:
+        for _, assignment in sends(happening, Assignment):
+            sizes.append(sum(len(one.content) for one in assignment.tasks))
+        for _, report in sends(happening, WorkReport):
+            sizes.append(sum(len(one.content) for one in report.results))
+
+    for which in KINDS:
+        scene = Rounds(which=which, n_replicas=1)
+        scene.cluster.observe(see)
+        scene.play()
+    assert room / 2 < max(sizes) <= room
 
 
 # --- a protocol without one of its rules ---
