@@ -112,6 +112,9 @@ class _Series:
     # A savepoint that shards have not taken, or whose journal is not on disk.
     unsaved: int | None = None
     save_error: str | None = None  # why the journal could not be saved, if so
+    # Of a program: the last savepoint, with its state.
+    return_to: wire.Restore | None = None
+    state: str = ""
     settled: int = 0  # the newest savepoint that is safe everywhere
     queue: WorkQueue | RoundQueue | None = None  # of the present evaluation or round
     wait: Wait | None = None
@@ -408,8 +411,7 @@ class Coordinator:
             # A series that has just begun must reach a point first: until it publishes one,
             # the shards stay bound to it and cannot be saved.
             is_saving = series.wait is Wait.SAVED and self._awaits_journal
-            may_end = series.has_point and not self._config.in_rounds  # rounds end at a mark
-            if self._stopped_by and may_end and not (series.is_ending or is_saving):
+            if self._stopped_by and series.has_point and not (series.is_ending or is_saving):
                 series.is_ending = True
                 steps.close()
                 steps = self._steps = self._end_early()
@@ -449,7 +451,8 @@ class Coordinator:
                 "again, with --from-scratch"
             )
         has_all = resume_point.whole and resume_point.has_all
-        yield wire.Restore(savepoint=resume_point.savepoint, whole=has_all)
+        series.return_to = wire.Restore(savepoint=resume_point.savepoint, whole=has_all)
+        yield series.return_to
         state = None
         metrics.offset, metrics.iterated = 0, None
         if (entry := resume_point.entry) is not None:
@@ -460,6 +463,7 @@ class Coordinator:
             metrics.n_backups = max(metrics.n_backups, entry.backups)
             metrics.shares.resume(entry.seconds)
             if resume_point.whole:
+                series.state = entry.state
                 state, series.unsaved, metrics.offset = (
                     entry.state,
                     resume_point.savepoint,
@@ -479,25 +483,29 @@ class Coordinator:
         result = yield from self._drive(self._method.steps(state))
         if metrics.iterated is None:  # it ended at its starting point
             self._report_progress(result)
-        yield from self._publish()
+        yield from self._publish(result.state if self._config.in_rounds else "")
         return result.reason
 
     def _end_early(self) -> SeriesSteps[Reason]:
         """Publish the last accepted point; to be run instead of the remaining steps."""
         series, last = self._series, self.metrics.iterated
         series.queue = None
+        if self._config.in_rounds:
+            # Workers may be gone: back to where the tables belong to a state of the program.
+            if series.savepoint is None and series.return_to is not None:
+                yield series.return_to
+            yield from self._publish(series.state)
+            return Reason.STOPPED
         if series.savepoint is None and last is not None and series.savepoint_iteration is last:
             # The optimizer may be in the middle of the next iteration: restore its history.
             yield wire.Restore(savepoint=series.last_savepoint, whole=True)
         yield from self._publish()
         return Reason.STOPPED
 
-    def _publish(self) -> SeriesSteps[None]:
+    def _publish(self, state: str = "") -> SeriesSteps[None]:
         series = self._series
         published = yield wire.Publish(point=PARAMETERS)
         yield from self._until_saved()
-        last = self.metrics.iterated
-        state = last.state if self._config.in_rounds and last is not None else ""
         entry = self._entry(0, iteration=self.metrics.iteration, state=state)
         self._journal.end([answer.clock for answer in published], entry)
         if series.save_error is None:
@@ -642,6 +650,7 @@ class Coordinator:
         series.last_savepoint += 1
         series.savepoint_iteration = request
         number = series.unsaved = series.last_savepoint
+        series.state, series.return_to = request.state, wire.Restore(savepoint=number, whole=True)
         iteration = self.metrics.offset + request.iteration
         self._journal.write(self._entry(number, iteration=iteration, state=request.state))
         series.savepoint = wire.Savepoint(number=number, vectors=request.vectors)

@@ -40,6 +40,10 @@ Kind = TypeVar("Kind", bound=Estimator)
 
 def program_of(spec: ModelSpec) -> AnyProgram:
     """Return the program of a model, or raise JobError."""
+    if spec.initial != "module":
+        raise JobError(
+            f"[model] initial is {spec.initial!r}: a program begins at its own values; remove it"
+        )
     module = build_model(spec)
     program = cast("AnyProgram | None", getattr(module, "program", None))
     if program is None or program.types is None:

@@ -5,7 +5,7 @@ from typing import cast
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 from scipy import sparse
 
 from sandblaster import Lasso, MatrixFactorization
@@ -98,6 +98,8 @@ def folder(tmp_path: Path) -> Path:
     sparse.save_npz(tmp_path / "x.npz", X)
     np.save(tmp_path / "y.npy", Y)
     sparse.save_npz(tmp_path / "ratings.npz", RATINGS)
+    start = {"coefficients": np.ones(400), "intercept": np.ones(1), "predictor": np.ones(300)}
+    save_file(start, tmp_path / "start.safetensors")
     (tmp_path / "slow.py").write_text(MODULE)
     (tmp_path / "lasso.toml").write_text(LASSO)
     (tmp_path / "factors.toml").write_text(FACTORS)
@@ -156,6 +158,18 @@ def test_an_interrupted_program_resumes_and_ends_with_the_same_bits(folder: Path
     check_bits(third, "factors")
 
 
+def test_a_job_that_is_over_by_the_clock_resumes_but_not_with_other_shards(folder: Path) -> None:
+    with train(folder, *sets("stop.seconds=1.0"), job=("factors.toml",)) as first:
+        first.ends(seconds=60)
+    more = "--resume", "runs/tiny"
+    with train(folder, *more, *sets("cluster.shards=3"), job=("factors.toml",)) as second:
+        assert second.wait(seconds=60) == 2
+    assert "cannot be resharded for 3 shards" in " ".join(second.output.split())
+    with train(folder, *more, job=("factors.toml",)) as third:
+        third.ends(seconds=120)
+    check_bits(third, "factors")
+
+
 @pytest.mark.parametrize(
     ("override", "text"),
     [
@@ -167,6 +181,7 @@ def test_an_interrupted_program_resumes_and_ends_with_the_same_bits(folder: Path
         ("algorithm.l2=0.1", "l2 is 0.1 with method 'strads'"),
         ("cluster.shard_copies=2", "remove [cluster] shard_copies"),
         ("cluster.replicas=5", "replicas is 5, and the program has 4 blocks"),
+        ("model.initial=start.safetensors", "a program begins at its own values"),
         ("model.factory=torch.nn:Identity", "torch.nn:Identity"),
     ],
 )

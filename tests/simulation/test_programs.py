@@ -101,11 +101,15 @@ def test_a_slow_worker_s_task_gets_a_second_attempt() -> None:
     assert scene.status(COORDINATOR)["backups"]
 
 
-def test_a_stopped_run_ends_at_a_mark_and_goes_on_from_there() -> None:
-    scene = Rounds(which="factors", n_replicas=2)
-    scene.cluster.run(until=0.05)
+@pytest.mark.parametrize("which", KINDS)
+@pytest.mark.parametrize("share", [0.02, 0.3, 0.6, 0.95])
+def test_a_stopped_run_returns_to_a_mark_and_goes_on_from_there(which: Which, share: float) -> None:
+    scene = Rounds(which=which, n_replicas=2)
+    scene.cluster.run(until=share * scene.moments(lambda _: True)[-1])
+    for replica in scene.replicas:  # they are stopped, too
+        scene.cluster.kill(replica)
     scene.tell(COORDINATOR, Stop(reason="test"))
-    scene.run_until(lambda: COORDINATOR in scene.cluster.halted)
+    scene.run_until(lambda: COORDINATOR in scene.cluster.halted, within=1.0)
     assert scene.coordinator.reason is Reason.STOPPED
     for one in (COORDINATOR, *scene.replicas):
         scene.cluster.restart(one)
