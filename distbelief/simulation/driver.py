@@ -10,7 +10,7 @@ while it was only paused. Its messages then carry the older incarnation number.
 """
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import assert_never
@@ -108,6 +108,45 @@ class _Launch:
     incarnation: int
     launcher: SimulatedProcess
     cancelled: str | None = None  # the reason
+
+
+N_PIECES = 8  # of the time after the first note of work
+FIRST_NOTE = 1 / 3  # of the time of such work: a step begins with its forward pass
+
+
+def _pieces(
+    action: rl.Compute,
+    demand: Callable[[], Demand],
+    run: Callable[[], rl.Computed],
+    answer: Callable[[rl.Computed, Seconds], None],
+    process: SimulatedProcess,
+) -> Iterator[Work]:
+    """Yield work that has notes, in pieces: it runs after the first, and notes come with the others."""
+    assert action.notes is not None
+    noted: list[object] = []
+    whole: list[Demand] = []
+    found: list[rl.Computed] = []
+    taken: list[Seconds] = []
+    action.notes.tell = noted.append
+
+    def share_of(index: int) -> Demand:
+        if not index:
+            whole.append(demand())
+        share = (1.0 - FIRST_NOTE) / N_PIECES if index else FIRST_NOTE
+        return msgspec.structs.replace(whole[0], seconds=share * whole[0].seconds)
+
+    def end(index: int, seconds: Seconds) -> None:
+        taken.append(seconds)
+        if not index:
+            found.append(run())
+        first, stop = ((index - k) * len(noted) // N_PIECES for k in (1, 0))
+        for note in noted[max(first, 0) : stop]:
+            process.deliver_result(rl.Computed(name=action.name, result=note, is_note=True))
+        if index == N_PIECES:
+            answer(found[0], sum(taken))
+
+    for index in range(N_PIECES + 1):
+        yield Work(demand=partial(share_of, index), end=partial(end, index))
 
 
 class Driver:
@@ -340,22 +379,27 @@ class Driver:
             threads = machine.threads * cost.threads if is_compute else 1
             return machine.demand(cost, modelled * slowness, threads / slowness)
 
-        def end(seconds: Seconds) -> None:
-            if action.executor is rl.Executor.COMPUTE:
-                busy = self.busy
-                busy[process.name] = busy.get(process.name, 0.0) + seconds
+        def run() -> rl.Computed:
             result: object = None
             failed: Exception | None = None
             try:
                 result = action.work()
             except Exception as error:  # noqa: BLE001 - reported to the role, as `node` does
                 failed = error
-            result_event = rl.Computed(
-                name=action.name, result=result, error=failed, seconds=seconds
-            )
-            process.deliver_result(result_event)
+            return rl.Computed(name=action.name, result=result, error=failed)
 
-        process.executors[action.executor].add(Work(demand=demand, end=end))
+        def answer(result: rl.Computed, seconds: Seconds) -> None:
+            if action.executor is rl.Executor.COMPUTE:
+                busy = self.busy
+                busy[process.name] = busy.get(process.name, 0.0) + seconds
+            process.deliver_result(msgspec.structs.replace(result, seconds=seconds))
+
+        executor = process.executors[action.executor]
+        if action.notes is None:
+            executor.add(Work(demand=demand, end=lambda seconds: answer(run(), seconds)))
+            return
+        for piece in _pieces(action, demand, run, answer, process):
+            executor.add(piece)
 
     def _persist(self, process: SimulatedProcess, snapshot: rl.Snapshot) -> None:
         sums: dict[str, int] = {}
