@@ -171,9 +171,9 @@ class CancelTimer(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(slots=True, eq=False)
 class Notes:
-    """Where work says how far it has come. A driver that passes that on sets `tell`."""
+    """Where work tells what is done, and which share of all. A driver that passes it on sets `tell`."""
 
-    tell: Callable[[object], None] = lambda _: None
+    tell: Callable[[object, float], None] = lambda _note, _share: None
 
 
 class Compute(msgspec.Struct, frozen=True, kw_only=True):

@@ -110,8 +110,10 @@ class _Launch:
     cancelled: str | None = None  # the reason
 
 
-N_PIECES = 8  # of the time after the first note of work
-FIRST_NOTE = 1 / 3  # of the time of such work: a step begins with its forward pass
+# Of work with notes: a step has its forward pass first, and then takes as long for a layer as that
+# has parameters. Notes come with the pieces of the rest.
+FORWARD = 1 / 3
+N_PIECES = 8
 
 
 def _pieces(
@@ -119,34 +121,33 @@ def _pieces(
     demand: Callable[[], Demand],
     run: Callable[[], rl.Computed],
     answer: Callable[[rl.Computed, Seconds], None],
-    process: SimulatedProcess,
+    note: Callable[[object], None],
 ) -> Iterator[Work]:
-    """Yield work that has notes, in pieces: it runs after the first, and notes come with the others."""
+    """Yield work that has notes in pieces; it runs at the end of the first."""
     assert action.notes is not None
-    noted: list[object] = []
+    noted: deque[tuple[float, object]] = deque()
+    action.notes.tell = lambda told, share: noted.append((share, told))
     whole: list[Demand] = []
     found: list[rl.Computed] = []
     taken: list[Seconds] = []
-    action.notes.tell = noted.append
 
-    def share_of(index: int) -> Demand:
+    def demand_of(index: int) -> Demand:
         if not index:
             whole.append(demand())
-        share = (1.0 - FIRST_NOTE) / N_PIECES if index else FIRST_NOTE
+        share = (1.0 - FORWARD) / N_PIECES if index else FORWARD
         return msgspec.structs.replace(whole[0], seconds=share * whole[0].seconds)
 
     def end(index: int, seconds: Seconds) -> None:
         taken.append(seconds)
         if not index:
             found.append(run())
-        first, stop = ((index - k) * len(noted) // N_PIECES for k in (1, 0))
-        for note in noted[max(first, 0) : stop]:
-            process.deliver_result(rl.Computed(name=action.name, result=note, is_note=True))
+        while noted and (noted[0][0] * N_PIECES <= index or index == N_PIECES):
+            note(noted.popleft()[1])
         if index == N_PIECES:
             answer(found[0], sum(taken))
 
     for index in range(N_PIECES + 1):
-        yield Work(demand=partial(share_of, index), end=partial(end, index))
+        yield Work(demand=partial(demand_of, index), end=partial(end, index))
 
 
 class Driver:
@@ -394,11 +395,14 @@ class Driver:
                 busy[process.name] = busy.get(process.name, 0.0) + seconds
             process.deliver_result(msgspec.structs.replace(result, seconds=seconds))
 
+        def note(told: object) -> None:
+            process.deliver_result(rl.Computed(name=action.name, result=told, is_note=True))
+
         executor = process.executors[action.executor]
         if action.notes is None:
             executor.add(Work(demand=demand, end=lambda seconds: answer(run(), seconds)))
             return
-        for piece in _pieces(action, demand, run, answer, process):
+        for piece in _pieces(action, demand, run, answer, note):
             executor.add(piece)
 
     def _persist(self, process: SimulatedProcess, snapshot: rl.Snapshot) -> None:

@@ -416,7 +416,7 @@ class RoleRunner:
             case _:
                 assert_never(action)
 
-    def _note(self, name: str, note: object) -> None:
+    def _note(self, name: str, note: object, _share: float) -> None:
         self._executors.note(rl.Computed(name=name, result=note, is_note=True))
 
     def _connect(self, action: rl.Connect | rl.Probe) -> None:

@@ -513,7 +513,7 @@ class Steps:
         if isinstance(executor, LocalExecutor):
             work = executor.open(self.slice, put=put, close=close, n_bytes=n_bytes, early=early)
         else:
-            work = executor.open(self.slice, parameters, put=put, close=close)
+            work = executor.open(self.slice, parameters, put=put, close=close, n_bytes=n_bytes)
         for each in work:
             self.start(self._unless_torn(each) if is_queued else each)
         if self.course.in_group:

@@ -454,8 +454,10 @@ class StepRunner:
         *,
         put: Put,
         close: Close,
+        n_bytes: float = 0.0,
     ) -> list[Compute]:
         """Begin the step `self.step`, of which `close` gets the result; return its first work."""
+        del n_bytes  # beside what is computed
         sizes = self._sizes(self.step)
         if len(sizes) not in self._schedules:
             self._schedules[len(sizes)] = MicroBatchSchedule.of(self._flow, len(sizes))

@@ -450,7 +450,9 @@ class PushDraft:
                     if not missing[block]:
                         full[-1].append(block)
         if any(full):
-            notes.tell(FullBlocks(self._targets, full))
+            n = sum(self._specs[index].n_elements for index in (*self._put, *tensors))
+            n_all = sum(spec.n_elements for spec in self._specs)
+            notes.tell(FullBlocks(self._targets, full), n / n_all)
 
     def put_all(
         self, gradients: Sequence[torch.Tensor | None], values: Sequence[torch.Tensor]
