@@ -418,9 +418,7 @@ class PushBuffer:
         """How many blocks are in it; all of them where the client fills it."""
         return self.received if self.shared is None else self.n_blocks
 
-    def lend(
-        self, sequence: int, n_words: pf.Words, attempt: pf.Attempt = msgspec.UNSET
-    ) -> bool:
+    def lend(self, sequence: int, n_words: pf.Words, attempt: pf.Attempt = msgspec.UNSET) -> bool:
         """Reuse the buffer for push `sequence`, unless it already holds that attempt at it.
 
         Return False if it holds a later one: what comes of this one is void.

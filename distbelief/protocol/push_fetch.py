@@ -53,8 +53,8 @@ Dealt = tuple[Amount, Amount] | msgspec.UnsetType
 
 
 Attempt = Count | msgspec.UnsetType
-"""Which attempt at a push this is of. Blocks leave while the gradient is still computed; if it turns
-out to be bad, they are void, and the next attempt has the same sequence. Unset is the first, 0.
+"""Which attempt at a push this is of. Blocks may leave while the gradient is still computed. If it
+turns out to be bad, they are void, and the next attempt has the same sequence. Unset: the first.
 """
 
 

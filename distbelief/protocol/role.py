@@ -171,7 +171,10 @@ class CancelTimer(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(slots=True, eq=False)
 class Notes:
-    """Where work tells what is done, and which share of all. A driver that passes it on sets `tell`."""
+    """Where work tells what is done, and which share of all that is.
+
+    A driver that passes it on sets `tell`.
+    """
 
     tell: Callable[[object, float], None] = lambda _note, _share: None
 

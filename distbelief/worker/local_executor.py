@@ -139,7 +139,7 @@ class FlatModel:
         if draft is None:
             yield
             return
-        put: dict[int, tuple[torch.Tensor, int]] = {}  # with their versions
+        put: dict[int, tuple[torch.Tensor, int]] = {}  # gradients, and how often they had changed
 
         def pass_on(index: int, tensor: torch.Tensor) -> None:
             gradient, flat = tensor.grad, _flat_gradient(tensor)
@@ -149,7 +149,7 @@ class FlatModel:
                 draft.is_void = True
                 return
             draft.put(index, flat)
-            put[index] = gradient, gradient._version
+            put[index] = gradient, _n_changes(gradient)
 
         hooks = [
             self._tensors[index].register_post_accumulate_grad_hook(partial(pass_on, index))
@@ -160,8 +160,8 @@ class FlatModel:
         finally:
             for hook in hooks:
                 hook.remove()
-        for index, (gradient, version) in put.items():
-            is_same = self._tensors[index].grad is gradient and gradient._version == version
+        for index, (gradient, n_changes) in put.items():
+            is_same = self._tensors[index].grad is gradient and _n_changes(gradient) == n_changes
             draft.is_void |= not is_same
 
     def clip(self, norm_max: float) -> None:
@@ -188,6 +188,10 @@ def _flat_gradient(tensor: torch.Tensor) -> torch.Tensor | None:
     if gradient.is_sparse:  # of an Embedding(sparse=True)
         gradient = gradient.to_dense()
     return gradient.detach().reshape(-1)
+
+
+def _n_changes(tensor: torch.Tensor) -> int:
+    return tensor._version  # noqa: SLF001 -- there is no public name for it
 
 
 class SmallBatches(Protocol):

@@ -29,16 +29,7 @@ from distbelief.parameter_server.client.client import ParameterClient
 from distbelief.parameter_server.client.fetches import FetchResult
 from distbelief.parameter_server.client.pushes import PushDraft, PushResult
 from distbelief.protocol import Evaluate, GrantSteps, Progress, StartTraining, Stop
-from distbelief.protocol.role import (
-    SUPERVISOR,
-    Action,
-    Compute,
-    Cost,
-    Notes,
-    Report,
-    Seconds,
-    Send,
-)
+from distbelief.protocol.role import SUPERVISOR, Action, Compute, Cost, Notes, Report, Seconds, Send
 from distbelief.task.data import shown_samples
 from distbelief.worker.batches import (
     BatchIndices,
