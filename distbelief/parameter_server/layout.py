@@ -336,11 +336,10 @@ class PartialView:
         per_block = vectors.BLOCK_BYTES // self.layout.dtype.itemsize
         found = {}
         for index, start, stop, place in self._compact_pieces(k):
-            first, end = place, stop - start
             if isinstance(place, IndexRanges):
                 first, end = int(place.starts[0]), int(place.stops[-1])
             else:
-                end += place
+                first, end = place, place + stop - start
             found[index] = range(first // per_block, (end - 1) // per_block + 1)
         return found
 

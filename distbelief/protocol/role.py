@@ -148,7 +148,7 @@ class Send(msgspec.Struct, frozen=True, kw_only=True):
 
     The driver has read every array by the time the role handles its next event, unless they
     are `lent`: then it may read them at any time, and the role must not change them until
-    every possible receiver of the message has answered.
+    every possible receiver of the message has answered, or will ignore what they say.
     """
 
     receiver: Address

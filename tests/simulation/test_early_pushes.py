@@ -21,10 +21,10 @@ from typing_extensions import override
 
 from distbelief.core import vectors
 from distbelief.parameter_server.client.client import ParameterClient
-from distbelief.parameter_server.client.pushes import PushDraft, ShardPush
+from distbelief.parameter_server.client.pushes import PushDraft, ShardPush, StageTarget
 from distbelief.parameter_server.policy import ExchangePolicy, Round
 from distbelief.parameter_server.rules import SGD
-from distbelief.parameter_server.tensor_copies import PushBuffer
+from distbelief.parameter_server.tensor_copies import Held, PushBuffer, Pushed
 from distbelief.protocol import Push, PushBlock, push_fetch as pf
 from distbelief.protocol.role import Address, Computed, Seconds
 from distbelief.simulation.driver import HandledEvent
@@ -34,6 +34,7 @@ from distbelief.simulation.network import Card, SwitchedNetwork
 from distbelief.task.data import BatchCursor, DataShard
 from distbelief.task.task import DataSpec, ModelSpec, TaskSpec, build_dataset
 from distbelief.worker.downpour_settings import DownpourSettings
+from distbelief.worker.training import Training
 from tests.simulation import dealt
 from tests.simulation.dealt import DealtJob
 from tests.simulation.scene import sends
@@ -162,10 +163,11 @@ class Linked(Cluster):
     @override
     def run(self, *, but: Sequence[str] = ()) -> None:
         self.cluster.observe(self._note)
-        with pytest.MonkeyPatch.context() as patch:
-            if not self.is_early:
-                patch.setattr(ShardPush, "sends_early", property(lambda _: False))
-            super().run(but=but)
+        for name in () if self.is_early else self.replicas:
+            program = self.replica(name).program
+            assert isinstance(program, Training)
+            program._passes_on = False  # users have no choice here
+        super().run(but=but)
 
     def _note(self, happening: HandledEvent) -> None:
         if happening.name.startswith("replica"):
@@ -187,7 +189,12 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vectors, "BLOCK_BYTES", BLOCK)
 
 
-def linked(job: DownpourSettings, *, bad: Sequence[int] = (), **options: Any) -> Linked:
+def linked(
+    job: DownpourSettings,
+    *,
+    bad: Sequence[int] = (),
+    **options: Any,  # noqa: ANN401 -- those of `Linked`
+) -> Linked:
     return Linked(task_of(bad=bad), job, **options)
 
 
@@ -406,10 +413,10 @@ KILLS: Mapping[str, Callable[[float], Sequence[Fault]]] = {
 # --- one rule left out ---
 
 
-def _of(seed: int = 0, **options: Any) -> None:
+def play(seed: int) -> None:
     job = counting(max_steps=9, blocking=True)
     faults = faults_of(seed, n_shards=1) if seed else ()
-    cluster = linked(job, bad=BADS, seed=seed, faults=faults, **options)
+    cluster = linked(job, bad=BADS, seed=seed, faults=faults)
     cluster.run()
     assert_counts_once(cluster, 9, bad=BADS)
     counters = cluster.counters(0)
@@ -420,7 +427,9 @@ def closed_before_it_is_finite(patch: pytest.MonkeyPatch) -> None:
     """The last block, and Push, leave as soon as all blocks are full."""
     whole = ShardPush.filled
 
-    def filled(self: ShardPush, staged: Any, blocks: Sequence[int], *, is_open: bool) -> Any:
+    def filled(
+        self: ShardPush, staged: StageTarget, blocks: Sequence[int], *, is_open: bool
+    ) -> list[pf.PushBlock | pf.Push]:
         sent = whole(self, staged, blocks, is_open=is_open)
         early, first = self.early, staged.n_blocks - 1
         if early is not None and early.order is not None and len(early.order) > first:
@@ -434,12 +443,12 @@ def closed_before_it_is_finite(patch: pytest.MonkeyPatch) -> None:
 def applied_before_it_is_complete(patch: pytest.MonkeyPatch) -> None:
     """The shard takes a push for complete once Push is here; it comes before the last blocks."""
     patch.setattr(PushBuffer, "n_received", property(lambda self: self.n_blocks))
-    patch.setattr(PushBuffer, "read", _read_anyway)
+    patch.setattr(PushBuffer, "read", lambda self, held, _: _read_anyway(self, held))
 
 
-def _read_anyway(self: PushBuffer, held: Any, form: Any = msgspec.UNSET) -> Any:
+def _read_anyway(self: PushBuffer, held: Held) -> Pushed:
     self._size = self.n_elements
-    return _READ(self, held, form)
+    return _READ(self, held)
 
 
 _READ = PushBuffer.read
@@ -458,7 +467,9 @@ def a_shard_mixes_attempts(patch: pytest.MonkeyPatch) -> None:
     """The shard goes on with what it has of an earlier attempt."""
     whole = PushBuffer.lend
 
-    def lend(self: PushBuffer, sequence: int, n_words: Any, attempt: Any = msgspec.UNSET) -> bool:
+    def lend(
+        self: PushBuffer, sequence: int, n_words: pf.Words, attempt: pf.Attempt = msgspec.UNSET
+    ) -> bool:
         if self.sequence == sequence:
             self.attempt = attempt
         return whole(self, sequence, n_words, attempt)
@@ -491,11 +502,11 @@ VARIANTS = (
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda one: one.__name__)
 def test_a_broken_rule_is_noticed(variant: Callable[[pytest.MonkeyPatch], None]) -> None:
-    def play() -> None:
+    def plays() -> None:
         for seed in range(3):
-            _of(seed)
+            play(seed)
 
-    failure = failure_of(variant, play)
+    failure = failure_of(variant, plays)
     assert failure is not None, f"no test notices: {variant.__doc__}"
 
 
@@ -507,7 +518,10 @@ def test_a_change_of_what_has_left_is_noticed() -> None:
     assert not torch.equal(cluster.values()["layers.3"], -2.0 * expected(cluster, 4))
 
 
-def dealt_job(patch: pytest.MonkeyPatch, **options: Any) -> DealtJob:
+def dealt_job(
+    patch: pytest.MonkeyPatch,
+    **options: Any,  # noqa: ANN401 -- those of `DealtJob`
+) -> DealtJob:
     """Return a job of two tables with bad samples, whose blocks leave early."""
     patch.setattr(vectors, "BLOCK_BYTES", 64)
     patch.setattr(dealt, "task_of", partial(_tables, dealt.task_of))

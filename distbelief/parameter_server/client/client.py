@@ -129,7 +129,7 @@ class ShardLink:
     @property
     def progress(self) -> tuple[int, int, int]:
         """Figures that change with every block that comes or is acknowledged."""
-        blocks = sum(one.blocks.received for one in self.pushing.transfers)
+        blocks = sum(one.blocks.received for one in self.pushing.in_flight)
         return self.fetching.bytes_in, self.pushing.settled, blocks
 
     # ------------------------------------------------------------ from the client
@@ -262,7 +262,7 @@ class ShardLink:
         is_fetching = not (self.fetching.complete or self.fetching.is_held)
         # It owes nothing for a push whose blocks all wait for their turn.
         pushes = [
-            x for x in self.pushing.transfers if x.is_sent or x.blocks.sent > x.blocks.received
+            x for x in self.pushing.in_flight if x.is_sent or x.blocks.sent > x.blocks.received
         ]
         return bool(not self.is_open or is_fetching or pushes)
 
@@ -407,6 +407,7 @@ class ParameterClient:
         self._ticks = WorkerTicks([link.ticks for link in self._links.values()])
         # Whether the last event may have removed what the role waits for.
         self.has_news = False
+        self.sends_early = False  # whether parts of a push may leave before it is complete
 
     # ---------------------------------------------------------------------- events
 
@@ -459,6 +460,8 @@ class ParameterClient:
         if self._order.held:
             actions += self._send_held(now)
         self.has_news = link.state != before
+        if self.has_news:
+            self.sends_early = any(one.pushing.sends_early for one in self._links.values())
         return actions
 
     def _link_of(self, event: rl.Event) -> ShardLink | None:
@@ -576,11 +579,6 @@ class ParameterClient:
             and self._staging is None
             and all(link.is_open and link.has_room for link in self._links.values())
         )
-
-    @property
-    def sends_early(self) -> bool:
-        """Whether something of a push may leave before all of it is put into its draft."""
-        return any(link.pushing.sends_early for link in self._links.values())
 
     @property
     def encodes(self) -> bool:

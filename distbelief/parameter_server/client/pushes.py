@@ -109,7 +109,9 @@ class ShardPush:
         self._own_buffers: PushBuffers | None = None  # for pushes in blocks, created when needed
         self._by_blocks = False
         self.in_flight: deque[Transfer[pf.Push]] = deque()
-        self.early: Transfer[pf.Push] | None = None  # blocks of a push that is not issued yet
+        # The last of them, while only blocks of it may be sent: it is not issued yet.
+        self.early: Transfer[pf.Push] | None = None
+        self.sends_early = False  # whether some blocks may leave before all are full
         self._attempt = 0  # at pushes of one sequence; it never falls
         self._blocks_of: Mapping[int, range] = {}
         self._n_issued = 0
@@ -124,15 +126,6 @@ class ShardPush:
 
     def start(self, first_sequence: int) -> None:
         self.issued = self.settled = first_sequence - 1
-
-    @property
-    def transfers(self) -> list[Transfer[pf.Push]]:
-        return [*self.in_flight] if self.early is None else [*self.in_flight, self.early]
-
-    @property
-    def sends_early(self) -> bool:
-        """Whether some blocks may leave before all are full."""
-        return self._by_blocks and self._residuals is None and len(self._slice.bounds) > 1
 
     def agrees(self, opened: pf.SessionOpened) -> bool:
         """Return whether the shard knows every settled push; if not, open the session again."""
@@ -156,12 +149,15 @@ class ShardPush:
             self._first_clock = self.clock = opened.clock
         self.clock = max(self.clock, opened.clock)
         self._settle(opened.watermark)
-        n_settled, n_before = self._n_issued - len(self.in_flight), n_lost([self.lost])
+        n_issued_here = len(self.in_flight) - (self.early is not None)
+        n_settled, n_before = self._n_issued - n_issued_here, n_lost([self.lost])
         self.lost = lost_after(self.lost, seen=n_settled, kept=opened.applied)
         if self._is_dealt and n_lost([self.lost]) > n_before:
             self._forget_rest()
         self._push_buffers = self._memory.push_buffers
         self._by_blocks = self._push_buffers is None
+        has_more = len(self._slice.bounds) > 1
+        self.sends_early = self._by_blocks and has_more and self._residuals is None
         if self._push_buffers is None:
             if self._own_buffers is None:
                 n = 0 if self._residuals else self._slice.n_elements
@@ -169,13 +165,11 @@ class ShardPush:
                 self._own_buffers = one, other
             self._push_buffers = self._own_buffers
         for in_flight in self.in_flight:
-            self._move(in_flight)
+            if in_flight is not self.early:  # which is still being filled where it lies
+                self._move(in_flight)
             # The shard may have released the old buffers of a client that it believed gone.
-            in_flight.blocks = self._window(in_flight.values)
-        if self.early is not None:
-            held = self.early.blocks.held
-            self.early.blocks = self._window(self.early.values)
-            self.early.blocks.held = held
+            held = in_flight.blocks.held
+            in_flight.blocks = self._window(in_flight.values, held=held)
 
     def stage_target(
         self, *, fetched_clock: int, touched: Sequence[object | None] | None
@@ -217,7 +211,8 @@ class ShardPush:
     ) -> list[pf.PushBlock | pf.Push]:
         """These blocks of what is being staged are full: send them, but never the last one."""
         if self.early is None:
-            self.early = Transfer(staged.push, staged.values, self._window(staged.values), order=())
+            self.early = Transfer(staged.push, staged.values, self._window(staged.values), order=[])
+            self.in_flight.append(self.early)
         early, n = self.early, staged.n_blocks
         early.order = [*(early.order or ()), *blocks]
         early.blocks.held = n - min(len(early.order), n - 1)
@@ -226,6 +221,7 @@ class ShardPush:
     def abandon(self) -> None:
         """Nothing of what was staged is pushed: blocks that have left are void."""
         if self.early is not None:
+            self.in_flight.remove(self.early)
             self.early = None
             self._attempt += 1
 
@@ -245,21 +241,22 @@ class ShardPush:
         if encoded is not None:
             values = encoded.words[self.index]
             push = msgspec.structs.replace(push, form=encoded.form, n_words=len(values))
-        in_flight, early = Transfer(push, values, self._window(values)), self.early
-        if early is not None:
+        in_flight, self.early = self.early, None
+        if in_flight is None:
+            in_flight = Transfer(push, values, self._window(values))
+            self.in_flight.append(in_flight)
+        else:
             # A number stands for the same block as long as this attempt lasts.
-            order, self.early = [*(early.order or ())], None
-            in_flight.order = [*order, *sorted({*range(early.blocks.n)}.difference(order))]
-            early.blocks.held = 0
-            in_flight.blocks = early.blocks
-        self.in_flight.append(in_flight)
+            in_flight.message, order, n = push, in_flight.order or (), in_flight.blocks.n
+            in_flight.order = [*order, *sorted({*range(n)}.difference(order))]
+            in_flight.blocks.held = 0
         self._move(in_flight)
         if not self._by_blocks:
             self.bytes_out += staged.values.nbytes
         return self._send(in_flight) if is_open else []
 
     def blocks_acked(self, message: pf.PushBlockAck) -> list[pf.PushBlock | pf.Push]:
-        for in_flight in self.transfers:
+        for in_flight in self.in_flight:
             push = in_flight.message
             if push.sequence == message.sequence and push.attempt == message.attempt:
                 is_news = in_flight.blocks.acked(message.received)
@@ -288,14 +285,14 @@ class ShardPush:
     def again(self) -> list[pf.PushBlock | pf.Push]:
         """Return the messages to repeat after a while without an answer."""
         messages: list[pf.PushBlock | pf.Push] = []
-        for in_flight in self.transfers:
+        for in_flight in self.in_flight:
             in_flight.again()
             messages += self._send(in_flight)
         return messages
 
     def more(self) -> list[pf.PushBlock | pf.Push]:
         """Return the blocks whose turn has come."""
-        waiting = self.transfers if self._by_blocks else ()
+        waiting = self.in_flight if self._by_blocks else ()
         return [message for in_flight in waiting for message in self._send(in_flight)]
 
     def n_under_way(self, *, until: int) -> int:
@@ -303,14 +300,9 @@ class ShardPush:
         if not self._by_blocks:
             return 0
         each = self._per_answer  # the last ones, if fewer, are only acknowledged with the push
-        early, n_early = self.early, 0
-        if early is not None and early.message.sequence <= until:
-            n_early = early.blocks.n - early.blocks.held - early.blocks.received
-        return n_early + sum(
-            max(one.blocks.n // each * each - one.blocks.received, 0)
-            for one in self.in_flight
-            if one.message.sequence <= until
-        )
+        windows = [one.blocks for one in self.in_flight if one.message.sequence <= until]
+        ends = [one.n - one.held if one.held else one.n // each * each for one in windows]
+        return sum(max(n - one.received, 0) for n, one in zip(ends, windows, strict=True))
 
     def _settle(self, sequence: int) -> None:
         self.settled = max(self.settled, sequence)
@@ -350,9 +342,9 @@ class ShardPush:
         )
         return messages
 
-    def _window(self, values: Vector) -> Window:
+    def _window(self, values: Vector, *, held: int = 0) -> Window:
         if values.dtype == self._slice.dtype:
-            return Window(len(self._slice.bounds))
+            return Window(len(self._slice.bounds), held=held)
         return Window(n_blocks(len(values), itemsize=values.itemsize))
 
     def _block(self, in_flight: Transfer[pf.Push], number: int) -> pf.PushBlock:
