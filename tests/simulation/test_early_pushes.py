@@ -9,7 +9,7 @@ for the bad ones: blocks of all others have left by then.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import partial, partialmethod
 from typing import Any
 
 import msgspec
@@ -163,11 +163,10 @@ class Linked(Cluster):
     @override
     def run(self, *, but: Sequence[str] = ()) -> None:
         self.cluster.observe(self._note)
-        for name in () if self.is_early else self.replicas:
-            program = self.replica(name).program
-            assert isinstance(program, Training)
-            program._passes_on = False  # users have no choice here
-        super().run(but=but)
+        with pytest.MonkeyPatch.context() as patch:
+            if not self.is_early:
+                patch.setattr(Training, "__init__", partialmethod(_init_late, Training.__init__))
+            super().run(but=but)
 
     def _note(self, happening: HandledEvent) -> None:
         if happening.name.startswith("replica"):
@@ -182,6 +181,16 @@ class Linked(Cluster):
     def n_early(self) -> int:
         """How many blocks have left during a step."""
         return sum(when == "note" for when, _ in self.sent)
+
+
+def _init_late(
+    training: Training,
+    whole: Callable[..., None],
+    *values: Any,  # noqa: ANN401 -- whatever they are
+    **options: Any,  # noqa: ANN401
+) -> None:
+    whole(training, *values, **options)
+    training._passes_on = False  # users have no choice here
 
 
 @pytest.fixture(autouse=True)

@@ -66,7 +66,12 @@ class PacedLayers(nn.Module):
 _WHOLE: Final = ParameterClient.draft
 
 
-def _late(client: ParameterClient, *, notes: object = None, **options: Any) -> PushDraft:
+def _late(
+    client: ParameterClient,
+    *,
+    notes: object = None,
+    **options: Any,  # noqa: ANN401 -- passed on
+) -> PushDraft:
     del notes  # so nobody hears which blocks are full
     return _WHOLE(client, **options)
 
