@@ -10,6 +10,7 @@ for the bad ones: blocks of all others have left by then.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial, partialmethod
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -39,6 +40,7 @@ from tests.simulation import dealt
 from tests.simulation.dealt import DealtJob
 from tests.simulation.scene import sends
 from tests.simulation.test_downpour import LEARNING, Cluster, counting, downpour, plain, same
+from tests.simulation.test_resumed_jobs import n_saved, restored, session_after
 from tests.simulation.variants import failure_of
 
 
@@ -539,10 +541,15 @@ def dealt_job(
 
 
 def _tables(
-    task_of: Callable[..., TaskSpec], n_samples: int, bad: Sequence[int], *, is_split: bool
+    task_of: Callable[..., TaskSpec],
+    n_samples: int,
+    bad: Sequence[int],
+    *,
+    is_split: bool,
+    is_stream: bool = False,
 ) -> TaskSpec:
     del is_split
-    return task_of(n_samples, bad, is_split=True)
+    return task_of(n_samples, bad, is_split=True, is_stream=is_stream)
 
 
 def count_early(job: DealtJob) -> list[int]:
@@ -568,4 +575,18 @@ def test_dealt_samples_count_once_over_kills_and_takeovers(
     early = count_early(job)
     job.run()
 
+    assert sum(early) > 100
+
+
+def test_a_resumed_run_counts_each_sample_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = dealt_job(monkeypatch, n_epochs=8, snapshot_every=0.5)
+    job.job.run_until(lambda: n_saved(job.job) >= 2)
+    options, store = session_after(job.job, tmp_path)
+    again = dealt_job(monkeypatch, n_epochs=8, snapshot_every=0.5, session=options)
+    restored(again.job, store)
+    early = count_early(again)
+    again.run()
+    assert again.job.view.samples == again.total
     assert sum(early) > 100
