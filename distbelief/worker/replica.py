@@ -33,6 +33,7 @@ from distbelief.core.errors import (
 )
 from distbelief.parameter_server.client.client import ParameterClient, ShardReply
 from distbelief.parameter_server.client.fetches import FetchResult
+from distbelief.parameter_server.client.pushes import PushDraft
 from distbelief.protocol import role as rl
 from distbelief.worker.batches import READ, BatchIndices, BatchSlice, Limits, SlicePrefetch
 from distbelief.worker.execution.executor import Put, StepResult
@@ -494,15 +495,25 @@ class Steps:
     # --- steps
 
     def begin_step(
-        self, put: Put, close: Close, *, n_bytes: float = 0.0, is_queued: bool = False
+        self,
+        put: Put,
+        close: Close,
+        *,
+        n_bytes: float = 0.0,
+        is_queued: bool = False,
+        early: PushDraft | None = None,
     ) -> None:
         """Begin a step on the samples taken; it `is_queued` behind the install of its parameters.
 
-        `put` takes its gradients, and `close` its result, as work.
+        `put` takes its gradients, and `close` its result, as work; of a whole model, `early` takes
+        each gradient while earlier layers still compute theirs.
         """
         assert self.slice is not None
-        number, parameters = self.number, self._parameters
-        work = self.executor.open(self.slice, parameters, put=put, close=close, n_bytes=n_bytes)
+        number, parameters, executor = self.number, self._parameters, self.executor
+        if isinstance(executor, LocalExecutor):
+            work = executor.open(self.slice, put=put, close=close, n_bytes=n_bytes, early=early)
+        else:
+            work = executor.open(self.slice, parameters, put=put, close=close, n_bytes=n_bytes)
         for each in work:
             self.start(self._unless_torn(each) if is_queued else each)
         if self.course.in_group:
@@ -514,6 +525,7 @@ class Steps:
             work=lambda: None if self._is_torn else step.work(),
             cost=step.cost,
             remaining=lambda: float(not self._is_torn),
+            notes=step.notes,
         )
 
     def taken(self) -> Waiting[Taken | None]:
@@ -733,6 +745,8 @@ class Replica:
         if self._is_gone:
             return []
         is_quiet, steps, phase = False, self._steps, self._steps.here.phase
+        if isinstance(event, rl.Computed) and event.is_note:  # of the step that is being computed
+            return self._client.filled(event.result, now)
         if isinstance(event, rl.Computed):
             actions: Sequence[rl.Action] = steps.computed(event, now)
         elif self._client.owns(event):
