@@ -7,6 +7,7 @@ has no such number.
 
 import datetime as dt
 import math
+import threading
 from collections import deque
 from typing import Final, final
 
@@ -14,6 +15,7 @@ import msgspec
 
 from distbelief.core.errors import StorageError
 from distbelief.core.formatting import plain
+from distbelief.dashboard.bottleneck import SPENT, Finding, bottleneck, seconds_spent
 from distbelief.job.display.screen import left, phase_of, state_of
 from distbelief.job.run.directory import RunDirectory, Status
 from distbelief.job.run.metrics_file import Measurement, measurements_in
@@ -25,6 +27,7 @@ LINE_BYTES_MAX: Final = 1 << 20  # a longer one is of another program
 N_COLUMNS_MAX: Final = 64
 N_MESSAGES_MAX: Final = 500
 SILENT_SECONDS: Final = 5.0  # without a new status, after which a run counts as silent
+WATCH_SECONDS: Final = 6
 RATE_SECONDS: Final = 8.0  # rates of roles are means over about this time
 
 _COLUMNS: Final = (
@@ -42,7 +45,6 @@ _COLUMNS: Final = (
     "pushes_lost",
     "n_checkpoints",
 )
-_SPENT: Final = "spent_"
 
 Column = list[float | None]
 
@@ -80,6 +82,7 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     roles: tuple[RoleRow, ...] = ()
     hosts: tuple[HostView, ...] = ()
     messages: tuple[Message, ...] = ()
+    why: Finding | None = None  # what holds it back; None: not known
 
 
 @final
@@ -151,6 +154,7 @@ class RunReader:
             roles=tuple(_row(role, view, since, is_past=state != "running") for role in view.roles),
             hosts=view.hosts,
             messages=tuple(self._messages.values()),
+            why=bottleneck(view, since) if since or state != "running" else None,
         )
 
     def _condition(self, status: Status, pid: int | None, age: float) -> tuple[str, str]:
@@ -229,13 +233,8 @@ def _row(role: RoleView, view: JobView, since: JobView | None, *, is_past: bool)
             before, seconds = {}, math.inf
     spent: dict[str, float] = {}
     if seconds > 0.0:
-        times = {n.removeprefix(_SPENT): v for n, v in counters.items() if n.startswith(_SPENT)}
-        if not times and "seconds_computing" in counters:
-            times = {"computing": counters["seconds_computing"]}
-            before = before | {f"{_SPENT}computing": before.get("seconds_computing", 0.0)}
-        for name, value in times.items():
-            share = (value - before.get(f"{_SPENT}{name}", 0.0)) / seconds
-            spent[name] = min(max(share, 0.0), 1.0)
+        for name, value in seconds_spent(counters, before).items():
+            spent[name] = min(max(value / seconds, 0.0), 1.0)
     per = seconds if since is not None else 1.0
 
     def moved(counter: str) -> float | None:
@@ -260,7 +259,19 @@ def _row(role: RoleView, view: JobView, since: JobView | None, *, is_past: bool)
 
 
 def _is_time(counter: str) -> bool:
-    return counter.startswith(("seconds_", _SPENT, "bytes_"))
+    return counter.startswith(("seconds_", SPENT, "bytes_"))
+
+
+def watched(run: RunDirectory) -> RunState:
+    """Return the state of a run; of one that is running, after some seconds of watching it."""
+    reader, waiting = RunReader(run), threading.Event()
+    reader.read_status(now())
+    for _ in range(WATCH_SECONDS):
+        if reader.state.state != "running":
+            break
+        waiting.wait(1.0)
+        reader.read_status(now())
+    return reader.state
 
 
 def now() -> float:

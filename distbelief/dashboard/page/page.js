@@ -11,7 +11,7 @@ const KINDS = { // of events: what they are called, their colour, and the log ev
   refused: ["refused or lost pushes", "--c1", []],
   checkpoint: ["checkpoint", "--idle", []],
 };
-const ACTIVITIES = { computing: "--c2", fetching: "--c0", pushing: "--c4", reading: "--c1", waiting: "--c5", held: "--c7" };
+const ACTIVITIES = { computing: "--c2", copying: "--c4", "waiting for shards": "--c0", "waiting for roles": "--c5", reading: "--c1", "waiting for samples": "--c7" };
 
 const $ = (id) => document.getElementById(id);
 const runs = []; // of each: columns, n (points), state, marks
@@ -145,6 +145,10 @@ function fresh(values) { // an evaluation counts where it first appears
     return old && i < end ? null : last; // the line goes on to the end
   });
 }
+function steps(values) { // where a new value begins
+  let last;
+  return [...values.keys()].filter((i) => known(values[i]) && values[i] !== last && ((last = values[i]), true));
+}
 function perSecond(values, times) {
   return values.map((value, i) => {
     const seconds = i ? times[i] - times[i - 1] : 0;
@@ -233,7 +237,7 @@ function seriesOf(spec, weight) {
       const value = (_, x) => spec.show(x);
       const line = { label: name, stroke: base, width: 1.8, value, spanGaps: true, points: { show: false } };
       if (several && k) line.dash = [6, 4];
-      if (way === "fresh") line.points = { show: (u, s) => u.data[s].filter(known).length < 60, size: 5, fill: base };
+      if (way === "fresh") line.points = { show: (u, s) => u.data[s].filter(known).length < 60, size: 5, fill: base, filter: (u, s) => steps(u.data[s]) };
       if ((way === "smooth" || way === "speed") && weight) {
         series.push({ ...line, label: `${name}, raw`, class: "raw", stroke: faint(base), width: 1 });
       }
@@ -507,7 +511,7 @@ function drawWhy(state) {
 }
 function look(role) {
   if (role.trouble) return "trouble";
-  if (/^(computing|evaluating|serving|applying|saving|following|pushing|fetching)/.test(role.state)) return "busy";
+  if (/^(computing|measuring|serving|primary|backup|applying|saving|following|pushing|fetching)/.test(role.state)) return "busy";
   return /wait|gather|reading|import|start|build|join|restor/.test(role.state) ? "wait" : "";
 }
 function drawHosts(state) {
