@@ -213,10 +213,13 @@ class RunReader:
 
 
 def _number(value: float | None) -> float | None:
-    """Return six digits of it, which curves need; None if it is not finite."""
+    """Return six digits of it, which curves need, but whole numbers as they are.
+
+    None if it is not finite.
+    """
     if value is None or not math.isfinite(value):
         return None
-    return float(f"{value:.6g}") if isinstance(value, float) else value
+    return value if value % 1 == 0 else float(f"{value:.6g}")
 
 
 def _row(role: RoleView, view: JobView, since: JobView | None, *, is_past: bool) -> RoleRow:

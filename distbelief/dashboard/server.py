@@ -41,6 +41,8 @@ N_POINTS_MAX: Final = 5000  # in one event, so that no page is busy for long
 N_CONNECTIONS_MAX: Final = 64
 N_RUNS_MAX: Final = 16
 
+_Request = socket.socket | tuple[bytes, socket.socket]
+
 _FILES: Final = {
     "/": ("index.html", "text/html"),
     "/page.js": ("page.js", "text/javascript"),
@@ -131,17 +133,17 @@ class PageServer(ThreadingHTTPServer):
         self._free = threading.BoundedSemaphore(N_CONNECTIONS_MAX)
 
     @override
-    def process_request_thread(self, request: object, client_address: object) -> None:
+    def process_request_thread(self, request: _Request, client_address: object) -> None:
         if not self._free.acquire(blocking=False):
-            self.shutdown_request(request)  # type: ignore[arg-type] -- typeshed's union
+            self.shutdown_request(request)
             return
         try:
-            super().process_request_thread(request, client_address)  # type: ignore[arg-type] -- the same
+            super().process_request_thread(request, client_address)
         finally:
             self._free.release()
 
     @override
-    def handle_error(self, request: object, client_address: object) -> None:
+    def handle_error(self, request: _Request, client_address: object) -> None:
         """A reader is gone: nobody needs to know."""
 
 
@@ -161,19 +163,24 @@ def listen(address: str | None) -> socket.socket:
         if not host or not (digits.isascii() and digits.isdigit() and int(digits) < 1 << 16):
             raise JobError(f"--listen {address}: write HOST:PORT, such as {HOST}:{PORT}")
         port = int(digits)
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    for each in (port, 0) if address is None else (port,):
-        made = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        return _bound(host, port)
+    except OSError as error:
+        if address is None:
+            return _bound(host, 0)
+        raise JobError(f"--listen {address}: {error.strerror or error}") from None
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    made = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    try:
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            made.bind((host, each))
-            made.listen(N_CONNECTIONS_MAX)
-        except OSError as error:
-            made.close()
-            why = error
-        else:
-            return made
-    raise JobError(f"--listen {address or f'{host}:{port}'}: {why.strerror or why}")
+        made.bind((host, port))
+        made.listen(N_CONNECTIONS_MAX)
+    except OSError:
+        made.close()
+        raise
+    return made
 
 
 def token_for(listening: socket.socket, file: Path | None) -> str:
@@ -222,8 +229,12 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server_version = "distbelief"
     sys_version = ""
-    timeout = REQUEST_SECONDS
-    server: PageServer  # type: ignore[assignment] -- typeshed names its base
+    timeout: float | None = REQUEST_SECONDS
+
+    @property
+    def page(self) -> PageServer:
+        assert isinstance(self.server, PageServer)
+        return self.server
 
     def do_GET(self) -> None:
         parts = urlsplit(self.path)
@@ -231,7 +242,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._refuse(HTTPStatus.MISDIRECTED_REQUEST, "use the address that was printed")
         elif self._has_given_token(parts.query):
             self.send_response(HTTPStatus.SEE_OTHER)
-            cookie = f"{self._cookie}={self.server.token}; HttpOnly; SameSite=Strict; Path=/"
+            cookie = f"{self._cookie}={self.page.token}; HttpOnly; SameSite=Strict; Path=/"
             self._end({"Set-Cookie": cookie, "Location": "/", "Content-Length": "0"})
         elif not self._may_read():
             self._refuse(HTTPStatus.UNAUTHORIZED, "open the address with the token")
@@ -240,7 +251,7 @@ class _Handler(BaseHTTPRequestHandler):
             content = resources("distbelief.dashboard").joinpath("page", name).read_bytes()
             self._send(content, kind)
         elif parts.path == "/metrics":
-            self._send(exposition(self.server.watch.readers).encode(), "text/plain; version=0.0.4")
+            self._send(exposition(self.page.watch.readers).encode(), "text/plain; version=0.0.4")
         elif parts.path == "/events":
             self._stream()
         elif (found := _CSV.fullmatch(parts.path)) and int(found[1]) < len(self._readers):
@@ -251,23 +262,23 @@ class _Handler(BaseHTTPRequestHandler):
 
     @property
     def _readers(self) -> Sequence[RunReader]:
-        return self.server.watch.readers
+        return self.page.watch.readers
 
     @property
     def _cookie(self) -> str:
-        return f"distbelief-{self.server.port}"  # cookies do not tell ports apart
+        return f"distbelief-{self.page.port}"  # cookies do not tell ports apart
 
     def _is_for_here(self) -> bool:
         """Return whether no other site has led a browser here by a name of its own."""
         host = urlsplit(f"//{self.headers.get('Host', '')}").hostname
-        return not self.server.is_local or host in _LOCAL
+        return not self.page.is_local or host in _LOCAL
 
     def _has_given_token(self, query: str) -> bool:
         given = parse_qs(query).get("token", [""])[0]
-        return bool(self.server.token) and self._is_token(given)
+        return bool(self.page.token) and self._is_token(given)
 
     def _may_read(self) -> bool:
-        if not self.server.token:
+        if not self.page.token:
             return True
         kind, _, given = self.headers.get("Authorization", "").partition(" ")
         cookies = self.headers.get("Cookie", "").split(";")
@@ -277,7 +288,7 @@ class _Handler(BaseHTTPRequestHandler):
         )
 
     def _is_token(self, given: str) -> bool:
-        return secrets.compare_digest(given.encode(), self.server.token.encode())
+        return secrets.compare_digest(given.encode(), self.page.token.encode())
 
     def _refuse(self, status: HTTPStatus, why: str) -> None:
         self._send(f"{status.phrase}: {why}\n".encode(), "text/plain", status=status)
@@ -302,7 +313,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _stream(self) -> None:
         """Send every point from the first, then what is new, until the reader or the run ends."""
-        watch = self.server.watch
+        watch = self.page.watch
         self.send_response(HTTPStatus.OK)
         self._end({"Content-Type": "text/event-stream", "Connection": "close"})
         self.close_connection = True
@@ -332,7 +343,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _csv(self, index: int) -> str:
         text = io.StringIO(newline="")
-        with self.server.watch.changed:
+        with self.page.watch.changed:
             columns = dict(self._readers[index].columns)
             rows = [*zip(*columns.values(), strict=True)]
         writer = csv.writer(text)

@@ -767,9 +767,9 @@ class Replica:
         self._spent = TimeSpent()
 
     def handle(self, event: rl.Event, now: rl.Seconds) -> Sequence[rl.Action]:
+        self._spent.until(now, self._steps.activity(self.course.awaited))
         if self._is_gone:
             return []
-        self._spent.until(now, self._steps.activity(self.course.awaited))
         is_quiet, steps, phase = False, self._steps, self._steps.here.phase
         if isinstance(event, rl.Computed):
             actions: Sequence[rl.Action] = steps.computed(event, now)
