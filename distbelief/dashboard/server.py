@@ -20,7 +20,7 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files as resources
 from pathlib import Path
-from typing import Final, final
+from typing import ClassVar, Final, final
 from urllib.parse import parse_qs, urlsplit
 
 import msgspec
@@ -229,7 +229,7 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server_version = "distbelief"
     sys_version = ""
-    timeout: float | None = REQUEST_SECONDS
+    timeout: ClassVar[float | None] = REQUEST_SECONDS
 
     @property
     def page(self) -> PageServer:
