@@ -1,7 +1,7 @@
 // The page: what the server sends, drawn. Foreign text is set as text, never as HTML.
 "use strict";
 
-const POINTS = 2000; // drawn of one run, at most; more are bundled, their extremes kept
+const POINTS = 1200; // drawn of one run, at most; more are bundled, their extremes kept
 const PALETTE = 8;
 const KINDS = { // of events: what they are called, their colour, and the log events they are
   restart: ["restart", "--warn", ["role_restarted", "shard_restored", "shard_restored_with_loss", "run_restored", "other_copy_dead", "other_copy_silent", "role_killed"]],
@@ -77,12 +77,12 @@ const colourOf = (run) => `--c${run % PALETTE}`;
 
 function reset() { runs.length = 0; dirty = { points: true, state: true }; }
 function runAt(index) {
-  while (runs.length <= index) runs.push({ columns: {}, n: 0, state: null, marks: [] });
+  while (runs.length <= index) runs.push({ columns: {}, n: 0, state: null, marks: [], counted: [], seen: 1, lines: {} });
   return runs[index];
 }
 function addPoints({ run, from, to, columns }) {
   const it = runAt(run);
-  if (from < it.n) { it.columns = {}; it.n = 0; }
+  if (from < it.n) Object.assign(it, { columns: {}, n: 0, lines: {}, counted: [], seen: 1 });
   for (const [name, values] of Object.entries(columns)) {
     const column = (it.columns[name] ??= []);
     while (column.length < from) column.push(null);
@@ -123,44 +123,45 @@ function draw() {
 
 // --- curves
 
-function ema(values, weight) {
-  if (!weight) return values;
-  const smooth = new Array(values.length);
-  let sum = 0, scale = 0;
-  for (let i = 0; i < values.length; i += 1) {
-    const value = values[i];
-    if (value === null || value === undefined) { smooth[i] = null; continue; }
-    sum = weight * sum + (1 - weight) * value;
-    scale = weight * scale + (1 - weight);
-    smooth[i] = sum / scale; // without the pull to zero at the begin
-  }
-  return smooth;
+// Lines grow with what they are made from: nothing is computed again for each new point.
+function grown(it, key, begin, add) {
+  const line = (it.lines[key] ??= { values: [], ...begin });
+  while (line.values.length < it.n) line.values.push(add(line, line.values.length) ?? null);
+  return line.values;
 }
-function fresh(values) { // an evaluation counts where it first appears
-  let last = null;
-  const end = values.length - 1;
-  return values.map((value, i) => {
-    const old = !known(value) || value === last;
-    if (!old) last = value;
-    return old && i < end ? null : last; // the line goes on to the end
+function ema(it, name, values, weight) {
+  if (!weight) return values;
+  return grown(it, `${name} ${weight}`, { sum: 0, scale: 0 }, (line, i) => {
+    if (!known(values[i])) return null;
+    line.sum = weight * line.sum + (1 - weight) * values[i];
+    line.scale = weight * line.scale + (1 - weight);
+    return line.sum / line.scale; // without the pull to zero at the begin
+  });
+}
+function fresh(it, name) { // an evaluation counts where it first appears
+  const values = it.columns[name], line = it.lines[`${name} fresh`];
+  if (line?.values.length && line.values.length < it.n && line.isOld) line.values[line.values.length - 1] = null;
+  return grown(it, `${name} fresh`, { last: null, isOld: false }, (own, i) => {
+    own.isOld = !known(values[i]) || values[i] === own.last;
+    if (!own.isOld) own.last = values[i];
+    return own.isOld && i < it.n - 1 ? null : own.last; // the line goes on to the end
+  });
+}
+function perSecond(it, name) {
+  const values = it.columns[name], times = it.columns.time;
+  return grown(it, `${name} speed`, {}, (_, i) => {
+    const seconds = i ? times[i] - times[i - 1] : 0;
+    return seconds > 0 && known(values[i]) && known(values[i - 1]) ? Math.max(values[i] - values[i - 1], 0) / seconds : null;
   });
 }
 function steps(values) { // where a new value begins
   let last;
   return [...values.keys()].filter((i) => known(values[i]) && values[i] !== last && ((last = values[i]), true));
 }
-function perSecond(values, times) {
-  return values.map((value, i) => {
-    const seconds = i ? times[i] - times[i - 1] : 0;
-    return seconds > 0 && known(value) && known(values[i - 1]) ? Math.max(value - values[i - 1], 0) / seconds : null;
-  });
-}
 function xs(it) {
   const axis = $("axis").value, values = it.columns[axis] ?? [];
   if (axis === "time") return values;
-  let most = 0;
-  if (it.risen?.length !== it.n) it.risen = values.map((value) => (most = Math.max(most, value ?? 0)));
-  return it.risen;
+  return grown(it, "risen", { most: 0 }, (line, i) => (line.most = Math.max(line.most, values[i] ?? 0)));
 }
 function position(sorted, x) { // of the first value that is not below x
   let low = 0, high = sorted.length;
@@ -174,7 +175,8 @@ function bundled(x, lines) { // the visible part, at most POINTS of it: of each 
   const first = span ? Math.max(position(x, span[0]) - 1, 0) : 0;
   const last = span ? Math.min(position(x, span[1]) + 1, x.length) : x.length;
   const n = last - first, size = Math.ceil((2 * n) / POINTS);
-  if (size <= 2) return [x.slice(first, last), ...lines.map((line) => line.slice(first, last))];
+  const part = (line) => Array.from({ length: n }, (_, i) => line[first + i] ?? null);
+  if (size <= 2) return [x.slice(first, last), ...lines.map(part)];
   const at = [], out = lines.map(() => []);
   for (let begin = first; begin < last; begin += size) {
     const end = Math.min(begin + size, last);
@@ -216,14 +218,15 @@ function plan() { // which charts there are, and the lines of each
 }
 function tableOf(it, lines, weight) { // x and the lines of one run, ready to be drawn
   const x = xs(it), out = [], n = span ? position(x, span[1]) - position(x, span[0]) : x.length;
-  weight **= Math.min(1, 400 / Math.max(n, 1)); // of many points, more are smoothed together
+  weight **= Math.min(1, 512 / 2 ** Math.ceil(Math.log2(Math.max(n, 1)))); // of many points, more are smoothed together
   for (const [, column, way] of lines) {
-    let values = it.columns[column] ?? new Array(it.n).fill(null);
-    if (way === "fresh") values = fresh(values);
-    if (way === "speed") values = perSecond(values, it.columns.time);
+    let values = it.columns[column];
+    if (!values) values = [];
+    else if (way === "fresh") values = fresh(it, column);
+    else if (way === "speed") values = perSecond(it, column);
     const smooths = way === "smooth" || way === "speed";
     if (smooths && weight) out.push(values);
-    out.push(smooths ? ema(values, weight) : values);
+    out.push(smooths ? ema(it, column, values, weight) : values);
   }
   return bundled(x, out);
 }
@@ -293,29 +296,38 @@ function zoom() {
   dirty.points = true;
   draw();
 }
-function drawCharts() {
+let pending = [], isStepping = false;
+function drawCharts() { // as many in one frame as its time allows
   const weight = Number($("smooth").value), specs = plan(), keys = new Set(specs.map((spec) => spec.key));
   for (const [key, chart] of charts) {
-    if (!keys.has(key)) { chart.plot.destroy(); chart.box.remove(); charts.delete(key); }
+    if (!keys.has(key)) { chart.plot?.destroy(); chart.box.remove(); charts.delete(key); }
   }
-  specs.forEach((spec, place) => {
-    const tables = runs.map((it) => tableOf(it, spec.lines, weight));
-    let data = tables.length === 1 ? tables[0] : tables.length ? uPlot.join(tables) : [[]];
-    if (spec.log) data = data.map((line, k) => (k ? line.map((y) => (y > 0 ? y : null)) : line));
-    const chart = charts.get(spec.key) ?? newChart(spec);
-    if ($("charts").children[place] !== chart.box) $("charts").insertBefore(chart.box, $("charts").children[place]);
-    const shape = JSON.stringify([runs.map((_, run) => nameOf(run)), weight > 0, spec.log, $("axis").value, spec.lines.length]);
-    if (chart.shape !== shape) {
-      chart.plot?.destroy();
-      chart.shape = shape;
-      chart.plot = new uPlot(optionsOf(spec, seriesOf(spec, weight), widthOf(chart)), data, chart.place);
-      chart.plot.over.addEventListener("dblclick", () => { span = null; zoom(); });
-    } else {
-      chart.plot.setData(data);
-    }
-    chart.nothing.hidden = data.slice(1).some((line) => line.some(known));
-    put(chart.axis, $("axis").value === "time" ? "over time of the job" : "over samples");
-  });
+  pending = specs.map((spec, place) => () => drawChart(spec, place, weight));
+  if (!isStepping) drawSome();
+}
+function drawSome() {
+  const begin = performance.now();
+  do pending.shift()?.(); while (pending.length && performance.now() - begin < 10);
+  isStepping = pending.length > 0;
+  if (isStepping) requestAnimationFrame(drawSome);
+}
+function drawChart(spec, place, weight) {
+  const tables = runs.map((it) => tableOf(it, spec.lines, weight));
+  let data = tables.length === 1 ? tables[0] : tables.length ? uPlot.join(tables) : [[]];
+  if (spec.log) data = data.map((line, k) => (k ? line.map((y) => (y > 0 ? y : null)) : line));
+  const chart = charts.get(spec.key) ?? newChart(spec);
+  if ($("charts").children[place] !== chart.box) $("charts").insertBefore(chart.box, $("charts").children[place] ?? null);
+  const shape = JSON.stringify([runs.map((_, run) => nameOf(run)), weight > 0, spec.log, $("axis").value, spec.lines.length]);
+  if (chart.shape !== shape) {
+    chart.plot?.destroy();
+    chart.shape = shape;
+    chart.plot = new uPlot(optionsOf(spec, seriesOf(spec, weight), widthOf(chart)), data, chart.place);
+    chart.plot.over.addEventListener("dblclick", () => { span = null; zoom(); });
+  } else {
+    chart.plot.setData(data);
+  }
+  chart.nothing.hidden = data.slice(1).some((line) => line.some(known));
+  put(chart.axis, $("axis").value === "time" ? "over time of the job" : "over samples");
 }
 function newChart(spec) {
   const axis = make("span"), place = make("div"), tip = make("div", { class: "tip", hidden: "" });
@@ -352,13 +364,14 @@ function collectMarks() {
       if (kind) marks.push({ kind, time: message.seconds, text: message.text });
     }
     const { time = [], pushes_refused: refused = [], pushes_lost: lost = [], n_checkpoints: saved = [] } = it.columns;
-    for (let i = 1; i < it.n; i += 1) {
-      const more = Math.max(refused[i] - refused[i - 1], 0) || 0, gone = Math.max(lost[i] - lost[i - 1], 0) || 0;
-      if (more) marks.push({ kind: "refused", time: time[i], text: `${count(more)} pushes refused` });
-      if (gone) marks.push({ kind: "refused", time: time[i], text: `${count(gone)} pushes lost` });
-      if (saved[i] > saved[i - 1]) marks.push({ kind: "checkpoint", time: time[i], text: `${count(saved[i] - saved[i - 1])} checkpoints of shards` });
+    for (; it.seen < it.n; it.seen += 1) {
+      const i = it.seen, more = Math.max(refused[i] - refused[i - 1], 0) || 0, gone = Math.max(lost[i] - lost[i - 1], 0) || 0;
+      const add = (kind, text) => it.counted.push({ kind, time: time[i], text });
+      if (more) add("refused", `${count(more)} pushes refused`);
+      if (gone) add("refused", `${count(gone)} pushes lost`);
+      if (saved[i] > saved[i - 1]) add("checkpoint", `${count(saved[i] - saved[i - 1])} checkpoints of shards`);
     }
-    it.marks = marks;
+    it.marks = [...marks, ...it.counted].sort((a, b) => a.time - b.time);
   });
   const present = new Set(runs.flatMap((it) => it.marks.map((each) => each.kind)));
   const legend = $("marks-legend"), shown = Object.keys(KINDS).filter((kind) => present.has(kind));
