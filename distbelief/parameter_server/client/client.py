@@ -809,10 +809,14 @@ class ParameterClient:
     def waiting_for(self) -> rl.Address | None:
         if self._ticks.waits_since is not None and self._ticks.waits_since[0]:
             return self._ticks.waits_since[0]  # another worker
-        for link in self._links.values():
-            if not (link.is_open and link.fetching.complete and link.has_room):
-                return link.copies[0]
-        return None
+        return next(iter(self.late_shards), None)
+
+    @property
+    def late_shards(self) -> list[rl.Address]:
+        """The shards of which a fetch, an acknowledgement or the session is missing."""
+        links = self._links.values()
+        late = (li for li in links if not (li.is_open and li.fetching.complete and li.has_room))
+        return [link.copies[0] for link in late]
 
     @property
     def progress(self) -> Sequence[tuple[int, int, int]]:
