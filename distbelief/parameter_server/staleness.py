@@ -10,7 +10,7 @@ from typing import Final, final
 from distbelief.parameter_server.slices import ShardSlice
 
 
-_N_KEPT: Final = 4096
+_N_KEPT: Final = 1 << 14
 """Recent pushes of a part; an older one counts as overlapping."""
 
 _N_KNOWN_MAX: Final = 1 << 14
