@@ -194,6 +194,8 @@ class PinnedVersions:
 
     def _next_logged(self) -> tuple[pf.Fetch, ToWords] | None:
         """Return the first fetch that waits for such words."""
+        if self._values.log is None:
+            return None
         for client, message in self.waiting.values():
             to_words = self._logged(client, message)
             if to_words is not None:

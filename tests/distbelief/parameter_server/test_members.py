@@ -14,13 +14,15 @@ from hypothesis import given, strategies as st
 
 from distbelief.core.memory import PrivateMemory
 from distbelief.core.vectors import Vector
-from distbelief.parameter_server import shard as shard_module
+from distbelief.parameter_server import shard as shard_module, staleness
 from distbelief.parameter_server.layout import TensorSpec
 from distbelief.parameter_server.members import Least
 from distbelief.parameter_server.policy import ExchangePolicy, Round
 from distbelief.parameter_server.ranges import IndexRanges
 from distbelief.parameter_server.session import Session
 from distbelief.parameter_server.sessions import Sessions
+from distbelief.parameter_server.slices import ShardSlice
+from distbelief.parameter_server.staleness import PartialPushes
 from distbelief.protocol import Push, PushBlock
 from distbelief.protocol.role import Action, Address, PeerLost, Send
 from tests.distbelief.parameter_server.pair import layout_of
@@ -257,6 +259,32 @@ def test_sums_of_samples_are_enough_for_a_share(
     sums = len(others), others.count(None), sum(n or 0 for n in others)
     expected = 1.0 * (own * len(known) / (max(sum(known), 1) * n_clients))
     assert policy.scale(staleness, n_clients, own, sums) == expected
+
+
+@given(
+    pushes=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2)), max_size=60),
+    n_kept=st.integers(1, 40),
+    since=st.integers(0, 80),
+)
+def test_pushes_elsewhere_are_counted_as_by_looking_at_each(
+    pushes: list[tuple[int, int]], n_kept: int, since: int
+) -> None:
+    slices = [
+        ShardSlice(N, dtype=LAYOUT.dtype, ranges=IndexRanges.whole(*ends))
+        for ends in ((0, 64), (32, 96), (96, 128), (64, 192))
+    ]
+    partial_pushes, seen, clock = PartialPushes(), list[tuple[int, ShardSlice]](), 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(staleness, "_N_KEPT", n_kept)
+        for index, more in pushes:
+            clock += more
+            partial_pushes.add(slices[index], clock=clock)
+            seen.append((clock, slices[index]))
+    for own in slices:
+        assert own.ranges is not None
+        ranges = [one.ranges for at, one in seen[-n_kept:] if at >= since]
+        expected = sum(one is not None and not own.ranges.overlaps(one) for one in ranges)
+        assert partial_pushes.n_elsewhere(own, since=since) == expected
 
 
 @given(st.lists(st.tuples(st.sampled_from(NAMES), st.none() | st.integers(0, 3)), max_size=400))
