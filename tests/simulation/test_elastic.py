@@ -241,7 +241,7 @@ def ranges_of_those_who_left_are_not_dealt_again(patch: Patch) -> None:
         held = [span for hand in self.hands.values() for span in hand.held.values()]
         return pool(self) - Spans(held)
 
-    patch.setattr(Dealer, "_pool", keep)
+    patch.setattr(Dealer, "_pooled", keep)
 
 
 def host_leaves_with_the_last_samples(patch: Patch) -> None:
