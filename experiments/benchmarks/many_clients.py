@@ -10,6 +10,8 @@ Work on the 64 parameters is left out. Each policy (a row): microseconds per
     enter    OpenSession of a client that was not in
     leave    OpenSession of a client that was
 
+Not in `make bench`: a thousand clients are a thousand threads.
+
     growth_*        the slowest policy's time with the most clients over that with the fewest
     bytes_*         memory of the shard per client, with the most clients; push buffers left out
 
@@ -21,12 +23,18 @@ of this host as fast as it can:
 
 import argparse
 import gc
+import json
+import subprocess
+import sys
+import threading
 import time
 import tracemalloc
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import cycle, islice
+from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 from typing import Final
 
 import msgspec
@@ -42,7 +50,9 @@ from distbelief.parameter_server.shard import Shard
 from distbelief.parameter_server.shard_config import ShardConfig
 from distbelief.protocol import Message, push_fetch as pf
 from distbelief.protocol.role import Address, Compute, Computed, Event, Received, Started
+from distbelief.serve.server import ParameterServer
 from experiments.benchmarks.measuring import measurement
+from experiments.benchmarks.parameter_server import BareClient
 
 
 N_ELEMENTS: Final = 64
@@ -175,17 +185,86 @@ def _bytes_of(preset: str, n_clients: int) -> float:
     return before / names
 
 
-PARTS: Final = ("messages",)
+# ---------------------------------------------------------------------------- loopback
+
+SECONDS: Final = 10.0  # of which pushes are counted
+
+
+def loopback(n_clients: int, n_processes: int) -> dict[str, float]:
+    """Let clients in threads of a few processes push; ended, their server ends, too."""
+    command = [sys.executable, "-m", "experiments.benchmarks.many_clients"]
+    n_each = n_clients // n_processes
+    with TemporaryDirectory() as folder:
+        server = ParameterServer(
+            [torch.nn.Parameter(torch.zeros(N_ELEMENTS))],
+            rule=SGD(learning_rate=1e-6),
+            directory=Path(folder) / "run",
+            shared_memory=False,
+        )
+        with server:
+            words = [*command, "--address", server.address, "--clients", str(n_each)]
+            processes = [
+                subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+                for _ in range(n_processes)
+            ]
+            for process in processes:  # all clients are there
+                assert process.stdout is not None
+                process.stdout.readline()
+            found = [json.loads(process.communicate("begin\n")[0]) for process in processes]
+    counts = [n for one in found for n in one]
+    return {
+        "pushes_per_second": sum(counts) / SECONDS,
+        "least_share": min(counts) / (sum(counts) / len(counts)),
+        "clients": float(len(counts)),
+    }
+
+
+def clients(address: str, n: int) -> None:
+    """Push with so many clients once told so; print how often each has."""
+    counts, is_over = [0] * n, threading.Event()
+    all_are_there = threading.Barrier(n + 1)
+
+    def run(index: int) -> None:
+        gradients = [torch.ones(N_ELEMENTS)]
+        with BareClient([torch.nn.Parameter(torch.zeros(N_ELEMENTS))], address) as client:
+            all_are_there.wait()
+            while not is_over.is_set():
+                client.push(gradients)
+                counts[index] += 1
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(n)]
+    for thread in threads:
+        thread.start()
+    all_are_there.wait()
+    print("here", flush=True)
+    sys.stdin.readline()
+    before = list(counts)
+    time.sleep(SECONDS)
+    print(json.dumps([after - n for n, after in zip(before, counts, strict=True)]), flush=True)
+    is_over.set()
+    for thread in threads:
+        thread.join()
+
+
+PARTS: Final = ("messages", "loopback")
+N_PROCESSES: Final = 4
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
-    options = measurement.options_of(parser, arguments, small={})
+    parser.add_argument("--clients", type=int, default=1000, help="of `loopback`")
+    parser.add_argument("--address", help=argparse.SUPPRESS)  # of its server, to its processes
+    options = measurement.options_of(parser, arguments, small={"clients": 8})
     torch.set_num_threads(1)
+    if options.address is not None:
+        clients(options.address, options.clients)
+        return
     figures: dict[str, float] = {}
     if "messages" in options.only:
         figures |= messages(small=options.small)
+    if "loopback" in options.only:
+        figures |= loopback(options.clients, N_PROCESSES)
     measurement.conclude("many_clients", figures)
 
 
