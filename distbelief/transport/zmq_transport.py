@@ -117,7 +117,7 @@ class ZmqTransport:
         self._source: auth.Source | None = None  # of the message that was yielded last
         # The monitors' descriptors, with the names of peers: a poll of thousands of sockets, each
         # time, would take most of a shard's time.
-        self._watched: selectors.BaseSelector | None = None
+        self._watched: selectors.DefaultSelector | None = None
         self._ended: list[tuple[str, int, str]] = []
         self._context: zmq.Context[auth.Socket] | None = None
 

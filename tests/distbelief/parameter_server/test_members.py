@@ -23,7 +23,7 @@ from distbelief.parameter_server.session import Session
 from distbelief.parameter_server.sessions import Sessions
 from distbelief.parameter_server.slices import ShardSlice
 from distbelief.parameter_server.staleness import PartialPushes
-from distbelief.protocol import Push, PushBlock
+from distbelief.protocol import OpenSession, Push, PushBlock
 from distbelief.protocol.role import Action, Address, PeerLost, Send
 from tests.distbelief.parameter_server.pair import layout_of
 from tests.distbelief.parameter_server.plain_sessions import PlainSessions
@@ -141,8 +141,10 @@ class Clients:
         return choices[int(self._stream.integers(len(choices)))]
 
     def step(self) -> Step:
-        kinds = [self._hello] * 3 + [self._leave] + [self._push] * 8
-        kinds += [self._lost] + [self._work] * 12 + [self._wait] * 2
+        kinds: list[Callable[[Address], Step]] = [self._leave, self._lost]
+        kinds += [self._hello, self._hello, self._hello, self._wait, self._wait]
+        for _ in range(4):
+            kinds += [self._push, self._push, self._work, self._work, self._work]
         if self._stream.random() < 0.01:
             return World.take_over
         return self._one_of(kinds)(self._one_of(NAMES))
@@ -178,14 +180,15 @@ class Clients:
         sequence = min(max(self._sent[name], session.watermark), session.confirmed + 1) + 1
         clock = self._world.primary.shard.values.clock
         is_said = session.tick is not msgspec.UNSET and self._stream.random() < 0.9
-        tick = session.tick + 1 if is_said else msgspec.UNSET
+        tick = (session.tick or 0) + 1 if is_said else msgspec.UNSET
+        counts: list[int | msgspec.UnsetType] = [msgspec.UNSET, 1, 3, 7]
         message = Push(
             sequence=sequence,
             term=self._world.term,
             fetched_clock=max(0, clock - self._one_of([0, 0, 1, 2, 5])),
             n_gradients=1,
             samples=10 * sequence,
-            n_samples=self._one_of([msgspec.UNSET, 1, 3, 7]),
+            n_samples=self._one_of(counts),
             tick=tick,
         )
         values = np.full(session.shard_slice.n_elements, -float(sequence), LAYOUT.dtype)
@@ -214,9 +217,7 @@ class Clients:
         return lambda world: world.wait(seconds)
 
 
-OPEN: Final = shard_module.pf.OpenSession(
-    layout=LAYOUT.fingerprint, pushes=True, host="", next_sequence=1
-)
+OPEN: Final = OpenSession(layout=LAYOUT.fingerprint, pushes=True, host="", next_sequence=1)
 
 
 @pytest.mark.parametrize("n_copies", [1, 2])
@@ -224,15 +225,14 @@ OPEN: Final = shard_module.pf.OpenSession(
 def test_counts_kept_are_counts_found(name: str, n_copies: int) -> None:
     n_seen, n_pushes = 0, 0.0
     for seed in range(12):
-        worlds = [
+        plain, kept = (
             World(kind, POLICIES[name], n_copies=n_copies) for kind in (PlainSessions, Sessions)
-        ]
-        clients = Clients(seed, worlds[0])
+        )
+        clients = Clients(seed, plain)
         for n in range(250):
             step = clients.step()
-            for world in worlds:
+            for world in (plain, kept):
                 step(world)
-            plain, kept = worlds
             assert plain.seen == kept.seen, (seed, n)
             assert plain.primary.counters() == kept.primary.counters(), (seed, n)
             assert plain.turns == kept.turns, (seed, n)
