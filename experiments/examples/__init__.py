@@ -1,0 +1,1 @@
+"""Examples of a user's own code, each tried by a test."""
