@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -96,6 +96,7 @@ STATUS_SECONDS: Final = 1.0
 DRAWING_SECONDS: Final = 2.0  # of training, after which matplotlib is imported
 
 Around = Callable[[Role], Role]
+Beside = Callable[[Path], AbstractContextManager[None]]
 
 
 @final
@@ -543,6 +544,7 @@ def train(  # noqa: PLR0913 -- a front door: all but the first are options
     callbacks: Sequence[object] = (),
     around: Around | None = None,
     hosting: JoinServer | None = None,
+    beside: Beside | None = None,
 ) -> Run:
     """Run a job in processes of this host, and of hosts that join, until it ends.
 
@@ -561,6 +563,7 @@ def train(  # noqa: PLR0913 -- a front door: all but the first are options
             job ends in order, and its error is raised then.
         around: Wraps the supervisor; chaos uses it to see its events.
         hosting: How other hosts may join; by default they may not.
+        beside: What lasts from the making of the run directory to the last write, given its path.
 
     Returns:
         The run. A job that fails after its start raises nothing: see `summary.error`.
@@ -585,6 +588,7 @@ def train(  # noqa: PLR0913 -- a front door: all but the first are options
             json=json,
             around=around,
             hosting=hosting,
+            beside=beside,
         )
 
 
@@ -599,6 +603,7 @@ def _train(  # noqa: PLR0913 -- the options of `train`
     json: bool = False,
     around: Around | None = None,
     hosting: JoinServer | None = None,
+    beside: Beside | None = None,
 ) -> Run:
     with ExitStack() as stack:
         watch = stack.enter_context(HeldCallback(callers))
@@ -611,6 +616,8 @@ def _train(  # noqa: PLR0913 -- the options of `train`
         FileMemory.sweep()
         run, is_new = _open_run(job, resume, hosting, from_scratch=from_scratch)
         stack.enter_context(run)
+        if beside is not None:
+            stack.enter_context(beside(run.path))
         live = LiveRun.adopted(run, launcher)
         memory = FileMemory.make() if live is None else FileMemory.adopt(live.directory)
         stack.callback(memory.remove_all)
