@@ -717,7 +717,7 @@ class ParameterClient:
         *,
         dealt: pf.Dealt,
         sets: bool,
-        rates: pf.Rates,
+        rates: pf.Rates = msgspec.UNSET,
     ) -> list[rl.Action]:
         targets, self._staging = self._staging, None
         self._n_pushed += 1
