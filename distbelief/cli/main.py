@@ -169,7 +169,7 @@ def train(  # noqa: PLR0913 -- options
                 "--keys, --insecure, --hosts, --cores and --remote need an address where hosts "
                 "can join: add for example --listen tcp://0.0.0.0:7700"
             )
-        run = trainer.train(
+        run = trainer.run_job(
             job,
             resume=resume,
             from_scratch=from_scratch,
