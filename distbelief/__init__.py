@@ -28,6 +28,10 @@ if TYPE_CHECKING:
         PeerLostError as PeerLostError,
         StorageError as StorageError,
     )
+    from distbelief.job.estimators import (
+        DistBeliefClassifier as DistBeliefClassifier,
+        DistBeliefRegressor as DistBeliefRegressor,
+    )
     from distbelief.job.fit import fit as fit
     from distbelief.job.run.result import Run as Run
     from distbelief.job.trainer import train as train
@@ -61,6 +65,7 @@ _NAMES = {
     ),
     "distbelief.plans.planner.planning_result": ("plan",),
     "distbelief.serve.server": ("ParameterServer",),
+    "distbelief.job.estimators": ("DistBeliefClassifier", "DistBeliefRegressor"),
     "distbelief.job.fit": ("fit",),
     "distbelief.job.run.result": ("Run",),
     "distbelief.job.trainer": ("train",),

@@ -1,0 +1,1 @@
+"""Complete programs of at most 40 lines."""
