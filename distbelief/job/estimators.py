@@ -26,6 +26,7 @@ except ImportError as error:
 
 Module = nn.Module | Callable[[int, int], nn.Module]
 Floats = NDArray[np.float32]
+Labels = NDArray[np.float64 | np.int64 | np.bool_ | np.str_ | np.object_]
 
 
 class _Estimator(BaseEstimator):  # type: ignore[misc] # it has no types
@@ -55,7 +56,7 @@ class _Estimator(BaseEstimator):  # type: ignore[misc] # it has no types
     module_: nn.Module
     summary_: Summary
 
-    def _fit(self, x: Floats, y: NDArray[np.generic], *, loss: str, n_outputs: int) -> Self:
+    def _fit(self, x: Floats, y: Labels, *, loss: str, n_outputs: int) -> Self:
         seed = self.random_state
         module = self.module
         if not isinstance(module, nn.Module):
@@ -113,7 +114,7 @@ class DistBeliefClassifier(ClassifierMixin, _Estimator):  # type: ignore[misc] #
         n_features_in_: Features of the samples fitted.
     """
 
-    classes_: NDArray[np.generic]
+    classes_: Labels
 
     def fit(self, X: object, y: object) -> Self:  # noqa: N803 -- scikit-learn's name
         """Fit to X, (n_samples, n_features), and labels y, (n_samples,).
@@ -133,9 +134,9 @@ class DistBeliefClassifier(ClassifierMixin, _Estimator):  # type: ignore[misc] #
         """Return the softmax of the module's scores, (n_samples, n_classes)."""
         return cast("Floats", self._scores(X).softmax(1).numpy())
 
-    def predict(self, X: object) -> NDArray[np.generic]:  # noqa: N803
+    def predict(self, X: object) -> Labels:  # noqa: N803
         """Return the class of the largest score, (n_samples,)."""
-        return self.classes_[self._scores(X).argmax(1).numpy()]
+        return cast("Labels", self.classes_[self._scores(X).argmax(1).numpy()])
 
     def _scores(self, x: object) -> torch.Tensor:
         scores = self._outputs(x)

@@ -3,7 +3,8 @@
 import torch
 from sklearn.datasets import load_digits
 from torch import nn
-from torch.utils.data import random_split
+from torch.utils.data import TensorDataset, random_split
+from typing_extensions import override
 
 import distbelief
 
@@ -14,15 +15,15 @@ class Net(nn.Module):
         self.features = nn.Sequential(nn.Conv2d(1, n_channels, 3), nn.ReLU(), nn.MaxPool2d(2))
         self.scores = nn.Linear(9 * n_channels, 10)
 
+    @override
     def forward(self, pixels: torch.Tensor) -> torch.Tensor:
-        features: torch.Tensor = self.features(pixels)
-        scores: torch.Tensor = self.scores(features.flatten(1))
+        scores: torch.Tensor = self.scores(self.features(pixels).flatten(1))
         return scores
 
 
 digits = load_digits()
 pixels = torch.tensor(digits.images, dtype=torch.float32)[:, None] / 16
-data = [*zip(pixels, torch.tensor(digits.target), strict=True)]
+data = TensorDataset(pixels, torch.tensor(digits.target))
 train, test = random_split(data, [0.8, 0.2], generator=torch.Generator().manual_seed(0))
 run = distbelief.fit(
     Net(16),
