@@ -136,7 +136,8 @@ class DistBeliefClassifier(ClassifierMixin, _Estimator):  # type: ignore[misc] #
 
     def predict(self, X: object) -> Labels:  # noqa: N803
         """Return the class of the largest score, (n_samples,)."""
-        return cast("Labels", self.classes_[self._scores(X).argmax(1).numpy()])
+        largest = self._scores(X).argmax(1).numpy()
+        return cast("Labels", self.classes_[largest])
 
     def _scores(self, x: object) -> torch.Tensor:
         scores = self._outputs(x)
@@ -165,9 +166,9 @@ class DistBeliefRegressor(RegressorMixin, _Estimator):  # type: ignore[misc] # a
         columns = targets.astype(np.float32).reshape(len(x), -1)
         return self._fit(x, columns, loss="mse", n_outputs=columns.shape[1])
 
-    def predict(self, X: object) -> Floats:  # noqa: N803
+    def predict(self, X: object) -> NDArray[np.float64]:  # noqa: N803
         """Return what the module returns, in the shape of y."""
-        outputs = cast("Floats", self._outputs(X).numpy())
+        outputs = cast("NDArray[np.float64]", self._outputs(X).double().numpy())
         return outputs[:, 0] if self._is_flat else outputs
 
     @override
