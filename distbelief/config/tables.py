@@ -99,6 +99,10 @@ _ELSEWHERE = {
     **dict.fromkeys(("num_nodes", "nnodes", "num_machines"), _HOSTS),
     **dict.fromkeys(("backend", "rank", "local_rank", "init_method", "master_addr"), _PLACEMENT),
     "shuffle": "Each epoch has an order of its own, from [algorithm] seed: leave it out.",
+    **dict.fromkeys(
+        ("sampler", "batch_sampler", "drop_last"),
+        "Let the function of [data.train] return a torch DataLoader that has it.",
+    ),
     "strategy": 'It is [algorithm] preset, such as "downpour" or "diloco": distbelief presets.',
     **dict.fromkeys(
         ("val_check_interval", "eval_steps", "eval_every"),

@@ -162,6 +162,8 @@ SYNONYMS: Final = {
     "args": "arguments",
     "kwargs": "arguments",
     "dataloader_num_workers": "num_workers",
+    "collate_fn": "collate",
+    "data_collator": "collate",
     "eps": "epsilon",
     "max_norm": "clip_norm",
     "max_grad_norm": "clip_norm",

@@ -42,7 +42,13 @@ from distbelief.job.launch.local import LocalLauncher
 from distbelief.job.launch.preflight import PreflightResult
 from distbelief.job.launch.preflight_client import CHECK, run_preflight
 from distbelief.job.launch.role_process import RoleSpec, import_from, import_paths
-from distbelief.job.launch.supervised_job import bursts, check_data, short_epochs, supervisor_config
+from distbelief.job.launch.supervised_job import (
+    bursts,
+    check_data,
+    read_again,
+    short_epochs,
+    supervisor_config,
+)
 from distbelief.job.run.checkpoints import CheckpointStore
 from distbelief.job.run.directory import RunDirectory, Status
 from distbelief.job.run.folders import absolute
@@ -157,7 +163,8 @@ class Trainer:
                     has_hosts=has_hosts,
                 )
             check_data(job, found)
-            for warning in filter(None, (short_epochs(job, found), bursts(job))):
+            warnings = read_again(job, found), short_epochs(job, found), bursts(job)
+            for warning in filter(None, warnings):
                 log.warn_user(warning)
             if found.proof:
                 log.announce(found.proof)

@@ -7,7 +7,7 @@ dictionary, forward gets the entries that it names, and the loss gets all of the
 
 With torch's `__getitems__`, a data set is asked for a whole batch at once. It may return a list of
 samples, or the finished batch as a tuple (inputs, targets) or a dictionary, which avoids splitting
-an array into samples and joining them again.
+an array into samples and joining them again. Streams and loaders: `task.sources`.
 
     n = 10, R = 3     replica 0: 9 0 3    replica 1: 2 8 1    replica 2: 6 7 5 4
     batches of 2      pass 0: (5 7) (6 4)   pass 1: (7 4) (6 5)   ... of replica 2
@@ -172,6 +172,78 @@ class _BatchedDataset(Protocol):
     def __getitems__(self, indices: list[int], /) -> object: ...
 
 
+@runtime_checkable
+class Sequential(Protocol):
+    """A data set whose samples are read one after the other."""
+
+    def read_in_order(
+        self, indices: Sequence[int], before: Callable[[int], object] | None
+    ) -> list[object]:
+        """Return these samples, and call `before` with each index that it passes."""
+        ...
+
+
+Collate = Callable[[list[object]], object]
+"""Joins samples to a batch: a pair (inputs, targets) or a dictionary."""
+
+SampleOrder = Callable[[int, "Indices", int], "Indices"]
+"""Returns the samples at these positions of this epoch, by the job's seed."""
+
+ENDLESS: Final = 1 << 40  # the length of what has none
+
+
+@final
+class DataSource:
+    """A data set, and what is known beside its samples; made by `sources.source_of`.
+
+    Attributes:
+        dataset: With `__getitem__`, or a `Sequential`.
+        collate: Joins its samples; None: `read_batch` does.
+        order: Of the samples in an epoch; None: shuffled.
+        of_order: The order in words.
+        num_workers: Processes that the loader asks for.
+        batch_size: That of the loader; None: it is not known.
+    """
+
+    def __init__(
+        self,
+        dataset: "Dataset | Sequential",
+        n_samples: int,
+        *,
+        collate: Collate | None = None,
+        order: SampleOrder | None = None,
+        of_order: str = "shuffled",
+        num_workers: int = 0,
+        batch_size: int | None = None,
+    ) -> None:
+        self.dataset = dataset
+        self.collate = collate
+        self.order = order
+        self.of_order = of_order
+        self.num_workers = num_workers
+        self.batch_size = batch_size
+        self._n_samples = n_samples
+
+    @classmethod
+    def of(cls, dataset: "Dataset") -> "DataSource":
+        return dataset if isinstance(dataset, DataSource) else cls(dataset, len(dataset))
+
+    @property
+    def is_stream(self) -> bool:
+        return isinstance(self.dataset, Sequential)
+
+    def __len__(self) -> int:
+        return self._n_samples
+
+    def __getitem__(self, index: int) -> object:
+        if isinstance(self.dataset, Sequential):
+            return self.dataset.read_in_order([index], None)[0]
+        return self.dataset[index]
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.dataset, name)
+
+
 class Wanted(NamedTuple):
     """Samples to read in one batch, and whence they draw random numbers."""
 
@@ -207,27 +279,70 @@ def read_batch(
     do not join.
     """
     wanted = [int(index) for index in indices]
+    given: Dataset | Sequential = dataset
+    collate, does = None, "reading"
+    if isinstance(dataset, DataSource):
+        given, collate = dataset.dataset, dataset.collate
     try:
-        if isinstance(dataset, _BatchedDataset):
-            if before is not None:
-                before(wanted[0])
-            read = dataset.__getitems__(wanted)
-        elif before is None:
-            read = [dataset[index] for index in wanted]
-        else:
-            read = [(before(index), dataset[index])[1] for index in wanted]
+        read = _samples(given, wanted, before)
+        if collate is not None:
+            does = "collate of"
+            read = collate(cast("list[object]", read))
+    except JobError:
+        raise
     except Exception as error:  # the user's code may raise anything
         raise JobError(
-            f"[{table}] reading {shown_samples(wanted)} failed: {type(error).__name__}: {error}"
+            f"[{table}] {does} {shown_samples(wanted)} failed: {type(error).__name__}: {error}"
         ) from error
+    if collate is not None:
+        if isinstance(read, list) and len(read) == 2:  # as torch's own collate has pairs
+            read = tuple(read)
+        if not isinstance(read, tuple | Mapping):
+            raise JobError(
+                f"[{table}] collate returned {_kind(read)}: it must return a pair "
+                "(inputs, targets) or a dictionary of tensors, samples first"
+            )
+        return _whole_batch(read, wanted, table=table, by="collate")
     if isinstance(read, tuple | Mapping):
-        return _whole_batch(read, wanted, table=table)
+        return _whole_batch(read, wanted, table=table, by="__getitems__")
     if not isinstance(read, list) or len(read) != len(wanted):
         raise JobError(
             f"[{table}] __getitems__ of {len(wanted)} samples returned {_kind(read)}: "
             "it must return a list of as many samples, or a tuple (inputs, targets)"
         )
     return _joined(read, wanted, table=table)
+
+
+def first_of(dataset: Dataset, n_samples: int) -> list[int]:
+    """Return the first samples of a data set, in its own order if it has one."""
+    return _at(dataset, range(min(n_samples, len(dataset))))
+
+
+def some_of(dataset: Dataset, n_samples: int) -> list[int]:
+    """Return a few samples of a data set from everywhere; of a stream the first ones."""
+    if isinstance(dataset, DataSource) and dataset.is_stream:
+        return first_of(dataset, n_samples)
+    last, steps = len(dataset) - 1, range(n_samples)
+    return _at(dataset, [*dict.fromkeys(last * k // max(n_samples - 1, 1) for k in steps)])
+
+
+def _at(dataset: Dataset, positions: Sequence[int]) -> list[int]:
+    order = DataSource.of(dataset).order
+    return [*positions] if order is None else order(0, np.array(positions), 0).tolist()
+
+
+def _samples(
+    dataset: Dataset | Sequential, wanted: list[int], before: Callable[[int], object] | None
+) -> object:
+    if isinstance(dataset, Sequential):
+        return dataset.read_in_order(wanted, before)
+    if isinstance(dataset, _BatchedDataset):
+        if before is not None:
+            before(wanted[0])
+        return dataset.__getitems__(wanted)
+    if before is None:
+        return [dataset[index] for index in wanted]
+    return [(before(index), dataset[index])[1] for index in wanted]
 
 
 N_MARKED: Final = 8  # samples
@@ -239,8 +354,7 @@ def marks_of(dataset: Dataset) -> tuple[float, ...] | None:
 
     None if the same sample differs each time it is read.
     """
-    last, steps = len(dataset) - 1, range(N_MARKED)
-    indices = [*dict.fromkeys(last * step // (N_MARKED - 1) for step in steps)]
+    indices = some_of(dataset, N_MARKED)
     first, second = (_marks(read_batch(dataset, indices)) for _ in range(2))
     return first if are_alike(first, second) else None
 
@@ -268,17 +382,21 @@ def are_alike(marks: Sequence[float] | None, others: Sequence[float] | None) -> 
 
 
 def _whole_batch(
-    read: tuple[object, ...] | Mapping[object, object], wanted: Sequence[int], *, table: str
+    read: tuple[object, ...] | Mapping[object, object],
+    wanted: Sequence[int],
+    *,
+    table: str,
+    by: str,
 ) -> Batch:
     if isinstance(read, tuple) and len(read) != 2:
         raise JobError(
-            f"[{table}] __getitems__ returned {_kind(read)}: a batch is a tuple (inputs, targets)"
+            f"[{table}] {by} returned {_kind(read)}: a batch is a tuple (inputs, targets)"
         )
     batch = _batch_of(_entries(read), table=table)
     for path, tensor in batch.tensors().items():
         if tensor.ndim == 0 or len(tensor) != len(wanted):
             raise JobError(
-                f"[{table}] __getitems__ of {len(wanted)} samples returned {shown_path(path)} of "
+                f"[{table}] {by} of {len(wanted)} samples returned {shown_path(path)} of "
                 f"shape {tuple(tensor.shape)}: the first size must be {len(wanted)}"
             )
     return batch
@@ -351,7 +469,7 @@ def _misfit(samples: Sequence[Mapping[Path, object]], wanted: Sequence[int]) -> 
                 return (
                     f"the {shown_path(path)} of samples {wanted[0]} and {index}"
                     f" have shapes {expected} and {shape}: all samples must have one "
-                    "shape (pad or crop them in the data set)"
+                    "shape (pad or crop them in the data set, or by collate)"
                 )
     return None
 
@@ -400,6 +518,7 @@ class DataShard:
     replica_index: int
     n_replicas: int
     seed: int  # of the orders
+    order_of_data: SampleOrder | None = None  # that of the data set itself, in each pass
 
     @property
     def start(self) -> int:
@@ -414,23 +533,31 @@ class DataShard:
 
     def order(self, epoch: int) -> Indices:
         """Return this shard's samples, (len(self),), in the order of pass `epoch`."""
-        return self.samples(self.positions(epoch))
+        return self.samples(np.asarray(self.positions(epoch), np.int64), epoch)
 
-    def positions(self, epoch: int) -> Indices:
+    def positions(self, epoch: int) -> Indices | range:
         """Return the shuffled positions of these samples, in the order of pass `epoch`."""
+        if self.order_of_data is not None:
+            return range(self.start, self.stop)
         generator = np.random.default_rng((self.seed, self.replica_index, epoch))
         return self.start + generator.permutation(len(self)).astype(np.int64)
 
-    def samples(self, positions: Indices) -> Indices:
+    def samples(self, positions: Indices, epoch: int) -> Indices:
+        if self.order_of_data is not None:
+            return self.order_of_data(epoch, positions, self.seed)
         if self.n_replicas == 1:
             return positions  # one replica reads everything anyway
         return shuffled(positions, n_samples=self.n_samples, seed=self.seed)
 
 
-def dealt_samples(start: int, stop: int, *, n_samples: int, seed: int) -> Indices:
+def dealt_samples(
+    start: int, stop: int, *, n_samples: int, seed: int, order: SampleOrder | None = None
+) -> Indices:
     """Return the samples at these positions of an endless sequence of epochs; they are of one."""
     epoch, offset = divmod(start, n_samples)
     positions = np.arange(offset, offset + stop - start, dtype=np.int64)
+    if order is not None:
+        return order(epoch, positions, seed)
     return shuffled(positions, n_samples=n_samples, seed=(seed, epoch))
 
 
@@ -506,7 +633,7 @@ class BatchCursor:
     def __init__(self, data_shard: DataShard) -> None:
         self._data_shard = data_shard
         self._epoch = -1
-        self._positions: Indices = np.empty(0, np.int64)
+        self._positions: Indices | range = np.empty(0, np.int64)
         self._samples: Indices = np.empty(0, np.int64)  # from `_begin` on
         self._begin = 0
 
@@ -522,8 +649,9 @@ class BatchCursor:
     def _window(self, offset: int, n: int) -> Indices:
         begin = offset - self._begin
         if begin < 0 or begin + n > len(self._samples):
-            positions = self._positions[offset : offset + max(n, _N_AHEAD)]
-            self._samples, self._begin = self._data_shard.samples(positions), offset
+            positions = np.asarray(self._positions[offset : offset + max(n, _N_AHEAD)], np.int64)
+            samples = self._data_shard.samples(positions, self._epoch)
+            self._samples, self._begin = samples, offset
             begin = 0
         return self._samples[begin : begin + n]
 

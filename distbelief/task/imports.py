@@ -198,6 +198,14 @@ def _searched() -> str:
     return ", ".join(dict.fromkeys([*places, "installed packages"]))
 
 
+def parameters_of(factory: Importable) -> Sequence[str]:
+    """Return the names of a function's parameters; none of some builtins."""
+    try:
+        return [*inspect.signature(factory).parameters]
+    except (TypeError, ValueError):
+        return []
+
+
 def _check_arguments(
     factory: Importable, arguments: Mapping[str, object], *, path: str, table: str
 ) -> None:

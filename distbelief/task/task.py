@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Final, Literal, NamedTuple, final
+from typing import Annotated, Final, Literal, NamedTuple, cast, final
 
 import msgspec
 import torch
@@ -25,10 +25,20 @@ from distbelief.parameter_server.initial_values import Initial
 from distbelief.parameter_server.layout import Layout, TensorSpec, kind_of
 from distbelief.protocol.role import Together, in_turn
 from distbelief.task import dry_run, losses
-from distbelief.task.data import Dataset, Path, Readers, are_alike, marks_of, read_batch, shown_path
+from distbelief.task.data import (
+    Collate,
+    Dataset,
+    Path,
+    Readers,
+    are_alike,
+    marks_of,
+    read_batch,
+    shown_path,
+)
 from distbelief.task.forward import Forward, Sample, WholeLoss, input_specs
-from distbelief.task.imports import call_factory, place, resolve
+from distbelief.task.imports import call_factory, parameters_of, resolve
 from distbelief.task.losses import Loss, Metric
+from distbelief.task.sources import source_of
 
 
 def sample_of(dataset: Dataset, *, table: str = "data.train") -> Sample:
@@ -65,12 +75,14 @@ class DataSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     # Processes that read samples for each role that needs them; 0: a thread of the role
     num_workers: Annotated[int, msgspec.Meta(ge=0, le=256)] = 0
     limit: Annotated[int, msgspec.Meta(ge=1)] | None = None  # use the first so many samples only
+    collate: str | None = None  # import path of f(samples) -> batch, as torch's DataLoader has it
 
     @property
     def source(self) -> dict[str, object]:
         """What the samples come from, by any number of processes."""
-        limit = {} if self.limit is None else {"limit": self.limit}
-        return {"factory": self.factory, "arguments": self.arguments, **limit}
+        more = {"limit": self.limit, "collate": self.collate}
+        given = {key: value for key, value in more.items() if value is not None}
+        return {"factory": self.factory, "arguments": self.arguments, **given}
 
 
 class TaskSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -140,8 +152,10 @@ class BuildContext:
     # Processes that read for this role, by table, if it has some.
     readers: Mapping[str, Readers] = field(default_factory=dict)
 
-    def train_data(self) -> Dataset:
-        """Return the training data, built here unless it exists already."""
+    def train_data(self, replica: int | None = None) -> Dataset:
+        """Return the training data, built here unless it exists already: the part of a replica."""
+        if replica is not None and self.has_parts:
+            return build_dataset(self.task.train, part=(replica, self.n_replicas))
         dataset = self.datasets.get("data.train") or build_dataset(self.task.train)
         if self.n_train is not None and len(dataset) != self.n_train:
             raise JobError(
@@ -155,6 +169,11 @@ class BuildContext:
                 "use the same data on all hosts"
             )
         return dataset
+
+    @property
+    def has_parts(self) -> bool:
+        """Whether each replica has training data of its own."""
+        return self.n_replicas > 1 and makes_parts(self.task.train)
 
     def test_data(self) -> Dataset:
         """Return the held-out data, built here unless it exists already."""
@@ -198,44 +217,37 @@ def check_shapes(module: nn.Module, user: str) -> None:
                 )
 
 
-def build_dataset(spec: DataSpec, *, table: str = "data.train") -> Dataset:
-    """Return the factory's data set; JobError if that fails, or has no length or items."""
-    dataset = call_factory(spec.factory, spec.arguments, table=table)
-    if isinstance(dataset, type) or not isinstance(dataset, Dataset):
-        raise JobError(
-            f"[{table}] {spec.factory} returned {dry_run.shown(dataset)}, not a data "
-            "set: it must have __len__ and __getitem__(index) -> (input, target) or a dictionary"
-        )
-    try:
-        n_samples = len(dataset)
-    except Exception as error:  # the data set is the user's
-        raise JobError(
-            f"[{table}] {spec.factory}: len() of its data set failed: "
-            f"{type(error).__name__}: {error}{place(error)}"
-        ) from error
-    if n_samples == 0:
-        raise JobError(
-            f"[{table}] {spec.factory} returned a data set of 0 samples: check [{table}.arguments]"
-        )
-    return dataset if spec.limit is None else First(dataset, min(spec.limit, n_samples))
+_PART: Final = "replica", "replicas"  # parameters of a factory that makes a part
 
 
-@final
-class First:
-    """The first samples of a data set; all else is as there."""
+def makes_parts(spec: DataSpec) -> bool:
+    """Return whether the factory makes a part of the data for each replica."""
+    known = parameters_of(resolve(spec.factory, table="data.train"))
+    return {*_PART} <= {*known} - {*spec.arguments}
 
-    def __init__(self, dataset: Dataset, n_samples: int) -> None:
-        self._dataset = dataset
-        self._n_samples = n_samples
 
-    def __len__(self) -> int:
-        return self._n_samples
+def build_dataset(
+    spec: DataSpec, *, table: str = "data.train", part: tuple[int, int] = (0, 1)
+) -> Dataset:
+    """Return the factory's data set; JobError if that fails, or returns something else.
 
-    def __getitem__(self, index: int) -> object:
-        return self._dataset[index]
+    If the factory has parameters `replica` and `replicas`, it is that of this `part` of so many.
+    """
+    arguments, limit, (replica, n_replicas) = spec.arguments, spec.limit, part
+    if makes_parts(spec):
+        arguments = arguments | dict(zip(_PART, part, strict=True))
+        if limit is not None:
+            limit = max(limit * (replica + 1) // n_replicas - limit * replica // n_replicas, 1)
 
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._dataset, name)
+    def build() -> object:
+        return call_factory(spec.factory, arguments, table=table)
+
+    collate = None
+    if spec.collate is not None:
+        collate = cast("Collate", resolve(spec.collate, table=table))
+    return source_of(
+        build(), name=spec.factory, table=table, limit=limit, collate=collate, again=build
+    )
 
 
 def datasets_of(task: TaskSpec) -> dict[str, Dataset]:

@@ -2,16 +2,21 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Final
 
 import torch
 
 from distbelief.core.errors import JobError
 from distbelief.graph.capture import evaluation_difference
 from distbelief.task import dry_run, task as tasks
-from distbelief.task.data import Batch, Dataset, read_batch
+from distbelief.task.data import ENDLESS, Batch, Dataset, DataSource, first_of, read_batch, some_of
 from distbelief.task.forward import Forward, Sample, input_specs
 from distbelief.task.losses import CHUNK, LOSS_METRIC, OWN, StatefulMetric, is_named, own_loss
+from distbelief.task.sources import DrawnOrder, reseed
 from distbelief.task.task import DataSpec, TaskSpec
+
+
+N_COMPARED: Final = 64  # samples of a stream
 
 
 def check(
@@ -27,7 +32,7 @@ def check(
     """
     module, loss = tasks.build_model(task.model), tasks.build_loss(task)
     for table, dataset in (datasets or tasks.datasets_of(task)).items():
-        indices = range(min(batch_size, len(dataset)))
+        indices = first_of(dataset, batch_size)
         batch = read_batch(dataset, indices, table=table)
         names = dry_run.Names(model=task.model.factory, loss=task.loss, data=table, indices=indices)
         if table == "data.train":
@@ -47,6 +52,83 @@ def check(
             dry_run.check_mean_metric(module, batch, own)
 
 
+def check_sources(
+    task: TaskSpec,
+    datasets: Mapping[str, Dataset],
+    *,
+    batch_size: int,
+    seed: int,
+    n_replicas: int,
+    is_dealt: bool,  # samples are, by the supervisor
+    is_driven: bool,  # by a coordinator
+) -> dict[str, int]:
+    """Reject streams and loaders that contradict the job; return the readers that loaders want."""
+    found: dict[str, int] = {}
+    for table, dataset in datasets.items():
+        source, spec = DataSource.of(dataset), task.data[table]
+        user, is_train = f"[{table}] {spec.factory}", table == "data.train"
+        n_wanted = spec.num_workers or source.num_workers
+        has_parts = is_train and n_replicas > 1 and tasks.makes_parts(spec)
+        is_endless = len(source) == ENDLESS
+        unfit = {
+            f"returned a DataLoader of batch_size {source.batch_size}, and [algorithm] batch_size "
+            f"is {batch_size}": (
+                is_train
+                and source.batch_size not in {None, batch_size}
+                and not is_driven
+                and "use the same in both"
+            ),
+            f"returned a DataLoader of {source.num_workers} workers, and num_workers is "
+            f"{spec.num_workers}": (0 < source.num_workers != n_wanted and "leave one of them out"),
+            f"is a stream, which each of num_workers = {n_wanted} would read as a whole": (
+                source.is_stream
+                and n_wanted > 1
+                and "use 1, and more replicas, each with a part (parameters replica, replicas)"
+            ),
+            f"gives samples {source.of_order}, and a batch method reads all in its own order": (
+                is_train
+                and is_driven
+                and source.order is not None
+                and 'return a map-style data set, or use [algorithm] name = "downpour"'
+            ),
+            "is a stream without length, and each evaluation reads all of it": (
+                not is_train and is_endless and "give it __len__, or a limit in [data.test]"
+            ),
+            "takes replica and replicas, so that each replica has data of its own, and [algorithm] "
+            'order is "dealt"': has_parts and is_dealt and 'use order = "parts"',
+            f'is a stream without length, and [algorithm] order "parts" gives each of {n_replicas} '
+            "replicas a part": (
+                is_train
+                and is_endless
+                and n_replicas > 1
+                and not (is_dealt or has_parts)
+                and 'use order = "dealt", or let it take replica and replicas'
+            ),
+        }
+        for what, fix in unfit.items():
+            if fix:
+                raise JobError(f"{user} {what}: {fix}")
+        if isinstance(source.order, DrawnOrder):
+            source.order.check(seed)
+        if is_train and source.is_stream:
+            _check_same_again(source, user)
+        if n_wanted:
+            found[table] = n_wanted
+    return found
+
+
+def _check_same_again(source: DataSource, user: str) -> None:
+    """Reject a stream that another process, or a resumed run, would read otherwise."""
+    some = first_of(source, N_COMPARED)
+    first, second = (read_batch(source, some, before=reseed) for _ in range(2))
+    row = _first_difference(first, second)
+    if row is not None:
+        raise JobError(
+            f"{user}: sample {row} of the stream differs each time it begins: let it draw from "
+            "torch's, numpy's or Python's own generator, or seed its generator in __iter__"
+        )
+
+
 def check_data(
     task: TaskSpec,
     batch_size: int,
@@ -62,10 +144,15 @@ def check_data(
     why = ("every rank of a replica reads it", "or use one process per replica (partitions = 1)")
     samples: dict[str, Sample] = {}
     for table, dataset in (datasets or tasks.datasets_of(task)).items():
-        read_batch(dataset, range(min(batch_size, len(dataset))), table=table)
+        batch = read_batch(dataset, first_of(dataset, batch_size), table=table)
         if n_readers > 1:
             _check_repeatable(task.data[table], dataset, batch_size, table=table, why=why)
         samples[table] = tasks.sample_of(dataset, table=table)
+        if Sample.of(batch) != samples[table]:  # as a collate may do that pads to the longest
+            raise JobError(
+                f"[{table}] one sample is {samples[table]}, and in a batch {Sample.of(batch)}: "
+                "split replicas need one shape: pad all samples alike, or split nothing"
+            )
     train = samples["data.train"]
     if task.test is not None:
         if samples["data.test"] != train:
@@ -95,10 +182,10 @@ def _check_repeatable(
 ) -> None:
     # One rank reads the inputs, another their targets or the other half of an image: all must see
     # the same draw.
-    rebuilt, last = tasks.build_dataset(spec, table=table), len(dataset) - 1
+    rebuilt = tasks.build_dataset(spec, table=table)
     few = max(n_samples // 2, 1)
     # Of data that are sorted, only some may be drawn.
-    chosen = sorted({*range(min(few, last + 1)), *(last * k // few for k in range(few + 1))})
+    chosen = sorted({*first_of(dataset, few), *some_of(dataset, few + 1)})
     batch = read_batch(dataset, chosen, table=table)
     for when, source in (("it is read", dataset), (f"{spec.factory} is called", rebuilt)):
         row = _first_difference(batch, read_batch(source, chosen, table=table))

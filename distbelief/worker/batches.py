@@ -4,7 +4,7 @@ Each rank of a group has a `BatchPlan`, equal on all ranks, and a reader of what
 batch: a `SliceReader` of the input regions of its partition, or the executor of a whole model.
 """
 
-import random  # noqa: TID251 -- it is given seeds, and draws nothing
+import random  # noqa: TID251 -- its state is looked at
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -28,12 +28,14 @@ from distbelief.task.data import (
     DataShard,
     Indices,
     Readers,
+    SampleOrder,
     Wanted,
     dealt_samples,
     read_batch,
     shown_path,
 )
 from distbelief.task.dry_run import check_labels, class_counts
+from distbelief.task.sources import reseed
 
 
 T = TypeVar("T")
@@ -141,9 +143,10 @@ class DealtPlan:
     generation of a group of ranks begins where all of them have pushed what comes before.
     """
 
-    def __init__(self, epochs: Epochs, *, seed: int) -> None:
+    def __init__(self, epochs: Epochs, *, seed: int, order: SampleOrder | None = None) -> None:
         self._epochs = epochs
         self._seed = seed
+        self._order = order  # that of the data set itself
         self._ranges: list[Span] = []  # of this generation, the first perhaps without its beginning
         self._steps: list[int] = []  # up to the end of each
         self.n_gone = 0  # ranges before these
@@ -232,7 +235,9 @@ class DealtPlan:
             self._n_samples = 0
         return BatchIndices(
             position=self._position,
-            indices=dealt_samples(start, stop, n_samples=epochs.n_samples, seed=self._seed),
+            indices=dealt_samples(
+                start, stop, n_samples=epochs.n_samples, seed=self._seed, order=self._order
+            ),
             epoch=start // epochs.n_samples,
             dealt=DealtBatch(
                 push=push, stop=stop, ends_push=stop == push[1], ends_range=stop == end
@@ -343,14 +348,8 @@ class Draws:
         return result
 
 
-def reseed(seed: int) -> None:
-    torch.default_generator.manual_seed(seed)
-    np.random.seed(seed % 2**32)  # noqa: NPY002 -- the generator of users' code, none of ours
-    random.seed(seed)
-
-
 def _states() -> object:
-    _, keys, *rest = np.random.get_state()  # noqa: NPY002 -- as above
+    _, keys, *rest = np.random.get_state()  # noqa: NPY002 -- the generator of users' code
     numbers = torch.default_generator.get_state().numpy().tobytes()
     return numbers, np.asarray(keys).tobytes(), rest, random.getstate()
 

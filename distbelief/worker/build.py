@@ -31,7 +31,7 @@ from distbelief.plans.compiler import Compiled, compile_plan
 from distbelief.plans.plan import Plan, load
 from distbelief.protocol.role import Address, Role, Seconds
 from distbelief.task import dry_run, task as tk
-from distbelief.task.data import DataShard, Indices, rebuilt
+from distbelief.task.data import Dataset, DataShard, DataSource, Indices, rebuilt
 from distbelief.task.initializers import reader
 from distbelief.task.losses import CHUNK, LOSS_METRIC, OWN, Measures, higher_is_better
 from distbelief.task.task import BuildContext, Kind, RosterEntry
@@ -176,7 +176,7 @@ def build_evaluator(context: BuildContext) -> Role:
             readers=context.readers.get("data.test"),
         ),
         client=build_client(context, exchange=None, frozen=model.frozen),
-        kinds=held_out(len(dataset), subset=context.evaluation_subset, seed=context.seed),
+        kinds=_held_out(dataset, context),
         best=_best_values(context, next(iter(metrics))) if context.keeps_best else None,
     )
 
@@ -188,6 +188,13 @@ def _best_values(context: BuildContext, metric: str) -> BestValues:
     return BestValues(
         context.layout, higher_is_better=higher_is_better(metric), judged_by=judged_by
     )
+
+
+def _held_out(dataset: Dataset, context: BuildContext) -> Sequence[Indices]:
+    source = DataSource.of(dataset)
+    found = held_out(len(source), subset=context.evaluation_subset, seed=context.seed)
+    order = source.order
+    return found if order is None else [order(0, kind, context.seed) for kind in found]
 
 
 def whole_evaluator(
@@ -264,7 +271,8 @@ TrainingData = batches.TrainingPlan | batches.DealtPlan
 
 def training_plan(config: DownpourSettings, data_shard: DataShard) -> TrainingData:
     if config.order == "dealt":
-        return batches.DealtPlan(config.epochs(data_shard.n_samples), seed=config.seed)
+        epochs, order = config.epochs(data_shard.n_samples), data_shard.order_of_data
+        return batches.DealtPlan(epochs, seed=config.seed, order=order)
     return batches.TrainingPlan(data_shard, batch_size=config.batch_size)
 
 
@@ -284,7 +292,7 @@ def training_limits(
 
 def build_replica(index: int, *, config: DownpourSettings, context: BuildContext) -> Replica:
     """Return the replica of this index of an unpartitioned model."""
-    context = with_data(context)
+    context = with_data(context, index)
     module = tk.build_model(context.task.model)
     module.train()
     model = FlatModel(module)
@@ -363,9 +371,12 @@ def ring_replica(
     return Replica(steps)
 
 
-def with_data(context: BuildContext) -> BuildContext:
+def with_data(context: BuildContext, replica: int | None = None) -> BuildContext:
     """Return the context with its training data built, so that it is built once."""
-    return replace(context, datasets={**context.datasets, "data.train": context.train_data()})
+    data = context.train_data(replica)
+    is_part = replica is not None and context.has_parts
+    n_train = len(data) if is_part else context.n_train
+    return replace(context, datasets={**context.datasets, "data.train": data}, n_train=n_train)
 
 
 def local_executor(
@@ -392,8 +403,16 @@ def local_executor(
 
 
 def data_shard_of(index: int, *, config: DownpourSettings, context: BuildContext) -> DataShard:
-    n_samples, n_replicas = len(context.train_data()), context.n_replicas
-    return DataShard(n_samples, replica_index=index, n_replicas=n_replicas, seed=config.seed)
+    data, n_replicas = DataSource.of(context.train_data()), context.n_replicas
+    if context.has_parts:  # these data are of this replica alone
+        index, n_replicas = 0, 1
+    return DataShard(
+        len(data),
+        replica_index=index,
+        n_replicas=n_replicas,
+        seed=config.seed,
+        order_of_data=data.order,
+    )
 
 
 def progress_seconds(context: BuildContext) -> Seconds:
@@ -578,7 +597,7 @@ def evaluating_rank(rank: GroupRank, *, context: BuildContext, split: Split) -> 
     flow = dataflow(compiled, rank.index, training=False, outputs=outputs)
     dtype = dtype_of(context)
     client = build_client(context, exchange=None, frozen=split.frozen, flow=flow)
-    kinds = held_out(len(dataset), subset=context.evaluation_subset, seed=context.seed)
+    kinds = _held_out(dataset, context)
     batch_plan = batches.EvaluationPlan(kinds, chunk=plan.batch)
     reader = batches.SliceReader(
         dataset,
@@ -683,7 +702,7 @@ def build_rank(name: str, *, config: DownpourSettings, context: BuildContext, sp
     rank = rank_in(name, context=context, split=split)
     if rank.replica is None:
         return evaluating_rank(rank, context=context, split=split)
-    context = with_data(context)
+    context = with_data(context, rank.replica)
     batch = "batch_size", config.batch_size
     exchange, frozen = config.exchange, split.frozen
     parts = replica_parts(

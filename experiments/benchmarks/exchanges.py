@@ -11,7 +11,8 @@ Each preset has three rates a factor of three apart, the same for all with one o
 but for `dpplee3-asgd`. All are tried with seed 0 at 100 Mbit/s; the one with the least held-out
 loss after `--gradients` batches goes on with two more seeds, and with seed 0 at 1 Gbit/s. Presets
 with local steps run twice as long: samples cost them little. `one process` is plain torch with
-AdamW, without a link; `AdamW in step` is that at the shards, of the mean gradient of each step.
+AdamW, without a link; `AdamW in step` is that at the shards, of the mean gradient of each step, and
+with 16 bits it sends bfloat16 both ways: the target of all times.
 
     uneven       one of 4 replicas takes 5 times as long for each step: loss at equal samples
     straggler    one of 4 replicas takes 5 times as long for each step; no limit by the link
@@ -25,8 +26,9 @@ Not in `make bench`: it says nothing about the machine, and takes long.
     TASK_local_time            seconds until `local` has Downpour's final loss, over Downpour's
     TASK_local_loss            loss of `local` at equal samples, over Downpour's
     TASK_local_loss_alone      the same, over that of one process
-    TASK_PRESET_loss           loss at equal samples, over that of `horovod`; PRESET_uneven: with a
-                               slow replica; PRESET_bytes: bytes per sample over those of `horovod`
+    TASK_PRESET_loss           loss at equal samples, over that of `AdamW in step`; PRESET_bytes:
+                               bytes per sample, likewise; PRESET_uneven: with a slow replica
+    TASK_PRESET_time           seconds to the loss of `AdamW in step, 16 bits`, over its seconds
     straggler_PRESET           samples/s, over what the speeds of the four replicas allow
     kill_steps, kill_wait      most steps done again; most seconds that another one stood still
 """
@@ -54,6 +56,7 @@ from experiments.benchmarks.simulated.courses import (
     ALONE,
     BATCH,
     IN_STEP,
+    IN_STEP_16,
     N_EVALUATIONS,
     N_REPLICAS,
     TIME_SCALE,
@@ -83,7 +86,16 @@ SLOW_LINK, FAST_LINK, NO_LIMIT = 1e8, 1e9, 1e12  # bits a second
 SEEDS: Final = (0, 1, 2)
 LONGER: Final = 2  # times the gradients of the others, for presets with local steps
 SLOWER: Final = 5.0
-UNEVEN: Final = ("local-rounds", "muloco")
+UNEVEN: Final = (
+    "local-rounds",
+    "muloco",
+    "sparseloco",
+    "dl4j-sharing",
+    "strom",
+    "poseidon",
+    "adam-2014",
+    "hogwild",
+)
 STRAGGLING: Final = ("local-rounds", "decoupled-diloco", "local", "ssp", "horovod", "downpour")
 STRAGGLER_SECONDS: Final = 120.0
 KILLED: Final = Address("replica-3")
@@ -180,7 +192,7 @@ def time_to(courses: Sequence[Course], targets: Sequence[float]) -> list[float]:
     return [seconds for seconds in reached if seconds is not None]
 
 
-def row(one: Found, downpour: Found, samples: int) -> dict[str, str]:
+def row(one: Found, target: Found, samples: int) -> dict[str, str]:
     losses = [course.loss_at(samples) for course in one.slow]
     cells = {
         "rate": f"{one.rate:g}",
@@ -188,7 +200,7 @@ def row(one: Found, downpour: Found, samples: int) -> dict[str, str]:
         "at its end": f"{fmean(course.points[-1][2] for course in one.slow):.3f}",
         "MB per sample": f"{one.slow[0].bytes_per_sample / 1e6:.2f}",
     }
-    links = (("100 Mbit/s", one.slow, downpour.slow), ("1 Gbit/s", one.fast, downpour.fast))
+    links = (("100 Mbit/s", one.slow, target.slow), ("1 Gbit/s", one.fast, target.fast))
     for name, courses, others in links:
         reached = time_to(courses, [other.loss_at(samples) for other in others])
         all_of = len(reached) == min(len(courses), len(others)) > 0
@@ -212,31 +224,31 @@ def figures_of(task: str, found: Mapping[str, Found], samples: int) -> dict[str,
     return figures
 
 
-def figures_in_rounds(
+def figures_of_presets(
     task: str, found: Mapping[str, Found], runs: Runs, *, uneven: bool
 ) -> dict[str, float]:
-    """Return the loss of rounds of local steps beside that of synchronous steps, and the bytes."""
+    """Return loss, bytes and time of each preset beside those of a mean gradient per step."""
     figures: dict[str, float] = {}
-    samples, in_step = runs.gradients * BATCH, found.get("horovod")
-    for preset in UNEVEN if in_step is not None else ():
-        if preset not in found:
+    samples, in_step, in_16 = runs.gradients * BATCH, found[IN_STEP], found[IN_STEP_16]
+    least, n_least = in_step.loss(samples), in_step.slow[0].bytes_per_sample
+    target = in_16.loss(samples)
+    for preset, one in found.items():
+        if preset in (IN_STEP, IN_STEP_16, ALONE):
             continue
-        assert in_step is not None
-        name, one, least = (
-            f"{task}_{preset.replace('-', '_')}",
-            found[preset],
-            in_step.loss(samples),
-        )
+        name = f"{task}_{preset.replace('-', '_')}"
         figures[f"{name}_loss"] = one.loss(samples) / least
-        n_bytes = one.slow[0].bytes_per_sample / in_step.slow[0].bytes_per_sample
-        figures[f"{name}_bytes"] = n_bytes
-        if uneven:
+        figures[f"{name}_bytes"] = one.slow[0].bytes_per_sample / n_least
+        for link, courses, others in (("", one.slow, in_16.slow), ("_fast", one.fast, in_16.fast)):
+            reached, usual = time_to(courses, [target] * len(courses)), time_to(others, [target])
+            if len(reached) == len(courses) and usual:
+                figures[f"{name}_time{link}"] = median(reached) / median(usual)
+        if uneven and preset in UNEVEN:
             courses = [
                 runs.course(task, preset, rate=one.rate, seed=seed, is_uneven=True)
                 for seed in SEEDS[: len(one.slow)]
             ]
             figures[f"{name}_uneven"] = fmean(one.loss_at(samples) for one in courses) / least
-            n_bytes = courses[0].bytes_per_sample / in_step.slow[0].bytes_per_sample
+            n_bytes = courses[0].bytes_per_sample / n_least
             figures[f"{name}_uneven_bytes"] = n_bytes
     return figures
 
@@ -319,7 +331,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seeds", type=int, default=len(SEEDS))
     parser.add_argument("--draw", type=Path, help="folder for exchanges_TASK.png")
     options = measurement.options_of(parser, arguments, small=SMALL)
-    samples, names = options.gradients * BATCH, [*options.presets, IN_STEP, ALONE]
+    samples = options.gradients * BATCH
+    names = [*options.presets, IN_STEP, IN_STEP_16, ALONE]
     tasks = [task for task in TASKS if task in options.only]
     n_runs = len(tasks) * (len(names) * (3 + options.seeds) - 1)
     figures: dict[str, float] = {}
@@ -328,13 +341,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for task in tasks:
             seeds = SEEDS[: options.seeds]
             found = {name: found_of(runs, task, name, seeds) for name in names}
-            first = found[names[0]]  # Downpour
-            rows = {name: row(one, first, samples) for name, one in found.items()}
-            title = f"{task}: after {samples:,} samples, and seconds to {names[0]}'s loss there"
+            target = found[IN_STEP_16]
+            rows = {name: row(one, target, samples) for name, one in found.items()}
+            title = f"{task}: after {samples:,} samples, and seconds to {IN_STEP_16}'s loss there"
             measurement.show(title, rows)
             figures |= figures_of(task, found, samples)
             uneven = "uneven" in options.only
-            figures |= figures_in_rounds(task, found, runs, uneven=uneven)
+            figures |= figures_of_presets(task, found, runs, uneven=uneven)
             if options.draw is not None:
                 draw(task, found, options.draw / f"exchanges_{task}.png")
         seconds = 30.0 if options.small else STRAGGLER_SECONDS

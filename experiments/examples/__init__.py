@@ -1,1 +1,1 @@
-"""Complete programs of at most 40 lines."""
+"""Examples of a user's own code, each tried by a test."""

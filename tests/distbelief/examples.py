@@ -5,7 +5,7 @@ Valid ones first, then one for each mistake that a user may make.
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
@@ -63,6 +63,23 @@ class Numbered:
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         factor = math.nan if index in self.bad else 1.0
         return torch.tensor(index), torch.tensor(factor)
+
+
+class NumberedStream:
+    """The same, one after the other."""
+
+    def __init__(self, samples: Numbered) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        return (self.samples[index] for index in range(len(self)))
+
+
+def numbered_stream(*, n_samples: int = 64, bad: Sequence[int] = ()) -> NumberedStream:
+    return NumberedStream(Numbered(n_samples=n_samples, bad=bad))
 
 
 class Counts(nn.Module):

@@ -59,7 +59,9 @@ def _dealt(start: int, stop: int, n_samples: int) -> np.ndarray:
     return dealt_samples(start, stop, n_samples=n_samples, seed=0)
 
 
-def task_of(n_samples: int, bad: Sequence[int], *, is_split: bool) -> TaskSpec:
+def task_of(
+    n_samples: int, bad: Sequence[int], *, is_split: bool, is_stream: bool = False
+) -> TaskSpec:
     model, loss = ("Tally", "minus_mean") if is_split else ("Counts", "minus_sum")
     return TaskSpec(
         model=ModelSpec(
@@ -68,7 +70,8 @@ def task_of(n_samples: int, bad: Sequence[int], *, is_split: bool) -> TaskSpec:
             initial="module",
         ),
         train=DataSpec(
-            factory=f"{EXAMPLES}:Numbered", arguments={"n_samples": n_samples, "bad": list(bad)}
+            factory=f"{EXAMPLES}:{'numbered_stream' if is_stream else 'Numbered'}",
+            arguments={"n_samples": n_samples, "bad": list(bad)},
         ),
         loss=f"{EXAMPLES}:{loss}",
     )
@@ -121,12 +124,14 @@ class DealtJob:
         session: Mapping[str, Any] = {},  # of a resumed run (`test_resumed_jobs`)
         cluster: Callable[..., JobCluster] = JobCluster,
         n_ranks: int = 1,  # of each replica; then all batches are of one size
+        is_stream: bool = False,  # the data are
     ) -> None:
         self.n_samples = n_samples
+        self._is_stream = is_stream
         self._bad = list(bad)
         self.total = int(np.ceil(n_epochs * n_samples))
         assert n_ranks == 1 or not (n_samples % batch_size or self.total % batch_size)
-        task = task_of(n_samples, bad, is_split=n_ranks > 1)
+        task = task_of(n_samples, bad, is_split=n_ranks > 1, is_stream=is_stream)
         # The loss of a split model is a mean.
         rule = rule or SGD(learning_rate=1.0 if n_ranks == 1 else float(batch_size))
         split = None
@@ -202,7 +207,9 @@ class DealtJob:
         for start, stop in applied:
             for first in range(start - start % self.n_samples, stop, self.n_samples):
                 begin, end = max(first, start), min(first + self.n_samples, stop)
-                samples = _dealt(begin, end, self.n_samples)
+                samples = np.arange(begin, end) - first
+                if not self._is_stream:
+                    samples = _dealt(begin, end, self.n_samples)
                 np.add.at(counts, samples, 1.0)
         counts[self._bad] = 0.0
         # Of a tensor the samples are the second dimension, or of an embedding the first.
@@ -352,6 +359,7 @@ def job_of(seed: int) -> DealtJob:
         shard_copies=copies,
         snapshot_every=pick(0.7, 1.5),
         seed=seed,
+        is_stream=pick(False, False, True),  # noqa: FBT003 -- choices, no arguments
         **options,
     )
 

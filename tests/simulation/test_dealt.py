@@ -33,6 +33,12 @@ def test_every_sample_of_an_epoch_counts_once(batch_size: int, n_push: int) -> N
     DealtJob(batch_size=batch_size, n_push=n_push).run()
 
 
+@pytest.mark.parametrize("n_replicas", [1, 2, 4])
+@pytest.mark.parametrize("n_ranks", [1, 2])
+def test_every_item_of_a_stream_counts_once(n_replicas: int, n_ranks: int) -> None:
+    DealtJob(n_samples=48, n_replicas=n_replicas, n_ranks=n_ranks, is_stream=True).run()
+
+
 @pytest.mark.parametrize("faults", [[], [Kill(at=2.0, role=REPLICAS[1], after_actions=1)]])
 def test_pushes_fitted_to_the_link_are_of_any_batches(faults: Sequence[Fault]) -> None:
     exchange = ExchangePolicy(every="auto", send="delta")
@@ -74,10 +80,11 @@ def test_pushes_of_a_slow_replica_end_where_a_round_waits_for_it(
     ids=["one", "all", "between shards", "left out", "taken for dead", "slow", "words lost"],
 )
 def test_what_a_lost_replica_has_not_pushed_others_read(faults: Sequence[Fault]) -> None:
-    job = DealtJob(n_epochs=10, faults=faults)
-    job.run()
-    assert job.job.view.samples == 500
-    assert job.job.view.stop_reason == "10 epochs done"
+    for is_stream in (False, True):
+        job = DealtJob(n_epochs=10, faults=faults, is_stream=is_stream)
+        job.run()
+        assert job.job.view.samples == 500
+        assert job.job.view.stop_reason == "10 epochs done"
 
 
 def test_what_a_restored_shard_has_lost_is_dealt_anew() -> None:

@@ -20,7 +20,7 @@ import torch
 from distbelief.config.job import Job
 from distbelief.core.errors import JobError
 from distbelief.task import task as tasks
-from distbelief.task.data import Batch, are_alike, marks_of, read_batch
+from distbelief.task.data import Batch, are_alike, first_of, marks_of, read_batch
 from distbelief.worker.local_executor import FlatModel
 
 
@@ -90,7 +90,7 @@ def likeness_of(job: Job, modules: Sequence[str]) -> Likeness:
     # The parts of a split model may be too large for one process.
     if marks is not None and not job.cluster.is_split:
         n_samples = min(job.batch_size, N_SAMPLES, len(dataset))
-        batch = read_batch(dataset, range(n_samples))
+        batch = read_batch(dataset, first_of(dataset, n_samples))
         first, second = (_computed(job, batch) for _ in range(2))
         if first.bits == second.bits:
             numbers = msgspec.structs.replace(first, n_samples=n_samples)

@@ -46,12 +46,18 @@ from distbelief.parameter_server.rules import check_groups
 from distbelief.plans.plan import Plan
 from distbelief.plans.step_cost import PlanCost
 from distbelief.task import dry_run, task as tasks
-from distbelief.task.data import Dataset, marks_of, read_batch
+from distbelief.task.data import Dataset, DataSource, first_of, marks_of, read_batch
 from distbelief.task.forward import Sample
 from distbelief.task.imports import place
 from distbelief.task.initializers import reader, recorded_initials
 from distbelief.task.losses import higher_is_better
-from distbelief.task.validation import check, check_data, check_evaluation, check_fixed
+from distbelief.task.validation import (
+    check,
+    check_data,
+    check_evaluation,
+    check_fixed,
+    check_sources,
+)
 from distbelief.worker.local_executor import FlatModel
 
 
@@ -88,6 +94,7 @@ class PreflightResult(msgspec.Struct, frozen=True, kw_only=True):
     costs: dict[int, PlanCost] = {}  # of each plan, if ranks are chosen by the hosts that join
     sample: Sample | None = None  # shapes and types of the data, for the plans
     likeness: Likeness | None = None  # what hosts that join must have in common with this one
+    num_workers: dict[str, int] = {}  # processes that read for a role, by table
     proof: str = ""  # whether split replicas compute what one process does, for the user
 
     def formed(self, ranks: tuple[int, ...]) -> "PreflightResult":
@@ -101,6 +108,7 @@ class PreflightResult(msgspec.Struct, frozen=True, kw_only=True):
         return RoleSpec(
             job=msgspec.Raw(job.to_json()),
             layout=layout.spec,
+            num_workers=self.num_workers,
             initials=self.initials,
             initial_file=self.initial_file,
             plans=self.plans,
@@ -201,6 +209,7 @@ def answer_to(job: Job, *, initial_file: str, plan: str, proves: bool = True) ->
     task, cluster = job.task, job.cluster
     if not cluster.is_split:
         datasets = tasks.datasets_of(task)
+        num_workers = _check_sources(job, datasets)
         check(task, job.batch_size, datasets, takes_sparse=facts_of(job).takes_sparse)
         if coordinator_of(job) is not None:
             check_fixed(task, job.batch_size, datasets)
@@ -208,13 +217,14 @@ def answer_to(job: Job, *, initial_file: str, plan: str, proves: bool = True) ->
         proof = ""
         if facts_of(job).threads is not None and proves and cluster.proof:
             proof = _proof_of_threads(job, datasets["data.train"])
-        return msgspec.structs.replace(found, proof=proof)
+        return msgspec.structs.replace(found, proof=proof, num_workers=num_workers)
     # The planner imports scipy's solvers and matplotlib, which take half as long as torch. Other
     # jobs must not wait for that.
     from distbelief.plans.planner.job_plan import cost_of, draw, plans_for_job  # noqa: PLC0415 -- split jobs only
 
     check_device(cluster.device, "leave device out, or use device = 'cpu'")
     datasets = tasks.datasets_of(task)
+    num_workers = _check_sources(job, datasets)
     n_readers = cluster.partitions_max if cluster.plan is None else 2  # at least
     sample = check_data(task, job.batch_size, n_readers=n_readers, datasets=datasets)
     captured = tasks.capture_for(task, sample)
@@ -238,12 +248,26 @@ def answer_to(job: Job, *, initial_file: str, plan: str, proves: bool = True) ->
             for plan in (made.values() if isinstance(counts, Fit) else ())
         },
         sample=sample,
+        num_workers=num_workers,
         proof=_proof(job, captured, [*made.values()], answer, datasets["data.train"])
         if proves and cluster.proof
         else "",
     )
     same = (most.cluster.n_machines,) * cluster.n_replicas
     return answer.formed(counts if isinstance(counts, tuple) else same)
+
+
+def _check_sources(job: Job, datasets: Mapping[str, Dataset]) -> dict[str, int]:
+    facts = facts_of(job)
+    return check_sources(
+        job.task,
+        datasets,
+        batch_size=job.batch_size,
+        seed=facts.seed,
+        n_replicas=job.cluster.n_replicas,
+        is_dealt=facts.epochs is not None,
+        is_driven=coordinator_of(job) is not None,
+    )
 
 
 def _proof(
@@ -271,8 +295,11 @@ def _proof(
             dtype=torch.float64 if found.dtype == "float64" else torch.float32,
         )
         drawn = np.random.default_rng(0).integers
-        sizes = proof.sizes
-        batches = [read_batch(data, drawn(len(data), size=n).tolist()) for n in sizes]
+        sizes, is_own = proof.sizes, DataSource.of(data).order is not None
+        batches = [
+            read_batch(data, first_of(data, n) if is_own else drawn(len(data), size=n).tolist())
+            for n in sizes
+        ]
         try:
             but = proof.check(batches)
         except IncomparableError as error:
@@ -295,8 +322,9 @@ def _proof_of_threads(job: Job, data: Dataset) -> str:
     def build() -> torch.nn.Module:
         return tasks.build_model(task.model).train()
 
+    chosen = first_of(data, 2 * n)
     first, second = (
-        read_batch(data, [(k * n + i) % len(data) for i in range(n)]) for k in range(2)
+        read_batch(data, [chosen[(k * n + i) % len(chosen)] for i in range(n)]) for k in range(2)
     )
     loss, name = tasks.build_loss(task), task.model.factory
     names = dry_run.Names(
@@ -365,6 +393,7 @@ def _found(
             train=msgspec.structs.replace(
                 DataFacts.of(datasets["data.train"]),
                 marks=marks_of(datasets["data.train"]) or msgspec.UNSET,
+                has_parts=tasks.makes_parts(task.train) or msgspec.UNSET,
             ),
             test=None if held_out is None else DataFacts.of(held_out),
         ),

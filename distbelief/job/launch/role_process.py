@@ -59,9 +59,10 @@ from distbelief.worker.member import (
 def import_paths(job: Job) -> Iterator[tuple[str, str]]:
     """Yield table and path of every function that this job names."""
     yield "model", job.model.factory
-    yield "data.train", job.data.train.factory
-    if job.data.test is not None:
-        yield "data.test", job.data.test.factory
+    for table, data in job.task.data.items():
+        yield table, data.factory
+        if data.collate is not None:
+            yield table, data.collate
     for table, names in (("algorithm", (job.loss,)), ("evaluation", job.evaluation.metrics)):
         yield from ((table, name) for name in names if ":" in name)
 
@@ -127,6 +128,7 @@ class RoleSpec(msgspec.Struct, frozen=True, kw_only=True):
     ranks: int = 1  # of the group of this role
     sample: Sample | None = None  # shapes and types of the data, for these plans
     n_train: int | None = None  # training samples
+    num_workers: dict[str, int] = {}  # processes that read for a role, by table
     marks: tuple[float, ...] | None = None  # of some of them (`marks_of`), which hosts compare
     likeness: Likeness | None = None  # of the supervisor's host, if others may join
     reach: ListenConfig = ListenConfig()  # where these processes listen
@@ -177,7 +179,10 @@ def readers_of(name: str, spec: RoleSpec, job: Job) -> ReaderProcesses | None:
     """Start the processes that read samples for this role, if the job wants some."""
     table = "data.train" if name.startswith("replica") else "data.test"
     data = job.task.data.get(table)
-    if not name.startswith(("replica", EVALUATORS)) or data is None or not data.num_workers:
+    if not name.startswith(("replica", EVALUATORS)) or data is None:
+        return None
+    n_readers = spec.num_workers.get(table, data.num_workers)
+    if not n_readers:
         return None
     if spec.computation is not None:  # its samples are in files
         return None
@@ -185,10 +190,12 @@ def readers_of(name: str, spec: RoleSpec, job: Job) -> ReaderProcesses | None:
     def build() -> Dataset:
         if spec.allowed is not None:
             check_allowed(job, spec.allowed)
-        return build_dataset(data, table=table)
+        index = name.removeprefix("replica-").partition(".")[0]
+        part = (int(index), job.cluster.n_replicas) if index.isdecimal() else (0, 1)
+        return build_dataset(data, table=table, part=part)
 
     readers = ReaderProcesses(table)
-    readers.fork(data.num_workers, build)
+    readers.fork(n_readers, build)
     return readers
 
 

@@ -23,13 +23,38 @@ FIRST_EVALUATION_SECONDS: Final = 2.0  # so that a short job has a curve, too
 
 
 def check_data(job: Job, answer: PreflightResult) -> None:
-    """Reject more replicas than there are samples, where each has a part of its own."""
+    """Reject more replicas than there are samples, where each has a part of its own.
+
+    And epochs of a stream without length.
+    """
     train, is_dealt = answer.task.train, facts_of(job).epochs is not None
+    every = job.evaluation.every
+    in_epochs = {
+        "[stop] epochs": job.stop.epochs is not None,
+        '[evaluation] every = "... epochs"': isinstance(every, Passes) and every.of == "epoch",
+    }
+    if train is not None and not train.has_length and any(in_epochs.values()):
+        key = next(key for key, is_given in in_epochs.items() if is_given)
+        raise JobError(
+            f"{key} is given, and the stream of [data.train] has no length: give it __len__, or "
+            "limit = N in [data.train] (an epoch of N samples), or count in samples or steps"
+        )
     if train is not None and not is_dealt and 1 < job.cluster.n_replicas > train.n_samples:
         raise JobError(
             f"[cluster] replicas = {job.cluster.n_replicas}, but [data.train] "
             f"has {train.n_samples} samples: each replica needs at least one"
         )
+
+
+def read_again(job: Job, answer: PreflightResult) -> str | None:
+    """Return a warning if each replica reads what others train."""
+    train, n = answer.task.train, job.cluster.n_replicas
+    if train is None or train.order != "stream" or n == 1 or train.has_parts:
+        return None
+    return (
+        f"[data.train] is a stream, so each of {n} replicas reads all of it, and trains what it is "
+        "dealt. If reading is slow, let its function take replica and replicas, and return a part"
+    )
 
 
 def short_epochs(job: Job, answer: PreflightResult) -> str | None:

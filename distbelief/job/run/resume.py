@@ -547,6 +547,11 @@ def resume_run(
         notes += (f"the best metric and [stop] patience begin anew: they were of {what}",)
     if previous.trained:
         _check_data(job, run, was=was.train or train, now=train)
+        if train.has_parts and was.n_replicas != now.n_replicas:
+            raise JobError(
+                f"--resume {run.path}: [data.train] makes a part for each replica, and there were "
+                f"{was.n_replicas} of them, now {now.n_replicas}: use as many as before"
+            )
     if coordinator is not None and was.n_shards == now.n_shards:
         was = now  # under a coordinator replicas have no data positions
     if not was.has_same_clients(now):
@@ -728,6 +733,7 @@ def _check_data(job: Job, run: RunDirectory, *, was: DataFacts, now: DataFacts) 
     pairs: list[tuple[object, object]] = [
         (load_job(run.job_file).data.train.source, job.data.train.source),
         (f"{was.n_samples:,} samples", f"{now.n_samples:,} samples"),
+        (was.order or "shuffled", now.order or "shuffled"),
         (f"fingerprint {was.fingerprint}", f"fingerprint {now.fingerprint}"),
     ]
     knows_marks = None not in {was.fingerprint, now.fingerprint}

@@ -16,6 +16,7 @@ from distbelief.config.algorithms import facts_of
 from distbelief.config.job import Job
 from distbelief.core import formatting
 from distbelief.supervisor.view import HostView, JobView, Point, Totals, filled
+from distbelief.task.data import ENDLESS, DataSource
 from distbelief.worker.evaluator import Kept
 
 
@@ -28,16 +29,26 @@ class DataFacts(msgspec.Struct, frozen=True, kw_only=True):
     fingerprint: str | None = None  # hash of its content, if it has an attribute of that name
     # Of some training samples (`marks_of`), if known; kept with checkpoints
     marks: tuple[float, ...] | msgspec.UnsetType = msgspec.UNSET
+    # In which samples are read, unless shuffled
+    order: str | msgspec.UnsetType = msgspec.UNSET
+    # Whether the function makes a part of the data for each replica
+    has_parts: bool | msgspec.UnsetType = msgspec.UNSET
 
     @classmethod
     def of(cls, dataset: object) -> Self:
         fingerprint: object = getattr(dataset, "fingerprint", None)
         if callable(fingerprint):
             fingerprint = fingerprint()
+        source = dataset if isinstance(dataset, DataSource) else None
         return cls(
             n_samples=len(cast("list[object]", dataset)),
             fingerprint=None if fingerprint is None else str(fingerprint),
+            order=source.of_order if source and source.order else msgspec.UNSET,
         )
+
+    @property
+    def has_length(self) -> bool:
+        return self.n_samples != ENDLESS
 
 
 class TaskFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -201,7 +212,9 @@ def _title(name: str) -> str:
 def _data(summary: Summary) -> str:
     parts = [summary.name]
     if summary.train is not None:
-        parts.append(f"{summary.train.n_samples:,} samples")
+        parts.append(
+            f"{summary.train.n_samples:,} samples" if summary.train.has_length else "a stream"
+        )
     if summary.test is not None:
         parts.append(f"{summary.test.n_samples:,} held out")
     return ", ".join(parts)

@@ -53,6 +53,7 @@ N_BLOCKS: Final = 32  # of a push or a fetch; the large net has 160
 N_EVALUATIONS: Final = 24  # of a course, about
 ALONE: Final = "one process"
 IN_STEP: Final = "AdamW in step"  # at the shards, of the mean gradient of each step
+IN_STEP_16: Final = "AdamW in step, 16 bits"  # the same in bfloat16, both ways
 # Of one process: a step, and AdamW, as a replica with local steps pays for it
 ALONE_SECONDS: Final = STEP_SECONDS + 8 * 4 * N_PARAMETERS / MEMORY_RATE
 _DATA: Final = {"text": "text", "speech": "frames"}
@@ -142,9 +143,12 @@ class Hosts:
 
 def table_of(preset: str) -> Table:
     """Return a preset, whose gradients go through the shards."""
-    table = PRESETS["horovod" if preset == IN_STEP else preset]
+    in_step = preset in (IN_STEP, IN_STEP_16)
+    table = PRESETS["horovod" if in_step else preset]
     exchange = {**cast("Table", table.get("exchange", {})), "route": "server"}
-    rule = {"name": "AdamW"} if preset == IN_STEP else table["rule"]
+    if preset == IN_STEP_16:
+        exchange["numbers"] = "bfloat16"
+    rule = {"name": "AdamW"} if in_step else table["rule"]
     return {**table, "rule": rule, "exchange": exchange}
 
 
@@ -177,10 +181,12 @@ def job_text(
     data = f'{{ factory = "{_TASKS}:{_DATA[task]}", arguments = {{ part = "%s" }} }}'
     table, rate_key = table_of(preset), "lr"
     optimizer = "inner" if "inner" in table else "rule"
-    if optimizer == "rule" and preset != IN_STEP:
+    in_step = preset in (IN_STEP, IN_STEP_16)
+    if optimizer == "rule" and not in_step:
         rate_key = "learning_rate"
     name = cast("Table", table[optimizer])["name"]
     grace = cast("Table", exchange_of(preset).get("round", {})).get("grace_seconds")
+    numbers = 'numbers = "bfloat16",' if preset == IN_STEP_16 else ""
     scaled = f"round.grace_seconds = {cast('float', grace) / TIME_SCALE}," if grace else ""
     return f"""
 [model]
@@ -191,12 +197,12 @@ train = {data % "train"}
 test = {data % "test"}
 [algorithm]
 name = "downpour"
-preset = "{"horovod" if preset == IN_STEP else preset}"
+preset = "{"horovod" if in_step else preset}"
 loss = "cross_entropy"
 batch_size = {BATCH}
 seed = {seed}
 {optimizer} = {{ name = "{name}", {rate_key} = {rate} }}
-exchange = {{ {scaled} route = "server" }}
+exchange = {{ {scaled} {numbers} route = "server" }}
 [cluster]
 replicas = {N_REPLICAS}
 [evaluation]

@@ -553,6 +553,8 @@ def test_a_wrong_rule_of_torch_is_refused_with_the_way_out(rule: str, said: str)
         ("data.train.dataloader_num_workers=4", "Did you mean 'num_workers'?"),
         ("data.train.pin_memory=true", "by as many processes as num_workers of [data.train] says"),
         ("algorithm.shuffle=true", "Each epoch has an order of its own"),
+        ("data.train.collate_fn='a:b'", "Did you mean 'collate'?"),
+        ("data.train.drop_last=true", "return a torch DataLoader that has it"),
         ("algorithm.accumulate_grad_batches=4", "Did you mean 'n_push'?"),
         ("algorithm.gradient_clip_val=1.0", "Did you mean 'clip_norm'?"),
         ("algorithm.scheduler='cosine'", "It is the schedule of the rule"),

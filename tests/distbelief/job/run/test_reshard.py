@@ -630,6 +630,11 @@ def test_a_cut_that_cannot_be_is_named_with_the_fix(
             DataFacts(n_samples=100, marks=(1.5, 2.51)),
             "it was 100 samples, now 100 others",
         ),
+        (
+            "stop.epochs=2",
+            DataFacts(n_samples=100, order="in the order of the data"),
+            "it was shuffled, now in the order of the data",
+        ),
     ],
 )
 def test_trained_runs_keep_their_data(run: Run, override: str, train: DataFacts, told: str) -> None:
@@ -653,6 +658,14 @@ def test_a_trained_run_may_go_on_with_other_readers(run: Run) -> None:
     run.train(run.take_up(job()))
     run.begun()
     assert run.take_up(job(2, 2, "data.train.num_workers=2")).previous.restored
+
+
+def test_parts_that_a_function_makes_are_of_as_many_replicas_as_before(run: Run) -> None:
+    parts = DataFacts(n_samples=100, order="stream", has_parts=True)
+    run.train(run.take_up(job(), train=parts), 40, 52)
+    with pytest.raises(JobError, match=r"there were 2 of them, now 3: use as many as before"):
+        run.take_up(job(2, 3), train=parts)
+    assert run.take_up(job(3, 2), train=parts).previous.trained
 
 
 def test_data_without_fingerprint_are_known_by_their_size(run: Run) -> None:
