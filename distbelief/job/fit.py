@@ -12,12 +12,11 @@ objects of the program (`given`).
 import os
 import secrets
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset
 
 from distbelief.config.load import job_of
 from distbelief.core.arguments import checked
@@ -89,8 +88,8 @@ def fit(  # noqa: PLR0913 -- the keys of a job that most jobs have
     Args:
         model: Trained from its present values, in training mode. It stays as it is: `run.model`
             is a trained copy, in evaluation mode.
-        data: Inputs and targets (x, y) as tensors or arrays, or a map-style data set of pairs or
-            dictionaries.
+        data: Inputs and targets (x, y) as tensors or arrays, or a data set of pairs or
+            dictionaries: map-style, a stream, or torch's DataLoader.
         loss: Torch's name of it ("cross_entropy"), a loss module, or a function (outputs, targets)
             -> mean over the samples; "model": what the model returns as its loss.
         batch_size: Samples of one step of one replica.
@@ -170,13 +169,11 @@ def _dataset(data: object, what: str) -> object:
     way = ""
     if type(data).__module__.startswith(("pandas.", "polars.")):
         way = "give arrays, as (frame[columns].to_numpy('float32'), frame[target].to_numpy())"
-    elif isinstance(data, DataLoader):
-        way = "give its data set; batch_size is an option of fit, and each epoch is shuffled"
-    elif isinstance(data, IterableDataset):
-        way = "it has no length: give a map-style data set, with __len__ and __getitem__"
     elif isinstance(data, Mapping):
         way = "give (inputs, targets), or a data set whose items are dictionaries"
-    elif isinstance(data, str | bytes | type) or not isinstance(data, Dataset):
+    elif isinstance(data, str | bytes | type | Iterator) or not isinstance(
+        data, Dataset | Iterable
+    ):
         way = "give (x, y), or a data set with __len__ and __getitem__(index) -> (input, target)"
     if way:
         raise JobError(f"fit: {what} is {shown(data)}: {way}")

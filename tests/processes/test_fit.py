@@ -5,14 +5,14 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from typing_extensions import override
 
 import distbelief
@@ -230,6 +230,30 @@ def test_a_directory_is_made_and_kept_where_none_is_given(
     assert run.directory.parent == tmp_path
     assert (run.directory / "model.safetensors").is_file()
     assert str(run.directory) in capsys.readouterr().out.replace("\n", "")
+
+
+class Stream(IterableDataset[tuple[Tensor, Tensor]]):
+    @override
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return zip(*problem(), strict=True)
+
+    def __len__(self) -> int:
+        return 1600
+
+
+@pytest.mark.parametrize("data", [DataLoader(TensorDataset(*problem()), batch_size=8), Stream()])
+def test_loaders_and_streams_are_data_too(tmp_path: Path, data: object) -> None:
+    run = distbelief.fit(
+        net(),
+        data,
+        loss="cross_entropy",
+        batch_size=8,
+        rule=ADAGRAD,
+        epochs=2,
+        directory=tmp_path / "run",
+        show=False,
+    )
+    assert accuracy(run.model) > 0.85
 
 
 class Fragile(Noted):
