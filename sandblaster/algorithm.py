@@ -18,7 +18,7 @@ from sandblaster.build import build_coordinator, build_rank, build_replica
 from sandblaster.chunks import COORDINATOR
 from sandblaster.coordinator.workers import SHARES
 from sandblaster.optimizers.termination import Reason
-from sandblaster.settings import SandblasterSettings
+from sandblaster.settings import PROGRAM, SandblasterSettings
 
 
 _N_VECTORS: Final = {
@@ -26,6 +26,7 @@ _N_VECTORS: Final = {
     "owl-qn": (15, 1),
     "conjugate-gradient": (9, 0),
     "gradient-descent": (9, 0),
+    PROGRAM: (4, 0),
 }
 """By method: vectors besides the history, with those that savepoints keep, and pairs per step of
 the history. Counted in runs."""
@@ -48,6 +49,7 @@ class SandblasterAlgorithm:
         "evaluations",
         "gradient_norm",
         "step_length",
+        "updates",
         "wasted",
         "backups",
         *(f"{name}_share" for name in SHARES),
@@ -71,6 +73,12 @@ class SandblasterAlgorithm:
                 "[algorithm.warm_start] needs replicas of one process: remove it or [cluster] "
                 'partitions, plan and device; or train with algorithm "downpour" before, and set '
                 "[model] initial to its model.safetensors"
+            )
+        if config.method == PROGRAM and (cluster.is_split or cluster.shard_copies > 1):
+            what = "partitions, plan and device" if cluster.is_split else "shard_copies"
+            raise JobError(
+                f"[algorithm] method {PROGRAM!r} has workers of one process and shards of one "
+                f"copy: remove [cluster] {what}"
             )
         return config
 

@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 import torch
 
+from distbelief.core.errors import JobError
 from distbelief.parameter_server.client.client import ParameterClient
 from distbelief.parameter_server.layout import PartialView
 from distbelief.parameter_server.policy import DOWNPOUR
@@ -26,7 +27,11 @@ from sandblaster.coordinator.coordinator import Coordinator
 from sandblaster.coordinator.workers import CoordinatorConfig
 from sandblaster.group_tasks import ChunkBatchPlan, GroupTasks, WorkerConfig
 from sandblaster.optimizers import AnyMethod
-from sandblaster.settings import SandblasterSettings
+from sandblaster.optimizers.base import Runnable
+from sandblaster.settings import PROGRAM, SandblasterSettings
+from sandblaster.strads.jobs import program_of
+from sandblaster.strads.method import Scheduled
+from sandblaster.strads.worker import BlockWorker
 from sandblaster.warm_start_worker import WarmStartWorker
 from sandblaster.worker import ChunkProgram
 
@@ -53,7 +58,7 @@ _FREE: Final = frozenset(
 def build_coordinator(config: SandblasterSettings, *, context: BuildContext) -> Role:
     n_examples = len(context.train_data()) if context.n_train is None else context.n_train
     shards = [Address(f"shard-{k}") for k in range(context.n_shards)]
-    rounding = float(np.finfo(context.layout.dtype).eps) / 2.0
+    method, goal = _method_of(config, context)
     return Coordinator(
         CoordinatorConfig(
             chunk_sizes=config.chunk_sizes(n_examples=n_examples, n_replicas=context.n_replicas),
@@ -61,13 +66,32 @@ def build_coordinator(config: SandblasterSettings, *, context: BuildContext) -> 
             backups=config.backups,
             n_warm=0 if config.warm_start is None else config.warm_start.n_of(context.n_replicas),
             await_begin=context.await_begin,
-            goal=goal_of(config.chosen(), loss=context.task.loss),
+            goal=goal,
+            in_rounds=config.method == PROGRAM,
         ),
-        method=msgspec.structs.replace(config.chosen(), rounding=rounding),
+        method=method,
         shards=shards,
         n_examples=n_examples,
         second_copies={k: other_copy(k) for k in shards if context.shard_copies > 1},
     )
+
+
+def _method_of(config: SandblasterSettings, context: BuildContext) -> tuple[Runnable, str]:
+    """Return the method, and its goal."""
+    model = context.task.model
+    if config.method == PROGRAM:
+        program = program_of(model)
+        if context.n_replicas > program.n_blocks:
+            raise JobError(
+                f"[cluster] replicas is {context.n_replicas}, and the program has "
+                f"{program.n_blocks} blocks: use no more replicas, or more n_blocks"
+            )
+        goal = {"program": model.factory, **model.arguments}
+        return Scheduled(program), json.dumps(goal, sort_keys=True, default=str)
+    rounding = float(np.finfo(context.layout.dtype).eps) / 2.0
+    chosen = config.chosen()
+    goal_text = goal_of(chosen, loss=context.task.loss)
+    return msgspec.structs.replace(chosen, rounding=rounding), goal_text
 
 
 def goal_of(method: AnyMethod, *, loss: str) -> str:
@@ -81,6 +105,10 @@ def goal_of(method: AnyMethod, *, loss: str) -> str:
 
 
 def build_replica(config: SandblasterSettings, *, index: int, context: BuildContext) -> Role:
+    if config.method == PROGRAM:
+        return BlockWorker(
+            program_of(context.task.model), layout=context.layout, await_begin=context.await_begin
+        )
     context, task = wb.with_data(context), context.task
     module = build_model(task.model)
     module.train()

@@ -34,6 +34,11 @@ METHODS: Final[dict[str, type[AnyMethod]]] = {
     "owl-qn": OWLQN,
 }
 
+PROGRAM: Final = "strads"
+"""The method that runs the program of the model, in rounds (`sandblaster.strads`)."""
+
+_OF_PROGRAMS: Final = ("loss", "method", "backups", "seed", "portion")
+
 HISTORY: Final = 10
 
 CHUNKS_PER_REPLICA: Final = 16
@@ -88,7 +93,7 @@ class SandblasterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     """Table [algorithm] of a job with name = "sandblaster"."""
 
     loss: str  # torch's name of it, or an import path (`distbelief.task.losses`)
-    method: str = "l-bfgs"  # one of `METHODS`
+    method: str = "l-bfgs"  # one of `METHODS`, or "strads": the model is a program
     history: int = HISTORY  # pairs that L-BFGS and OWL-QN remember
     max_iterations: int = 15_000  # bound on accepted points
     max_evaluations: int | None = None  # None: the method's own
@@ -111,12 +116,25 @@ class SandblasterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
         _at_least(1, "portions_per_set", self.portions_per_set)
         if self.seed < 0:
             raise ValueError(f"seed is {self.seed}; use 0 or more")
-        self._check_method()
-        self.chosen()  # the method checks the rest
+        if self.method == PROGRAM:
+            self._check_program()
+        else:
+            self._check_method()
+            self.chosen()  # the method checks the rest
+
+    def _check_program(self) -> None:
+        for field in msgspec.structs.fields(self):
+            value = getattr(self, field.name)
+            if field.name not in _OF_PROGRAMS and value != field.default:
+                raise ValueError(
+                    f"{field.name} is {value!r} with method {PROGRAM!r}: the settings of a program "
+                    "are in [model.arguments]; remove it"
+                )
 
     def _check_method(self) -> None:
         if self.method not in METHODS:
-            raise ValueError(f"method is {self.method!r}. {nearest(self.method, METHODS)}")
+            names = [*METHODS, PROGRAM]
+            raise ValueError(f"method is {self.method!r}. {nearest(self.method, names)}")
         if self.l1 and self.method != "owl-qn":
             raise ValueError(
                 f"l1 is {self.l1} with method {self.method!r}, which needs a smooth loss: "

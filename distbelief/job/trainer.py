@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -95,6 +95,7 @@ STATUS_SECONDS: Final = 1.0
 DRAWING_SECONDS: Final = 2.0  # of training, after which matplotlib is imported
 
 Around = Callable[[Role], Role]
+Beside = Callable[[Path], AbstractContextManager[None]]
 
 
 @final
@@ -463,20 +464,17 @@ def _remove(file: Path) -> None:
         file.unlink()
 
 
-_OF_THE_JOB: Final = {
-    "watch": "give it in a list: callbacks=[watch]",
-    **{
-        name: f'give overrides={{"{table}.{name}": ...}}'
-        for table, names in {
-            "stop": ("epochs", "samples", "seconds"),
-            "cluster": ("replicas", "shards", "threads"),
-            "algorithm": ("batch_size", "loss", "rule", "preset", "inner"),
-            "output": ("directory", "keep"),
-        }.items()
-        for name in names
-    },
-    "max_epochs": 'give overrides={"stop.epochs": ...}',
+_IN_TABLES: Final = {
+    "stop": ("epochs", "samples", "seconds"),
+    "cluster": ("replicas", "shards", "threads"),
+    "algorithm": ("batch_size", "loss", "rule", "preset", "inner"),
+    "output": ("directory", "keep"),
 }
+_OF_THE_JOB: Final = {
+    name: f'give overrides={{"{table}.{name}": ...}}'
+    for table, names in _IN_TABLES.items()
+    for name in names
+} | {"watch": "give it in a list: callbacks=[watch]"}
 
 
 @checked("train", _OF_THE_JOB)
@@ -537,6 +535,7 @@ def run_job(  # noqa: PLR0913 -- the options of all that run jobs
     around: Around | None = None,
     hosting: JoinServer | None = None,
     module: nn.Module | None = None,
+    beside: Beside | None = None,
 ) -> Run:
     """Run a job as `train` does; one that fails after its start raises nothing.
 
@@ -552,6 +551,7 @@ def run_job(  # noqa: PLR0913 -- the options of all that run jobs
         around: Wraps the supervisor; chaos uses it to see its events.
         hosting: How other hosts may join; by default they may not.
         module: Such as the model, if the job's factory cannot make one after the run.
+        beside: What lasts from the making of the run directory to the last write, given its path.
     """
     # First, because the server's import of torch takes longest.
     with ended_by_signals(), launcher or LocalLauncher() as own_launcher:
@@ -574,6 +574,7 @@ def run_job(  # noqa: PLR0913 -- the options of all that run jobs
             around=around,
             hosting=hosting,
             module=module,
+            beside=beside,
         )
 
 
@@ -589,6 +590,7 @@ def _train(  # noqa: PLR0913 -- the options of `train`
     around: Around | None = None,
     hosting: JoinServer | None = None,
     module: nn.Module | None = None,
+    beside: Beside | None = None,
 ) -> Run:
     with ExitStack() as stack:
         watch = stack.enter_context(HeldCallback(callers))
@@ -601,6 +603,8 @@ def _train(  # noqa: PLR0913 -- the options of `train`
         FileMemory.sweep()
         run, is_new = _open_run(job, resume, hosting, from_scratch=from_scratch)
         stack.enter_context(run)
+        if beside is not None:
+            stack.enter_context(beside(run.path))
         live = LiveRun.adopted(run, launcher)
         memory = FileMemory.make() if live is None else FileMemory.adopt(live.directory)
         stack.callback(memory.remove_all)

@@ -25,6 +25,7 @@ import numpy as np
 from distbelief.core.errors import DistBeliefError, RemoteProtocolError
 from distbelief.core.vectors import Vector
 from distbelief.parameter_server.gradient_sums import GradientSums, SumsState
+from distbelief.parameter_server.rows import RoundRows
 from distbelief.parameter_server.savepoints import PARAMETERS, Savepoints, SavepointState, split
 from distbelief.parameter_server.shard_config import ShardConfig
 from distbelief.parameter_server.slices import ShardSlice
@@ -70,6 +71,7 @@ class CommandExecutor:
         )
         self._sums = self._new_sums()
         self._buffers: Vector | None = None  # of the last chunk, for the next `BeginEvaluation`
+        self._rows: RoundRows | None = None  # if there are rounds
         self._series = 0
         self._answer = bt.CommandDone(series=0, number=0)
         self.is_driven = False  # from `BeginSeries` to `Publish`
@@ -124,6 +126,30 @@ class CommandExecutor:
         elif is_current and command.number != answer.number:
             return []
         return [self._send_answer(event.sender)]
+
+    def rows(self, event: rl.Received, message: bt.TakeRows | bt.AddRows) -> list[rl.Action]:
+        """Serve a task of a round, if that is the present one; other tasks are void."""
+        last = self._answer.series, self._answer.number
+        is_present = (message.series, message.number) == last and self.is_driven
+        if not is_present or self.waiting or self.running or self.held:
+            return []
+        if self._rows is None:
+            self._rows = RoundRows(self._config.layout, self._config.index)
+        answer: bt.RowsTaken | bt.RowsAdded
+        if isinstance(message, bt.AddRows):
+            self._rows.stage(message)
+            answer = bt.RowsAdded(series=message.series, token=message.token, part=message.part)
+        else:
+            vector = self._vector_store.export((PARAMETERS,)).get(PARAMETERS)
+            if vector is None:
+                raise RemoteProtocolError("this shard has no rows yet: restore a savepoint first")
+            answer = bt.RowsTaken(
+                series=message.series,
+                number=message.number,
+                part=message.part,
+                values=self._rows.take(vector, message),
+            )
+        return [rl.Send(receiver=event.sender, message=answer)]
 
     def _send_answer(self, receiver: rl.Address) -> rl.Action:
         answer = self._answer
@@ -309,11 +335,7 @@ class CommandExecutor:
     # ------------------------------------------------------------------------- work
 
     def _execute(self, command: bt.ShardCommand) -> Scalars:
-        self._savepoints.forget(command.on_disk)
-        if command.savepoint is not None:
-            self._savepoints.add(command.savepoint, settled=command.settled)
-        else:
-            self._savepoints.drop_before(command.settled)
+        self._keep_savepoints(command)
         scalars: Scalars = ()
         match command.task:
             case bt.Execute(commands=commands):
@@ -328,6 +350,9 @@ class CommandExecutor:
                 scalars = self._finish_evaluation(task)
             case bt.BeginSeries():
                 self._sums.close()
+                self._rows = None
+            case bt.CommitRound() as task:
+                self._commit_round(task)
             case bt.Restore(savepoint=savepoint, whole=whole):
                 self._savepoints.return_to(savepoint, whole=whole, values=self._parameters)
             case bt.Commit() as task:
@@ -344,6 +369,18 @@ class CommandExecutor:
             case _:
                 assert_never(command.task)
         return scalars
+
+    def _keep_savepoints(self, command: bt.ShardCommand) -> None:
+        self._savepoints.forget(command.on_disk)
+        if command.savepoint is not None:
+            self._savepoints.add(command.savepoint, settled=command.settled)
+        else:
+            self._savepoints.drop_before(command.settled)
+
+    def _commit_round(self, task: bt.CommitRound) -> None:
+        if self._rows is not None:  # else nothing was added here
+            self._rows.check(task.tokens)
+            self._rows.commit(self._vector_store.vector(PARAMETERS), task.tokens, task.pulls)
 
     def _parameters(self) -> Vector:
         return self._values.vector[: self._n_gradient]
@@ -409,6 +446,8 @@ def _computed_by(task: bt.Task) -> Iterator[VectorName]:
         case bt.FinishEvaluation():
             yield task.gradient
             commands = task.after
+        case bt.CommitRound():
+            yield PARAMETERS
         case _:
             pass  # it computes nothing
     for one in commands:

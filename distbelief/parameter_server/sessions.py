@@ -401,12 +401,12 @@ class Sessions:
             raise RemoteProtocolError(
                 f"{client.name} sent a block of push {sequence}, with buffers in shared memory"
             )
-        push_buffer.take(message, sender=client.name)
+        is_in = push_buffer.take(message, sender=client.name)
         self._bytes_in += message.values.nbytes
-        if message.block_index >= push_buffer.received:
-            return []  # an earlier one is missing
+        if not is_in:
+            return []  # an earlier one is missing, or its attempt was given up
         self._complete(client, push_buffer)  # the Push may have overtaken this block
-        return [self._block_ack(client, sequence, push_buffer.received)] if message.answer else []
+        return [self._block_ack(client, push_buffer)] if message.answer else []
 
     def take_push(self, client: Session, message: pf.Push) -> list[Action]:
         sequence = message.sequence
@@ -428,7 +428,8 @@ class Sessions:
                 f"{client.name} sent push {sequence} in words: use numbers in shared memory, for "
                 "values, and for sums of a batch"
             )
-        push_buffer.lend(sequence, message.n_words)
+        if not push_buffer.lend(sequence, message.n_words, message.attempt):
+            raise RemoteProtocolError(f"{client.name} closed push {sequence}, which it took back")
         is_news = push_buffer.push is None
         push_buffer.push = push_buffer.push or message
         self._complete(client, push_buffer)
@@ -436,7 +437,7 @@ class Sessions:
             self._n_duplicates += 1
         elif push_buffer.pushed is not None:
             return []  # the client gets PushApplied later
-        return [self._block_ack(client, sequence, push_buffer.n_received)]
+        return [self._block_ack(client, push_buffer)]
 
     def _complete(self, client: Session, push_buffer: PushBuffer) -> None:
         """Queue a push, if all of it is here; RemoteProtocolError if it is invalid."""
@@ -552,8 +553,7 @@ class Sessions:
         if sequence <= client.confirmed:
             return self._push_applied(client)
         # Applied here alone, so it is in its buffer still.
-        push_buffer = client.push_buffers[sequence % N_PUSH_BUFFERS]
-        return self._block_ack(client, sequence, push_buffer.n_blocks)
+        return self._block_ack(client, client.push_buffers[sequence % N_PUSH_BUFFERS])
 
     def _enqueue(self, client: Session) -> None:
         if client.queued or self.is_applying(client.name):
@@ -684,8 +684,13 @@ class Sessions:
             applied = msgspec.structs.replace(applied, late=late)
         return Send(receiver=client.name, message=applied)
 
-    def _block_ack(self, client: Session, sequence: int, received: int) -> Send:
-        ack = pf.PushBlockAck(sequence=sequence, term=self.term, received=received)
+    def _block_ack(self, client: Session, push_buffer: PushBuffer) -> Send:
+        ack = pf.PushBlockAck(
+            sequence=push_buffer.sequence,
+            term=self.term,
+            received=push_buffer.n_received,
+            attempt=push_buffer.attempt,
+        )
         return Send(receiver=client.name, message=ack)
 
     def validate(self) -> None:

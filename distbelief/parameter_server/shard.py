@@ -65,6 +65,8 @@ ShardMessage = (
     | ClientMessage
     | ReplicationMessage
     | bt.ShardCommand
+    | bt.TakeRows
+    | bt.AddRows
     | ms.SaveCheckpoint
     | ms.Stop
 )
@@ -291,6 +293,8 @@ class Shard:
             case bt.ShardCommand():
                 # The coordinator sends it to both copies, and the primary answers.
                 actions = [] if self._backup is not None else self._commands.take(event, message)
+            case bt.TakeRows() | bt.AddRows():
+                actions = [] if self._backup is not None else self._commands.rows(event, message)
             case ms.SaveCheckpoint() if self._backup is not None and event.sender != rl.SUPERVISOR:
                 actions = []  # the same of a coordinator's warm start
             case ms.SaveCheckpoint():

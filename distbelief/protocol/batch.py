@@ -13,14 +13,25 @@
       |                | ShardCommand: FinishEvaluation  leave the mean in a vector
 
 The coordinator never holds a parameter: it names vectors (Dean et al. 2012, section 4.2).
+
+In rounds (`sandblaster.strads`) workers take rows of tables, and add to them, piece by piece:
+
+    worker           shards                          | coordinator
+      | TakeRows ----> |  rows after command n         |
+      | <--- RowsTaken |                               |
+      | AddRows -----> |  staged under the attempt     |
+      | <--- RowsAdded |                               |
+      | WorkReport ----------------------------------> |
+      |                | <---------------- CommitRound |  command n + 1
 """
 
 from typing import Annotated
 
 import msgspec
 
-from distbelief.protocol.fields import Amount, AnyMessage, Count, Duration, Name, Text
-from distbelief.protocol.vector_commands import Batch, Scalars, VectorName
+from distbelief.core.vectors import Vector
+from distbelief.protocol.fields import Amount, AnyMessage, Content, Count, Duration, Name, Text
+from distbelief.protocol.vector_commands import Batch, Pull, Scalars, VectorName
 
 
 class ShardVersion(msgspec.Struct, frozen=True, kw_only=True):
@@ -102,6 +113,13 @@ class FinishEvaluation(_Task, frozen=True):
     after: Batch
 
 
+class CommitRound(_Task, frozen=True):
+    """Add to rows what these attempts have staged, in this order; drop all other that is staged."""
+
+    tokens: Annotated[tuple[Count, ...], msgspec.Meta(max_length=65536)]
+    pulls: dict[Name, Pull]  # by table; others: "add"
+
+
 class Publish(_Task, frozen=True):
     """Last command: publish this vector; the shard takes ordinary pushes again."""
 
@@ -122,6 +140,7 @@ Task = (
     | BeginEvaluation
     | Commit
     | FinishEvaluation
+    | CommitRound
     | Publish
     | Checkpoint
 )
@@ -163,6 +182,7 @@ class ChunkTask(msgspec.Struct, frozen=True, kw_only=True):
     chunk_index: Count
     attempt: Count
     commit_token: Count  # 0: compute it; else push it under this number
+    content: Content = b""  # of a task of a round, packed
 
 
 class ChunkResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -171,6 +191,7 @@ class ChunkResult(msgspec.Struct, frozen=True, kw_only=True):
     loss: float  # sum over the examples; not finite if their gradient is not
     seconds: Duration  # of computing
     staged: bool  # every shard holds the gradient
+    content: Content = b""  # what a task of a round reports, packed
 
 
 class Assignment(AnyMessage, frozen=True):
@@ -187,6 +208,7 @@ class Assignment(AnyMessage, frozen=True):
     n_examples: Amount  # of the batch
     tasks: Annotated[tuple[ChunkTask, ...], msgspec.Meta(max_length=4096)]
     replica_generation: Count = 0  # as in its `WorkReport`
+    command: Count = 0  # of a round: take rows as they are after this command of the series
 
 
 class WorkReport(AnyMessage, frozen=True):
@@ -198,3 +220,50 @@ class WorkReport(AnyMessage, frozen=True):
     n_computed: Amount  # examples, for this evaluation
     results: Annotated[tuple[ChunkResult, ...], msgspec.Meta(max_length=4096)]
     generation: Count = 0  # of a model-parallel group: rises when one of its ranks restarts
+
+
+# --- rows of tables ---
+
+
+class TakeRows(AnyMessage, frozen=True):
+    """Worker -> shard: send me rows as they are after this command, if that was the last one."""
+
+    series: Count
+    number: Count  # of the command
+    part: Count  # of what the worker takes
+    table: Name
+    start: Count = 0  # rows [start, stop), or those in `rows`
+    stop: Count = 0
+    rows: Vector | None = None  # (n_rows,) int64
+
+
+class RowsTaken(AnyMessage, frozen=True):
+    """Shard -> worker: these are the rows."""
+
+    series: Count
+    number: Count
+    part: Count
+    values: Vector  # row by row
+
+
+class AddRows(AnyMessage, frozen=True, kw_only=True):
+    """Worker -> shard: stage this for the round after this command, if that was the last one."""
+
+    series: Count
+    number: Count  # of the command
+    token: Count  # of the attempt
+    part: Count  # of those of this token on this shard
+    n_parts: Count
+    table: Name
+    start: Count = 0  # rows [start, stop)
+    stop: Count = 0
+    n_rows: Count = 0  # or so many that stand before the values
+    values: Vector  # float64, row by row
+
+
+class RowsAdded(AnyMessage, frozen=True):
+    """Shard -> worker: it is staged."""
+
+    series: Count
+    token: Count
+    part: Count

@@ -27,6 +27,8 @@ Amount = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
 Duration = Annotated[float, msgspec.Meta(ge=0.0, le=1e9)]  # seconds
 Text = Annotated[str, msgspec.Meta(max_length=65536)]
 Name = Annotated[str, msgspec.Meta(max_length=128)]
+# What roles pack for each other; all of a message together have 1 MiB.
+Content = Annotated[bytes, msgspec.Meta(max_length=1 << 20)]
 Rate = Annotated[float, msgspec.Meta(ge=0.0, le=1e18)]  # per second; 0.0: not measured
 
 

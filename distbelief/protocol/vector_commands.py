@@ -117,6 +117,14 @@ class Norm(_Command, frozen=True):
     order: Order
 
 
+class Pull(msgspec.Struct, frozen=True):
+    """How new rows of a table follow from old ones and from the sums of what was added."""
+
+    # "add": rows + sums; "divide": of sums (s, t) the row (s / (t + a), t + a)
+    function: Literal["add", "divide"] = "add"
+    a: float = 0.0
+
+
 Command = Copy | Fill | Axpy | LinearCombination | Pointwise | Dot | Gram | Norm
 Batch = Annotated[tuple[Command, ...], msgspec.Meta(max_length=1024)]
 

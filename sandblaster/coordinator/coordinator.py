@@ -5,6 +5,7 @@ It holds names of vectors, scalars and counts, never a parameter. One series:
     BeginSeries --> choose a savepoint --> Restore --> requests of the optimizer:
                        VectorOps        Execute
                        Evaluate         BeginEvaluation, Commit*, FinishEvaluation
+                       Round            CommitRound
                        IterationDone    a savepoint with the next command,
                                         and Checkpoint if one is requested
                    the optimizer ends --> Publish
@@ -27,6 +28,7 @@ from distbelief.core.reliable import Silence
 from distbelief.protocol import role as rl
 from distbelief.protocol.vector_commands import Batch, Scalars, combine
 from sandblaster.coordinator.journal import CheckpointEntry, Journal
+from sandblaster.coordinator.round_queue import RoundQueue
 from sandblaster.coordinator.shard_commands import TIMER as COMMANDS_TIMER, CommandBroadcast
 from sandblaster.coordinator.warm_start import TIMER as WARM_TIMER, WarmStart
 from sandblaster.coordinator.work_queue import N_VOID_MAX, SeriesCounters, WorkQueue
@@ -110,8 +112,11 @@ class _Series:
     # A savepoint that shards have not taken, or whose journal is not on disk.
     unsaved: int | None = None
     save_error: str | None = None  # why the journal could not be saved, if so
+    # Of a program: the last savepoint, with its state.
+    return_to: wire.Restore | None = None
+    state: str = ""
     settled: int = 0  # the newest savepoint that is safe everywhere
-    queue: WorkQueue | None = None  # work queue of the present evaluation
+    queue: WorkQueue | RoundQueue | None = None  # of the present evaluation or round
     wait: Wait | None = None
     has_point: bool = False  # whether the shards hold an accepted point
     is_ending: bool = False  # as the supervisor requested
@@ -202,6 +207,7 @@ class Coordinator:
             "gradient_norm": float("nan") if last is None else last.gradient_norm,
             "step_length": 0.0 if last is None else last.step_length,
             "samples": float(metrics.samples),
+            "updates": 0.0 if last is None else float(last.n_updates),
             "wasted": float(metrics.n_wasted),
             "backups": float(metrics.n_backups),
             "replicas": float(len(self._pool)),
@@ -229,7 +235,8 @@ class Coordinator:
         if event.unrestored is not None:
             raise StorageError(event.unrestored)
         self._incarnation = event.incarnation
-        self._journal = Journal(event.restored, goal=self._config.goal)
+        config = self._config
+        self._journal = Journal(event.restored, goal=config.goal, parameters_only=config.in_rounds)
         # An earlier incarnation may have seen the end of the warm start.
         self._is_warm = self._is_warm and self._journal.base_clocks is None
 
@@ -285,7 +292,9 @@ class Coordinator:
         if not self._begun or self._is_warm:
             return self._end() if self._stopped_by else []
         actions: list[rl.Action] = []
-        if self._steps is None or self._commands.lost is not None:
+        queue = self._series.queue
+        has_lost = isinstance(queue, RoundQueue) and queue.lost_block is not None
+        if self._steps is None or self._commands.lost is not None or has_lost:
             actions += self._begin_series(now)
         while self.reason is None and self._commands.complete:
             actions += self._step(now)
@@ -374,6 +383,9 @@ class Coordinator:
         if self._commands.lost is not None:
             text = f"{self._commands.lost} has restarted: continuing from a savepoint"
             actions.append(rl.Report(text=text, level="warning"))
+        elif self._steps is not None:
+            text = "a worker has lost its block: continuing from a savepoint"
+            actions.append(rl.Report(text=text, level="warning"))
         self._n_series += 1
         if self._n_series >> _SERIES_BITS:
             raise DistBeliefError(f"shards restarted {self._n_series} times: check their logs")
@@ -415,7 +427,9 @@ class Coordinator:
         if isinstance(step, Wait):
             return actions
         savepoint, series.savepoint = series.savepoint, None
-        on_disk = self._journal.on_disk
+        # Parameters alone are of no use to a program: shards keep those before until then.
+        journal = self._journal
+        on_disk = journal.recorded if self._config.in_rounds else journal.on_disk
         return [
             *actions,
             *self._commands.send(
@@ -430,7 +444,15 @@ class Coordinator:
         if resume_point.savepoint == 0 and journal.base_clocks is None:
             journal.base_clocks = tuple(answer.savepoints[0].clock for answer in held)
             series.unsaved = 0
-        yield wire.Restore(savepoint=resume_point.savepoint, whole=resume_point.whole)
+        is_start = resume_point.savepoint == 0 and resume_point.entry is None
+        if self._config.in_rounds and not (resume_point.whole or is_start):
+            raise StorageError(
+                "what was saved is of other settings, or lacks the state of the program: start "
+                "again, with --from-scratch"
+            )
+        has_all = resume_point.whole and resume_point.has_all
+        series.return_to = wire.Restore(savepoint=resume_point.savepoint, whole=has_all)
+        yield series.return_to
         state = None
         metrics.offset, metrics.iterated = 0, None
         if (entry := resume_point.entry) is not None:
@@ -441,6 +463,7 @@ class Coordinator:
             metrics.n_backups = max(metrics.n_backups, entry.backups)
             metrics.shares.resume(entry.seconds)
             if resume_point.whole:
+                series.state = entry.state
                 state, series.unsaved, metrics.offset = (
                     entry.state,
                     resume_point.savepoint,
@@ -460,24 +483,30 @@ class Coordinator:
         result = yield from self._drive(self._method.steps(state))
         if metrics.iterated is None:  # it ended at its starting point
             self._report_progress(result)
-        yield from self._publish()
+        yield from self._publish(result.state if self._config.in_rounds else "")
         return result.reason
 
     def _end_early(self) -> SeriesSteps[Reason]:
         """Publish the last accepted point; to be run instead of the remaining steps."""
         series, last = self._series, self.metrics.iterated
         series.queue = None
+        if self._config.in_rounds:
+            # Workers may be gone: back to where the tables belong to a state of the program.
+            if series.savepoint is None and series.return_to is not None:
+                yield series.return_to
+            yield from self._publish(series.state)
+            return Reason.STOPPED
         if series.savepoint is None and last is not None and series.savepoint_iteration is last:
             # The optimizer may be in the middle of the next iteration: restore its history.
             yield wire.Restore(savepoint=series.last_savepoint, whole=True)
         yield from self._publish()
         return Reason.STOPPED
 
-    def _publish(self) -> SeriesSteps[None]:
+    def _publish(self, state: str = "") -> SeriesSteps[None]:
         series = self._series
         published = yield wire.Publish(point=PARAMETERS)
         yield from self._until_saved()
-        entry = self._entry(0, iteration=self.metrics.iteration, state="")
+        entry = self._entry(0, iteration=self.metrics.iteration, state=state)
         self._journal.end([answer.clock for answer in published], entry)
         if series.save_error is None:
             series.unsaved = series.last_savepoint
@@ -503,6 +532,8 @@ class Coordinator:
                         reply = _combined(commands, (yield wire.Execute(commands=commands)))
                     case base.Evaluate():
                         reply = yield from self._evaluate(request)
+                    case base.Round():
+                        reply = yield from self._round(request)
                     case base.IterationDone():
                         yield from self._iterated(request)
                         reply = self._stopped_by is not None
@@ -555,8 +586,34 @@ class Coordinator:
             loss=queue.loss / n_examples if n_examples else math.nan, scalars=(*before, *after)
         )
 
+    def _round(self, request: base.Round) -> SeriesSteps[tuple[bytes, ...]]:
+        metrics, pool = self.metrics, self._pool
+        metrics.n_evaluations += 1
+        metrics.shares.evaluation_begins(pool, self._now)
+        pool.begin(
+            series=self._commands.series,
+            evaluation=metrics.n_evaluations,
+            versions=(),
+            n_examples=len(request.tasks),
+            command=self._commands.number,
+        )
+        queue = self._series.queue = RoundQueue(
+            self._config, pool=pool, request=request, counters=self._series.counters
+        )
+        while not queue.is_complete:
+            yield Wait.CHUNKS
+        self._series.queue = None
+        metrics.shares.evaluation_ends(pool, self._now)
+        metrics.n_backups += queue.n_backups
+        yield wire.CommitRound(tokens=queue.tokens, pulls=dict(request.pulls))
+        return queue.reports
+
     def _iterated(self, request: base.IterationDone) -> SeriesSteps[None]:
+        if self._config.in_rounds:
+            self.metrics.samples += self._n_examples
         self._report_progress(request)
+        if not request.state:
+            return
         series, since = self._series, self._now
         while self._save_labels and self._now >= self._save_again_at:
             if series.savepoint is None:
@@ -593,6 +650,7 @@ class Coordinator:
         series.last_savepoint += 1
         series.savepoint_iteration = request
         number = series.unsaved = series.last_savepoint
+        series.state, series.return_to = request.state, wire.Restore(savepoint=number, whole=True)
         iteration = self.metrics.offset + request.iteration
         self._journal.write(self._entry(number, iteration=iteration, state=request.state))
         series.savepoint = wire.Savepoint(number=number, vectors=request.vectors)
@@ -650,6 +708,8 @@ class Coordinator:
     def _persisted(self, event: rl.Persisted, now: rl.Seconds) -> Sequence[rl.Action]:
         saved, self._saving = self._saving, None
         series = self._series
+        if event.error is None:
+            self._journal.saved()
         if series.unsaved is None:
             return []
         if saved != series.unsaved:  # of an earlier series

@@ -57,7 +57,8 @@ class ResumePoint:
     """Where to resume: at which savepoint, and with which state."""
 
     savepoint: int
-    whole: bool
+    whole: bool  # with the optimizer's state
+    has_all: bool  # whether all shards have all of its vectors
     entry: CheckpointEntry | None  # None: no state is known; it may be the initial point
     has_other_goal: bool = False  # the state is of another goal and is not used
 
@@ -66,13 +67,19 @@ class ResumePoint:
 class Journal:
     """The coordinator's part of all savepoints.
 
-    `goal` is method and function; a state of another goal is only a starting point.
+    `goal` is method and function; a state of another goal is only a starting point. With
+    `parameters_only` that is all that savepoints have, and shards need nothing else to go on.
     """
 
-    def __init__(self, restored: Snapshot | None, *, goal: str = "") -> None:
+    def __init__(
+        self, restored: Snapshot | None, *, goal: str = "", parameters_only: bool = False
+    ) -> None:
         self._goal = goal
+        self._parameters_only = parameters_only
         self._entries: dict[int, CheckpointEntry] = {}
         self.on_disk = 0  # the newest savepoint that every shard has on disk; 0: none
+        self.recorded = 0  # the same, of which the journal on disk has the entry
+        self._in_snapshot = 0
         self._before_on_disk: tuple[int, ...] = ()  # the newest last
         self._label = 0
         # Clocks of the shards' values before the first command; None: not known.
@@ -93,11 +100,16 @@ class Journal:
             ) from None
         self._entries = {entry.savepoint: entry for entry in facts.entries}
         self.on_disk, self._before_on_disk = facts.on_disk, facts.before_on_disk
+        self.recorded = self.on_disk
         self.base_clocks = facts.base_clocks
         self.end_clocks = facts.end_clocks
 
     def write(self, entry: CheckpointEntry) -> None:
         self._entries[entry.savepoint] = entry
+
+    def saved(self) -> None:
+        """Note that the last snapshot is on disk."""
+        self.recorded = self._in_snapshot
 
     def confirm(self, savepoint: int) -> None:
         """Drop entries before a savepoint that is safe everywhere, but for those on disk."""
@@ -121,6 +133,7 @@ class Journal:
 
     def snapshot(self, *, incarnation: int) -> Snapshot:
         self._label += 1
+        self._in_snapshot = self.on_disk
         facts = _Facts(
             entries=tuple(self._entries[number] for number in sorted(self._entries)),
             on_disk=self.on_disk,
@@ -144,6 +157,8 @@ class Journal:
             self._savepoints_of(k, records, begins=begins) for k, records in enumerate(held)
         ]
         shared = set(per_shard[0]).intersection(*per_shard[1:])
+        if self._parameters_only:  # without its state it can only start
+            shared = {one for one in shared if one == 0 or self._can_resume(one)}
         if not shared:
             shown = "; ".join(
                 f"shard {k}: {sorted(known) or 'none'}" for k, known in enumerate(per_shard)
@@ -155,7 +170,11 @@ class Journal:
         whole = [
             one
             for one in shared
-            if self._can_resume(one) and all(known[one] for known in per_shard)
+            if self._can_resume(one)
+            and (
+                all(known[one] for known in per_shard)
+                or (self._parameters_only and (one > 0 or begins is self.end_clocks))
+            )
         ]
         # A newer savepoint without an entry is at most one iteration newer.
         savepoint = max(whole or shared)
@@ -163,7 +182,11 @@ class Journal:
         entry = self._entries.get(savepoint) if is_known else None
         has_other_goal = not whole and entry is not None and entry.goal != self._goal
         return ResumePoint(
-            savepoint=savepoint, whole=bool(whole), entry=entry, has_other_goal=has_other_goal
+            savepoint=savepoint,
+            whole=bool(whole),
+            has_all=all(known[savepoint] for known in per_shard),
+            entry=entry,
+            has_other_goal=has_other_goal,
         )
 
     def _can_resume(self, savepoint: int) -> bool:

@@ -72,6 +72,7 @@ class SeriesCounters:
     attempt: int = 0
     commit_token: int = 0
     owners: dict[int, Address] = field(default_factory=dict)  # first position -> last worker
+    blocks: dict[int, int] = field(default_factory=dict)  # of a program -> number of its worker
     push_seconds: Seconds = 0.0  # from a token to its staging; an average
 
 

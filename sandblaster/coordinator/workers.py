@@ -41,6 +41,9 @@ class CoordinatorConfig:
     n_warm: int = 0  # workers of a warm start; 0: there is none
     await_begin: bool = True  # wait for `StartTraining`
     goal: str = ""  # method and function; saved states of another goal are not used
+    # The method is a program of rounds: parameters are all that savepoints have, and it goes on
+    # from a savepoint or from the start, and nowhere else.
+    in_rounds: bool = False
 
 
 @final
@@ -52,6 +55,7 @@ class Chunk:
     attempts: dict[int, "Attempt"] = field(default_factory=dict)  # by number
     winner: "Attempt | None" = None  # the attempt that has the commit token
     staged: ChunkResult | None = None  # its result, once every shard holds the gradient
+    content: bytes = b""  # of a task of a round
 
 
 @final
@@ -112,6 +116,7 @@ class WorkerPool:
         self._evaluation = 0
         self._versions: tuple[ShardVersion, ...] = ()
         self._n_examples = 0  # of the batch
+        self._command = 0  # before a round
         self._n_joined = 0
         self._n_of_removed = 0  # examples that removed workers computed, in this evaluation
         self._estimates: tuple[float, Seconds] | None = None  # None: to be computed
@@ -159,10 +164,16 @@ class WorkerPool:
         return self._workers.get(name)
 
     def begin(
-        self, *, series: int, evaluation: int, versions: tuple[ShardVersion, ...], n_examples: int
+        self,
+        *,
+        series: int,
+        evaluation: int,
+        versions: tuple[ShardVersion, ...],
+        n_examples: int,
+        command: int = 0,
     ) -> None:
-        """Begin an evaluation; no worker has anything to do."""
-        self._series, self._evaluation = series, evaluation
+        """Begin an evaluation or round; no worker has anything to do."""
+        self._series, self._evaluation, self._command = series, evaluation, command
         self._versions, self._n_examples = versions, n_examples
         self._n_of_removed = 0
         for worker in self:
@@ -277,10 +288,14 @@ class WorkerPool:
             n_examples=self._n_examples,
             tasks=tuple(
                 ChunkTask(
-                    chunk_index=one.chunk.index, attempt=one.number, commit_token=one.commit_token
+                    chunk_index=one.chunk.index,
+                    attempt=one.number,
+                    commit_token=one.commit_token,
+                    content=one.chunk.content,
                 )
                 for one in worker.attempts.values()
             ),
+            command=self._command,
         )
         return [Send(receiver=worker.name, message=assignment)]
 

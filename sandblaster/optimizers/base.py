@@ -8,6 +8,8 @@ receives scalars, and returns a `Result` (reverse communication, as in scipy's L
       | <----------------- scalars   |   what they measured
       | Evaluate ----------------->  |   loss and gradient at that vector
       | <-------------- Evaluation   |   the loss; the gradient is in a vector
+      | Round -------------------->  |   tasks of a program (`sandblaster.strads`)
+      | <----------------- reports   |   of all tasks, in their order
       | IterationDone ------------>  |   a point was accepted; a run may resume here
       | <-------------------- bool   |   whether to stop
 """
@@ -15,11 +17,14 @@ receives scalars, and returns a `Result` (reverse communication, as in scipy's L
 import math
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar, final
+from typing import Final, Protocol, TypeVar, cast, final
 
-from distbelief.protocol.vector_commands import Axpy, Command, Dot, Scalars, VectorName
+from distbelief.protocol.vector_commands import Axpy, Command, Dot, Pull, Scalars, VectorName
 from sandblaster.optimizers.termination import Reason
 
+
+N_BYTES_MAX: Final = 1_000_000
+"""Of the content of a task, of its report, and of all tasks or reports in one message."""
 
 Entries = tuple[tuple[VectorName, VectorName, float], ...]
 Combination = dict[VectorName, float]
@@ -103,6 +108,16 @@ class Evaluation:
     scalars: Scalars  # measured by `before`, then by `after`
 
 
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Round:
+    """Have workers compute these tasks, and commit what they add; the reply are their reports."""
+
+    tasks: tuple[tuple[int, bytes], ...]  # block and content of each; one per block
+    pulls: Mapping[str, Pull]
+    may_move: bool  # whether another worker may have a block than in the last round
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IterationDone:
     """A point was accepted, and "parameters" holds it; the reply is whether to stop."""
@@ -112,8 +127,9 @@ class IterationDone:
     loss: float  # at the point, regularization included
     gradient_norm: float  # largest absolute element of its gradient
     step_length: float  # of the step to it; 0 at the start
-    state: str  # what the optimizer needs to resume here, as JSON
+    state: str  # what the optimizer needs to resume here, as text; "": it cannot
     vectors: tuple[VectorName, ...]  # vectors that the shards must keep for that
+    n_updates: int = 0  # of single variables
 
 
 @final
@@ -128,8 +144,8 @@ class Runnable(Protocol):
     def steps(self, state: str | None = None) -> "Steps[Result]": ...
 
 
-Request = VectorOps | Evaluate | IterationDone
-Reply = Scalars | Evaluation | bool
+Request = VectorOps | Evaluate | Round | IterationDone
+Reply = Scalars | Evaluation | tuple[bytes, ...] | bool
 
 T = TypeVar("T")
 Steps = Generator[Request, Reply, T]
@@ -138,7 +154,7 @@ Steps = Generator[Request, Reply, T]
 def perform(*commands: Command) -> Steps[Scalars]:
     reply = yield VectorOps(commands=commands)
     assert isinstance(reply, tuple)
-    return reply
+    return cast("Scalars", reply)
 
 
 def stop_requested(done: IterationDone) -> Steps[bool]:

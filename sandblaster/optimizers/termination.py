@@ -36,6 +36,8 @@ class Reason(Enum):
         "no step along the gradient has a finite loss and gradient: check the model, its "
         "loss and the data"
     )
+    CONVERGED_GAP = "the duality gap is as small as requested"
+    HELD_OUT = "evaluations of held-out data were no better for as long as requested"
 
     @property
     def sentence(self) -> str:
@@ -47,7 +49,13 @@ class Reason(Enum):
 
 
 _CONVERGED = frozenset(
-    {Reason.CONVERGED_GRADIENT, Reason.CONVERGED_VALUE, Reason.CONVERGED_ROUNDING}
+    {
+        Reason.CONVERGED_GRADIENT,
+        Reason.CONVERGED_VALUE,
+        Reason.CONVERGED_ROUNDING,
+        Reason.CONVERGED_GAP,
+        Reason.HELD_OUT,
+    }
 )
 
 

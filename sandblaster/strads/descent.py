@@ -6,30 +6,34 @@
                 that are nearest to leaving zero: the working set is of these and of all w_j that
                 are not zero (ST-2; Massias, Gramfort & Salmon 2018)
     measure     one block computes loss, duality gap and held-out loss: the end of an alpha
-    gather      with several blocks: the columns of the working set, to plan rounds (ST-1)
+    plan        with several blocks: one gathers the columns of the working set, and plans rounds
+                (ST-1)
     descend     each block updates its variables of a round one after the other, on its own
                 residual, and adds what it has changed to the predictor X w. A working set with so
-                few entries that they are sent faster than predictors is updated by one block
+                few entries that predictors take longer is updated by the block that gathered it
 
 For squares and for the logistic loss, by the same quadratic bound (`losses`). No round raises the
 objective (`plan`). Several alphas make a path: each begins at the solution of the one before.
 """
 
 import math
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Literal, TypeAlias, cast, final
+from typing import Final, Literal, TypeAlias, TypeVar, cast, final
 
+import msgspec
 import numpy as np
 from scipy import sparse
 from typing_extensions import override
 
 from distbelief.core.errors import SettingError
+from distbelief.parameter_server.rows import Rows, Values
+from sandblaster.optimizers.termination import Reason
 from sandblaster.strads import plan
 from sandblaster.strads.columns import Columns, Csc, Ids, Matrix, cut
 from sandblaster.strads.kernels import Floats
 from sandblaster.strads.losses import Loss, Squares
-from sandblaster.strads.program import Program, Pushed, Rows, Task, Values
+from sandblaster.strads.program import Mark, Program, Pushed, Steps, Task, Types
 
 
 Schedule = Literal["priority", "round_robin"]
@@ -48,43 +52,33 @@ _N_ENTRIES_MAX: Final = 1 << 24
 _N_GATHERED: Final = 1 << 20  # entries: a pass over so few takes less than rounds of many blocks
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Score:
+class _Packed(msgspec.Struct, frozen=True, kw_only=True, eq=False, tag=True):
+    """Base of arguments and reports, which may be sent."""
+
+
+class Score(_Packed, frozen=True):
     """Score the columns of a block, and offer some."""
 
     alpha: float
     n_offers: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Measure:
+class Measure(_Packed, frozen=True):
     """Compute the objective, and the duality gap for the largest |x_j.v| of all blocks."""
 
     alpha: float
     largest: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Gather:
-    """Report these columns."""
+class Plan(_Packed, frozen=True):
+    """Gather the columns of a working set, and plan the rounds of its variables."""
 
     ids: Ids
+    blocks: Ids  # that have them
+    before: Ids  # the round of each before, or -1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Gathered:
-    """Columns of a block, with those of held-out samples; None: they have too many entries."""
-
-    columns: Columns | None
-    held_out: "Csc | None"
-
-    @property
-    def n_entries(self) -> int:
-        return 0 if self.columns is None else cast("Csc", self.columns.matrix).nnz
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Descend:
+class Descend(_Packed, frozen=True):
     """Update these variables."""
 
     ids: Ids
@@ -92,14 +86,13 @@ class Descend:
     n_passes: int
     enough: float  # the change of the gradient by the last pass that needs no other one
     leads: bool  # adds what is no block's own, and computes the loss
-    gathered: Gathered | None = None  # the columns, if they are of several blocks
+    gathered: bool = False  # the block gathered their columns: not all are its own
 
 
-Argument: TypeAlias = Score | Measure | Gather | Descend
+Argument: TypeAlias = Score | Measure | Plan | Descend
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Scored:
+class Scored(_Packed, frozen=True):
     """The largest |x_j.v| of a block, and the variables nearest to leaving zero."""
 
     largest: float
@@ -108,8 +101,7 @@ class Scored:
     lengths: Floats  # |x_j|
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class Measured(_Packed, frozen=True):
     """The state at the beginning of a round."""
 
     loss: float
@@ -118,8 +110,13 @@ class Measured:
     held_out: float  # loss of the held-out samples; NaN without
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Descended:
+class Planned(_Packed, frozen=True):
+    """The round of each variable; None: one block updates all, which has few entries."""
+
+    rounds: Ids | None
+
+
+class Descended(_Packed, frozen=True):
     """New values, in the order of the task's variables."""
 
     values: Floats
@@ -128,7 +125,7 @@ class Descended:
     loss: float  # before the round; NaN from all but one
 
 
-Report: TypeAlias = Scored | Measured | Gathered | Descended
+Report: TypeAlias = Scored | Measured | Planned | Descended
 
 
 @final
@@ -152,12 +149,27 @@ class Solution:
 
 
 @final
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Gathered:
+    """Columns of any blocks, with those of held-out samples."""
+
+    ids: Ids
+    columns: Columns
+    held_out: "Csc | None"
+
+
+@final
 @dataclass(slots=True)
 class Block:
     """What the worker of one block holds."""
 
     columns: Columns
     held_out: "Matrix | None"  # (n_held_out, n_columns)
+    gathered: Gathered | None = None  # last
+
+
+T = TypeVar("T")
+_Steps: TypeAlias = "Steps[Argument, Report, T]"
 
 
 @final
@@ -217,6 +229,7 @@ class Descent(Program[Block, Argument, Report, Sequence[Solution]]):
         self._interference = interference
         self._gather_max = max(gather * n_samples, _N_GATHERED) if gather else 0.0
         self._n_samples = n_samples
+        self.types = Types(argument=Argument, report=Report, state=State)
         self._which = cut(n_features, n_blocks)
         self._ends = np.array([which.stop for which in self._which])
         constant = loss.constant(y, centred=centred)
@@ -246,40 +259,50 @@ class Descent(Program[Block, Argument, Report, Sequence[Solution]]):
     # --- at the scheduler ---
 
     @override
-    def schedule(self) -> Generator[Sequence[Task[Argument]], Sequence[Report], Sequence[Solution]]:
-        scheduler = _Scheduler(self._ends, self.tables[COEFFICIENTS].copy())
-        solutions: list[Solution] = []
-        best = 0
-        for alpha in self._alphas:
-            solutions.append((yield from self._solve(scheduler, alpha)))
-            if solutions[-1].held_out < solutions[best].held_out:
-                best = len(solutions) - 1
-            if self._patience is not None and len(solutions) - 1 - best >= self._patience:
-                break
+    def schedule(self, state: object = None) -> "_Steps[Sequence[Solution]]":
+        scheduler = State.at(self.tables[COEFFICIENTS])
+        if state is not None:
+            scheduler = cast("State", state)
+        solutions = scheduler.solutions
+        while len(solutions) < len(self._alphas) and not self._is_over(solutions):
+            solutions.append((yield from self._solve(scheduler, self._alphas[len(solutions)])))
+            scheduler.begin()
+        end = Reason.CONVERGED_GAP if solutions[-1].converged else Reason.MAX_ITERATIONS
+        yield self._mark(scheduler, solutions[-1].objective, end)
         return solutions
 
-    def _solve(
-        self, scheduler: "_Scheduler", alpha: float
-    ) -> Generator[Sequence[Task[Argument]], Sequence[Report], Solution]:
-        best_dual, last_gap, tightness = -math.inf, math.inf, 0.1
-        scheduler.begin()
+    def _is_over(self, solutions: "Sequence[Solution]") -> bool:
+        best = min(range(len(solutions)), key=lambda k: solutions[k].held_out, default=0)
+        return self._patience is not None and len(solutions) - 1 - best >= self._patience
+
+    def _mark(self, scheduler: "State", objective: float, end: Reason | None = None) -> Mark:
+        before = sum(one.n_updates for one in scheduler.solutions)
+        return Mark(
+            objective=objective, n_updates=before + scheduler.n_updates, state=scheduler, end=end
+        )
+
+    def _solve(self, scheduler: "State", alpha: float) -> "_Steps[Solution]":
         while True:
             n_offers = max(_FIRST_SIZE, 2 * scheduler.n_used)
             score = Score(alpha=alpha, n_offers=n_offers)
             scored = yield [self._task(block, score) for block in range(self.n_blocks)]
-            scheduler.n_iterations += 1
             largest = max(one.largest for one in scored if isinstance(one, Scored))
             (measured,) = yield [self._task(0, Measure(alpha=alpha, largest=largest))]
             assert isinstance(measured, Measured)
             penalty = alpha * float(np.abs(scheduler.coefficients).sum())
             objective = measured.loss + penalty
-            best_dual = max(best_dual, measured.dual)
-            gap = objective - best_dual
+            # From here a job goes on by scoring again: that changes nothing.
+            yield self._mark(scheduler, objective)
+            scheduler.n_iterations += 1
+            scheduler.best_dual = max(scheduler.best_dual, measured.dual)
+            gap = objective - scheduler.best_dual
             solved = bool(gap <= self._gap_max)
             if solved or not gap < math.inf or scheduler.n_iterations >= self._max_iterations:
                 return scheduler.solution(alpha, measured, objective, gap, converged=solved)
-            tightness = 0.1 if gap < 0.5 * last_gap else max(0.1 * tightness, 1e-9)
-            last_gap = gap
+            tightness = 0.1
+            if gap >= 0.5 * scheduler.last_gap:
+                tightness = max(0.1 * scheduler.tightness, 1e-9)
+            scheduler.tightness, scheduler.last_gap = tightness, gap
             enough = tightness * alpha * min(1.0, gap / penalty if penalty else 1.0)
             if self._schedule == "priority":
                 scale = max(largest, alpha * self._n_samples)
@@ -296,26 +319,23 @@ class Descent(Program[Block, Argument, Report, Sequence[Solution]]):
         alone = self.n_blocks == 1 or self._interference == math.inf
         return len(self._which[-1]) if alone else _TURN
 
-    def _descend(
-        self, scheduler: "_Scheduler", ids: Ids, alpha: float, enough: float
-    ) -> Generator[Sequence[Task[Argument]], Sequence[Report], None]:
+    def _descend(self, scheduler: "State", ids: Ids, alpha: float, enough: float) -> "_Steps[None]":
         """Make passes over a working set, in rounds, until they change as little as `enough`."""
-        blocks = scheduler.blocks_of(ids)
-        rounds, gathered = np.zeros(len(ids), np.int64), None
+        blocks = np.searchsorted(self._ends, ids, side="right")
+        rounds, gathered = np.zeros(len(ids), np.int64), False
         if len(np.unique(blocks)) > 1 and self._interference < math.inf:
             if len(ids) <= _N_COMPARED_MAX:
-                owners = np.unique(blocks)
-                reports = yield [
-                    self._task(block, Gather(ids=ids[blocks == block])) for block in owners
-                ]
-                gathered = _joined(reports)
-            if gathered is None:
-                rounds = blocks
-            elif gathered.n_entries <= self._gather_max:
-                blocks = np.zeros_like(blocks)
+                plan = Plan(ids=ids, blocks=blocks, before=scheduler.round_of[ids])
+                (planned,) = yield [self._task(0, plan)]
+                assert isinstance(planned, Planned)
+                if planned.rounds is None:
+                    blocks, gathered = np.zeros_like(blocks), True
+                else:
+                    rounds = planned.rounds
+                    scheduler.round_of[:] = -1
+                    scheduler.round_of[ids] = rounds
             else:
-                rounds = scheduler.rounds(ids, blocks, gathered.columns, self._interference)
-                gathered = None
+                rounds = blocks
         groups = [np.flatnonzero(rounds == one) for one in np.unique(rounds)]
         is_alone = len(np.unique(blocks)) == 1 and self._schedule == "priority"
         n_passes = _N_PASSES_MAX if is_alone else 1
@@ -343,7 +363,7 @@ class Descent(Program[Block, Argument, Report, Sequence[Solution]]):
 
     def _task(self, block: int | np.int64, argument: Argument) -> Task[Argument]:
         takes: dict[str, Rows] = {PREDICTOR: _ALL, INTERCEPT: _ALL}
-        if isinstance(argument, Gather):
+        if isinstance(argument, Plan):
             takes = {}
         if isinstance(argument, Descend):
             takes[COEFFICIENTS] = argument.ids
@@ -354,8 +374,8 @@ class Descent(Program[Block, Argument, Report, Sequence[Solution]]):
     @override
     def push(self, block: Block, argument: Argument, taken: Mapping[str, Values]) -> Pushed[Report]:
         columns = block.columns
-        if isinstance(argument, Gather):
-            return Pushed(adds={}, report=self._gather_columns(block, argument.ids))
+        if isinstance(argument, Plan):
+            return Pushed(adds={}, report=self._planned(block, argument))
         f = taken[PREDICTOR] + taken[INTERCEPT][0]
         match argument:
             case Score():
@@ -367,15 +387,33 @@ class Descent(Program[Block, Argument, Report, Sequence[Solution]]):
             case Descend():
                 return self._update(block, argument, f[: self._n_samples], taken[COEFFICIENTS])
 
-    def _gather_columns(self, block: Block, ids: Ids) -> Gathered:
-        places = ids - block.columns.first
-        columns = block.columns.some(places)
-        held_out = None
-        if block.held_out is not None:
-            held_out = sparse.csc_array(block.held_out[:, places])
-        gathered = Gathered(columns=columns, held_out=held_out)
-        few = gathered.n_entries * self.n_blocks <= _N_ENTRIES_MAX
-        return gathered if few else Gathered(columns=None, held_out=None)
+    def _planned(self, block: Block, argument: Plan) -> Planned:
+        ids, x = argument.ids, self._x
+        if not isinstance(x, np.ndarray) and np.diff(x.indptr)[ids].sum() > _N_ENTRIES_MAX:
+            return Planned(rounds=argument.blocks)
+        columns = self._gathered(block, ids).columns
+        n_entries = cast("Csc", columns.matrix).nnz
+        if n_entries > _N_ENTRIES_MAX:
+            return Planned(rounds=argument.blocks)
+        if n_entries <= self._gather_max:
+            return Planned(rounds=None)
+        sizes = plan.correlations(columns)
+        bound = self._interference
+        return Planned(rounds=plan.rounds(sizes, argument.blocks, bound, argument.before))
+
+    def _gathered(self, block: Block, ids: Ids) -> Gathered:
+        known = block.gathered
+        if known is None or not np.array_equal(known.ids, ids):
+            all_of_them = np.arange(len(ids))
+            columns = Columns.of(self._x[:, ids], range(len(ids)), centred=self._centred)
+            known = block.gathered = Gathered(
+                ids=ids,
+                columns=columns.some(all_of_them),
+                held_out=None
+                if self._held_out is None
+                else sparse.csc_array(self._held_out[0][:, ids]),
+            )
+        return known
 
     def _score(self, columns: Columns, argument: Score, f: Floats) -> Scored:
         vector = self._loss.dual_vector(self._y, f, centred=self._centred)
@@ -410,10 +448,9 @@ class Descent(Program[Block, Argument, Report, Sequence[Solution]]):
         loss, values = self._loss, old.copy()
         columns, held_out = block.columns, block.held_out
         places = argument.ids - columns.first
-        if argument.gathered is not None:
-            assert argument.gathered.columns is not None
-            columns, held_out = argument.gathered.columns, argument.gathered.held_out
-            places = np.arange(len(places))
+        if argument.gathered:
+            gathered = self._gathered(block, argument.ids)
+            columns, held_out, places = gathered.columns, gathered.held_out, np.arange(len(places))
         unit = self._n_samples / loss.curvature  # of gradients here, in those of the mean loss
         # The bound of squares is the loss itself; another one is soon worth renewing.
         at_once = argument.n_passes if isinstance(loss, Squares) else _N_LINEAR
@@ -459,28 +496,6 @@ class Descent(Program[Block, Argument, Report, Sequence[Solution]]):
             report=report,
         )
 
-    @override
-    def pull(self, table: str, rows: Values, sums: Values) -> Values:
-        return rows + sums
-
-
-def _joined(reports: Sequence[Report]) -> Gathered | None:
-    """Return the columns of all blocks, which follow each other; None if one sends none."""
-    parts = [one for one in reports if isinstance(one, Gathered)]
-    columns = [one.columns for one in parts if one.columns is not None]
-    held_out = [one.held_out for one in parts if one.held_out is not None]
-    if len(columns) < len(reports):
-        return None
-    whole = Columns(
-        first=0,
-        matrix=sparse.hstack([cast("Csc", one.matrix) for one in columns], format="csc"),
-        norms=np.concatenate([one.norms for one in columns]),
-        sums=np.concatenate([one.sums for one in columns]),
-    )
-    return Gathered(
-        columns=whole, held_out=sparse.hstack(held_out, format="csc") if held_out else None
-    )
-
 
 def _distances(products: Floats, lengths: Floats, scale: float) -> Floats:
     """Return how far the dual point may move until each column reaches its bound."""
@@ -489,27 +504,38 @@ def _distances(products: Floats, lengths: Floats, scale: float) -> Floats:
 
 
 @final
-class _Scheduler:
+@dataclass(slots=True, kw_only=True, eq=False)
+class State:
     """What the scheduler knows: all coefficients, rounds and counts, and nothing of the data."""
 
-    def __init__(self, ends: Ids, coefficients: Floats) -> None:
-        self._ends = ends
-        self.coefficients = coefficients
-        self._round_of = np.full(len(coefficients), -1)
-        self.begin()
+    coefficients: Floats
+    round_of: Ids  # (n_features,) or -1: in the last working set
+    solutions: list[Solution] = field(default_factory=list)
+    # Of the present alpha.
+    n_iterations: int = 0
+    n_updates: int = 0
+    penalty: float = 0.0
+    losses: list[tuple[float, float, int]] = field(default_factory=list)
+    best_dual: float = -math.inf
+    last_gap: float = math.inf
+    tightness: float = 0.1
+
+    @classmethod
+    def at(cls, coefficients: Floats) -> "State":
+        state = cls(coefficients=coefficients.copy(), round_of=np.full(len(coefficients), -1))
+        state.begin()
+        return state
 
     def begin(self) -> None:
         """Begin an alpha."""
         self.n_iterations = self.n_updates = 0
-        self._penalty = float(np.abs(self.coefficients).sum())
-        self._losses: list[tuple[float, float, int]] = []
+        self.penalty = float(np.abs(self.coefficients).sum())
+        self.losses = []
+        self.best_dual, self.last_gap, self.tightness = -math.inf, math.inf, 0.1
 
     @property
     def n_used(self) -> int:
         return int(np.count_nonzero(self.coefficients))
-
-    def blocks_of(self, ids: Ids) -> Ids:
-        return np.searchsorted(self._ends, ids, side="right")
 
     def working_set(self, scored: Sequence[Report], size: int, scale: float) -> Ids:
         """Return all that are used, and the nearest others; in order of their indices."""
@@ -524,20 +550,12 @@ class _Scheduler:
         nearest = ids[np.lexsort((ids, distances))][: max(size - len(used), 0)]
         return np.sort(np.concatenate([used, nearest]))
 
-    def rounds(self, ids: Ids, blocks: Ids, columns: Columns | None, bound: float) -> Ids:
-        """Return the round of each variable."""
-        assert columns is not None
-        chosen = plan.rounds(plan.correlations(columns), blocks, bound, self._round_of[ids])
-        self._round_of[:] = -1
-        self._round_of[ids] = chosen
-        return chosen
-
     def note(self, parts: Sequence[Ids], reports: Sequence[Report]) -> float:
         """Note the new values of a round; return the largest change of a gradient."""
         done = [one for one in reports if isinstance(one, Descended)]
-        self._losses.append((done[0].loss, self._penalty, self.n_updates))
+        self.losses.append((done[0].loss, self.penalty, self.n_updates))
         for ids, one in zip(parts, done, strict=True):
-            self._penalty += float(np.abs(one.values).sum() - np.abs(self.coefficients[ids]).sum())
+            self.penalty += float(np.abs(one.values).sum() - np.abs(self.coefficients[ids]).sum())
             self.coefficients[ids] = one.values
             self.n_updates += one.n_updates
         return max(one.change for one in done)
@@ -546,7 +564,7 @@ class _Scheduler:
         self, alpha: float, measured: Measured, objective: float, gap: float, *, converged: bool
     ) -> Solution:
         ids = np.flatnonzero(self.coefficients)
-        losses, penalties, updates = np.array([*self._losses, (np.nan,) * 3]).T[:, :-1]
+        losses, penalties, updates = np.array([*self.losses, (np.nan,) * 3]).T[:, :-1]
         return Solution(
             alpha=alpha,
             ids=ids,
@@ -557,7 +575,7 @@ class _Scheduler:
             converged=converged,
             n_iterations=self.n_iterations,
             n_updates=self.n_updates,
-            n_rounds=len(self._losses),
+            n_rounds=len(self.losses),
             held_out=measured.held_out,
             objectives=losses + alpha * penalties,
             updates=updates.astype(np.int64),

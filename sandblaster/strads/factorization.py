@@ -10,9 +10,11 @@ is the same problem, up to a constant: w = c - 1, t = c / (c - 1), whole = 1.
 Rows are cut into blocks. One round updates one rank f of all: each block solves for u_f of its own
 rows, which do not depend on each other given the rest, and adds up what v_f follows from; `pull`
 divides. A row's bias is a rank whose v is held at 1; a column's one, whose u is.
+
+Blocks keep residuals, and what they take of v. At every fourth pass they begin anew, from tables.
 """
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias, cast, final
 
@@ -22,26 +24,33 @@ from scipy import sparse
 from typing_extensions import override
 
 from distbelief.core.errors import SettingError
+from distbelief.parameter_server.rows import Rows, Values
+from distbelief.protocol.vector_commands import Pull
+from sandblaster.optimizers.termination import Reason
 from sandblaster.strads.columns import of_sklearn
 from sandblaster.strads.estimator import Estimator, blocks_of, check_numbers, checked_entries
 from sandblaster.strads.factor_kernel import stepper, subtract
-from sandblaster.strads.program import Program, Pushed, Task, Values, run
+from sandblaster.strads.program import Mark, Program, Pushed, Steps, Task, Types, run
 
 
 Matrix: TypeAlias = "sparse.csr_array[np.float64]"
 Report: TypeAlias = Values
 """(4,): the block's part of the objective; of |V|^2; of held-out errors; their number."""
 
+History: TypeAlias = list[tuple[float, float]]
+
 _N_BIASES: Final = 2  # ranks: of rows, then of columns
+_ANEW_EVERY: Final = 4  # passes
 
 
 @final
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
     """Update a rank; None: evaluate."""
 
     rank: int | None
-    before: int | None  # the rank whose v has changed since
+    before: int | None = None  # the rank whose v has changed since
+    anew: bool = False  # from all of the tables
 
 
 @final
@@ -52,6 +61,7 @@ class Block:
     first: int  # its rows, in the whole
     starts: NDArray[np.int64]  # (n_rows + 1,) of rows among its entries
     columns: NDArray[np.int32]  # (n_entries,)
+    targets: Values  # (n_entries,)
     residuals: Values  # (n_entries,) w (t - u.v)
     weights: Values  # (n_entries,)
     u: Values  # (n_ranks, n_rows)
@@ -61,7 +71,7 @@ class Block:
 
 @final
 @dataclass(kw_only=True, eq=False)
-class Factors(Program[Block, Turn, Report, Sequence[tuple[float, float]]]):
+class Factors(Program[Block, Turn, Report, History]):
     """Factors of a matrix. Its tables hold one rank after the other.
 
     "rows" are u, (n_ranks * n_rows,); "columns" v, and what each was divided by:
@@ -106,6 +116,9 @@ class Factors(Program[Block, Turn, Report, Sequence[tuple[float, float]]]):
             self._free[[0, 1], [1, 0]] = False
             u[1], v[:_N_BIASES, :, 0] = 1, [[1], [0]]
         self.tables = {"rows": u.ravel(), "columns": v.reshape(-1, 2)}
+        self.pulls = {"columns": Pull("divide", self.regularization)}
+        self.types = Types(argument=Turn, report=Report, state=History)
+        self.keeps_state = True
         ends = self.targets.indptr[1:].astype(np.int64)
         shares = np.arange(self.n_blocks + 1) * (ends[-1] / self.n_blocks)
         self._ends = np.searchsorted(ends, shares)
@@ -119,55 +132,83 @@ class Factors(Program[Block, Turn, Report, Sequence[tuple[float, float]]]):
             first=int(first),
             starts=targets.indptr.astype(np.int64),
             columns=targets.indices.astype(np.int32),
-            residuals=targets.data * weights.data,
+            targets=targets.data,
+            residuals=np.zeros_like(targets.data),
             weights=weights.data,
-            u=self.tables["rows"].reshape(self.n_ranks, -1)[:, first:end].copy(),
-            v=self.tables["columns"][:, 0].reshape(self.n_ranks, -1).copy(),
+            u=np.zeros((self.n_ranks, end - first)),
+            v=np.zeros((self.n_ranks, targets.shape[1])),
             held_out=self.held_out[first:end],
         )
 
     @override
-    def schedule(
-        self,
-    ) -> Generator[Sequence[Task[Turn]], Sequence[Report], Sequence[tuple[float, float]]]:
-        history: list[tuple[float, float]] = []
-        for _ in range(self.max_iter):
-            before = None
+    def schedule(self, state: object = None) -> Steps[Turn, Report, History]:
+        history = [] if state is None else cast("History", state)
+        n_variables = int((self._free * [[self.targets.shape[0]], [self.targets.shape[1]]]).sum())
+        while not (end := self._end(history)):
+            is_anew, before = len(history) % _ANEW_EVERY == 0, None
             for rank in range(self.n_ranks):
-                yield self._round(rank, before)
+                yield self._round(rank, before, anew=is_anew and not rank)
                 before = rank
             loss, of_v, errors, n = np.sum((yield self._round(None, before)), axis=0)
             # Each block has reported the same v.
             objective = loss + of_v / self.n_blocks - self.whole * self.targets.sum()
             history.append((float(objective), float(errors / n) if n else 0.0))
-            if self._is_over(history):
-                break
+            can_resume = len(history) % _ANEW_EVERY == 0
+            yield self._mark(history, n_variables, history if can_resume else None)
+        yield self._mark(history, n_variables, history, end)
         return history
 
-    def _round(self, rank: int | None, before: int | None) -> list[Task[Turn]]:
+    def _mark(
+        self, history: History, n_variables: int, state: History | None, end: Reason | None = None
+    ) -> Mark:
+        n_updates = len(history) * n_variables
+        return Mark(objective=history[-1][0], n_updates=n_updates, state=state, end=end)
+
+    def _round(
+        self, rank: int | None, before: int | None, *, anew: bool = False
+    ) -> list[Task[Turn]]:
         changed = before is not None and self._free[1, before]
-        takes = {"columns": self._columns(before)} if changed and before is not None else {}
-        turn = Turn(rank, before if changed else None)
-        return [Task(block=block, argument=turn, takes=takes) for block in range(self.n_blocks)]
+        takes: dict[str, Rows] = {}
+        if changed and before is not None:
+            takes = {"columns": self._columns(before)}
+        turn = Turn(rank=rank, before=before if changed else None, anew=anew)
+        blocks = range(self.n_blocks)
+        if not anew:
+            return [Task(block=block, argument=turn, takes=takes) for block in blocks]
+        ranks = np.arange(self.n_ranks)[:, None] * self.targets.shape[0]
+        return [
+            Task(
+                block=block,
+                argument=turn,
+                takes={
+                    "columns": slice(None),
+                    "rows": (ranks + np.arange(*self._ends[block : block + 2])).ravel(),
+                },
+            )
+            for block in blocks
+        ]
 
     def _columns(self, rank: int) -> "slice[int, int, None]":
         n_columns = self.targets.shape[1]
         return slice(rank * n_columns, (rank + 1) * n_columns)
 
-    def _is_over(self, history: Sequence[tuple[float, float]]) -> bool:
+    def _end(self, history: History) -> Reason | None:
         errors = [error for _, error in history]
         if self.held_out.nnz and len(history) > self.patience:
             best = min(errors[: -self.patience])
             if min(errors[-self.patience :]) >= best:
-                return True
-        if len(history) < 2:
-            return False
-        before, last = history[-2][0], history[-1][0]
-        return before - last <= self.tol * abs(before)
+                return Reason.HELD_OUT
+        if len(history) > 1:
+            before, last = history[-2][0], history[-1][0]
+            if before - last <= self.tol * abs(before):
+                return Reason.CONVERGED_VALUE
+        return Reason.MAX_ITERATIONS if len(history) >= self.max_iter else None
 
     @override
     def push(self, block: Block, argument: Turn, taken: Mapping[str, Values]) -> Pushed[Report]:
         rank, before = argument.rank, argument.before
+        if argument.anew:
+            self._begin_anew(block, taken)
         entries = block.starts, block.columns, block.residuals, block.weights
         u_before, moved = block.u[0], np.zeros(block.v.shape[1])
         if before is not None:
@@ -201,12 +242,14 @@ class Factors(Program[Block, Turn, Report, Sequence[tuple[float, float]]]):
         products[rank] = 0
         return -products @ u, size
 
-    @override
-    def pull(self, table: str, rows: Values, sums: Values) -> Values:
-        if table == "rows":
-            return rows + sums
-        divisors = sums[:, 1] + self.regularization
-        return np.stack([sums[:, 0] / divisors, divisors], axis=1)
+    def _begin_anew(self, block: Block, taken: Mapping[str, Values]) -> None:
+        block.u = taken["rows"].reshape(self.n_ranks, -1).copy()
+        block.v = taken["columns"][:, 0].reshape(self.n_ranks, -1).copy()
+        rows = np.repeat(np.arange(len(block.starts) - 1), np.diff(block.starts))
+        rest = block.targets.copy()
+        for u, v in zip(block.u, block.v, strict=True):
+            rest -= u[rows] * v[block.columns]
+        block.residuals = rest * block.weights
 
     def _report(self, block: Block) -> Report:
         u, v = block.u, block.v

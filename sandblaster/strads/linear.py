@@ -14,6 +14,7 @@ from typing import Literal, Self, cast, final
 
 import numpy as np
 from scipy.special import expit
+from typing_extensions import override
 
 from distbelief.core.errors import SettingError
 from sandblaster.strads import kernels
@@ -101,7 +102,9 @@ def sparse_path(  # noqa: PLR0913 -- of a problem, of a path, of a solver
         first = largest_alpha(matrix, targets, kind, centred=fit_intercept)
         alphas = cast("Sequence[float]", np.geomspace(first, first * smallest, n_alphas).tolist())
     settings = _Settings(user, fit_intercept, tol, max_iter, n_blocks, workers)
-    return settings.solve(matrix, targets, kind, [*alphas], held_out=held, patience=patience)
+    return settings.solved(
+        settings.program(matrix, targets, kind, [*alphas], held_out=held, patience=patience)
+    )
 
 
 def largest_alpha(x: Matrix, y: Floats, loss: Loss, *, centred: bool) -> float:
@@ -141,7 +144,7 @@ class _Settings:
     n_blocks: int | None
     workers: int
 
-    def solve(
+    def program(
         self,
         x: Matrix,
         y: Floats,
@@ -151,7 +154,7 @@ class _Settings:
         start: tuple[Floats, float] | None = None,
         held_out: "tuple[Matrix, Floats] | None" = None,
         patience: int | None = None,
-    ) -> Sequence[Solution]:
+    ) -> Descent:
         given: Sequence[object] = [*alphas]
         if not given:
             raise SettingError(f"{self.user}: alphas is empty; give at least one")
@@ -170,7 +173,7 @@ class _Settings:
             raise SettingError(f"{self.user}: tol is {tol!r}; use a number of at least 0")
         kernels.best()  # compiled before threads ask for it
         n_blocks = min(self.workers, x.shape[1]) if self.n_blocks is None else self.n_blocks
-        program = Descent(
+        return Descent(
             x,
             y,
             loss,
@@ -183,6 +186,8 @@ class _Settings:
             held_out=held_out,
             patience=patience,
         )
+
+    def solved(self, program: Descent) -> Sequence[Solution]:
         solutions, _ = run(program, workers=self.workers)
         for one in solutions:
             if not one.converged:
@@ -223,9 +228,9 @@ class _Linear(Estimator):
         self.workers = workers
         self.warm_start = warm_start
 
-    def _solve(self, x: Matrix, y: Floats, loss: Loss) -> tuple[Floats, float]:
-        """Fit; return coefficients, (n_features,), and intercept."""
-        settings = _Settings(
+    @property
+    def _settings(self) -> _Settings:
+        return _Settings(
             type(self).__name__,
             self.fit_intercept,
             self.tol,
@@ -233,6 +238,8 @@ class _Linear(Estimator):
             self.n_blocks,
             self.workers,
         )
+
+    def _program(self, x: Matrix, y: Floats, loss: Loss) -> Descent:
         start = None
         fitted = cast("Mapping[str, object]", vars(self))
         if self.warm_start and "coef_" in fitted and self.n_features_in_ == x.shape[1]:
@@ -242,7 +249,11 @@ class _Linear(Estimator):
             coefficients[columns.norms == 0.0] = 0.0
             intercept = float(np.ravel(cast("Floats", fitted["intercept_"]))[0])
             start = coefficients, intercept if self.fit_intercept else 0.0
-        (found,) = settings.solve(x, y, loss, [self.alpha], start=start)
+        return self._settings.program(x, y, loss, [self.alpha], start=start)
+
+    def _solve(self, x: Matrix, y: Floats, loss: Loss) -> tuple[Floats, float]:
+        """Fit; return coefficients, (n_features,), and intercept."""
+        (found,) = self._settings.solved(self._program(x, y, loss))
         self.n_features_in_ = x.shape[1]
         self.n_iter_, self.n_updates_ = found.n_iterations, found.n_updates
         self.dual_gap_, self.objective_ = found.gap, found.objective
@@ -298,10 +309,12 @@ class Lasso(_Linear):
         Raises:
             SettingError: data or arguments cannot be computed with.
         """
-        matrix = checked_matrix(X, user="Lasso")
-        targets = checked_targets(y, matrix.shape[0], user="Lasso")
-        self.coef_, self.intercept_ = self._solve(matrix, targets, Squares())
+        self.coef_, self.intercept_ = self._solve(*_checked(X, y), Squares())
         return self
+
+    def program(self, X: object, y: object) -> Descent:  # noqa: N803
+        """Return what `fit` runs; SettingError as there."""
+        return self._program(*_checked(X, y), Squares())
 
     def predict(self, X: object) -> Floats:  # noqa: N803
         """Return X w + b, (n_samples,)."""
@@ -315,6 +328,7 @@ class Lasso(_Linear):
         rest, total = np.dot(targets - predicted, targets - predicted), deviations @ deviations
         return float(1.0 - rest / total) if total else float(rest == 0.0)
 
+    @override
     def __sklearn_tags__(self) -> object:
         return _tags("regressor")
 
@@ -339,23 +353,16 @@ class SparseLogisticRegression(_Linear):
         Raises:
             SettingError: data or arguments cannot be computed with.
         """
-        user = "SparseLogisticRegression"
-        matrix = checked_matrix(X, user=user)
-        labels = checked_labels(y, matrix.shape[0], user=user)
-        if labels.dtype.kind == "f" and (labels.astype(np.float64) % 1.0).any():
-            raise SettingError(f"Unknown label type: {user} needs classes, y is continuous")
-        classes = np.unique(labels)
-        if len(classes) != 2:
-            raise SettingError(
-                f"{user}: y has {len(classes)} class{'es' * (len(classes) != 1)}. Only binary "
-                "classification is supported: fit one model per class to y == class"
-            )
-        coefficients, intercept = self._solve(
-            matrix, (labels == classes[1]).astype(np.float64), Logistic()
-        )
+        matrix, targets, classes = _classified(X, y)
+        coefficients, intercept = self._solve(matrix, targets, Logistic())
         self.classes_ = classes
         self.coef_, self.intercept_ = coefficients[np.newaxis], np.array([intercept])
         return self
+
+    def program(self, X: object, y: object) -> Descent:  # noqa: N803
+        """Return what `fit` runs; SettingError as there."""
+        matrix, targets, _ = _classified(X, y)
+        return self._program(matrix, targets, Logistic())
 
     def decision_function(self, X: object) -> Floats:  # noqa: N803
         """Return X w + b, (n_samples,): above 0 where `classes_[1]` is predicted."""
@@ -377,8 +384,30 @@ class SparseLogisticRegression(_Linear):
         labels = checked_labels(y, len(predicted), user="SparseLogisticRegression")
         return float((predicted == labels).mean())
 
+    @override
     def __sklearn_tags__(self) -> object:
         return _tags("classifier")
+
+
+def _checked(x: object, y: object) -> tuple[Matrix, Floats]:
+    matrix = checked_matrix(x, user="Lasso")
+    return matrix, checked_targets(y, matrix.shape[0], user="Lasso")
+
+
+def _classified(x: object, y: object) -> tuple[Matrix, Floats, Labels]:
+    """Return X, 1 for the second of two classes and else 0, and these."""
+    user = "SparseLogisticRegression"
+    matrix = checked_matrix(x, user=user)
+    labels = checked_labels(y, matrix.shape[0], user=user)
+    if labels.dtype.kind == "f" and (labels.astype(np.float64) % 1.0).any():
+        raise SettingError(f"Unknown label type: {user} needs classes, y is continuous")
+    classes = np.unique(labels)
+    if len(classes) != 2:
+        raise SettingError(
+            f"{user}: y has {len(classes)} class{'es' * (len(classes) != 1)}. Only binary "
+            "classification is supported: fit one model per class to y == class"
+        )
+    return matrix, (labels == classes[1]).astype(np.float64), classes
 
 
 def _tags(kind: Literal["regressor", "classifier"]) -> object:

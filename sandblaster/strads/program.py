@@ -10,24 +10,24 @@ Not samples but variables of a model are dealt to those that compute:
 The data are cut into blocks. Their number is of the program, and they decide what is computed;
 which worker has which block changes no bit, since sums are added in the order of the tasks.
 
-Variables are rows of named tables. `run` holds them in this process.
+Variables are rows of named tables. `run` holds them in this process; in a job shards do
+(`distbelief.parameter_server.rows`), and `cluster` and `worker` have the other roles.
 """
 
+import zlib
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import Generic, Protocol, TypeAlias, TypeVar, cast
+from types import MappingProxyType
+from typing import Final, Generic, Protocol, TypeAlias, TypeVar, cast
 
+import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
+from distbelief.parameter_server.rows import Rows, Values, add_up
+from distbelief.protocol.vector_commands import Pull
+from sandblaster.optimizers.termination import Reason
 
-Values = NDArray[np.float64]
-"""Rows of a table: (n_rows, n_columns), or (n_rows,) of a table without columns."""
-
-Rows: TypeAlias = "NDArray[np.int64] | slice[int, int, None]"
-"""Which rows of a table; none is named twice."""
 
 Block = TypeVar("Block")
 Argument = TypeVar("Argument")
@@ -52,26 +52,58 @@ class Pushed(Generic[Report]):
     report: Report  # for `schedule`: numbers and changes of variables, never data
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mark:
+    """A pass is done, or all is."""
+
+    objective: float
+    n_updates: int  # of single variables, since the start
+    # With which `schedule` goes on from here, where tables alone have all that blocks have
+    # computed; None: somewhere else.
+    state: object
+    end: Reason | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Types:
+    """Of what is sent and saved in a job, as msgspec takes them."""
+
+    argument: object
+    report: object
+    state: object
+
+
+Steps: TypeAlias = Generator[Sequence[Task[Argument]] | Mark, Sequence[Report], Result_co]
+
+
 class Program(Protocol[Block, Argument, Report, Result_co]):
-    """What is computed, and in which order. `tables` are the values at the start."""
+    """What is computed, and in which order. `tables` are the values at the start.
+
+    `pulls` are by table; rows of others become old ones plus sums. Without `types` only `run` can
+    run it. `keeps_state` says that blocks keep more from round to round than what follows from
+    data and tables; but not over marks with a state.
+    """
 
     n_blocks: int
     tables: Mapping[str, Values]
+    pulls: Mapping[str, Pull] = MappingProxyType({})
+    types: Types | None = None
+    keeps_state: bool = False
 
     def load(self, block: int) -> Block:
         """Return this block of the data, with what its worker keeps from round to round."""
         ...
 
-    def schedule(self) -> Generator[Sequence[Task[Argument]], Sequence[Report], Result_co]:
-        """Deal rounds, each with at most one task per block; receive reports in their order."""
+    def schedule(self, state: object = None) -> Steps[Argument, Report, Result_co]:
+        """Deal rounds, each with at most one task per block; receive reports in their order.
+
+        It may yield marks, which are progress, and go on from the state of one, with the tables
+        of then.
+        """
         ...
 
     def push(self, block: Block, argument: Argument, taken: Mapping[str, Values]) -> Pushed[Report]:
         """Compute one task. What was taken must not be changed."""
-        ...
-
-    def pull(self, table: str, rows: Values, sums: Values) -> Values:
-        """Return the new rows of a table: most programs add the sums."""
         ...
 
 
@@ -98,57 +130,60 @@ def run(
         taken = {name: read_only[name][rows] for name, rows in task.takes.items()}
         return program.push(blocks[task.block], task.argument, taken)
 
-    steps, reports = program.schedule(), None
+    steps, reports = program.schedule(), list[Report]()
+    has_begun = False
     with ThreadPoolExecutor(workers) as pool:
         while True:
             try:
-                tasks = next(steps) if reports is None else steps.send(reports)
+                tasks = steps.send(reports) if has_begun else next(steps)
             except StopIteration as end:
                 return cast("Result_co", end.value), tables
+            has_begun, reports = True, []
+            if isinstance(tasks, Mark):
+                continue
             pushed = list(pool.map(computed, tasks) if workers > 1 else map(computed, tasks))
             for name, table in tables.items():
-                _commit(program, name, table, [one.adds.get(name) for one in pushed])
+                adds = [one.adds[name] for one in pushed if name in one.adds]
+                if adds:
+                    add_up(table, adds, program.pulls.get(name, Pull()))
             reports = [one.report for one in pushed]
             if watch is not None:
                 watch(reports)
 
 
-def _commit(
-    program: Program[Block, Argument, Report, Result_co],
-    name: str,
-    table: Values,
-    adds: Sequence[tuple[Rows, Values] | None],
-) -> None:
-    given = [(_bounded(one[0], len(table)), one[1]) for one in adds if one is not None]
-    spans = {(rows.start, rows.stop) for rows, _ in given if isinstance(rows, slice)}
-    ordered = sorted(spans)
-    if all(isinstance(rows, slice) for rows, _ in given) and all(
-        stop <= start for (_, stop), (start, _) in pairwise(ordered)
-    ):  # the same, or apart, as most programs deal them: in a fraction of the time
-        for start, stop in ordered:
-            span = slice(start, stop)
-            first, *rest = [values for rows, values in given if rows == span]
-            sums = first.copy() if rest else first
-            for values in rest:
-                sums += values
-            table[span] = program.pull(name, table[span], sums)
-    elif len(given) == 1:
-        rows, sums = given[0]
-        table[rows] = program.pull(name, table[rows], sums)
-    else:
-        indices = np.unique(np.concatenate([_indices(rows) for rows, _ in given]))
-        sums = np.zeros((len(indices), *table.shape[1:]))
-        for rows, values in given:
-            sums[np.searchsorted(indices, _indices(rows))] += values
-        table[indices] = program.pull(name, table[indices], sums)
+# --- as bytes ---
+
+_COMPRESSED: Final = 4096  # bytes from which they are worth it
+_TYPES: Final = ("<f8", "<i8", "<i4")
 
 
-def _bounded(rows: Rows, n_rows: int) -> Rows:
-    if not isinstance(rows, slice):
-        return rows
-    start, stop, _ = rows.indices(n_rows)
-    return slice(start, stop)
+def packed(value: object) -> bytes:
+    """Return arguments, reports and states as bytes: of msgspec's types, and arrays of numbers."""
+    content = msgspec.msgpack.encode(value, enc_hook=_array_out)
+    is_long = len(content) > _COMPRESSED
+    return b"z" + zlib.compress(content, 1) if is_long else b"p" + content
 
 
-def _indices(rows: Rows) -> NDArray[np.int64]:
-    return np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
+def unpacked(content: bytes, kind: object) -> object:
+    """Return what was packed, or raise msgspec.ValidationError."""
+    try:
+        plain = zlib.decompress(content[1:]) if content[:1] == b"z" else content[1:]
+    except zlib.error as error:
+        raise msgspec.ValidationError(str(error)) from None
+    return msgspec.msgpack.decode(plain, type=kind, dec_hook=_array_in)
+
+
+def _array_out(value: object) -> object:
+    if isinstance(value, np.ndarray) and value.dtype.str in _TYPES:
+        return value.dtype.str, value.shape, value.tobytes()
+    if isinstance(value, np.generic):
+        return value.item()
+    raise NotImplementedError(f"cannot pack {value!r:.80}")
+
+
+def _array_in(kind: type, value: object) -> object:
+    del kind
+    name, shape, content = msgspec.convert(value, tuple[str, tuple[int, ...], bytes])
+    if name not in _TYPES:
+        raise msgspec.ValidationError(f"no array: {name:.8}")
+    return np.frombuffer(content, name).reshape(shape).copy()

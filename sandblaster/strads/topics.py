@@ -15,7 +15,7 @@ topic: drawn from the counts of those before it, they took many more passes to b
 A token's random number is made of seed, pass, document and position: no bit depends on workers.
 """
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias, final
 
@@ -26,9 +26,10 @@ from scipy.special import digamma
 from typing_extensions import override
 
 from distbelief.core.errors import SettingError
+from distbelief.parameter_server.rows import Values
 from sandblaster.strads.columns import of_sklearn
 from sandblaster.strads.estimator import Estimator, blocks_of, check_numbers, checked_entries
-from sandblaster.strads.program import Program, Pushed, Task, Values, run
+from sandblaster.strads.program import Program, Pushed, Steps, Task, run
 from sandblaster.strads.topic_kernel import LANES, Counts, sampler
 
 
@@ -260,7 +261,8 @@ class Topics(Program[Block, Argument, Report, Learned]):
         return -(-len(self.alpha) // LANES) * LANES
 
     @override
-    def schedule(self) -> Generator[Sequence[Task[Argument]], Sequence[Report], Learned]:
+    def schedule(self, state: object = None) -> Steps[Argument, Report, Learned]:
+        assert state is None, "blocks keep topics: there are no marks"
         alpha, scores, evaluations = self.alpha, list[float](), list[tuple[int, float]]()
         for number in range(self.max_iter + 1):
             totals = np.zeros(2)
@@ -300,9 +302,7 @@ class Topics(Program[Block, Argument, Report, Learned]):
         blocks = range(self.n_blocks)
         return [Task(block=block, argument=argument, takes=takes) for block in blocks]
 
-    def _fitted(
-        self, alpha: Values
-    ) -> Generator[Sequence[Task[Argument]], Sequence[Report], Values]:
+    def _fitted(self, alpha: Values) -> Steps[Argument, Report, Values]:
         for _ in range(5):
             reports = yield self._all(Weigh(alpha), {})
             totals = sum(reports, np.zeros(len(alpha) + 1))
@@ -368,10 +368,6 @@ class Topics(Program[Block, Argument, Report, Learned]):
             },
             report=np.array([score, len(tokens)]),
         )
-
-    @override
-    def pull(self, table: str, rows: Values, sums: Values) -> Values:
-        return rows + sums
 
     def word_weights(self, tables: Mapping[str, Values]) -> Values:
         """Return the probability of each word in each topic: (n_words, n_topics)."""

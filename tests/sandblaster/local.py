@@ -97,6 +97,8 @@ class Local:
                 return self.perform(commands)
             case base.Evaluate():
                 return self._evaluate(request)
+            case base.Round():
+                raise AssertionError("no program")
             case base.IterationDone():
                 return self._callback is not None and self._callback(request)
 

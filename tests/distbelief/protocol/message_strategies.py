@@ -26,14 +26,21 @@ def vectors(draw: st.DrawFn) -> Vector:
     return values[:: draw(st.sampled_from([1, 2, -1]))]
 
 
+_PLAIN: dict[type, st.SearchStrategy[object]] = {
+    inspect.BoolType: st.booleans(),
+    inspect.NoneType: st.none(),
+    inspect.BytesType: st.binary(max_size=100),
+}
+
+
 def _values_of(kind: inspect.Type) -> st.SearchStrategy[object]:  # noqa: PLR0911 -- a case each
     match kind:
         case inspect.IntType():
             return st.integers(kind.ge, kind.le)
         case inspect.FloatType():
             return st.floats(kind.ge, kind.le)
-        case inspect.BoolType() | inspect.NoneType():
-            return st.booleans() if isinstance(kind, inspect.BoolType) else st.none()
+        case inspect.BoolType() | inspect.NoneType() | inspect.BytesType():
+            return _PLAIN[type(kind)]
         case inspect.StrType():
             text = st.text(max_size=min(kind.max_length or 50, 2048))
             return st.sampled_from(["trial", "s0", "A-9_.x"]) if kind.pattern else text

@@ -17,12 +17,22 @@ from distbelief.worker.rank import Rank
 from distbelief.worker.replica import Replica
 from distbelief.worker.ring import Ring
 from sandblaster.coordinator.coordinator import Coordinator
+from sandblaster.strads.worker import BlockWorker
 from sandblaster.warm_start_worker import WarmStartWorker
 from sandblaster.worker import ChunkProgram
 from tests.distbelief.simulation.toys import STEADY, TESTER, A
 
 
-ROLES = (Coordinator, HostAgent, LoopWorker, Replica, Shard, Supervisor, WarmStartWorker)
+ROLES = (
+    BlockWorker,
+    Coordinator,
+    HostAgent,
+    LoopWorker,
+    Replica,
+    Shard,
+    Supervisor,
+    WarmStartWorker,
+)
 
 
 class OnlyStop:

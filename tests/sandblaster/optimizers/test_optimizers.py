@@ -127,7 +127,7 @@ def test_parameters_are_only_written_by_an_acceptance(name: str) -> None:
             assert "parameters" not in written(request.before + request.after)
         elif isinstance(request, base.VectorOps):
             n_writes += "parameters" in written(request.commands)
-        else:
+        elif isinstance(request, base.IterationDone):
             n_accepted = request.iteration
     assert n_writes == n_accepted > 0
 
@@ -306,6 +306,8 @@ def n_bytes(requests: list[base.Request]) -> list[int]:
                 sizes.append(len(msgspec.msgpack.encode(request.before + request.after)))
             case base.IterationDone():
                 sizes.append(len(request.state))
+            case base.Round():
+                raise AssertionError("no program")
     return sizes
 
 
@@ -379,4 +381,6 @@ def test_every_reason_has_a_sentence() -> None:
         "CONVERGED_GRADIENT",
         "CONVERGED_VALUE",
         "CONVERGED_ROUNDING",
+        "CONVERGED_GAP",
+        "HELD_OUT",
     ]

@@ -15,8 +15,9 @@ from sklearn.pipeline import make_pipeline
 import sandblaster
 from distbelief.core.errors import SettingError
 from sandblaster.strads import topic_kernel
-from sandblaster.strads.program import run
+from sandblaster.strads.program import Mark, Task, run
 from sandblaster.strads.topics import (
+    Argument,
     Block,
     Sample,
     Topics,
@@ -145,12 +146,17 @@ def test_kernel_and_numpy_draw_the_same_bits(n_topics: int) -> None:
     assert results[0]["topics"].max() < n_topics  # none beyond the last
 
 
+def deals(step: Sequence[Task[Argument]] | Mark) -> Sequence[Task[Argument]]:
+    assert not isinstance(step, Mark)
+    return step
+
+
 def test_st4_each_turn_deals_every_bucket_once_and_a_pass_every_pair() -> None:
     program = topics(corpus(), 4, n_blocks=3)
     steps = program.schedule()
     rounds = [next(steps), *(steps.send([np.ones(2)] * 3) for _ in range(5))]
     a, b, c = slice(0, 14), slice(14, 27), slice(27, 40)
-    assert [[task.takes["words"] for task in tasks] for tasks in rounds] == [
+    assert [[task.takes["words"] for task in deals(tasks)] for tasks in rounds] == [
         [a, b, c],
         [b, c, a],
         [c, a, b],
@@ -173,7 +179,8 @@ def test_st4_tables_count_every_token_after_each_round_and_match_its_blocks() ->
 
     class Kept:
         n_blocks, tables = program.n_blocks, program.tables
-        schedule, push, pull = program.schedule, program.push, program.pull
+        types, keeps_state = program.types, program.keeps_state
+        schedule, push, pulls = program.schedule, program.push, program.pulls
 
         def load(self, block: int) -> Block:
             blocks[block] = program.load(block)
@@ -346,7 +353,7 @@ def test_the_learned_prior_is_the_most_likely_one() -> None:
             except StopIteration as end:
                 alpha = end.value
                 break
-            reports = [program.push(block, task.argument, {}).report for task in tasks]
+            reports = [program.push(block, task.argument, {}).report for task in deals(tasks)]
     for topic in range(3):
         for factor in (0.9, 1.1):
             other = alpha.copy()

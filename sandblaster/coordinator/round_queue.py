@@ -1,0 +1,174 @@
+"""The tasks of one round: which worker computes which, and whose result counts.
+
+A block of the data stays with the worker that has it, until that is lost. Where no block keeps
+anything from round to round, blocks also move to workers that have fewer, and a task that takes
+far longer than the others gets a second attempt. The first attempt that all shards hold counts.
+"""
+
+from collections import Counter
+from typing import Final, final
+
+from distbelief.protocol import WorkReport
+from distbelief.protocol.role import Seconds
+from sandblaster.coordinator.work_queue import SeriesCounters
+from sandblaster.coordinator.workers import (
+    Attempt,
+    Chunk,
+    CoordinatorConfig,
+    WorkerPool,
+    WorkerState,
+)
+from sandblaster.optimizers.base import N_BYTES_MAX, Round
+
+
+_LATE: Final = 3.0  # times the slowest other task of the round
+
+
+@final
+class RoundQueue:
+    is_finite = True  # tasks have no loss
+
+    def __init__(
+        self,
+        config: CoordinatorConfig,
+        *,
+        pool: WorkerPool,
+        request: Round,
+        counters: SeriesCounters,
+    ) -> None:
+        self._config = config
+        self._pool = pool
+        self._counters = counters
+        self._may_move = request.may_move
+        self._is_balanced = not request.may_move
+        self._chunks = [
+            Chunk(index=block, start=block, n_examples=1, content=content)
+            for block, content in request.tasks
+        ]
+        self._pending = list(self._chunks)
+        self._changed: dict[int, WorkerState] = {}
+        self._slowest: Seconds = 0.0  # of those done
+        self.lost_block: int | None = None  # its worker is gone, with what it kept
+        self.n_chunks = len(self._chunks)
+        self.n_counted = 0  # that all shards hold
+        self.n_backups = 0
+
+    @property
+    def is_complete(self) -> bool:
+        return self.n_counted == self.n_chunks
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """The attempts that count, in the order of the tasks."""
+        return tuple(one.winner.number for one in self._chunks if one.winner is not None)
+
+    @property
+    def reports(self) -> tuple[bytes, ...]:
+        return tuple(one.staged.content for one in self._chunks if one.staged is not None)
+
+    def take_report(self, worker: WorkerState, report: WorkReport, now: Seconds) -> None:
+        for result in report.results:
+            one = worker.attempts.get(result.attempt)
+            if one is None or not result.staged:
+                continue
+            chunk, elapsed = one.chunk, now - one.assigned_at
+            self._pool.record(worker, result, elapsed=elapsed)
+            self._slowest = max(self._slowest, elapsed)
+            chunk.winner, chunk.staged = one, result
+            self.n_counted += 1
+            self._counters.blocks[chunk.index] = worker.number  # it has what others may lack
+            for other in list(chunk.attempts.values()):
+                self._drop(other)
+                if other is not one:
+                    self._changed[other.worker.number] = other.worker
+        if worker.attempts and sum(len(one.content) for one in report.results) > N_BYTES_MAX // 2:
+            self._changed[worker.number] = worker  # it may have more than fit into a message
+
+    def touch(self, worker: WorkerState) -> None:
+        """Nothing to do: every event is followed by `assign`."""
+
+    def rank(self) -> None:
+        """Nothing to do: as `touch`."""
+
+    def lost(self, worker: WorkerState, now: Seconds) -> None:
+        """Have other workers compute its tasks."""
+        del now
+        for one in list(worker.attempts.values()):
+            self._drop(one)
+            if not one.chunk.attempts:
+                self._pending.append(one.chunk)
+
+    def changed(self) -> list[WorkerState]:
+        """Return the workers whose assignment has changed since the last call."""
+        changed, self._changed = list(self._changed.values()), {}
+        return [worker for worker in changed if worker is self._pool.get(worker.name)]
+
+    def assign(self, now: Seconds) -> None:
+        """Give pending tasks to the workers of their blocks."""
+        workers = {worker.number: worker for worker in self._pool}
+        if not workers or self.lost_block is not None:
+            return
+        if not self._is_balanced:
+            self._balance(workers)
+        owners, pending = self._counters.blocks, self._pending
+        self._pending = []
+        for chunk in sorted(pending, key=lambda one: one.index):
+            number = owners.get(chunk.index)
+            if number is not None and number not in workers and not self._may_move:
+                self.lost_block = chunk.index
+                return
+            if number not in workers:
+                number = owners[chunk.index] = min(self._loads(workers))[1]
+            worker = workers[number]
+            n_bytes = sum(len(one.chunk.content) for one in worker.attempts.values())
+            if worker.attempts and n_bytes + len(chunk.content) > N_BYTES_MAX:
+                self._pending.append(chunk)
+            else:
+                self._attempt(chunk, worker, now)
+        if self._may_move and self._config.backups:
+            self._start_backups(workers, now)
+
+    def validate(self) -> None:
+        """Check what holds after every event; only simulations call it."""
+        for one in self._chunks:
+            is_waiting = one in self._pending or bool(one.attempts)
+            assert (one.staged is not None) != is_waiting or self.lost_block is not None, one
+            assert len(one.attempts) <= 2, one
+
+    def _loads(self, workers: dict[int, WorkerState]) -> list[tuple[int, int]]:
+        """Return how many blocks each worker has, with its number."""
+        counts = Counter(self._counters.blocks.values())
+        return [(counts[number], number) for number in workers]
+
+    def _balance(self, workers: dict[int, WorkerState]) -> None:
+        """Let workers that have come take blocks of those that have more."""
+        self._is_balanced, owners = True, self._counters.blocks
+        while True:
+            (least, to), (most, source) = min(loads := self._loads(workers)), max(loads)
+            if most - least < 2:
+                return
+            owners[max(block for block, number in owners.items() if number == source)] = to
+
+    def _attempt(self, chunk: Chunk, worker: WorkerState, now: Seconds) -> None:
+        self._counters.attempt += 1
+        one = Attempt(number=self._counters.attempt, chunk=chunk, worker=worker, assigned_at=now)
+        chunk.attempts[one.number] = worker.attempts[one.number] = one
+        self._changed[worker.number] = worker
+
+    def _drop(self, one: Attempt) -> None:
+        one.worker.attempts.pop(one.number, None)
+        one.chunk.attempts.pop(one.number, None)
+
+    def _start_backups(self, workers: dict[int, WorkerState], now: Seconds) -> None:
+        least = max(_LATE * self._slowest, self._config.backup_seconds_min)
+        late = [
+            one
+            for chunk in self._chunks
+            if self.n_counted and len(chunk.attempts) == 1
+            for one in chunk.attempts.values()
+            if now - one.assigned_at > least
+        ]
+        idle = [worker for worker in workers.values() if not worker.attempts]
+        for one, worker in zip(late, idle, strict=False):
+            self.n_backups += 1
+            self._attempt(one.chunk, worker, now)

@@ -1,0 +1,234 @@
+"""Programs as models of a job: [model] factory and [data.train] factory of a job file.
+
+    [model]                                             [data.train]
+    factory = "sandblaster.strads.jobs:lasso"           factory = "sandblaster.strads.jobs:samples"
+    arguments = { x = "x.npz", y = "y.npy", ... }       arguments = { x = "x.npz", y = "y.npy" }
+
+    [algorithm]
+    name = "sandblaster"
+    method = "strads"
+    loss = "mse"
+
+Parameters of such a module are the tables of its program, on the shards row by row. As a module
+it predicts: what evaluates, loads and saves models needs nothing else. Your own is a module with
+an attribute `program` whose tables have the names and shapes of its parameters, in float64.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TypeVar, cast, final
+
+import numpy as np
+import torch
+from scipy import sparse
+from torch import nn
+from typing_extensions import override
+
+from distbelief.core.errors import JobError, SettingError
+from distbelief.task.task import ModelSpec, build_model
+from sandblaster.strads.columns import Matrix
+from sandblaster.strads.descent import Descent
+from sandblaster.strads.estimator import Estimator
+from sandblaster.strads.factorization import MatrixFactorization
+from sandblaster.strads.kernels import Floats
+from sandblaster.strads.linear import Lasso, SparseLogisticRegression
+from sandblaster.strads.method import AnyProgram
+
+
+Kind = TypeVar("Kind", bound=Estimator)
+
+
+def program_of(spec: ModelSpec) -> AnyProgram:
+    """Return the program of a model, or raise JobError."""
+    if spec.initial != "module":
+        raise JobError(
+            f"[model] initial is {spec.initial!r}: a program begins at its own values; remove it"
+        )
+    module = build_model(spec)
+    program = cast("AnyProgram | None", getattr(module, "program", None))
+    if program is None or program.types is None:
+        raise JobError(
+            f'[model] {spec.factory} is no program: with method = "strads" use '
+            '"sandblaster.strads.jobs:lasso", or a module with an attribute program'
+        )
+    shapes = {name: tuple(tensor.shape) for name, tensor in module.named_parameters()}
+    if shapes != {name: values.shape for name, values in program.tables.items()}:
+        raise JobError(f"[model] {spec.factory}: parameters {shapes} are not its program's tables")
+    return program
+
+
+class _Tables(nn.Module):
+    """A module whose parameters are the tables of a program, at its start."""
+
+    def __init__(self, program: AnyProgram) -> None:
+        super().__init__()
+        self.program = program
+        for name, values in program.tables.items():
+            self.register_parameter(name, nn.Parameter(torch.from_numpy(values.copy())))
+
+    def _sum_of(self, name: str) -> torch.Tensor:
+        """Return 0, by a parameter that predictions do not need."""
+        return 0.0 * self.get_parameter(name).sum()
+
+
+# --- linear models ---
+
+
+@final
+class Linear(_Tables):
+    """X w + b; of "predictor" only the program has need."""
+
+    @override
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return (n_samples,) of (n_samples, n_features)."""
+        found = x @ self.get_parameter("coefficients") + self.get_parameter("intercept")
+        return found + self._sum_of("predictor")
+
+
+def lasso(x: str, y: str, *, n_blocks: int = 8, **arguments: object) -> Linear:
+    """Return the linear model that `sandblaster.Lasso` fits to X and y, of these files.
+
+    Args:
+        x: X, (n_samples, n_features): .npy, which is mapped, not read; or scipy.sparse's .npz.
+        y: (n_samples,), .npy.
+        n_blocks: As of `Lasso`; no more replicas can take part.
+        arguments: Other arguments of `Lasso`.
+    """
+    estimator = _made(Lasso, n_blocks, arguments)
+    return Linear(_linear_program(estimator, x, y))
+
+
+def sparse_logistic(x: str, y: str, *, n_blocks: int = 8, **arguments: object) -> Linear:
+    """Return the same for `sandblaster.SparseLogisticRegression`; y is of two classes."""
+    estimator = _made(SparseLogisticRegression, n_blocks, arguments)
+    return Linear(_linear_program(estimator, x, y))
+
+
+def _linear_program(estimator: Lasso | SparseLogisticRegression, x: str, y: str) -> Descent:
+    try:
+        return estimator.program(read_matrix(x), _read_vector(y))
+    except SettingError as error:
+        raise JobError(f"[model] {error}") from None
+
+
+@final
+class Samples:
+    """Rows of X, dense, and targets, for [data.train] and [data.test]."""
+
+    def __init__(self, x: Matrix, y: Floats) -> None:
+        if x.shape[0] != len(y):
+            raise JobError(f"[data] x has {x.shape[0]} samples and y {len(y)}: give as many")
+        self._x: Floats | sparse.csr_array[np.float64] = (
+            x if isinstance(x, np.ndarray) else sparse.csr_array(x)
+        )
+        self._y = np.asarray(y, np.float64)
+
+    def __len__(self) -> int:
+        return len(self._y)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        x, y = self.__getitems__([index])
+        return x[0], y[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        some = self._x[list(indices)]
+        dense = some if isinstance(some, np.ndarray) else some.toarray()
+        return torch.from_numpy(np.array(dense)), torch.from_numpy(self._y[list(indices)])
+
+
+def samples(x: str, y: str) -> Samples:
+    """Return the rows of X with their targets; the files are as of `lasso`."""
+    return Samples(read_matrix(x), _read_vector(y))
+
+
+# --- factors ---
+
+
+@final
+class FactorModel(_Tables):
+    """The rating of pairs of row and column."""
+
+    def __init__(self, program: AnyProgram, *, shape: tuple[int, int], mean: float) -> None:
+        super().__init__(program)
+        self._shape, self._mean = shape, mean
+
+    @override
+    def forward(self, pairs: torch.Tensor) -> torch.Tensor:
+        """Return (n_pairs,) of (n_pairs, 2)."""
+        u = self.get_parameter("rows").view(-1, self._shape[0])
+        v = self.get_parameter("columns").view(-1, self._shape[1], 2)[..., 0]
+        return (u[:, pairs[:, 0]] * v[:, pairs[:, 1]]).sum(dim=0) + self._mean
+
+
+def factors(ratings: str, *, n_blocks: int = 8, **arguments: object) -> FactorModel:
+    """Return the factors that `sandblaster.MatrixFactorization` finds.
+
+    Args:
+        ratings: Matrix of (n_rows, n_columns): scipy.sparse's .npz.
+        n_blocks: As of the estimator; no more replicas can take part.
+        arguments: Its other arguments.
+    """
+    matrix = read_matrix(ratings)
+    estimator = _made(MatrixFactorization, n_blocks, arguments)
+    try:
+        program = estimator.program(matrix)
+    except SettingError as error:
+        raise JobError(f"[model] {error}") from None
+    return FactorModel(program, shape=program.targets.shape, mean=program.mean)
+
+
+@final
+class Entries:
+    """Stored entries of a matrix: pairs of row and column, and their values."""
+
+    def __init__(self, matrix: "sparse.coo_array[np.float64, tuple[int, int]]") -> None:
+        self._pairs = torch.from_numpy(np.stack(matrix.coords, axis=1).astype(np.int64))
+        self._values = torch.from_numpy(matrix.data.astype(np.float64))
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._pairs[index], self._values[index]
+
+    def __getitems__(self, indices: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._pairs[list(indices)], self._values[list(indices)]
+
+
+def entries(ratings: str) -> Entries:
+    """Return the stored entries of a matrix; the file is as of `factors`."""
+    return Entries(sparse.coo_array(read_matrix(ratings)))
+
+
+# --- files ---
+
+
+def _made(kind: type[Kind], n_blocks: int, arguments: dict[str, object]) -> Kind:
+    """Return an estimator; JobError if it has no such argument."""
+    estimator = kind()
+    try:
+        estimator.set_params(n_blocks=n_blocks, **arguments)
+    except SettingError as error:
+        raise JobError(f"[model.arguments] {error}") from None
+    return estimator
+
+
+def read_matrix(path: str) -> Matrix:
+    """Return the matrix of a .npy or .npz file, of any format, or raise JobError."""
+    return _read(path, (".npy", ".npz"))
+
+
+def _read_vector(path: str) -> Floats:
+    return cast("Floats", _read(path, (".npy",)))
+
+
+def _read(path: str, kinds: Sequence[str]) -> Matrix:
+    kind = Path(path).suffix
+    if kind not in kinds:
+        raise JobError(f"{path}: give a file of numpy or scipy.sparse, {' or '.join(kinds)}")
+    try:
+        if kind == ".npz":
+            return cast("Matrix", sparse.load_npz(path))
+        return cast("Floats", np.load(path, mmap_mode="r", allow_pickle=False))
+    except (OSError, ValueError, KeyError) as error:
+        raise JobError(f"{path} cannot be read: {error}") from None

@@ -1,0 +1,192 @@
+"""Programs in real processes: jobs of linear models and factors, and what goes wrong with them."""
+
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+from scipy import sparse
+
+from sandblaster import Lasso, MatrixFactorization
+from sandblaster.optimizers.termination import Reason
+from sandblaster.strads.program import run
+from tests.processes.commands import Command, poll, sets, train
+
+
+pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(300)]
+
+MODULE = """
+import time
+from sandblaster.strads import jobs
+
+
+def slowly(module, seconds):
+    push = module.program.push
+
+    def slow(*arguments):
+        time.sleep(seconds)
+        return push(*arguments)
+
+    module.program.push = slow
+    return module
+
+
+def lasso(**arguments):
+    return slowly(jobs.lasso(**arguments), 0.25)
+
+
+def factors(**arguments):
+    return slowly(jobs.factors(**arguments), 0.02)
+"""
+
+TABLES = """
+[algorithm]
+name = "sandblaster"
+method = "strads"
+loss = "mse"
+
+[cluster]
+replicas = 3
+shards = 2
+
+[output]
+directory = "runs/tiny"
+report_every = "500 ms"
+snapshot_every = "500 ms"
+"""
+
+LASSO = f"""{TABLES}
+[model]
+factory = "slow:lasso"
+arguments = {{ x = "x.npz", y = "y.npy", alpha = 0.01, tol = 1e-9, n_blocks = 4, max_iter = 200 }}
+
+[data.train]
+factory = "sandblaster.strads.jobs:samples"
+arguments = {{ x = "x.npz", y = "y.npy" }}
+
+[data.test]
+factory = "sandblaster.strads.jobs:samples"
+arguments = {{ x = "x.npz", y = "y.npy" }}
+"""
+
+FACTORS = f"""{TABLES}
+[model]
+factory = "slow:factors"
+
+[model.arguments]
+ratings = "ratings.npz"
+n_components = 3
+biases = true
+max_iter = 20
+tol = -1.0
+n_blocks = 5
+
+[data.train]
+factory = "sandblaster.strads.jobs:entries"
+arguments = {{ ratings = "ratings.npz" }}
+"""
+
+X = sparse.csc_array(sparse.random_array((300, 400), density=0.1, rng=np.random.default_rng(0)))
+Y = X[:, ::20].sum(axis=1) + 0.05 * np.random.default_rng(1).normal(size=300)
+MASK = np.random.default_rng(2).random((90, 60)) < 0.3
+RATINGS = sparse.csr_array(np.where(MASK, np.random.default_rng(3).normal(size=(90, 60)), 0.0))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    sparse.save_npz(tmp_path / "x.npz", X)
+    np.save(tmp_path / "y.npy", Y)
+    sparse.save_npz(tmp_path / "ratings.npz", RATINGS)
+    start = {"coefficients": np.ones(400), "intercept": np.ones(1), "predictor": np.ones(300)}
+    save_file(start, tmp_path / "start.safetensors")
+    (tmp_path / "slow.py").write_text(MODULE)
+    (tmp_path / "lasso.toml").write_text(LASSO)
+    (tmp_path / "factors.toml").write_text(FACTORS)
+    return tmp_path
+
+
+def check_bits(run_of: Command, name: str) -> None:
+    """Compare the model that a run has left with the tables of one process."""
+    if name == "lasso":
+        model = Lasso(alpha=0.01, tol=1e-9, n_blocks=4, max_iter=200)
+        _, tables = run(model.program(X, Y))
+    else:
+        factors = MatrixFactorization(3, biases=True, max_iter=20, tol=-1.0, n_blocks=5)
+        _, tables = run(factors.program(RATINGS))
+    found = load_file(run_of.run / "model.safetensors")
+    assert found.keys() == tables.keys()
+    for table, values in tables.items():
+        assert found[table].tobytes() == values.tobytes(), table
+
+
+def n_rounds(command: Command) -> float:
+    figures = cast("dict[str, float]", command.view().get("figures", {}))
+    return figures.get("evaluations", 0.0)
+
+
+@pytest.mark.untraced
+@pytest.mark.parametrize("name", ["lasso", "factors"])
+def test_whoever_is_killed_a_program_ends_with_the_bits_of_one_process(
+    folder: Path, name: str
+) -> None:
+    with train(folder, job=(f"{name}.toml",)) as command:
+        poll(command.is_training)
+        for role in ("replica-1", "shard-0", "coordinator"):
+            before = n_rounds(command)
+            poll(lambda b=before: n_rounds(command) > b, seconds=120)  # type: ignore[misc]
+            command.kill(role)
+            poll(lambda r=role: len(command.pids(r)) > 1, seconds=60)  # type: ignore[misc]
+        command.ends(seconds=240)
+    found = command.summary()
+    assert found["restarts"] >= 3, command.output
+    assert "updates" in found["figures"]
+    ends = {"lasso": Reason.CONVERGED_GAP, "factors": Reason.MAX_ITERATIONS}
+    assert found["stop_reason"] == ends[name].sentence
+    check_bits(command, name)
+
+
+def test_an_interrupted_program_resumes_and_ends_with_the_same_bits(folder: Path) -> None:
+    with train(folder, job=("factors.toml",)) as first:
+        poll(first.is_training)
+        first.interrupt()
+    with train(folder, "--resume", "runs/tiny", job=("factors.toml",)) as second:
+        second.ends(seconds=240)
+    check_bits(second, "factors")
+    with train(folder, "--resume", "runs/tiny", job=("factors.toml",)) as third:  # it is over
+        third.ends(seconds=240)
+    check_bits(third, "factors")
+
+
+def test_a_job_that_is_over_by_the_clock_resumes_but_not_with_other_shards(folder: Path) -> None:
+    with train(folder, *sets("stop.seconds=1.0"), job=("factors.toml",)) as first:
+        first.ends(seconds=60)
+    more = "--resume", "runs/tiny"
+    with train(folder, *more, *sets("cluster.shards=3"), job=("factors.toml",)) as second:
+        assert second.wait(seconds=60) == 2
+    assert "cannot be resharded for 3 shards" in " ".join(second.output.split())
+    with train(folder, *more, job=("factors.toml",)) as third:
+        third.ends(seconds=120)
+    check_bits(third, "factors")
+
+
+@pytest.mark.parametrize(
+    ("override", "text"),
+    [
+        ("model.arguments.alpha=-1.0", "alpha is -1.0; use a number above 0"),
+        ("model.arguments.alhpa=0.1", "Lasso has no parameter 'alhpa'"),
+        ("model.arguments.x=x.csv", "x.csv: give a file of numpy or scipy.sparse"),
+        ("model.arguments.y=none.npy", "none.npy cannot be read"),
+        ("model.arguments.n_blocks=500", "n_blocks is 500 for 400 columns"),
+        ("algorithm.l2=0.1", "l2 is 0.1 with method 'strads'"),
+        ("cluster.shard_copies=2", "remove [cluster] shard_copies"),
+        ("cluster.replicas=5", "replicas is 5, and the program has 4 blocks"),
+        ("model.initial=start.safetensors", "a program begins at its own values"),
+        ("model.factory=torch.nn:Identity", "torch.nn:Identity"),
+    ],
+)
+def test_what_cannot_run_is_refused_in_a_sentence(folder: Path, override: str, text: str) -> None:
+    words = ("train", "lasso.toml", *sets(override))
+    with train(folder, *words[2:], job=("lasso.toml",)) as command:
+        assert command.wait(seconds=120) not in {0, 130}
+    assert text in " ".join(command.output.split()), command.output

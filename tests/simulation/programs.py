@@ -1,0 +1,245 @@
+"""A small cluster that runs a program of rounds, under faults.
+
+Checked: tables and results have the bits of `program.run` in one process, whatever breaks.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, cached_property, partial
+from typing import Literal
+
+import numpy as np
+from scipy import sparse
+from typing_extensions import override
+
+from distbelief.core.memory import Memory
+from distbelief.core.vectors import Vector
+from distbelief.parameter_server.layout import Layout, TensorSpec
+from distbelief.parameter_server.rows import Values
+from distbelief.parameter_server.rules import SGD
+from distbelief.parameter_server.shard import Shard
+from distbelief.parameter_server.shard_config import ShardConfig
+from distbelief.protocol import SaveCheckpoint
+from distbelief.protocol.role import Address, Role, Seconds
+from distbelief.simulation.cluster import SimulatedCluster
+from distbelief.simulation.driver import Builder, HandledEvent
+from distbelief.simulation.faults import Supersede, TornSnapshot
+from distbelief.simulation.machines import ClusterOptions, SimulatedMachine
+from distbelief.simulation.network import Link
+from sandblaster import MatrixFactorization
+from sandblaster.chunks import COORDINATOR, ChunkSizes
+from sandblaster.coordinator.coordinator import Coordinator
+from sandblaster.coordinator.workers import CoordinatorConfig
+from sandblaster.optimizers.termination import Reason
+from sandblaster.strads.columns import checked_matrix
+from sandblaster.strads.descent import Descent
+from sandblaster.strads.losses import Squares
+from sandblaster.strads.method import AnyProgram, Scheduled
+from sandblaster.strads.program import run
+from sandblaster.strads.worker import BlockWorker
+from tests.simulation.random_faults import random_faults
+from tests.simulation.scene import Check, Scene
+
+
+Which = Literal["lasso", "planned lasso", "factors"]
+
+HORIZON: Seconds = 0.1  # by then everything has healed
+
+
+@cache
+def data() -> tuple[Values, Values]:
+    rng = np.random.default_rng(3)
+    x = rng.normal(size=(140, 60)) + 0.3 * rng.normal(size=(140, 1))
+    return x, x[:, ::7].sum(axis=1) + 0.1 * rng.normal(size=140)
+
+
+def program_of(which: Which) -> AnyProgram:
+    if which == "factors":
+        rng = np.random.default_rng(4)
+        rows, columns = np.nonzero(rng.random((70, 40)) < 0.3)
+        entries = sparse.csr_array((rng.normal(size=len(rows)), (rows, columns)), shape=(70, 40))
+        model = MatrixFactorization(2, biases=True, regularization=0.3, max_iter=10, n_blocks=5)
+        return model.program(entries)
+    x, y = data()
+    return Descent(
+        checked_matrix(x, user="test"),
+        y,
+        Squares(),
+        alphas=[0.3, 0.1],
+        n_blocks=4,
+        tolerance=1e-8,
+        gather=0.0 if which == "planned lasso" else 4.0,
+        interference=0.4,
+    )
+
+
+@cache
+def plain(which: Which) -> tuple[dict[str, bytes], int]:
+    """Return the tables' bits after `run`, and the number of rounds."""
+    n_rounds: list[int] = []
+    _, tables = run(program_of(which), watch=lambda _: n_rounds.append(1))
+    return {name: values.tobytes() for name, values in tables.items()}, len(n_rounds)
+
+
+@dataclass(kw_only=True, eq=False)
+class Rounds(Scene):
+    which: Which = "lasso"
+    n_shards: int = 2
+    n_replicas: int = 3
+    backups: bool = True
+    latency_seconds: Seconds = 5e-5
+    suspect_seconds: Seconds = 0.2
+    saves: tuple[Seconds, ...] = ()
+
+    @property
+    def shards(self) -> list[Address]:
+        return [Address(f"shard-{k}") for k in range(self.n_shards)]
+
+    @property
+    def replicas(self) -> list[Address]:
+        return [Address(f"replica-{r}") for r in range(self.n_replicas)]
+
+    @cached_property
+    def program(self) -> AnyProgram:
+        return program_of(self.which)
+
+    @cached_property
+    def layout(self) -> Layout:
+        tables = self.program.tables
+        specs = [TensorSpec(name=name, shape=values.shape) for name, values in tables.items()]
+        return Layout.of(specs, n_shards=self.n_shards, dtype="float64")
+
+    @override
+    def roles(self) -> Mapping[Address, Builder]:
+        return {
+            COORDINATOR: self._coordinator,
+            **{name: partial(self._shard, k) for k, name in enumerate(self.shards)},
+            **dict.fromkeys(self.replicas, self._worker),
+        }
+
+    @override
+    def options(self) -> ClusterOptions:
+        names = (COORDINATOR, *self.shards, *self.replicas)
+        machines = {name: SimulatedMachine(bytes_per_second=2e7) for name in names}
+        link = Link(latency_seconds=self.latency_seconds)
+        return ClusterOptions(introduce=True, machines=machines, link=link, link_within_host=link)
+
+    @override
+    def checks(self, cluster: SimulatedCluster) -> Sequence[Check]:
+        return (_validate,)
+
+    def initial(self, index: int) -> Vector:
+        vector = np.zeros(self.layout.shard_size(index))
+        for segment in self.layout.segments(index):
+            values = self.program.tables[self.layout.tensors[segment.tensor_index].name]
+            here = slice(segment.offset, segment.offset + segment.n_elements)
+            vector[here] = values.ravel()[segment.start : segment.stop]
+        return vector
+
+    def _shard(self, index: int, memory: Memory) -> Role:
+        config = ShardConfig(index=index, layout=self.layout, rule=SGD(learning_rate=0.1))
+        return Shard(config, memory=memory, initialise=lambda: self.initial(index))
+
+    def _worker(self, memory: Memory) -> Role:
+        del memory
+        return BlockWorker(
+            program_of(self.which),
+            layout=self.layout,
+            await_begin=False,
+            retry_seconds=0.02,
+            retry_seconds_max=0.1,
+        )
+
+    def _coordinator(self, memory: Memory) -> Role:
+        del memory
+        config = CoordinatorConfig(
+            chunk_sizes=ChunkSizes(mini_batch_size=1),
+            backups=self.backups,
+            backup_seconds_min=1e-3,
+            retry_seconds=0.02,
+            retry_seconds_max=0.1,
+            suspect_seconds=self.suspect_seconds,
+            await_begin=False,
+            in_rounds=True,
+        )
+        return Coordinator(
+            config, method=Scheduled(program_of(self.which)), shards=self.shards, n_examples=140
+        )
+
+    @property
+    def coordinator(self) -> Coordinator:
+        return self.role(COORDINATOR, Coordinator)
+
+    def play(self, *, within: Seconds = 60.0) -> None:
+        """Run until the coordinator has ended as planned; compare the tables."""
+        cluster, waiting = self.cluster, list(self.saves)
+
+        def is_over() -> bool:
+            while waiting and cluster.now >= waiting[0]:
+                label = f"{int(waiting.pop(0) * 1e6):09d}"
+                if cluster.is_alive(COORDINATOR):
+                    self.tell(COORDINATOR, SaveCheckpoint(label=label))
+            return COORDINATOR in cluster.halted
+
+        self.run_until(is_over, within=within)
+        error = self.cluster.halted[COORDINATOR]
+        assert error is None, error
+        assert self.coordinator.reason not in {None, Reason.STOPPED}
+        self.check_bits()
+
+    def check_bits(self) -> None:
+        assert self.bits == plain(self.which)[0], "it has ended somewhere else"
+
+    @property
+    def bits(self) -> dict[str, bytes]:
+        """The published tables."""
+        shapes = {name: values.shape for name, values in self.program.tables.items()}
+        tables = {name: np.full(shape, np.nan).ravel() for name, shape in shapes.items()}
+        for k, name in enumerate(self.shards):
+            vector = self.role(name, Shard).values.vector
+            for one in self.layout.segments(k):
+                there = tables[self.layout.tensors[one.tensor_index].name]
+                there[one.start : one.stop] = vector[one.offset : one.offset + one.n_elements]
+        return {name: values.tobytes() for name, values in tables.items()}
+
+    def moments(self, happens: Callable[[HandledEvent], bool]) -> list[Seconds]:
+        """Play another such run; return when something happens in it."""
+        other, times = replace(self), list[Seconds]()
+        other.cluster.observe(lambda one: times.append(other.now) if happens(one) else None)
+        other.play()
+        return times
+
+
+def _validate(happening: HandledEvent) -> None:
+    if isinstance(happening.role, Coordinator):
+        happening.role.validate()
+
+
+def drawn(seed: int) -> Rounds:
+    """Return what a seed stands for."""
+    stream = np.random.default_rng([seed, 0x57AD5])
+    kinds: list[Which] = ["lasso", "planned lasso", "factors"]
+    n_shards, n_replicas = int(stream.integers(1, 4)), int(stream.integers(1, 5))
+    replicas = [Address(f"replica-{r}") for r in range(n_replicas)]
+    shards = [Address(f"shard-{k}") for k in range(n_shards)]
+    hit = [*replicas, COORDINATOR]
+    if stream.random() < 0.5:
+        hit += shards
+    faults = random_faults(seed, hit, horizon=HORIZON, intensity=float(stream.uniform(0.2, 1.5)))
+    if stream.random() < 0.3:
+        role, at = hit[int(stream.integers(len(hit)))], stream.uniform(0.0, HORIZON)
+        faults = (*faults, Supersede(at=float(at), role=role))
+    # A disk that loses a snapshot of one role only ends the run.
+    faults = tuple(one for one in faults if not isinstance(one, TornSnapshot))
+    saves = stream.uniform(0.0, HORIZON, size=int(stream.integers(0, 4)))
+    return Rounds(
+        seed=seed,
+        which=kinds[int(stream.integers(3))],
+        n_shards=n_shards,
+        n_replicas=n_replicas,
+        faults=faults,
+        backups=bool(stream.random() < 0.8),
+        latency_seconds=float(stream.choice([2e-5, 2e-4, 1e-3])),
+        suspect_seconds=float(stream.choice([0.05, 0.3])),
+        saves=tuple(sorted(float(at) for at in saves)),
+    )

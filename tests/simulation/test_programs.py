@@ -1,0 +1,185 @@
+"""Programs of rounds under faults: whatever breaks, the bits of one process.
+
+`programs` says what a seed stands for. A seed that fails is played alone by
+SIMULATION_SEEDS=FIRST:STOP.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from distbelief.parameter_server.rows import RoundRows
+from distbelief.protocol import Assignment, Stop, WorkReport
+from distbelief.protocol.role import Address
+from distbelief.simulation.driver import HandledEvent
+from distbelief.simulation.faults import Kill, Slow
+from distbelief.simulation.trace import SimulationFailed
+from sandblaster.chunks import COORDINATOR
+from sandblaster.coordinator import round_queue
+from sandblaster.coordinator.round_queue import RoundQueue
+from sandblaster.coordinator.workers import WorkerState
+from sandblaster.optimizers import base
+from sandblaster.optimizers.termination import Reason
+from tests.simulation.programs import Rounds, Which, drawn
+from tests.simulation.scene import sends
+from tests.simulation.test_seeds import chunks, name, play_seeds
+
+
+FILE = "tests/simulation/test_programs.py"
+SELDOM = (
+    "backups",
+    "blocks lost",
+    "coordinators restarted",
+    "replicas restarted",
+    "series",
+    "shards restarted",
+)
+KINDS: tuple[Which, ...] = ("lasso", "planned lasso", "factors")
+
+
+def played(seed: int) -> Counter[str]:
+    scene = drawn(seed)
+    scene.play()
+    cluster = scene.cluster
+    return Counter(
+        {
+            "backups": int(scene.status(COORDINATOR)["backups"]),
+            "blocks lost": sum("lost its block" in one.text for _, one in cluster.reports),
+            "coordinators restarted": cluster.incarnation(COORDINATOR) - 1,
+            "replicas restarted": sum(cluster.incarnation(r) - 1 for r in scene.replicas),
+            "series": int(scene.status(COORDINATOR)["series"]) % 4096 - 1,
+            "shards restarted": sum(cluster.incarnation(s) - 1 for s in scene.shards),
+        }
+    )
+
+
+@pytest.mark.parametrize("seeds", chunks(range(24), 12), ids=name)
+def test_whatever_breaks_the_bits_are_the_same(seeds: range) -> None:
+    play_seeds(seeds, played, file=FILE, seldom=())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seeds", chunks(range(24, 174), 50), ids=name)
+def test_the_same_for_more_seeds(seeds: range) -> None:
+    play_seeds(seeds, played, file=FILE, seldom=SELDOM if len(seeds) >= 50 else ())
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seeds", chunks(range(174, 2174), 100), ids=name)
+def test_the_same_for_two_thousand_seeds(seeds: range) -> None:
+    play_seeds(seeds, played, file=FILE, seldom=SELDOM)
+
+
+# --- each fault, in each application ---
+
+
+@pytest.mark.parametrize("which", KINDS)
+@pytest.mark.parametrize("role", ["replica-0", "shard-1", COORDINATOR])
+def test_a_killed_role_changes_no_bit(which: Which, role: str) -> None:
+    scene = Rounds(which=which)
+
+    end = scene.moments(lambda _: True)[-1]
+    kill = Kill(at=0.6 * end, role=Address(role), restart_after=0.01)
+    again = replace(scene, faults=(kill,), saves=(0.3 * end,))
+    again.play()
+    assert again.cluster.incarnation(Address(role)) == 2
+
+
+@pytest.mark.parametrize("n_replicas", [1, 2, 4])
+@pytest.mark.parametrize("n_shards", [1, 3])
+def test_the_same_bits_for_any_number_of_workers_and_shards(n_replicas: int, n_shards: int) -> None:
+    Rounds(n_replicas=n_replicas, n_shards=n_shards, which="planned lasso").play()
+    Rounds(n_replicas=n_replicas, n_shards=n_shards, which="factors").play()
+
+
+def test_a_slow_worker_s_task_gets_a_second_attempt() -> None:
+    slow = Slow(at=0.005, role=Address("replica-1"), factor=400.0, seconds=10.0)
+    scene = Rounds(which="lasso", faults=(slow,))
+    scene.play()
+    assert scene.status(COORDINATOR)["backups"]
+
+
+@pytest.mark.parametrize("which", KINDS)
+@pytest.mark.parametrize("share", [0.02, 0.3, 0.6, 0.95])
+def test_a_stopped_run_returns_to_a_mark_and_goes_on_from_there(which: Which, share: float) -> None:
+    scene = Rounds(which=which, n_replicas=2)
+    scene.cluster.run(until=share * scene.moments(lambda _: True)[-1])
+    for replica in scene.replicas:  # they are stopped, too
+        scene.cluster.kill(replica)
+    scene.tell(COORDINATOR, Stop(reason="test"))
+    scene.run_until(lambda: COORDINATOR in scene.cluster.halted, within=1.0)
+    assert scene.coordinator.reason is Reason.STOPPED
+    for one in (COORDINATOR, *scene.replicas):
+        scene.cluster.restart(one)
+    scene.run_until(lambda: scene.coordinator.reason is not None)
+    scene.check_bits()
+
+
+def test_messages_have_room_for_the_tasks_and_reports_of_many_blocks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    room = 2000  # of which one task or report takes up to 1,502
+    for module in (base, round_queue):
+        monkeypatch.setattr(module, "N_BYTES_MAX", room)
+    sizes: list[int] = []
+
+    def see(happening: HandledEvent) -> None:
+        for _, assignment in sends(happening, Assignment):
+            sizes.append(sum(len(one.content) for one in assignment.tasks))
+        for _, report in sends(happening, WorkReport):
+            sizes.append(sum(len(one.content) for one in report.results))
+
+    for which in KINDS:
+        scene = Rounds(which=which, n_replicas=1)
+        scene.cluster.observe(see)
+        scene.play()
+    assert room / 2 < max(sizes) <= room
+
+
+# --- a protocol without one of its rules ---
+
+
+_take_report, _commit = RoundQueue.take_report, RoundRows.commit
+
+
+def _stays(self: RoundQueue, worker: WorkerState, report: WorkReport, now: float) -> None:
+    before = dict(self._counters.blocks)
+    _take_report(self, worker, report, now)
+    self._counters.blocks.update(before)
+
+
+def _all_staged(self: RoundRows, vector: object, tokens: object, pulls: object) -> None:
+    del tokens
+    _commit(self, vector, sorted(self._staged), pulls)  # type: ignore[arg-type] # as there
+
+
+def _moves(self: RoundQueue, now: float) -> None:
+    self._may_move = True
+    _assign(self, now)
+
+
+_assign = RoundQueue.assign
+
+VARIANTS: dict[str, tuple[type, str, Callable[..., object], tuple[int, ...]]] = {
+    "a block stays with who lost the race": (RoundQueue, "take_report", _stays, (62, 126, 221)),
+    "all that is staged counts": (RoundRows, "commit", _all_staged, (45, 66, 97)),
+    "a lost block is loaded elsewhere": (RoundQueue, "assign", _moves, (15, 16, 17)),
+}
+"""What is replaced, by what, and seeds that notice."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_protocol_without_one_of_its_rules_is_caught(
+    variant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind, method, broken, seeds = VARIANTS[variant]
+    monkeypatch.setattr(kind, method, broken)
+    for seed in seeds:
+        try:
+            drawn(seed).play()
+        except (AssertionError, SimulationFailed):
+            return
+    pytest.fail("nothing notices")
