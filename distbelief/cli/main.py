@@ -182,7 +182,7 @@ def train(  # noqa: PLR0913 -- options
             listening = server.listen(None)
             typer.echo(f"page: {server.url(listening)}", err=as_json)
             beside = partial(pages.page_beside, listening=listening)
-        run = trainer.train(
+        run = trainer.run_job(
             job,
             resume=resume,
             from_scratch=from_scratch,

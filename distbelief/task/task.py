@@ -267,7 +267,7 @@ def prepare_data(task: TaskSpec) -> None:
     for table, spec in task.data.items():
         resolve(spec.factory, table=table)
         module_name = spec.factory.partition(":")[0]
-        if hasattr(sys.modules[module_name], "prepare"):
+        if hasattr(sys.modules.get(module_name), "prepare"):
             call_factory(f"{module_name}:prepare", spec.arguments, table=table)
 
 
