@@ -110,7 +110,7 @@ def check_sources(
                 raise JobError(f"{user} {what}: {fix}")
         if isinstance(source.order, DrawnOrder):
             source.order.check(seed)
-        if is_train and source.is_stream:
+        if source.is_stream:
             _check_same_again(source, user)
         if n_wanted:
             found[table] = n_wanted

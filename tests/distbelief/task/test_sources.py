@@ -170,6 +170,27 @@ def test_a_sampler_is_followed_by_any_number_of_replicas(
         assert whole(0, np.arange(n), 7).tolist() != whole(1, np.arange(n), 7).tolist()
 
 
+class Backwards(SequentialSampler):
+    @override
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(N - 1, -1, -1))
+
+
+class LongestFirst(RandomSampler):
+    @override
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(N - 1, -1, -1))
+
+
+@pytest.mark.parametrize("kind", [Backwards, LongestFirst])
+def test_samplers_derived_from_those_of_torch_have_their_own_order(
+    kind: type[Backwards | LongestFirst],
+) -> None:
+    """They were taken for their base classes: data in order, or shuffled."""
+    loader = DataLoader(numbers(), 4, sampler=kind(numbers()))
+    assert seen(batches_of(source(loader), 2)) == [*range(N - 1, -1, -1)] * 2
+
+
 def test_a_generator_of_a_sampler_does_not_carry_state_from_pass_to_pass() -> None:
     def drawn(*epochs: int) -> list[int]:
         generator = torch.Generator().manual_seed(3)
@@ -372,6 +393,14 @@ def fails(message: str, work: Callable[[], object]) -> None:
     assert str(caught.value).startswith("[data.train] ")
 
 
+class Doubling(DataLoader[tuple[torch.Tensor, ...]]):
+    """What it does to batches was left out without a word."""
+
+    @override
+    def __iter__(self) -> Iterator[object]:  # type: ignore[override]  # torch names a private class
+        return ([2 * inputs, targets] for inputs, targets in super().__iter__())
+
+
 def drop(samples: list[object]) -> object:
     return samples[0]
 
@@ -382,6 +411,7 @@ def drop(samples: list[object]) -> object:
         (SimpleNamespace(), "__getitem__(index) -> (input, target) or a dictionary, or __iter__"),
         (Items, "not a data set"),
         ((torch.zeros(3), np.zeros(3)), "a tuple of 2 arrays, which is no data set of samples"),
+        (dict.fromkeys(range(9)), "a dict of 0, 1, 2, 3, 4, ..., which is no data set"),
         ({"x": torch.zeros(3)}, "a dict of x, which is no data set of samples: return torch"),
         (type("DataFrame", (list,), {})(), "a DataFrame, which is no data set of samples"),
         ([], "a data set of 0 samples: check [data.train.arguments]"),
@@ -400,6 +430,7 @@ def drop(samples: list[object]) -> object:
             DataLoader(numbers(), 4, num_workers=1, worker_init_fn=print),
             "a worker_init_fn: processes of a job do not call it",
         ),
+        (Doubling(numbers(), 4), "has an __iter__ of its own: a job reads its data set: return"),
         (DataLoader(numbers(), 50, drop_last=True), "whose 23 samples are no batch of 50"),
         (DataLoader(Items(), 4, drop_last=True), "its stream no length"),
         (DataLoader(numbers(), 4, sampler=iter([1, 2])), "has no length: give it __len__"),
