@@ -102,6 +102,8 @@ class Stream:
                 return item
 
     def _begin(self, number: int, before: Callable[[int], object] | None) -> None:
+        if before is not None:
+            before(self._next)  # set_epoch may draw the order
         if self._iterator is not None and isinstance(self.given, Iterator):
             anew = None if self._again is None else self._again()
             if anew is None or anew is self.given:
@@ -113,8 +115,6 @@ class Stream:
         set_epoch: object = getattr(self.given, "set_epoch", None)
         if callable(set_epoch):
             set_epoch(number)
-        if before is not None:
-            before(self._next)
         self._iterator = iter(self.given)
         self._pass, self._n_read = number, 0
 

@@ -345,6 +345,54 @@ def test_a_stream_that_draws_goes_on_as_if_it_had_not_been_stopped(stop: int, si
     assert read(source(Shuffling()), stop, N, size) == whole[stop:]
 
 
+class InOrderFirst(Items):
+    """Its first pass is in order, as for speech by length (SortaGrad); the others are shuffled."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return self.n
+
+    @override
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        order = torch.randperm(self.n) if self.epoch else torch.arange(self.n)
+        return iter([(number, number % 3) for number in order])
+
+
+class DrawnBySetEpoch(InOrderFirst):
+    """The order is drawn before __iter__ is called."""
+
+    order = torch.arange(0)
+
+    @override
+    def set_epoch(self, epoch: int) -> None:
+        self.order = torch.randperm(self.n)
+
+    @override
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        return iter([(number, number % 3) for number in self.order])
+
+
+@pytest.mark.parametrize("form", [InOrderFirst, DrawnBySetEpoch])
+def test_replicas_agree_on_a_stream_that_begins_to_draw_late(form: type[InOrderFirst]) -> None:
+    """Each drew an order of its own in the second pass, and an epoch had samples twice, or not."""
+    torch.manual_seed(5)
+    readers = [BatchReader(source(form()), seed=3) for _ in range(2)]
+    passes = [list[int]() for _ in range(3)]
+    for step, begin in enumerate(range(3 * N)):
+        torch.rand(step % 4)  # other code draws, too
+        indices = np.arange(begin, begin + 1)
+        batch = readers[step % 2].read(
+            BatchIndices(position=begin, indices=indices, epoch=begin // N)
+        )
+        passes[begin // N] += batch.tensors()["inputs",].tolist()
+    assert [sorted(one) for one in passes] == [list(range(N))] * 3
+    assert passes[2] != passes[1]
+
+
 def test_a_generator_is_called_again() -> None:
     def stream() -> Iterator[tuple[int, int]]:
         yield from ((k, 0) for k in range(5))

@@ -70,6 +70,21 @@ def unseeded() -> Stream:
     return Unseeded()
 
 
+class UnseededLater(Unseeded):
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    @override
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, int]]:
+        return super().__iter__() if self.epoch else ((torch.zeros(3), 0) for _ in range(40))
+
+
+def unseeded_later() -> Stream:
+    return UnseededLater()
+
+
 def seeded() -> Stream:
     return Seeded()
 
@@ -114,6 +129,7 @@ def checked(job: Job, folder: Path) -> PreflightResult:
         ("stream", ["data.train.num_workers=2"], "is a stream, which each of num_workers = 2"),
         ("stream", [f"data.test.factory={HERE}:endless"], "[data.test]"),
         ("unseeded", [], "sample 0 of the stream differs each time it begins: let it draw from"),
+        ("unseeded_later", [], "sample 0 of pass 1 of the stream differs each time it begins"),
         (
             "points",
             [f"data.test.factory={HERE}:unseeded"],
