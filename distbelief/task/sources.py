@@ -200,7 +200,8 @@ class DrawnOrder:
 
     def check(self, seed: int) -> None:
         """Raise JobError if other processes would draw another order."""
-        if not np.array_equal(self.draw(0, seed), self.draw(0, seed)):
+        # Some begin in order, and shuffle from their second epoch on.
+        if not all(np.array_equal(self.draw(k, seed), self.draw(k, seed)) for k in range(2)):
             raise JobError(
                 f"{self._user}: its sampler gives another order each time: let it draw from "
                 "torch's generator, or from the number that set_epoch gives it"

@@ -522,9 +522,21 @@ class Unsteady:
         yield from self.stream.permutation(N).tolist()
 
 
+class UnsteadyLater(Unsteady):
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    @override
+    def __iter__(self) -> Iterator[int]:
+        return super().__iter__() if self.epoch else iter(range(N))
+
+
 @pytest.mark.parametrize(
     ("sampler", "message"),
     [
+        (UnsteadyLater(), "its sampler gives another order each time: let it draw from torch's"),
         (Unsteady(), "its sampler gives another order each time: let it draw from torch's"),
         ([0, N], "each from 0 to 22"),
         (["a"], "its sampler failed: ValueError"),
