@@ -400,7 +400,8 @@ def _found(
             train=msgspec.structs.replace(
                 DataFacts.of(datasets["data.train"]),
                 marks=marks_of(datasets["data.train"]) or msgspec.UNSET,
-                has_parts=tasks.makes_parts(task.train) or msgspec.UNSET,
+                has_parts=(coordinator_of(job) is None and tasks.makes_parts(task.train))
+                or msgspec.UNSET,
             ),
             test=None if held_out is None else DataFacts.of(held_out),
         ),
