@@ -2,6 +2,8 @@
 
 from typing import Any, cast
 
+import msgspec
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, strategies as st
@@ -13,7 +15,7 @@ from distbelief.config.load import parse_job
 from distbelief.core.errors import JobError
 from distbelief.core.memory import PrivateMemory
 from distbelief.parameter_server.layout import Layout, TensorSpec
-from distbelief.parameter_server.rules import SGD
+from distbelief.parameter_server.rules import SGD, TORCH_RULES
 from distbelief.parameter_server.schedules import Schedule
 from distbelief.parameter_server.shard import Shard
 from distbelief.task.data import BatchCursor, DataShard
@@ -134,6 +136,33 @@ def test_epochs_have_as_many_pushes_as_replicas_send(
     schedule = found.in_pushes(n_train, n_replicas=n_replicas).rule.schedule
     assert isinstance(schedule, distbelief.Linear)
     assert schedule.n_pushes == pytest.approx(n_each, abs=0 if order == "dealt" else 1)
+
+
+@pytest.mark.parametrize("name", sorted(TORCH_RULES))
+def test_a_rule_by_torch_counts_in_data_as_well(name: str) -> None:
+    """Its check took steps at the rate of a schedule that no job had counted yet, and failed."""
+    schedule = {"name": "cosine", "n_pushes": "1 epoch", "n_warm_up": "3 steps"}
+    table = {"name": name, "lr": 0.1, "schedule": schedule, "groups": {"b": {"lr": 0.01}}}
+    text = small("m:net", "m:points", algorithm={"rule": table})
+    found = parse_job(text, path="job.toml").algorithm
+    assert isinstance(found, DownpourSettings)
+    rule = found.in_pushes(80, n_replicas=1).rule
+    known = msgspec.convert(
+        {"name": name, "lr": 0.1, "schedule": {**schedule, **KNOWN}}, TORCH_RULES[name]
+    )
+    for one, lr in ((rule, 0.1), (rule.groups["b"], 0.01)):
+        expected = msgspec.structs.replace(known, learning_rate=lr)
+        assert one.schedule == expected.schedule
+        after = []
+        for each in (one, expected):
+            w, state = np.ones(64, np.float32), each.state(64, np.float32)
+            for clock in range(6):
+                each.apply(w, np.full(64, 0.5 - clock, np.float32), state, clock=clock)
+            after.append(w)
+        assert np.array_equal(*after)
+
+
+KNOWN = {"n_pushes": 10, "n_warm_up": 3}
 
 
 def test_an_epoch_that_ends_early_has_fewer_pushes() -> None:
