@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -58,6 +59,7 @@ def torch_rule(name: str, **keywords: object) -> UpdateRule:
 SCHEDULERS: dict[str, Callable[[Optimizer], object]] = {
     "nothing": lambda one: lr_scheduler.LambdaLR(one, lambda _step: 1.0),
     "lambda": lambda one: lr_scheduler.LambdaLR(one, lambda step: min(step, 50) / 50),
+    "numpy": lambda one: lr_scheduler.LambdaLR(one, lambda step: np.float32(0.99) ** step),
     "step": lambda one: lr_scheduler.StepLR(one, 10, gamma=0.9),
     "cosine": lambda one: lr_scheduler.CosineAnnealingLR(one, N_STEPS),
     "one cycle": lambda one: lr_scheduler.OneCycleLR(
