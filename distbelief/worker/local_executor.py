@@ -16,7 +16,7 @@ from torch import nn
 from distbelief.core.errors import DistBeliefError, JobError
 from distbelief.graph.graph import as_real
 from distbelief.parameter_server.client.pushes import PushDraft
-from distbelief.parameter_server.layout import TensorSpec, kind_of
+from distbelief.parameter_server.layout import ElementType, TensorSpec, kind_of
 from distbelief.protocol.role import Action, Compute, Cost, Seconds
 from distbelief.task import dry_run
 from distbelief.task.data import Batch, Dataset, Readers, n_samples_of
@@ -94,6 +94,12 @@ class FlatModel:
             TensorSpec(name=name, shape=tuple(shape), kind=kind_of(tensor))
             for name, tensor, shape in zip(self._names, self._tensors, self.shapes, strict=True)
         ]
+
+    @property
+    def element_type(self) -> ElementType:
+        """That of the shards: float64 if a trained tensor is."""
+        is_double = any(self._tensors[index].dtype == torch.float64 for index in self._trained)
+        return "float64" if is_double else "float32"
 
     def aliases(self) -> Mapping[str, str]:
         """Return the other names of shared tensors: name -> the name used here."""
