@@ -109,10 +109,10 @@ class Changing(Layers):
     def _hook(self, gradient: torch.Tensor) -> torch.Tensor:
         last = self.layers[N_LAYERS - 1]
         assert last.grad is not None
-        self.double(last.grad)
+        self.enlarge(last.grad)
         return gradient
 
-    def double(self, gradient: torch.Tensor) -> None:
+    def enlarge(self, gradient: torch.Tensor) -> None:
         gradient.mul_(2.0)
 
 
@@ -120,19 +120,19 @@ class ChangingData(Changing):
     """As in old code, in a way that torch does not count as a change."""
 
     @override
-    def double(self, gradient: torch.Tensor) -> None:
+    def enlarge(self, gradient: torch.Tensor) -> None:
         gradient.data.mul_(2.0)
 
 
 class ChangingMemory(Changing):
     @override
-    def double(self, gradient: torch.Tensor) -> None:
+    def enlarge(self, gradient: torch.Tensor) -> None:
         gradient.data = 2.0 * gradient.data
 
 
 class ChangingArray(Changing):
     @override
-    def double(self, gradient: torch.Tensor) -> None:
+    def enlarge(self, gradient: torch.Tensor) -> None:
         gradient.numpy()[:] *= 2.0
 
 

@@ -159,7 +159,7 @@ def test_a_rule_by_torch_counts_in_data_as_well(name: str) -> None:
             for clock in range(6):
                 each.apply(w, np.full(64, 0.5 - clock, np.float32), state, clock=clock)
             after.append(w)
-        assert np.array_equal(*after)
+        assert np.array_equal(after[0], after[1])
 
 
 KNOWN = {"n_pushes": 10, "n_warm_up": 3}
