@@ -21,6 +21,7 @@ any replica reads any positions, in another shuffle for each epoch (`dealt_sampl
 import dataclasses
 import inspect
 import math
+import random  # noqa: TID251 -- it is given seeds, and draws nothing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass
@@ -263,6 +264,13 @@ class Readers(Protocol):
     def read(self, wanted: Wanted, ahead: Sequence[Wanted]) -> Batch:
         """Return the samples, and let those of `ahead` be read meanwhile."""
         ...
+
+
+def reseed(seed: int) -> None:
+    """Seed the generators that users' code draws from."""
+    torch.default_generator.manual_seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002 -- the generator of users' code, none of ours
+    random.seed(seed)
 
 
 def read_batch(

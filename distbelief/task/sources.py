@@ -11,7 +11,6 @@ All of these can be dealt: any replica reads any positions, though of a stream o
 lies before them.
 """
 
-import random  # noqa: TID251 -- it is given seeds, and draws nothing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Final, NamedTuple, cast, final
@@ -37,6 +36,7 @@ from distbelief.task.data import (
     DataSource,
     Indices,
     SampleOrder,
+    reseed,
     shuffled,
 )
 from distbelief.task.dry_run import shown
@@ -45,13 +45,6 @@ from distbelief.task.imports import place
 
 _END: Final = object()
 _N_SHOWN: Final = 5  # names of columns in a message
-
-
-def reseed(seed: int) -> None:
-    """Seed the generators that users' code draws from."""
-    torch.default_generator.manual_seed(seed)
-    np.random.seed(seed % 2**32)  # noqa: NPY002 -- the generator of users' code, none of ours
-    random.seed(seed)
 
 
 # --- streams ---

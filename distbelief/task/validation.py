@@ -9,10 +9,19 @@ import torch
 from distbelief.core.errors import JobError
 from distbelief.graph.capture import evaluation_difference
 from distbelief.task import dry_run, task as tasks
-from distbelief.task.data import ENDLESS, Batch, Dataset, DataSource, first_of, read_batch, some_of
+from distbelief.task.data import (
+    ENDLESS,
+    Batch,
+    Dataset,
+    DataSource,
+    first_of,
+    read_batch,
+    reseed,
+    some_of,
+)
 from distbelief.task.forward import Forward, Sample, input_specs
 from distbelief.task.losses import CHUNK, LOSS_METRIC, OWN, StatefulMetric, is_named, own_loss
-from distbelief.task.sources import DrawnOrder, reseed
+from distbelief.task.sources import DrawnOrder
 from distbelief.task.task import DataSpec, TaskSpec
 
 

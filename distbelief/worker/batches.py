@@ -33,10 +33,10 @@ from distbelief.task.data import (
     Wanted,
     dealt_samples,
     read_batch,
+    reseed,
     shown_path,
 )
 from distbelief.task.dry_run import check_labels, class_counts
-from distbelief.task.sources import reseed
 
 
 T = TypeVar("T")
