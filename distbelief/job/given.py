@@ -166,10 +166,11 @@ def _attribute(thing: object, name: str) -> object:
         for kept in (thing._parameters, thing._buffers, thing._modules):  # noqa: SLF001 -- getattr could run the user's code
             if name in kept:
                 return kept[name]
-    found = inspect.getattr_static(thing, name, None)
+    found: object = inspect.getattr_static(thing, name, None)
     found = found.fget if isinstance(found, property) else found
-    is_method = isinstance(found, FunctionType) and name not in getattr(thing, "__dict__", {})
-    return MethodType(found, thing) if is_method else found
+    if isinstance(found, FunctionType) and name not in getattr(thing, "__dict__", {}):
+        return MethodType(found, thing)
+    return found
 
 
 def _names_in(code: CodeType) -> frozenset[str]:

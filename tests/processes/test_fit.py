@@ -236,6 +236,22 @@ def test_classes_of_the_main_program_reach_the_processes(tmp_path: Path, way: st
     assert done.stdout == "hits\n", done.stdout + done.stderr
 
 
+def test_a_program_may_have_no_standard_output(tmp_path: Path) -> None:
+    """Regression: 'NoneType' object has no attribute 'flush'."""
+    program = (
+        "import distbelief, torch; x = torch.randn(64, 2); "
+        "run = distbelief.fit(torch.nn.Linear(2, 2), (x, x), loss='mse', batch_size=8, "
+        "rule=distbelief.SGD(learning_rate=0.1), show=False, directory='run'); "
+        "raise SystemExit(run.summary.samples)"
+    )
+    closed = subprocess.run(
+        ["sh", "-c", '"$0" -c "$1" <&- >&- 2>&-', sys.executable, program],
+        cwd=tmp_path,
+        check=False,
+    )
+    assert closed.returncode == 64
+
+
 def test_two_replicas_train_a_copy_and_the_run_has_what_they_learned(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

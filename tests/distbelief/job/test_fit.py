@@ -39,6 +39,7 @@ class Learns(nn.Module):
 class Counts(nn.Linear):
     """Has a state beside its tensors."""
 
+    @override
     def get_extra_state(self) -> object:
         return {"n": 0}
 
@@ -69,7 +70,7 @@ class Trainer:
         return nn.functional.mse_loss(outputs, targets) + self.penalty()
 
     def penalty(self) -> Tensor:
-        return self.weight.norm()
+        return cast("Tensor", self.weight.norm())
 
     def plain(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return nn.functional.mse_loss(outputs, targets)
