@@ -17,6 +17,7 @@ import typer
 
 from distbelief.cli import options as o
 from distbelief.cli.dashboard import dashboard
+from distbelief.cli.export import export
 from distbelief.cli.join import join
 from distbelief.cli.keys import keys
 from distbelief.cli.options import FAILED
@@ -202,6 +203,7 @@ def train(  # noqa: PLR0913 -- options
 
 app.command()(status)
 app.command()(dashboard)
+app.command()(export)
 
 
 @app.command()

@@ -176,6 +176,12 @@ class Epochs:
         return self._n_within(first - start) + inner + self._n_within(stop - last)
 
     @property
+    def n_pushes(self) -> int:
+        """The number of pushes of one epoch."""
+        n_whole, rest = divmod(self.n_samples, self._push_size)
+        return n_whole + (rest > 0) - (n_whole > 0 and self._is_single(rest))
+
+    @property
     def _push_size(self) -> int:
         return self.batch_size * self.n_push
 

@@ -13,7 +13,7 @@ a backup. Together with `ticks.Floor` this takes at most 3 KB for each client.
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-from heapq import heapify, heappop, heappush
+from heapq import heapify, heappop, heappush, heapreplace
 from typing import Final, Generic, Protocol, TypeVar, final
 
 import numpy as np
@@ -243,8 +243,9 @@ class Pushers:
     def __init__(self, part: tuple[int, int]) -> None:
         self._slices = SliceCounts(part)
         self._counts: list[int] = []  # of those that push, by row
-        self._pushing: dict[Address, int] = {}  # their rows
-        self._turns = Least[int]()  # of these
+        self._pushing: dict[Address, tuple[int, Worker]] = {}  # their rows
+        # Of these, as far as was looked: turns rise with each push, which is not noted.
+        self._turns: list[tuple[int, Address]] = []
         # Of those that are gone: turn, clock after the last push, row. Names in their order.
         self._gone = np.zeros((3, 16), np.int64)
         self._names: list[Address] = []
@@ -255,12 +256,15 @@ class Pushers:
         name = worker.name
         if worker.is_pushing:
             row = self._row(worker)
-            if self._pushing.get(name) != row:
+            if self._pushing.get(name) != (row, worker):
                 self._drop_gone(name)
                 self._drop_pushing(name)
-                self._pushing[name] = row
+                self._pushing[name] = row, worker
                 self._counts[row] += 1
-            self._turns.put(name, worker.turn)
+                heappush(self._turns, (worker.turn, name))
+                if len(self._turns) > 2 * len(self._pushing) + _N_STALE_MAX:
+                    self._turns = [(one.turn, n) for n, (_, one) in self._pushing.items()]
+                    heapify(self._turns)
             return
         self._drop_pushing(name)
         if worker.turn or worker.last_clock:
@@ -276,9 +280,16 @@ class Pushers:
     @property
     def next_turn(self) -> int:
         """The turn of a client that begins now: of the last here, or after all that were."""
-        first = self._turns.first()
-        if first is not None:
-            return first[0]
+        turns = self._turns
+        while turns:
+            turn, name = turns[0]
+            _, worker = self._pushing.get(name, (0, None))
+            if worker is None:
+                heappop(turns)
+            elif worker.turn == turn:
+                return turn
+            else:
+                heapreplace(turns, (worker.turn, name))
         return int(self._gone[0, : len(self._names)].max(initial=0))
 
     def n_averaged(self, worker: Worker, *, since: int) -> int:
@@ -308,10 +319,9 @@ class Pushers:
         return row
 
     def _drop_pushing(self, name: Address) -> None:
-        row = self._pushing.pop(name, None)
-        if row is not None:
+        row, worker = self._pushing.pop(name, (0, None))
+        if worker is not None:
             self._counts[row] -= 1
-            self._turns.drop(name)
 
     def _put_gone(self, name: Address, worker: Worker) -> None:
         column = self._columns.get(name)

@@ -439,7 +439,11 @@ class TorchRule(_Rule, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def _steps(self) -> TorchSteps:
-        return TorchSteps(self._made, rate=self.rate)
+        return TorchSteps(self._made, rate=self._trial_rate)
+
+    def _trial_rate(self, clock: int) -> float:
+        # Before `in_pushes` the schedule is not known, and nothing but the check below takes steps.
+        return self.learning_rate if self.schedule.counted else self.rate(clock)
 
     @override
     def _own_state(self, n: int, dtype: npt.DTypeLike) -> State:
@@ -465,10 +469,11 @@ class TorchRule(_Rule, frozen=True, kw_only=True, dict=True):
             # The rows differ in size, so that a mean over both would show.
             gradient = (start * (7.0 + clock)).sin() * torch.tensor([[1.0], [100.0]])
             whole.grad = gradient.clone()
-            optimizer.param_groups[0]["lr"] = self.rate(clock)
+            rate = self._trial_rate(clock)
+            optimizer.param_groups[0]["lr"] = rate
             optimizer.step()
             for part, row, state in zip(parts, gradient, states, strict=True):
-                self._update(part, row.clone(), state, clock=clock, rate=self.rate(clock))
+                self._update(part, row.clone(), state, clock=clock, rate=rate)
         return torch.equal(whole.detach(), torch.stack(parts))
 
 

@@ -41,8 +41,7 @@ from distbelief.parameter_server.replication import (
     FromPrimary,
     Primary,
 )
-from distbelief.parameter_server.session import PushInProgress, Session
-from distbelief.parameter_server.sessions import Sessions
+from distbelief.parameter_server.sessions import PushInProgress, Session, Sessions
 from distbelief.parameter_server.shard_config import ShardConfig, other_copy
 from distbelief.parameter_server.slices import ShardSlice
 from distbelief.parameter_server.store import ShardStore

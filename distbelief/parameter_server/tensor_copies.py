@@ -69,6 +69,7 @@ def _check_tensor(size: tuple[str, int], tensor: torch.Tensor) -> None:
         raise ValueError(f"tensor {name!r} is {tensor.dtype}: make it real with torch.view_as_real")
 
 
+_BITS: Final = {torch.float32: torch.int32, torch.float64: torch.int64}
 _TORCH_TYPES: Final = {np.dtype(np.float32): torch.float32, np.dtype(np.float64): torch.float64}
 
 
@@ -148,6 +149,27 @@ class TensorCopier:
     def put_all(self, tensors: Mapping[int, torch.Tensor], vector: Vector) -> list[float]:
         """Put these tensors; return the sum of each, as `put` does."""
         return [self.put(index, tensor, vector) for index, tensor in tensors.items()]
+
+    def has(self, index: int, tensor: torch.Tensor, vector: Vector) -> bool:
+        """Return whether the vector has the bits that `put` would write."""
+        _check_tensor(self._sizes[index], tensor)
+        if index not in self._pieces:
+            return True
+        start, stop, is_buffer, place = self._pieces[index]
+        vector = parts(vector, self._n_parameters)[is_buffer]
+        if isinstance(place, RangeCopier):
+            here = torch.empty(stop - start, dtype=as_tensor(vector).dtype)
+            place.gather(as_tensor(vector), here)
+        else:
+            here = as_tensor(vector[place : place + stop - start])
+        bits = _BITS[here.dtype]  # NaN is equal to itself
+        for first in range(start, stop, PIECE):
+            piece = slice(first, min(first + PIECE, stop))
+            found = tensor.detach()[piece].to("cpu", here.dtype).resolve_neg()
+            there = here[piece.start - start : piece.stop - start]
+            if not torch.equal(found.view(bits), there.view(bits)):
+                return False
+        return True
 
     def zero_padding(self, vector: Vector) -> None:
         """Fill the gaps between pieces with zeros; update rules keep them zero."""

@@ -16,6 +16,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from numbers import Real
 from pathlib import Path
 from types import MethodType
 from typing import ParamSpec, TypeVar, cast, final
@@ -410,7 +411,7 @@ _GROUP_KEYS = {"params", "param_names"} | _RATES | _NOTES
 
 
 def _check_rate(key: str, value: object) -> None:
-    is_rate = isinstance(value, int | float) and not isinstance(value, bool)
+    is_rate = isinstance(value, Real) and not isinstance(value, bool)  # numpy's numbers, too
     if not (is_rate and 0.0 <= cast("float", value) < math.inf):
         raise JobError(f"DownpourSGD: {key} is {value}; use a number, 0 or more")
 

@@ -13,6 +13,7 @@ lies before them.
 
 import random  # noqa: TID251 -- it is given seeds, and draws nothing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Final, NamedTuple, cast, final
 
 import numpy as np
@@ -43,6 +44,7 @@ from distbelief.task.imports import place
 
 
 _END: Final = object()
+_N_SHOWN: Final = 5  # names of columns in a message
 
 
 def reseed(seed: int) -> None:
@@ -100,6 +102,8 @@ class Stream:
                 return item
 
     def _begin(self, number: int, before: Callable[[int], object] | None) -> None:
+        if before is not None:
+            before(self._next)  # set_epoch may draw the order
         if self._iterator is not None and isinstance(self.given, Iterator):
             anew = None if self._again is None else self._again()
             if anew is None or anew is self.given:
@@ -111,8 +115,6 @@ class Stream:
         set_epoch: object = getattr(self.given, "set_epoch", None)
         if callable(set_epoch):
             set_epoch(number)
-        if before is not None:
-            before(self._next)
         self._iterator = iter(self.given)
         self._pass, self._n_read = number, 0
 
@@ -198,7 +200,8 @@ class DrawnOrder:
 
     def check(self, seed: int) -> None:
         """Raise JobError if other processes would draw another order."""
-        if not np.array_equal(self.draw(0, seed), self.draw(0, seed)):
+        # Some begin in order, and shuffle from their second epoch on.
+        if not all(np.array_equal(self.draw(k, seed), self.draw(k, seed)) for k in range(2)):
             raise JobError(
                 f"{self._user}: its sampler gives another order each time: let it draw from "
                 "torch's generator, or from the number that set_epoch gives it"
@@ -287,7 +290,8 @@ def _columns(given: object) -> str | None:
     if kind in {"DataFrame", "Series", "Table"}:
         return f"a {kind}"
     if isinstance(given, Mapping):
-        return f"a {kind} of {', '.join(map(str, given))}"
+        first = [str(name) for name in islice(given, _N_SHOWN)]
+        return f"a {kind} of {', '.join(first + ['...'] * (len(given) > _N_SHOWN))}"
     is_array = [hasattr(part, "shape") for part in given] if isinstance(given, tuple) else []
     return f"a tuple of {len(is_array)} arrays" if is_array and all(is_array) else None
 
@@ -336,6 +340,10 @@ def _of_loader(loader: "DataLoader[object]", table: _Table) -> DataSource:
         batch_size, drop_last, sampler = batches.batch_size, batches.drop_last, batches.sampler
     is_own = loader.collate_fn is not default_collate
     unfit = {
+        "has an __iter__ of its own": (
+            type(loader).__iter__ is not DataLoader.__iter__
+            and "a job reads its data set: return that, or torch's DataLoader of it"
+        ),
         "chooses batches by a batch_sampler of its own": (
             batches is not None
             and type(batches) is not BatchSampler
@@ -396,9 +404,10 @@ def _order_of(
     sampler: object, n_data: int, user: str, *, limit: int | None
 ) -> tuple[SampleOrder | None, str]:
     is_whole = _length(sampler) == n_data
-    if is_whole and isinstance(sampler, SequentialSampler):
+    # Their subclasses may choose another order.
+    if is_whole and type(sampler) is SequentialSampler:
         return as_it_stands, "in the order of the data"
-    if is_whole and isinstance(sampler, RandomSampler) and not sampler.replacement:
+    if is_whole and type(sampler) is RandomSampler and not sampler.replacement:
         return None, "shuffled"
     kind = type(sampler).__name__
     if not _length(sampler):

@@ -110,23 +110,30 @@ def check_sources(
                 raise JobError(f"{user} {what}: {fix}")
         if isinstance(source.order, DrawnOrder):
             source.order.check(seed)
-        if is_train and source.is_stream:
-            _check_same_again(source, user)
+        if source.is_stream:
+            n_passes = 1 if is_endless or not is_train else 2
+            _check_same_again(source, user, n_passes=n_passes)
         if n_wanted:
             found[table] = n_wanted
     return found
 
 
-def _check_same_again(source: DataSource, user: str) -> None:
-    """Reject a stream that another process, or a resumed run, would read otherwise."""
-    some = first_of(source, N_COMPARED)
-    first, second = (read_batch(source, some, before=reseed) for _ in range(2))
-    row = _first_difference(first, second)
-    if row is not None:
-        raise JobError(
-            f"{user}: sample {row} of the stream differs each time it begins: let it draw from "
-            "torch's, numpy's or Python's own generator, or seed its generator in __iter__"
-        )
+def _check_same_again(source: DataSource, user: str, *, n_passes: int) -> None:
+    """Reject a stream that another process, or a resumed run, would read otherwise.
+
+    Some streams begin in order, and are shuffled from their second pass on.
+    """
+    for number in range(n_passes):
+        some = [number * len(source) + k for k in first_of(source, N_COMPARED)]
+        first, second = (read_batch(source, some, before=reseed) for _ in range(2))
+        row = _first_difference(first, second)
+        if row is not None:
+            which = f" of pass {number}" if number else ""
+            raise JobError(
+                f"{user}: sample {row}{which} of the stream differs each time it begins: let it "
+                "draw from torch's, numpy's or Python's own generator, or seed its generator in "
+                "__iter__"
+            )
 
 
 def check_data(

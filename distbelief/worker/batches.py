@@ -26,6 +26,7 @@ from distbelief.task.data import (
     BatchCursor,
     Dataset,
     DataShard,
+    DataSource,
     Indices,
     Readers,
     SampleOrder,
@@ -323,17 +324,19 @@ def step_seed(seed: Sequence[int], position: int) -> int:
 class Draws:
     """Whether some code draws, as far as was seen, and how it runs.
 
-    That is looked at when it runs for the first time, the second, the fourth, the eighth, ... Code
-    that does not draw waits for nobody.
+    That is looked at when it runs for the first time, the second, the fourth, the eighth, ..., or
+    `always`. Code that does not draw waits for nobody between these times.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, always: bool = False) -> None:
         self.are_seen = False
+        self._always = always
         self._n_runs = 0
 
     def run(self, code: Callable[[], T], *, seed: Callable[[], int]) -> T:
         """Let code draw from this seed, alone; what draws nothing runs as it is."""
-        looks = self.are_seen or self._n_runs & (self._n_runs + 1) == 0
+        is_time = self._always or self._n_runs & (self._n_runs + 1) == 0
+        looks = self.are_seen or is_time
         # The first run counts once it has ended: others that begin meanwhile are looked at, too.
         is_first = not self._n_runs
         self._n_runs += not is_first
@@ -374,7 +377,9 @@ class BatchReader:
         self._dataset = dataset
         self._seed = seed
         self._table = table
-        self._draws = Draws()
+        # A stream that draws for the first time in its second pass must not do so unseen: each
+        # replica would have an order of its own, and train some samples twice and others never.
+        self._draws = Draws(always=isinstance(dataset, DataSource) and dataset.is_stream)
         self._readers = readers
         self.n_ahead = 0 if readers is None else readers.n_ahead
 

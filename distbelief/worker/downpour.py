@@ -181,7 +181,8 @@ class DownpourAlgorithm:
         such role.
         """
         if config.counts_in_data:
-            config = config.in_pushes(context.n_train or len(context.train_data()))
+            n_train = context.n_train or len(context.train_data())
+            config = config.in_pushes(n_train, n_replicas=context.n_replicas)
         return roles.build_role(
             name,
             context=context,

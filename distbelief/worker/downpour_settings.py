@@ -222,15 +222,32 @@ class DownpourSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         """Whether a schedule is in epochs, samples or steps."""
         return any(rule.schedule.counted for rule in self.rule.rules)
 
-    def in_pushes(self, n_train: int) -> "DownpourSettings":
+    def in_pushes(self, n_train: int, *, n_replicas: int) -> "DownpourSettings":
         """Return the settings with schedules in pushes, of so many training samples."""
         if not self.counts_in_data:
             return self
-        n_each = self.batch_size * self.pace.n_push
+        n_push = self.pace.n_push
+        # The last batch of an epoch may be short; of dealt samples so may its last push.
+        if self.order == "dealt":
+            epochs, share = self.epochs(n_train), self.epoch_share
+            n_steps, n_each = epochs.n_batches(0, n_train) * share, epochs.n_pushes * share
+        else:
+            parts = (
+                DataShard(n_train, replica_index=r, n_replicas=n_replicas, seed=0)
+                for r in range(n_replicas)
+            )
+            n_steps = sum(
+                TrainingPlan(one, batch_size=self.batch_size).n_steps(0, len(one))
+                for one in parts
+                if len(one)
+            )
+            n_each = n_steps / n_push
 
         def n_pushes(n: float, unit: str) -> int:
-            n_samples = n * {"epoch": n_train, "sample": 1, "step": self.batch_size}[unit]
-            return max(1, round(n_samples / n_each))
+            n_of_epoch = {"epoch": 1, "sample": n_train, "step": n_steps}[unit]
+            n_epochs, rest = divmod(n, n_of_epoch)
+            n_rest = min(rest / n_of_epoch * n_steps / n_push, n_each)
+            return max(1, round(n_epochs * n_each + n_rest))
 
         return msgspec.structs.replace(self, rule=self.rule.in_pushes(n_pushes))
 

@@ -16,7 +16,7 @@ from torch import nn
 from distbelief.core.errors import DistBeliefError, JobError
 from distbelief.graph.graph import as_real
 from distbelief.parameter_server.client.pushes import PushDraft
-from distbelief.parameter_server.layout import TensorSpec, kind_of
+from distbelief.parameter_server.layout import ElementType, TensorSpec, kind_of
 from distbelief.protocol.role import Action, Compute, Cost, Seconds
 from distbelief.task import dry_run
 from distbelief.task.data import Batch, Dataset, Readers, n_samples_of
@@ -95,6 +95,12 @@ class FlatModel:
             for name, tensor, shape in zip(self._names, self._tensors, self.shapes, strict=True)
         ]
 
+    @property
+    def element_type(self) -> ElementType:
+        """That of the shards: float64 if a trained tensor is."""
+        is_double = any(self._tensors[index].dtype == torch.float64 for index in self._trained)
+        return "float64" if is_double else "float32"
+
     def aliases(self) -> Mapping[str, str]:
         """Return the other names of shared tensors: name -> the name used here."""
         names = {id(tensor): name for name, tensor in self.named_tensors().items()}
@@ -139,17 +145,15 @@ class FlatModel:
         if draft is None:
             yield
             return
-        put: dict[int, tuple[torch.Tensor, int]] = {}  # gradients, and how often they had changed
 
         def pass_on(index: int, tensor: torch.Tensor) -> None:
-            gradient, flat = tensor.grad, _flat_gradient(tensor)
-            if gradient is None or flat is None or draft.is_void:
+            flat = _flat_gradient(tensor)
+            if flat is None or draft.is_void:
                 return
-            if index in put:
+            if index in draft:
                 draft.is_void = True
                 return
             draft.put(index, flat)
-            put[index] = gradient, _n_changes(gradient)
 
         hooks = [
             self._tensors[index].register_post_accumulate_grad_hook(partial(pass_on, index))
@@ -160,9 +164,10 @@ class FlatModel:
         finally:
             for hook in hooks:
                 hook.remove()
-        for index, (gradient, n_changes) in put.items():
-            is_same = self._tensors[index].grad is gradient and _n_changes(gradient) == n_changes
-            draft.is_void |= not is_same
+        # By its numbers: torch counts no change by `grad.data`, which hooks of old code use.
+        for index, gradient in enumerate(self.gradients):
+            if index in draft and not draft.is_void:
+                draft.is_void = gradient is None or not draft.has(index, gradient)
 
     def clip(self, norm_max: float) -> None:
         torch.nn.utils.clip_grad_norm_([self._tensors[index] for index in self._trained], norm_max)
@@ -188,10 +193,6 @@ def _flat_gradient(tensor: torch.Tensor) -> torch.Tensor | None:
     if gradient.is_sparse:  # of an Embedding(sparse=True)
         gradient = gradient.to_dense()
     return gradient.detach().reshape(-1)
-
-
-def _n_changes(tensor: torch.Tensor) -> int:
-    return tensor._version  # noqa: SLF001 -- there is no public name for it
 
 
 class SmallBatches(Protocol):

@@ -354,7 +354,7 @@ class Steps:
 
     def state(self, awaited: str | None = None) -> str:
         """Return a status word; `awaited`: a rank that this one waits for."""
-        here, program, waited = self.here, self.program, self.client.waiting_for
+        here, program = self.here, self.program
         is_running = here.phase is Phase.RUNNING
         if self.lane and STEP not in self.lane:
             return {INSTALL: "fetching", SETTLE: program.verb}.get(self.lane[0], "pushing")
@@ -364,6 +364,7 @@ class Steps:
             return f"waiting for {awaited}"
         if self.lane or self.executor.is_open:
             return program.verb
+        waited = self.client.waiting_for
         if is_running and program.idle is not None:
             state = program.idle
         elif waited is not None and (is_running or not self.client.ready):

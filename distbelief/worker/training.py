@@ -592,7 +592,8 @@ class Training(Program):
         # Read w; a local step reads g and w, and writes w; an optimizer has two moments, at most.
         steps_locally = pace.sends_delta or (steps.number + 1) % pace.n_fetch != 0
         n_copies = 8 if pace.sends_delta else 4 if steps_locally else 1
-        n_copies += 2 if draft is not None and self._is_whole else 0
+        # It is put into the push, and compared with that afterwards.
+        n_copies += 4 if draft is not None and self._is_whole else 0
         self._step = step = Step(
             number=steps.number,
             scheduled=self._n_steps(0, batch.position) if pace.sends_delta else 0,

@@ -21,8 +21,7 @@ from distbelief.parameter_server.client.client import ParameterClient, ShardLink
 from distbelief.parameter_server.codecs import Threshold, TopK
 from distbelief.parameter_server.policy import ExchangePolicy
 from distbelief.parameter_server.replication import Backup, Primary, Replicated
-from distbelief.parameter_server.session import Session
-from distbelief.parameter_server.sessions import Sessions
+from distbelief.parameter_server.sessions import Session, Sessions
 from distbelief.parameter_server.shard import Shard
 from distbelief.parameter_server.store import ShardStore
 from distbelief.parameter_server.ticks import Floor, ShardTicks

@@ -369,7 +369,7 @@ function collectMarks() {
       const add = (kind, text) => it.counted.push({ kind, time: time[i], text });
       if (more) add("refused", `${count(more)} pushes refused`);
       if (gone) add("refused", `${count(gone)} pushes lost`);
-      if (saved[i] > saved[i - 1]) add("checkpoint", `${count(saved[i] - saved[i - 1])} checkpoints of shards`);
+      if (saved[i] > saved[i - 1]) add("checkpoint", `checkpoints of shards: ${count(saved[i] - saved[i - 1])}`);
     }
     it.marks = [...marks, ...it.counted].sort((a, b) => a.time - b.time);
   });
@@ -502,7 +502,7 @@ function tilesOf(view, state) {
   tiles.push(["pushes applied", count(view.pushes_applied), `${count(view.pushes_refused)} refused, ${view.pushes_lost === null ? "unknown" : count(view.pushes_lost)} lost`, (view.pushes_refused || view.pushes_lost) && "more"]);
   tiles.push(["received by shards", bytes(view.bytes_in), `sent ${bytes(view.bytes_out)}`]);
   const restarts = state.roles.reduce((sum, role) => sum + role.restarts, 0);
-  tiles.push(["restarts", count(restarts), `${count(view.n_checkpoints)} checkpoints`, restarts && "warn"]);
+  tiles.push(["restarts", count(restarts), `checkpoints: ${count(view.n_checkpoints)}`, restarts && "warn"]);
   return tiles;
 }
 function drawTiles(list, tiles) {
@@ -519,7 +519,7 @@ function drawWhy(state) {
   $("why").hidden = !why;
   if (!why) return;
   mark($("why"), why.role ? "found" : "");
-  const lines = [why.text, why.help].filter(Boolean);
+  const lines = [why.text, why.help.replaceAll("`", "")].filter(Boolean);
   [...rows($("why"), lines.length, () => make("p"))].forEach((line, n) => { put(line, lines[n]); mark(line, n ? "note" : ""); });
 }
 function look(role) {

@@ -362,7 +362,7 @@ def _found(
         check_names(patterns, names, where="inner.groups")
     except ValueError as error:
         raise JobError(f"[algorithm] {error}") from None
-    is_double = any(t.dtype == torch.float64 for t in tensors.values() if t.requires_grad)
+    is_double = model.element_type == "float64"
     for name, tensor in tensors.items():
         _check_kept(name, tensor, n_whole_max=2**53 if is_double else 2**24)
     initials: dict[str, Initial] = {}
@@ -384,7 +384,7 @@ def _found(
     metric, *others = tasks.metric_names(task, sample)
     return PreflightResult(
         tensors=specs,
-        dtype="float64" if is_double else "float32",
+        dtype=model.element_type,
         dtypes={name: str(t.dtype).removeprefix("torch.") for name, t in tensors.items()},
         aliases=dict(model.aliases()),
         initials=initials,
@@ -400,7 +400,8 @@ def _found(
             train=msgspec.structs.replace(
                 DataFacts.of(datasets["data.train"]),
                 marks=marks_of(datasets["data.train"]) or msgspec.UNSET,
-                has_parts=tasks.makes_parts(task.train) or msgspec.UNSET,
+                has_parts=(coordinator_of(job) is None and tasks.makes_parts(task.train))
+                or msgspec.UNSET,
             ),
             test=None if held_out is None else DataFacts.of(held_out),
         ),

@@ -191,7 +191,9 @@ def readers_of(name: str, spec: RoleSpec, job: Job) -> ReaderProcesses | None:
         if spec.allowed is not None:
             check_allowed(job, spec.allowed)
         index = name.removeprefix("replica-").partition(".")[0]
-        part = (int(index), job.cluster.n_replicas) if index.isdecimal() else (0, 1)
+        # As `BuildContext.train_data`: replicas under a coordinator read all data.
+        has_part = index.isdecimal() and algorithms.coordinator_of(job) is None
+        part = (int(index), job.cluster.n_replicas) if has_part else (0, 1)
         return build_dataset(data, table=table, part=part)
 
     readers = ReaderProcesses(table)

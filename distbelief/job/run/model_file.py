@@ -48,19 +48,21 @@ def write_model_file(
     snapshots: Sequence[TensorFile],
     *,
     dtypes: Mapping[str, str] | None = None,
-    aliases: Mapping[str, str] | None = None,
+    names: Mapping[str, str] | None = None,
     averaged: bool = False,
 ) -> None:
     """Write the model that is in these checkpoints, one per shard, to `path`, replaced atomically.
 
     If `averaged`, the parameters are the running averages that a rule with `ema` keeps.
 
-    `dtypes` are torch's names of types that are not that of the shards, `aliases` other names of
-    shared tensors, which `load_state_dict` needs: each name has its own data in the file.
+    `dtypes` are torch's names of types that are not that of the shards. `names` are those of the
+    file, with the names in the layout; by default the same. Tensors that are shared have several,
+    as `load_state_dict` needs them: each name has its own data in the file.
     """
     usual = "float64" if layout.dtype.itemsize == 8 else "float32"
     kinds = {t.name: TYPES[(dtypes or {}).get(t.name, usual)] for t in layout.tensors}
-    names = {t.name: t.name for t in layout.tensors} | dict(aliases or {})
+    if names is None:
+        names = {t.name: t.name for t in layout.tensors}
     try:
         files.write_by(path, lambda draft: _write(draft, layout, snapshots, kinds, names, averaged))
     except DamagedError as error:
@@ -126,9 +128,32 @@ class ModelSource:
     def write(
         self, path: Path, layout: Layout, snapshots: Sequence[TensorFile], *, averaged: bool = False
     ) -> None:
+        names = {t.name: t.name for t in layout.tensors} | dict(self.aliases)
         write_model_file(
-            path, layout, snapshots, dtypes=self.dtypes, aliases=self.aliases, averaged=averaged
+            path, layout, snapshots, dtypes=self.dtypes, names=names, averaged=averaged
         )
+
+
+def newest_snapshots(
+    store: CheckpointStore, n_shards: int, *, of_one_label: bool = False
+) -> list[TensorFile]:
+    """Return the newest intact checkpoint of each shard, or raise StorageError.
+
+    Under a coordinator only checkpoints `of_one_label` belong to one point.
+    """
+    shards = [f"shard-{k}" for k in range(n_shards)]
+    labels: dict[str, str | None] = {}
+    for name in shards:
+        snapshot = store.newest(name)  # it reports damaged ones
+        labels[name] = None if snapshot is None else snapshot.label
+    if of_one_label:
+        labels = dict.fromkeys(shards, agreed_label(store, shards))
+    snapshots = [store.file(name, label) for name, label in labels.items() if label is not None]
+    if len(snapshots) < n_shards:
+        names = ", ".join(name for name, label in labels.items() if label is None)
+        moment = " of one label" if of_one_label else ""
+        raise StorageError(f"there is no intact checkpoint of {names}{moment} in {store.place}")
+    return snapshots
 
 
 def write_model(job: Job, run: RunDirectory, source: ModelSource) -> None:
@@ -136,24 +161,15 @@ def write_model(job: Job, run: RunDirectory, source: ModelSource) -> None:
 
     If the rule averages the values, also that model.
     """
-    layout, store = source.layout, source.store
-    shards = [f"shard-{k}" for k in range(layout.n_shards)]
-    drives = coordinator_of(job) is not None
-    labels: dict[str, str | None] = {}
-    for name in shards:
-        snapshot = store.newest(name)  # it reports damaged ones
-        labels[name] = None if snapshot is None else snapshot.label
-    if drives:
-        labels = dict.fromkeys(shards, agreed_label(store, shards))
-    snapshots = [store.file(name, label) for name, label in labels.items() if label is not None]
-    if len(snapshots) < layout.n_shards:
-        names = ", ".join(name for name, label in labels.items() if label is None)
-        # Under a coordinator only checkpoints of one label belong to one point.
-        moment = " of one label" if drives else ""
-        why = f"there is no intact checkpoint of {names}{moment} in {store.place}"
+    layout, drives = source.layout, coordinator_of(job) is not None
+    try:
+        snapshots = newest_snapshots(source.store, layout.n_shards, of_one_label=drives)
+    except StorageError as error:
         if run.model_file.is_file():
-            why += f", and {run.model_file} is from an earlier session"
-        raise StorageError(why)
+            raise StorageError(
+                f"{error}, and {run.model_file} is from an earlier session"
+            ) from None
+        raise
     source.write(run.model_file, layout, snapshots)
     rule = facts_of(job).rule
     if rule is not None and rule.ema is not None:

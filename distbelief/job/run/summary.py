@@ -206,7 +206,10 @@ def _what(summary: Summary) -> str:
 
 
 def _title(name: str) -> str:
-    return "SGD" if name == "sgd" else name.replace("_", " ").capitalize()
+    if name == "sgd":
+        return "SGD"
+    # A class of torch has its own capitals.
+    return name.replace("_", " ").capitalize() if name.islower() else name
 
 
 def _data(summary: Summary) -> str:

@@ -427,6 +427,10 @@ class PushDraft:
         """Return whether a tensor was put."""
         return index in self._put
 
+    def has(self, index: int, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor that was put still has the bits that it had then."""
+        return all(one.copier.has(index, tensor, one.values) for one in self._targets)
+
     def _tell(self, notes: Notes, tensors: Iterable[int]) -> None:
         if not self._n_missing:
             for target in self._targets:

@@ -12,8 +12,7 @@ from typing_extensions import override
 from distbelief.core.memory import Memory
 from distbelief.parameter_server.policy import Round
 from distbelief.parameter_server.ranges import IndexRanges
-from distbelief.parameter_server.session import Session
-from distbelief.parameter_server.sessions import Sessions
+from distbelief.parameter_server.sessions import Session, Sessions
 from distbelief.parameter_server.shard_config import ShardConfig
 from distbelief.parameter_server.slices import ShardSlice
 from distbelief.parameter_server.store import ShardStore

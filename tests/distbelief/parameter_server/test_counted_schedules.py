@@ -1,9 +1,12 @@
 """Schedules in epochs, samples or steps of all replicas, and those of torch and transformers."""
 
-import math
+from typing import Any, cast
 
+import msgspec
+import numpy as np
 import pytest
 import torch
+from hypothesis import given, strategies as st
 from torch import nn
 from torch.optim import lr_scheduler
 
@@ -12,9 +15,10 @@ from distbelief.config.load import parse_job
 from distbelief.core.errors import JobError
 from distbelief.core.memory import PrivateMemory
 from distbelief.parameter_server.layout import Layout, TensorSpec
-from distbelief.parameter_server.rules import SGD
+from distbelief.parameter_server.rules import SGD, TORCH_RULES
 from distbelief.parameter_server.schedules import Schedule
 from distbelief.parameter_server.shard import Shard
+from distbelief.task.data import BatchCursor, DataShard
 from distbelief.task.task import BuildContext
 from distbelief.worker.downpour import DOWNPOUR
 from distbelief.worker.downpour_settings import DownpourSettings
@@ -73,12 +77,14 @@ def settings(schedule: dict[str, object], **keys: object) -> DownpourSettings:
 @pytest.mark.parametrize(
     ("count", "n_push", "n_pushes"),
     [
-        ("3 epochs", 1, 38),  # 300 samples, 8 of each push
-        ("3 epochs", 2, 19),
+        ("3 epochs", 1, 39),  # 100 samples, 8 of each step, 4 of the last one
+        ("3 epochs", 2, 21),
+        ("3 epochs", 100, 3),  # an epoch ends its push
         ("0.5 epochs", 1, 6),
-        ("50000 samples", 1, 6250),
+        ("50000 samples", 1, 6500),
+        ("50000 samples", 100, 500),
         ("2000 steps", 1, 2000),
-        ("2000 steps", 4, 500),
+        ("2600 steps", 4, 800),
         ("1 sample", 4, 1),
         (12, 4, 12),
     ],
@@ -87,9 +93,82 @@ def test_epochs_samples_and_steps_become_pushes(count: object, n_push: int, n_pu
     found = settings(
         {"name": "cosine", "n_pushes": count, "n_warm_up": "80 samples"}, n_push=n_push
     )
-    schedule = found.in_pushes(100).rule.schedule
+    schedule = found.in_pushes(100, n_replicas=1).rule.schedule
     assert isinstance(schedule, distbelief.Cosine)
-    assert (schedule.n_pushes, schedule.n_warm_up) == (n_pushes, math.ceil(10 / n_push - 0.5))
+    n_warm_up = {1: 10, 2: 5, 4: 3, 100: 1}[n_push]
+    assert (schedule.n_pushes, schedule.n_warm_up) == (n_pushes, n_warm_up)
+
+
+@given(
+    n_train=st.integers(1, 60),
+    batch_size=st.integers(1, 9),
+    n_push=st.integers(1, 9),
+    n_epochs=st.integers(1, 4),
+    n_replicas=st.integers(1, 3),
+)
+@pytest.mark.parametrize("order", ["dealt", "parts"])
+def test_epochs_have_as_many_pushes_as_replicas_send(
+    *, n_train: int, batch_size: int, n_push: int, n_epochs: int, n_replicas: int, order: str
+) -> None:
+    """An epoch of less than a push, or with a short one, was taken for a part of one.
+
+    With 100 samples in steps of 64 and n_push = 4 a schedule over "10 epochs" ended after four.
+    """
+    rule = SGD(learning_rate=0.1, schedule=distbelief.Linear(n_pushes=f"{n_epochs} epochs"))
+    found = DownpourSettings(
+        loss="mse", batch_size=batch_size, n_push=n_push, rule=rule, order=cast("Any", order)
+    )
+    n_each = 0
+    if order == "dealt":
+        epochs, position = found.epochs(n_train), 0
+        while position < n_epochs * n_train:
+            position, n_each = epochs.stop(position), n_each + 1
+    else:  # all steps, whatever their epoch
+        n_steps = 0
+        for replica in range(n_replicas):
+            cursor = BatchCursor(
+                part := DataShard(n_train, replica_index=replica, n_replicas=n_replicas, seed=0)
+            )
+            position = 0
+            while position < n_epochs * len(part):
+                position, n_steps = position + len(cursor.batch(position, batch_size)), n_steps + 1
+        n_each = max(1, round(n_steps / n_push))
+    schedule = found.in_pushes(n_train, n_replicas=n_replicas).rule.schedule
+    assert isinstance(schedule, distbelief.Linear)
+    assert schedule.n_pushes == pytest.approx(n_each, abs=0 if order == "dealt" else 1)
+
+
+@pytest.mark.parametrize("name", sorted(TORCH_RULES))
+def test_a_rule_by_torch_counts_in_data_as_well(name: str) -> None:
+    """Its check took steps at the rate of a schedule that no job had counted yet, and failed."""
+    schedule = {"name": "cosine", "n_pushes": "1 epoch", "n_warm_up": "3 steps"}
+    table = {"name": name, "lr": 0.1, "schedule": schedule, "groups": {"b": {"lr": 0.01}}}
+    text = small("m:net", "m:points", algorithm={"rule": table})
+    found = parse_job(text, path="job.toml").algorithm
+    assert isinstance(found, DownpourSettings)
+    rule = found.in_pushes(80, n_replicas=1).rule
+    known = msgspec.convert(
+        {"name": name, "lr": 0.1, "schedule": {**schedule, **KNOWN}}, TORCH_RULES[name]
+    )
+    for one, lr in ((rule, 0.1), (rule.groups["b"], 0.01)):
+        expected = msgspec.structs.replace(known, learning_rate=lr)
+        assert one.schedule == expected.schedule
+        after = []
+        for each in (one, expected):
+            w, state = np.ones(64, np.float32), each.state(64, np.float32)
+            for clock in range(6):
+                each.apply(w, np.full(64, 0.5 - clock, np.float32), state, clock=clock)
+            after.append(w)
+        assert np.array_equal(after[0], after[1])
+
+
+KNOWN = {"n_pushes": 10, "n_warm_up": 3}
+
+
+def test_an_epoch_that_ends_early_has_fewer_pushes() -> None:
+    found = settings({"name": "linear", "n_pushes": "4 epochs"}, epoch_share=0.75)
+    schedule = found.in_pushes(80, n_replicas=2).rule.schedule
+    assert schedule == distbelief.Linear(n_pushes=30)  # of 40
 
 
 def test_the_shards_of_a_job_count_in_its_data() -> None:

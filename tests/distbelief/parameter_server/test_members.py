@@ -19,8 +19,7 @@ from distbelief.parameter_server.layout import TensorSpec
 from distbelief.parameter_server.members import Least
 from distbelief.parameter_server.policy import ExchangePolicy, Round
 from distbelief.parameter_server.ranges import IndexRanges
-from distbelief.parameter_server.session import Session
-from distbelief.parameter_server.sessions import Sessions
+from distbelief.parameter_server.sessions import Session, Sessions
 from distbelief.parameter_server.slices import ShardSlice
 from distbelief.parameter_server.staleness import PartialPushes
 from distbelief.protocol import OpenSession, Push, PushBlock

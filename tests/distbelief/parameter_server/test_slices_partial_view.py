@@ -1,6 +1,7 @@
 """Partial views against brute force: the position of every element, one by one."""
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -83,8 +84,26 @@ def test_clients_that_tile_the_tensors_fill_the_shards_with_their_very_elements(
             compact = np.full(part.n_elements, np.nan, np.float32)
             put_all(selection.copier(k, compact=True), tensors, compact)
             assert np.array_equal(compact, wanted[indices])
+            assert_has(selection, k, tensors, compact)
         assert np.array_equal(filled, wanted)
         assert np.array_equal(times, (wanted != 0).astype(np.int64))
+
+
+def assert_has(view: PartialView, k: int, tensors: Sequence[torch.Tensor], compact: Vector) -> None:
+    """The copier finds any change of a number that was put, and none elsewhere."""
+    copier = view.copier(k, compact=True)
+    for index, tensor in enumerate(tensors):
+        assert copier.has(index, tensor, compact)
+        assert copier.has(index, tensor.double(), compact)
+        there = compact.copy()
+        copier.put(index, torch.full_like(tensor, math.nan), there)
+        assert copier.has(index, torch.full_like(tensor, math.nan), there)
+        assert copier.has(index, tensor, there) is np.array_equal(there, compact)
+        for at in range(tensor.numel()):
+            changed = tensor.clone()
+            changed[at] *= 2.0
+            copier.put(index, changed, there)
+            assert copier.has(index, tensor, there) is np.array_equal(there, compact)
 
 
 @given(tilings())

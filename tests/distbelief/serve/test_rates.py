@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -55,9 +56,14 @@ def torch_rule(name: str, **keywords: object) -> UpdateRule:
     return TORCH_RULES[name](**keywords)  # type: ignore[arg-type]  # as each class documents
 
 
+def _numpys(step: int) -> Any:  # noqa: ANN401 -- which torch takes, whatever its types say
+    return np.float32(0.99) ** step
+
+
 SCHEDULERS: dict[str, Callable[[Optimizer], object]] = {
     "nothing": lambda one: lr_scheduler.LambdaLR(one, lambda _step: 1.0),
     "lambda": lambda one: lr_scheduler.LambdaLR(one, lambda step: min(step, 50) / 50),
+    "numpy": lambda one: lr_scheduler.LambdaLR(one, _numpys),
     "step": lambda one: lr_scheduler.StepLR(one, 10, gamma=0.9),
     "cosine": lambda one: lr_scheduler.CosineAnnealingLR(one, N_STEPS),
     "one cycle": lambda one: lr_scheduler.OneCycleLR(

@@ -170,6 +170,27 @@ def test_a_sampler_is_followed_by_any_number_of_replicas(
         assert whole(0, np.arange(n), 7).tolist() != whole(1, np.arange(n), 7).tolist()
 
 
+class Backwards(SequentialSampler):
+    @override
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(N - 1, -1, -1))
+
+
+class LongestFirst(RandomSampler):
+    @override
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(N - 1, -1, -1))
+
+
+@pytest.mark.parametrize("kind", [Backwards, LongestFirst])
+def test_samplers_derived_from_those_of_torch_have_their_own_order(
+    kind: type[Backwards | LongestFirst],
+) -> None:
+    """They were taken for their base classes: data in order, or shuffled."""
+    loader = DataLoader(numbers(), 4, sampler=kind(numbers()))
+    assert seen(batches_of(source(loader), 2)) == [*range(N - 1, -1, -1)] * 2
+
+
 def test_a_generator_of_a_sampler_does_not_carry_state_from_pass_to_pass() -> None:
     def drawn(*epochs: int) -> list[int]:
         generator = torch.Generator().manual_seed(3)
@@ -324,6 +345,54 @@ def test_a_stream_that_draws_goes_on_as_if_it_had_not_been_stopped(stop: int, si
     assert read(source(Shuffling()), stop, N, size) == whole[stop:]
 
 
+class InOrderFirst(Items):
+    """Its first pass is in order, as for speech by length (SortaGrad); the others are shuffled."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return self.n
+
+    @override
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        order = torch.randperm(self.n) if self.epoch else torch.arange(self.n)
+        return iter([(number, number % 3) for number in order])
+
+
+class DrawnBySetEpoch(InOrderFirst):
+    """The order is drawn before __iter__ is called."""
+
+    order = torch.arange(0)
+
+    @override
+    def set_epoch(self, epoch: int) -> None:
+        self.order = torch.randperm(self.n)
+
+    @override
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        return iter([(number, number % 3) for number in self.order])
+
+
+@pytest.mark.parametrize("form", [InOrderFirst, DrawnBySetEpoch])
+def test_replicas_agree_on_a_stream_that_begins_to_draw_late(form: type[InOrderFirst]) -> None:
+    """Each drew an order of its own in the second pass, and an epoch had samples twice, or not."""
+    torch.manual_seed(5)
+    readers = [BatchReader(source(form()), seed=3) for _ in range(2)]
+    passes = [list[int]() for _ in range(3)]
+    for step, begin in enumerate(range(3 * N)):
+        torch.rand(step % 4)  # other code draws, too
+        indices = np.arange(begin, begin + 1)
+        batch = readers[step % 2].read(
+            BatchIndices(position=begin, indices=indices, epoch=begin // N)
+        )
+        passes[begin // N] += batch.tensors()["inputs",].tolist()
+    assert [sorted(one) for one in passes] == [list(range(N))] * 3
+    assert passes[2] != passes[1]
+
+
 def test_a_generator_is_called_again() -> None:
     def stream() -> Iterator[tuple[int, int]]:
         yield from ((k, 0) for k in range(5))
@@ -372,6 +441,14 @@ def fails(message: str, work: Callable[[], object]) -> None:
     assert str(caught.value).startswith("[data.train] ")
 
 
+class Doubling(DataLoader[tuple[torch.Tensor, ...]]):
+    """What it does to batches was left out without a word."""
+
+    @override
+    def __iter__(self) -> Iterator[object]:  # type: ignore[override]  # torch names a private class
+        return ([2 * inputs, targets] for inputs, targets in super().__iter__())
+
+
 def drop(samples: list[object]) -> object:
     return samples[0]
 
@@ -382,6 +459,7 @@ def drop(samples: list[object]) -> object:
         (SimpleNamespace(), "__getitem__(index) -> (input, target) or a dictionary, or __iter__"),
         (Items, "not a data set"),
         ((torch.zeros(3), np.zeros(3)), "a tuple of 2 arrays, which is no data set of samples"),
+        (dict.fromkeys(range(9)), "a dict of 0, 1, 2, 3, 4, ..., which is no data set"),
         ({"x": torch.zeros(3)}, "a dict of x, which is no data set of samples: return torch"),
         (type("DataFrame", (list,), {})(), "a DataFrame, which is no data set of samples"),
         ([], "a data set of 0 samples: check [data.train.arguments]"),
@@ -400,6 +478,7 @@ def drop(samples: list[object]) -> object:
             DataLoader(numbers(), 4, num_workers=1, worker_init_fn=print),
             "a worker_init_fn: processes of a job do not call it",
         ),
+        (Doubling(numbers(), 4), "has an __iter__ of its own: a job reads its data set: return"),
         (DataLoader(numbers(), 50, drop_last=True), "whose 23 samples are no batch of 50"),
         (DataLoader(Items(), 4, drop_last=True), "its stream no length"),
         (DataLoader(numbers(), 4, sampler=iter([1, 2])), "has no length: give it __len__"),
@@ -443,9 +522,21 @@ class Unsteady:
         yield from self.stream.permutation(N).tolist()
 
 
+class UnsteadyLater(Unsteady):
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    @override
+    def __iter__(self) -> Iterator[int]:
+        return super().__iter__() if self.epoch else iter(range(N))
+
+
 @pytest.mark.parametrize(
     ("sampler", "message"),
     [
+        (UnsteadyLater(), "its sampler gives another order each time: let it draw from torch's"),
         (Unsteady(), "its sampler gives another order each time: let it draw from torch's"),
         ([0, N], "each from 0 to 22"),
         (["a"], "its sampler failed: ValueError"),

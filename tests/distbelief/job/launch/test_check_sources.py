@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -13,7 +15,10 @@ from distbelief.config.job import Job
 from distbelief.config.load import parse_job
 from distbelief.core.errors import JobError
 from distbelief.job.launch.preflight import PreflightResult, answer_to
+from distbelief.job.launch.role_process import RoleSpec, readers_of
 from distbelief.job.launch.supervised_job import check_data, read_again
+from distbelief.parameter_server.layout import Layout
+from distbelief.task.data import Wanted
 from tests.distbelief.jobs import small
 
 
@@ -65,6 +70,21 @@ def unseeded() -> Stream:
     return Unseeded()
 
 
+class UnseededLater(Unseeded):
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    @override
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, int]]:
+        return super().__iter__() if self.epoch else ((torch.zeros(3), 0) for _ in range(40))
+
+
+def unseeded_later() -> Stream:
+    return UnseededLater()
+
+
 def seeded() -> Stream:
     return Seeded()
 
@@ -109,6 +129,12 @@ def checked(job: Job, folder: Path) -> PreflightResult:
         ("stream", ["data.train.num_workers=2"], "is a stream, which each of num_workers = 2"),
         ("stream", [f"data.test.factory={HERE}:endless"], "[data.test]"),
         ("unseeded", [], "sample 0 of the stream differs each time it begins: let it draw from"),
+        ("unseeded_later", [], "sample 0 of pass 1 of the stream differs each time it begins"),
+        (
+            "points",
+            [f"data.test.factory={HERE}:unseeded"],
+            "[data.test] tests.distbelief.job.launch.test_check_sources:unseeded: sample 0 of the",
+        ),
         (
             "parts",
             ["cluster.replicas=2"],
@@ -137,13 +163,37 @@ def test_a_contradiction_is_refused_with_the_way(
     assert message in str(caught.value)
 
 
-def test_batch_methods_refuse_orders_of_the_data(tmp_path: Path) -> None:
+def sandblast_of(folder: Path, factory: str, *overrides: str) -> Job:
     text = small(f"{HERE}:net", f"{HERE}:points")
     head = text[: text.index("[algorithm]")]
     batch = '[algorithm]\nname = "sandblaster"\nloss = "cross_entropy"\nl2 = 1e-3\n'
+    given = f"data.train.factory={HERE}:{factory}", *overrides
+    return parse_job(head + batch, path=folder / "j", overrides=given)
+
+
+def numbered_part(replica: int, replicas: int) -> TensorDataset:
+    numbers = torch.arange(40)[replica::replicas]
+    return TensorDataset(numbers[:, None].expand(-1, 3).float(), numbers % 2)
+
+
+def test_readers_of_a_batch_method_read_all_data(tmp_path: Path) -> None:
+    """They read the part of their replica, at places that the coordinator meant for the whole."""
+    job = sandblast_of(tmp_path, "numbered_part", "data.train.num_workers=1", "cluster.replicas=2")
+    spec = RoleSpec(job=msgspec.Raw(job.to_json()), layout=Layout.of([], n_shards=1).spec)
+    readers = readers_of("replica-1", spec, job)
+    assert readers is not None
+    wanted = Wanted(seed=0, epoch=0, indices=np.array([3, 39], np.int64).tobytes())
+    with readers:
+        inputs = readers.read(wanted, []).tensors()["inputs",]
+    assert inputs[:, 0].tolist() == [3.0, 39.0]
+    train = answer_to(job, initial_file=str(tmp_path / "i.safetensors"), plan="").task.train
+    assert train is not None
+    assert train.has_parts is msgspec.UNSET  # it resumes with any number of replicas
+
+
+def test_batch_methods_refuse_orders_of_the_data(tmp_path: Path) -> None:
     for factory, order in (("stream", "stream"), ("loader", "in the order of the data")):
-        given = (f"data.train.factory={HERE}:{factory}",)
-        job = parse_job(head + batch, path=tmp_path / "j", overrides=given)
+        job = sandblast_of(tmp_path, factory)
         with pytest.raises(JobError, match=f"gives samples {order}, and a batch method reads all"):
             checked(job, tmp_path)
 

@@ -56,7 +56,8 @@ def kinds(module: nn.Module) -> dict[str, Mapping[str, str]]:
     model = FlatModel(module)
     tensors = model.named_tensors().items()
     dtypes = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in tensors}
-    return {"dtypes": dtypes, "aliases": model.aliases()}
+    names = {name: name for name, _ in tensors} | dict(model.aliases())
+    return {"dtypes": dtypes, "names": names}
 
 
 @pytest.mark.parametrize("n_shards", [1, 2, 3, 7])

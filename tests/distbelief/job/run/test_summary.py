@@ -150,3 +150,9 @@ def test_where_the_figures_do_not_fit_they_stand_below_each_other(width: int) ->
     lines = shown(a_summary(), width=width)
     assert all(len(line) <= width for line in lines)
     assert any(line.startswith("held-out accuracy") for line in lines)
+
+
+def test_a_rule_by_torch_keeps_its_capitals() -> None:
+    """A job with AdamW was one with Adamw."""
+    found = [sm._title(name) for name in ("AdamW", "sgd", "delayed_nesterov")]
+    assert found == ["AdamW", "SGD", "Delayed nesterov"]
