@@ -17,7 +17,7 @@ from distbelief.job.run.summary import Summary
 
 try:
     from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
-    from sklearn.utils import Tags
+    from sklearn.utils import Tags, check_random_state
     from sklearn.utils.multiclass import check_classification_targets
     from sklearn.utils.validation import check_is_fitted, validate_data
 except ImportError as error:
@@ -40,7 +40,7 @@ class _Estimator(BaseEstimator):  # type: ignore[misc] # it has no types
         epochs: float = 10.0,
         replicas: int = 1,
         shards: int = 1,
-        random_state: int = 0,
+        random_state: int | np.int64 | np.random.RandomState | None = 0,
         overrides: Mapping[str, object] | None = None,
     ) -> None:
         self.module = module
@@ -58,6 +58,9 @@ class _Estimator(BaseEstimator):  # type: ignore[misc] # it has no types
 
     def _fit(self, x: Floats, y: Labels, *, loss: str, n_outputs: int) -> Self:
         seed = self.random_state
+        if not isinstance(seed, int | np.integer):
+            seed = check_random_state(seed).randint(np.iinfo(np.int32).max)
+        seed = int(seed)
         module = self.module
         if not isinstance(module, nn.Module):
             with torch.random.fork_rng(devices=[]):
@@ -104,7 +107,8 @@ class DistBeliefClassifier(ClassifierMixin, _Estimator):  # type: ignore[misc] #
         epochs: Passes over the data.
         replicas: Processes that train; one alone gives the same bits each time.
         shards: Processes that hold the parameters.
-        random_state: Seed of the order of samples, and of what `module` draws if it is a function.
+        random_state: Seed of the order of samples, and of what `module` draws if it is a function;
+            a RandomState, or None, draws another for each fit.
         overrides: Other keys of a job.
 
     Attributes:

@@ -16,12 +16,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
+import torch
 from torch import nn
 
 from distbelief.config.load import job_of
 from distbelief.core.arguments import checked
 from distbelief.core.errors import JobError
-from distbelief.job.given import check_apart, copy_of, given, giving, path_of
+from distbelief.job.given import check_apart, copy_of, copying, given, giving, path_of
 from distbelief.job.launch.local import LocalLauncher
 from distbelief.job.run.result import Run
 from distbelief.job.trainer import run_job
@@ -121,12 +122,17 @@ def fit(  # noqa: PLR0913 -- the keys of a job that most jobs have
     """
     check_is_no_import("distbelief.fit")
     module = copy_of(model, user="fit")
-    objects: dict[str, object] = {"model": giving(module), "train": giving(_dataset(data, "data"))}
+    objects: dict[str, object] = {"model": copying(module), "train": giving(_dataset(data, "data"))}
     tables: dict[str, object] = {"train": {"factory": path_of("train")}}
     if test is not None:
         objects["test"] = giving(_dataset(test, "test"))
         tables["test"] = {"factory": path_of("test")}
     names = [_named(each, model, objects) for each in _listed(metrics)]
+    if isinstance(rule, str | type | torch.optim.Optimizer):
+        raise JobError(
+            f"fit: rule is {shown(rule)}: give its name and options, as in "
+            '{"name": "AdamW", "lr": 0.001}'
+        )
     algorithm = {"name": "downpour", "loss": _loss(loss, model, objects), "batch_size": batch_size}
     job = job_of(
         {
@@ -144,7 +150,8 @@ def fit(  # noqa: PLR0913 -- the keys of a job that most jobs have
         overrides=overrides or {},
     )
     if job.cluster.is_split:
-        raise JobError(f"fit has no option 'partitions': {_ELSEWHERE['partitions']}")
+        culprit = "device" if job.cluster.device != "cpu" else "partitions"
+        raise JobError(f"fit has no option {culprit!r}: {_ELSEWHERE[culprit]}")
     with given(objects):
         run = run_job(
             job,
@@ -190,13 +197,9 @@ def _loss(loss: object, model: nn.Module, objects: dict[str, object]) -> str:
             f"fit: loss is {shown(loss)}: give a name, such as 'cross_entropy', a function "
             "(outputs, targets) -> mean, or a loss module, as in nn.CrossEntropyLoss()"
         )
-    check_apart(_with_parts(loss), model, what="loss", user="fit")
+    check_apart(loss, model, what="loss", user="fit")
     objects["loss"] = loss
     return path_of("loss")
-
-
-def _with_parts(function: object) -> list[object]:
-    return [function, getattr(function, "__self__", None), getattr(function, "__dict__", {})]
 
 
 def _listed(metrics: object) -> list[object]:
@@ -209,7 +212,7 @@ def _named(metric: object, model: nn.Module, objects: dict[str, object]) -> str:
         return metric
     if not (callable(metric) or hasattr(metric, "update")):
         raise JobError(f"fit: a metric is {shown(metric)}: give a name, a function or an object")
-    check_apart(_with_parts(metric), model, what="a metric", user="fit")
+    check_apart(metric, model, what="a metric", user="fit")
     name = str(getattr(metric, "__name__", type(metric).__name__)).strip("<>").lstrip("_")
     names = (f"{name}{number or ''}" for number in range(len(objects) + 1))
     name = next(each for each in names if each not in objects)

@@ -6,6 +6,7 @@ names them by import paths without a module: [model] factory = ":model" (`task.i
 """
 
 import dis
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
@@ -14,13 +15,14 @@ from itertools import islice
 from types import CellType, CodeType, FunctionType, MethodType
 from typing import Final, TypeVar, cast
 
+import torch
 from torch import nn
 
 from distbelief.core.errors import JobError
 from distbelief.job.launch import forkserver
 from distbelief.task.dry_run import shown
-from distbelief.task.imports import OBJECTS
-from distbelief.task.task import check_shapes
+from distbelief.task.imports import INSTALLED, OBJECTS
+from distbelief.task.task import check_memory, check_shapes
 
 
 T = TypeVar("T")
@@ -53,6 +55,11 @@ def giving(thing: T) -> Callable[[], T]:
     return lambda: thing
 
 
+def copying(module: nn.Module) -> Callable[[], nn.Module]:
+    """Return a factory of copies of this module: a forward may change buffers and attributes."""
+    return lambda: deepcopy(module)
+
+
 def copy_of(model: object, *, user: str) -> nn.Module:
     """Return a copy of a module, in training mode; JobError if its copies would not be as it is."""
     if not isinstance(model, nn.Module):
@@ -61,6 +68,13 @@ def copy_of(model: object, *, user: str) -> nn.Module:
     if hasattr(model, "_orig_mod"):
         raise JobError(f"{user}: model is compiled: give the module that torch.compile was given")
     check_shapes(model, user)
+    check_memory(model, user)
+    for name, module in model.named_modules():
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            raise JobError(
+                f"{user}: {name or 'the model'!r} has an extra state (get_extra_state), of which a "
+                "job saves nothing: make it a buffer"
+            )
     for name, tensor in model.state_dict().items():
         if tensor.is_meta:
             raise JobError(f"{user}: {name!r} of the model is on the meta device: give it values")
@@ -71,47 +85,67 @@ def copy_of(model: object, *, user: str) -> nn.Module:
             "not, and a job trains all: call model.train(), and leave out or freeze (by "
             "requires_grad_) what is not meant to train"
         )
-    for place, one in model.named_modules():
-        for key, value in vars(one).items():
-            if key not in {"_parameters", "_modules", "_buffers"}:
-                what = f"attribute {key!r} of {place or 'the model'}"
-                check_apart(value, model, what=what, user=user)
     try:
-        return deepcopy(model).train()
+        copy = deepcopy(model).train()
     except Exception as error:  # the user's code may raise anything
         raise JobError(
             f"{user}: the model cannot be copied: {type(error).__name__}: {error}: keep in it "
             "parameters, buffers and plain values only"
         ) from error
+    # A copy has lists, dictionaries and methods of its own parts. Functions are not copied.
+    for place, one in copy.named_modules():
+        for key, value in vars(one).items():
+            if key not in {"_parameters", "_modules", "_buffers"}:
+                what = f"attribute {key!r} of {place or 'the model'}"
+                check_apart(value, model, what=what, user=user, copy=copy)
+    return copy
 
 
-def check_apart(value: object, model: nn.Module, *, what: str, user: str) -> None:
-    """Raise JobError if a function refers to a model: processes train copies of it, not this."""
+def check_apart(
+    value: object, model: nn.Module, *, what: str, user: str, copy: nn.Module | None = None
+) -> None:
+    """Raise JobError if a function refers to a model: processes train copies of it, not this.
+
+    Parts of a `copy`, which may have the value, are not gone into.
+    """
     parts = {id(part) for part in (*model.modules(), *model.parameters(), *model.buffers())}
-    if any(id(found) in parts for found in _referred(value, set())):
+    seen: set[object] = {id(part) for part in (() if copy is None else copy.modules())}
+    if any(id(found) in parts for found in _referred(value, frozenset(), seen)):
         raise JobError(
-            f"{user}: {what} refers to the model itself, of which each process trains a copy: make "
-            "it a method of the module, or let forward return what it needs"
+            f"{user}: {what} refers to the model itself, of which each process trains a copy: "
+            'let forward return what it needs, or the loss (loss="model")'
         )
 
 
 _MANY: Final = 1000  # entries of a list: it is data
 
 
-def _referred(value: object, seen: set[int]) -> Iterator[object]:
-    """Yield what a value, and the functions in it, refer to, as far as that can be seen."""
-    if id(value) in seen:
+# What is called of an object that is a loss or a metric
+_CALLED: Final = frozenset({"__call__", "forward", "update", "compute"})
+
+
+def _referred(value: object, names: frozenset[str], seen: set[object]) -> Iterator[object]:
+    """Yield what a value, and the functions in it, refer to, as far as that can be seen.
+
+    Of an object these are the attributes of such `names`: those that a function reads that has it.
+    """
+    key = id(value), names
+    if key in seen or id(value) in seen or isinstance(value, torch.Tensor):
         return
-    seen.add(id(value))
+    seen.add(key)
     parts: Iterable[object] = ()
     match value:
         case FunctionType():
-            cells = [one.cell_contents for one in value.__closure__ or () if one != CellType()]
-            found = [value.__globals__.get(name) for name in _globals_in(value.__code__)]
-            defaults = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
-            parts = [*cells, *found, *defaults]
-        case MethodType():  # a copy of a module has a method of that copy
-            parts = (value.__func__,)
+            parts = [one.cell_contents for one in value.__closure__ or () if one != CellType()]
+            if not value.__code__.co_filename.startswith(INSTALLED):  # it may wrap the user's
+                names = _names_in(value.__code__)
+                parts += [value.__globals__.get(name) for name in _globals_in(value.__code__)]
+                parts += [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+        case MethodType():
+            function = value.__func__
+            parts = (function, value.__self__)
+            if isinstance(function, FunctionType):
+                names = _names_in(function.__code__)
         case partial():
             wrapped = cast("partial[object]", value)
             parts = (wrapped.func, *wrapped.args, *wrapped.keywords.values())
@@ -120,10 +154,29 @@ def _referred(value: object, seen: set[int]) -> Iterator[object]:
         case list() | tuple():
             parts = islice(value, _MANY)
         case _:
-            return
+            parts = [_attribute(value, name) for name in names | _CALLED]
     for part in parts:
         yield part
-        yield from _referred(part, seen)
+        yield from _referred(part, names, seen)
+
+
+def _attribute(thing: object, name: str) -> object:
+    """Return an attribute without running any code: a property is the method that it calls."""
+    if isinstance(thing, nn.Module):
+        for kept in (thing._parameters, thing._buffers, thing._modules):  # noqa: SLF001 -- getattr could run the user's code
+            if name in kept:
+                return kept[name]
+    found: object = inspect.getattr_static(thing, name, None)
+    found = found.fget if isinstance(found, property) else found
+    if isinstance(found, FunctionType) and name not in getattr(thing, "__dict__", {}):
+        return MethodType(found, thing)
+    return found
+
+
+def _names_in(code: CodeType) -> frozenset[str]:
+    """Return the names of globals and attributes that a function, and those in it, use."""
+    inner = (each for each in code.co_consts if isinstance(each, CodeType))
+    return frozenset(code.co_names).union(*map(_names_in, inner))
 
 
 def _globals_in(code: CodeType) -> Iterator[str]:

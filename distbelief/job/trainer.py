@@ -622,8 +622,7 @@ def _train(  # noqa: PLR0913 -- the options of `train`
             Trainer(job, run, memory=memory, launcher=launcher, console=console)
         )
         try:
-            has_hosts = hosting is not None
-            trainer.get_ready(from_scratch=from_scratch, live=live, has_hosts=has_hosts)
+            trainer.get_ready(from_scratch=from_scratch, live=live, has_hosts=hosting is not None)
         except BaseException:
             if is_new:  # a rejected job leaves no directory
                 shutil.rmtree(run.path, ignore_errors=True)
@@ -634,7 +633,8 @@ def _train(  # noqa: PLR0913 -- the options of `train`
             sys.stdout.write(summary_text(summary))
         else:
             console.print(final_table(summary))
-        sys.stdout.flush()  # before an error, in one file too
+        if sys.stdout is not None:  # closed before Python began
+            sys.stdout.flush()  # before an error, in one file too
         # After an interrupt, do not spend time on the curve.
         if trainer.exit_code not in EXIT_CODES.values():
             trainer.draw()

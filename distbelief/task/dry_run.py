@@ -7,8 +7,9 @@ inputs, layers, outputs, targets, loss, gradient.
 
 import inspect
 import math
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -271,7 +272,8 @@ def _forward(module: nn.Module, batch: Batch, names: Names) -> object:
     check_arguments(module, batch, model=names.model, table=names.data)
     with _LayerWatch(module) as watch:
         try:
-            outputs = batch.run(module)
+            with _broadcasts_refused():  # the model may compute its loss
+                outputs = batch.run(module)
         except Exception as error:  # the model is the user's
             own = next((p.dtype for p in module.parameters() if p.is_floating_point()), None)
             of_type = own is not None and "dtype" in str(error) and watch.has_data(batch)
@@ -323,11 +325,20 @@ def _with_range(value: object) -> str:
     return f"{shown(value)} with values {int(value.min())} to {int(value.max())}"
 
 
+@contextmanager
+def _broadcasts_refused() -> Iterator[None]:
+    """Let torch's losses raise where outputs (n, 1) beside targets (n,) are (n, n) differences."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "Using a target size")
+        yield
+
+
 def _loss(outputs: object, targets: object, loss: Loss, names: Names) -> torch.Tensor:
     if base_of(names.loss) in LOSSES and "ignore_index" not in names.loss:
         _check_named(outputs, scores_of(outputs), labels_of(targets), names)
     try:
-        value: object = loss(outputs, targets)
+        with _broadcasts_refused():
+            value: object = loss(outputs, targets)
     except JobError:
         raise
     except Exception as error:  # the loss may be the user's

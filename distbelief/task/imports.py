@@ -21,7 +21,7 @@ from distbelief.core.formatting import nearest
 
 GUARD = "if __name__ == '__main__':"
 _PACKAGE = Path(__file__).parents[1]
-_INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
+INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
 
 
 _under_import: list[str] = []  # modules of the user, while they are imported
@@ -105,7 +105,7 @@ def installed_imports(names: Iterable[str], directories: Sequence[str]) -> tuple
         spec = _find(name, places)
         if spec is None or spec.origin is None:
             continue
-        if spec.origin.startswith(_INSTALLED):
+        if spec.origin.startswith(INSTALLED):
             found.append(name)
         else:
             waiting |= dict.fromkeys(_imports_of(Path(spec.origin)))
@@ -234,6 +234,6 @@ def place(error: BaseException) -> str:
     if not frames:
         return ""
     # A line of the user's code helps more than the line of the library that it called.
-    own = [frame for frame in frames if not frame.filename.startswith(_INSTALLED)]
+    own = [frame for frame in frames if not frame.filename.startswith(INSTALLED)]
     frame = (own or frames)[-1]
     return f" ({Path(frame.filename).name}, line {frame.lineno})"

@@ -282,6 +282,10 @@ def flat_targets() -> list[tuple[torch.Tensor, torch.Tensor]]:
     return [(torch.zeros(4), torch.zeros(()))] * 8
 
 
+def narrow_targets() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return [(torch.zeros(4), torch.zeros(1))] * 8
+
+
 def wide_labels() -> list[tuple[torch.Tensor, torch.Tensor]]:
     return [(torch.zeros(4), torch.zeros(3, dtype=torch.int64))] * 8
 
@@ -298,6 +302,10 @@ def tokens() -> list[tuple[torch.Tensor, int]]:
 
 def loss_per_sample(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(outputs, targets, reduction="none")
+
+
+def squares(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return nn.functional.mse_loss(outputs, targets)
 
 
 def own_loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

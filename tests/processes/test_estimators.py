@@ -54,6 +54,17 @@ def test_one_replica_gives_the_same_bits_and_two_learn_as_well() -> None:
     assert two.score(x, y) > 0.85
 
 
+def test_random_states_are_those_of_scikit_learn() -> None:
+    x, y = load_iris(return_X_y=True)
+    one, same, other, drawn = (
+        DistBeliefClassifier(net, epochs=1, random_state=state).fit(x, y).predict_proba(x)
+        for state in (np.random.RandomState(3), np.random.RandomState(3), np.int64(3), None)
+    )
+    assert (one == same).all()
+    assert not (one == other).all()
+    assert drawn.shape == one.shape
+
+
 def test_a_module_is_trained_from_its_values_and_stays() -> None:
     x = np.random.default_rng(0).normal(size=(200, 3))
     y = np.stack([x @ [1.0, 2.0, 3.0], x[:, 0]], axis=1)

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -106,6 +107,53 @@ def test_one_replica_and_one_shard_are_plain_torch(
         assert torch.equal(one, other)
 
 
+class Recurrent(nn.Module):
+    """Has tensors that change in each forward, a counter, and what a copy must have of its own."""
+
+    steps: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.norm, self.lstm = nn.BatchNorm1d(20), nn.LSTM(4, 8, batch_first=True)
+        self.last = nn.utils.parametrizations.spectral_norm(nn.Linear(8, 3))
+        self.layers = [self.norm, self.last]
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps += 1
+        rows = self.layers[0](x).view(-1, 5, 4)
+        return cast("Tensor", self.layers[1](self.lstm(rows)[0][:, -1]))
+
+
+# The trial steps before the start went into the buffers with which training began.
+def test_buffers_begin_and_end_as_in_plain_torch(tmp_path: Path) -> None:
+    plain, data, loss = Recurrent(), Noted(tmp_path / "order"), nn.CrossEntropyLoss()
+    run = distbelief.fit(
+        plain,
+        data,
+        loss=loss,
+        batch_size=8,
+        rule={"name": "SGD", "lr": 0.1},
+        epochs=0.1,
+        overrides={"algorithm.blocking": True},
+        directory=tmp_path / "run",
+        show=False,
+    )
+    own = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for line in data.file.read_text().splitlines()[:20]:
+        batch = [*map(int, line.split())]
+        own.zero_grad()
+        loss(plain(data.x[batch]), data.y[batch]).backward()
+        own.step()
+    assert run.model.steps == 20
+    for (name, one), other in zip(
+        plain.state_dict().items(), run.model.state_dict().values(), strict=True
+    ):
+        torch.testing.assert_close(one, other, msg=name)
+
+
 PROGRAM = """
 import distbelief
 import torch
@@ -186,6 +234,22 @@ def test_classes_of_the_main_program_reach_the_processes(tmp_path: Path, way: st
         timeout=150.0,
     )
     assert done.stdout == "hits\n", done.stdout + done.stderr
+
+
+def test_a_program_may_have_no_standard_output(tmp_path: Path) -> None:
+    """Regression: 'NoneType' object has no attribute 'flush'."""
+    program = (
+        "import distbelief, torch; x = torch.randn(64, 2); "
+        "run = distbelief.fit(torch.nn.Linear(2, 2), (x, x), loss='mse', batch_size=8, "
+        "rule=distbelief.SGD(learning_rate=0.1), show=False, directory='run'); "
+        "raise SystemExit(run.summary.samples)"
+    )
+    closed = subprocess.run(
+        ["sh", "-c", '"$0" -c "$1" <&- >&- 2>&-', sys.executable, program],
+        cwd=tmp_path,
+        check=False,
+    )
+    assert closed.returncode == 64
 
 
 def test_two_replicas_train_a_copy_and_the_run_has_what_they_learned(

@@ -100,7 +100,8 @@ def _forked(*, holds: bool = False) -> _Server:
     theirs, reports = os.pipe()
     parent = os.getpid()
     for stream in (sys.stdout, sys.stderr):
-        stream.flush()
+        if stream is not None:  # closed before Python began
+            stream.flush()
 
     def fork() -> int:
         with _held_signals():

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 import distbelief
 from distbelief.core.errors import JobError
@@ -35,6 +36,14 @@ class Learns(nn.Module):
         self.scale = nn.Parameter(torch.ones(1))
 
 
+class Counts(nn.Linear):
+    """Has a state beside its tensors."""
+
+    @override
+    def get_extra_state(self) -> object:
+        return {"n": 0}
+
+
 net = nn.Linear(4, 2)
 
 
@@ -46,9 +55,48 @@ def by_another(outputs: Tensor, targets: Tensor) -> Tensor:
     return with_the_net(outputs, targets)
 
 
+class Trainer:
+    """As a program has it that trains its model by itself."""
+
+    def __init__(self) -> None:
+        self.parts = {"model": net}
+        self.by_closure = lambda outputs, _: outputs.mean() + self.weight.norm()
+
+    @property
+    def weight(self) -> Tensor:
+        return self.parts["model"].weight
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return nn.functional.mse_loss(outputs, targets) + self.penalty()
+
+    def penalty(self) -> Tensor:
+        return cast("Tensor", self.weight.norm())
+
+    def plain(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return nn.functional.mse_loss(outputs, targets)
+
+
+class Penalised(nn.Module):
+    """A loss that knows the model by way of another object."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.of = Trainer()
+
+    @override
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return self.of.loss(outputs, targets)
+
+
 def half_evaluating() -> nn.Module:
     module = nn.Sequential(nn.Linear(4, 2), nn.Dropout())
     module[1].eval()
+    return module
+
+
+def with_one_memory(view: Callable[[Tensor], Tensor]) -> nn.Module:
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    module[1].weight.data = view(cast("Tensor", module[0].weight.data))
     return module
 
 
@@ -67,7 +115,13 @@ def with_itself(make: Callable[[nn.Sequential], object]) -> nn.Module:
         ({"model": nn.Linear(4, 2, device="meta")}, "'weight' of the model is on the meta device"),
         ({"model": half_evaluating()}, "'1' is in evaluation mode"),
         ({"model": with_itself(lambda m: lambda: m[0])}, "attribute 'extra' of the model refers"),
-        ({"model": with_itself(lambda m: partial(print, m[0].weight))}, "'extra' of the model ref"),
+        ({"model": with_itself(lambda m: partial(lambda: m[0]))}, "'extra' of the model refers"),
+        ({"model": with_itself(lambda m: partial(print, m[0].weight))}, None),
+        ({"model": with_itself(lambda m: [m[0], {"all": m}])}, None),
+        ({"model": nn.LSTM(4, 2)}, None),
+        ({"model": Counts(4, 2)}, "'the model' has an extra state"),
+        ({"model": with_one_memory(lambda w: w)}, "'0.weight' and '1.weight' have the same memory"),
+        ({"model": with_one_memory(Tensor.t)}, "have the same memory"),
         ({"model": with_itself(lambda _: io.StringIO().readline)}, None),
         ({"model": with_itself(lambda _: (n for n in range(3)))}, "the model cannot be copied"),
         ({"data": Frame()}, r"data is .*: give arrays, as \(frame\[columns\].to_numpy"),
@@ -84,15 +138,25 @@ def with_itself(make: Callable[[nn.Sequential], object]) -> nn.Module:
         ({"loss": by_another}, "loss refers to the model itself"),
         ({"loss": lambda out, _: with_the_net(out, out)}, "loss refers to the model itself"),
         ({"loss": net.forward}, "loss refers to the model itself"),
+        ({"loss": Trainer().loss}, "loss refers to the model itself"),
+        ({"loss": Trainer().by_closure}, "loss refers to the model itself"),
+        ({"loss": Penalised()}, "loss refers to the model itself"),
+        ({"loss": Trainer().plain}, None),
         ({"metrics": [3]}, "a metric is 3: give a name, a function or an object"),
         ({"metrics": with_the_net}, "a metric refers to the model itself"),
         ({"rule": None}, "has neither rule nor preset"),
+        ({"rule": torch.optim.SGD}, "rule is the class SGD: give its name and options"),
+        (
+            {"rule": torch.optim.SGD(net.parameters(), lr=1)},
+            "rule is .*: give its name and options",
+        ),
         ({"rule": {"name": "adagrd"}}, "Did you mean 'adagrad'"),
         ({"preset": "dilocco"}, "Did you mean 'diloco'"),
         ({"lr": 0.1}, "fit has no option 'lr': it is rule="),
         ({"patience": 3}, 'overrides={"stop.patience": 5}'),
         ({"overrides": {"stop.epoch": 3}}, "overrides, 'stop.epoch': .* Did you mean 'epochs'"),
         ({"overrides": {"cluster.partitions": 2}}, "hold whole models on the CPU"),
+        ({"overrides": {"cluster.device": "cuda"}}, "no option 'device'.* models on the CPU"),
         ({"batch_size": "8"}, r'batch_size = "8": wants a whole number'),
         ({"replicas": 0}, "replicas = 0"),
         ({"callbacks": [3]}, "callback 3 has none of them"),
@@ -131,6 +195,7 @@ def test_a_copy_has_the_values_and_trains_whatever_the_given_one_does() -> None:
     module.named = len  # type: ignore[assignment] # a function that refers to nothing
     first = cast("Any", module[0])
     first.method = first.extra_repr
+    first.parts = [first, partial(print, first.weight)]
     copy = cast("Any", copy_of(module, user="fit"))
     assert all(part.training for part in copy.modules())
     assert not any(part.training for part in module.modules())
@@ -138,6 +203,9 @@ def test_a_copy_has_the_values_and_trains_whatever_the_given_one_does() -> None:
         assert torch.equal(one, other)
         assert one is not other
     assert copy[0].method.__self__ is copy[0]
+    itself, called = copy[0].parts
+    assert itself is copy[0]
+    assert called.args[0] is copy[0].weight
 
 
 def test_a_name_without_a_module_is_an_object_of_the_program_while_that_runs_its_job() -> None:

@@ -270,6 +270,10 @@ def test_a_folder_without_init_ends_the_search_of_its_modules(tmp_path: Path) ->
         (task(loss="crossentropy"), "there is no loss 'crossentropy'"),
         (task(loss="crossentropy"), "Did you mean 'cross_entropy'?"),
         (task(loss=f"{HERE}:loss_per_sample"), "returned float32 of shape (16,)"),
+        (
+            task(loss=f"{HERE}:squares", train="narrow_targets"),
+            "targets float32 of shape (8, 1): UserWarning: Using a target size",
+        ),
         (task(loss=f"{HERE}:listing"), ": it must return a tensor"),
         (task(loss=f"{HERE}:failing_function"), "ValueError: no such thing"),
         (
