@@ -120,6 +120,7 @@ class Sampler:
             inspect.NoneType: lambda: None,
             inspect.BoolType: lambda: bool(draw(2)),
             inspect.FloatType: lambda: self._one_of(_REALS),
+            inspect.BytesType: lambda: bytes(draw(200)),
             Blob: lambda: Blob(bytes(draw(200))),
             inspect.AnyType: lambda: self._one_of(_WORDS),
             inspect.CustomType: self._array,

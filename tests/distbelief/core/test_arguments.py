@@ -82,9 +82,9 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
         lambda: public.SGD(learning_rate=0.1, groups=3),
         "rule 'sgd': groups is 3; use a rule for each pattern of names",
     ),
-    "lr of DownpourSGD": (
-        lambda: public.DownpourSGD(net().parameters(), lr=0.1),
-        "DownpourSGD has no option 'lr': it belongs to the rule of the server",
+    "momentum of DownpourSGD": (
+        lambda: public.DownpourSGD(net().parameters(), server=ADDRESS, momentum=0.9),
+        "DownpourSGD has no option 'momentum': it belongs to the rule of the server",
     ),
     "a server without its name": (
         lambda: public.DownpourSGD(net().parameters(), ADDRESS),
@@ -195,7 +195,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     "no job": (lambda: load_job(untyped(None)), "the job is None: give the path of a job file"),
     "epochs of train": (
         lambda: public.train("job.toml", epochs=3),
-        "train has no option 'epochs': it is epochs in table [stop] of the job",
+        "train has no option 'epochs': give overrides={\"stop.epochs\": ...}",
     ),
     "a seed that is text": (
         lambda: public.simulate("job.toml", seed="1"),

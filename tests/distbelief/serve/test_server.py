@@ -14,7 +14,6 @@ from torch import nn
 from distbelief.core.errors import JobError, PeerLostError, StorageError
 from distbelief.job.run.directory import RunDirectory
 from distbelief.parameter_server.rules import SGD, Adagrad, UpdateRule
-from distbelief.parameter_server.schedules import Step
 from distbelief.serve.address import ServerAddress, parameter_specs
 from distbelief.serve.server import ParameterServer
 from distbelief.serve.server_process import ServerRequest
@@ -190,6 +189,9 @@ def test_what_a_killed_server_left_in_memory_is_swept(
     assert len(swept) == is_killed
 
 
+BROKEN = {"name": "step", "n_pushes": 1.5, "decay": 0.1}
+
+
 @pytest.mark.parametrize(
     ("options", "error"),
     [
@@ -204,7 +206,7 @@ def test_what_a_killed_server_left_in_memory_is_swept(
         ({"rule": SGD(learning_rate=0.0)}, "rule 'sgd': learning_rate is 0; use a number above 0"),
         ({"rule": SGD(learning_rate=True)}, "[rule] learning_rate = true: wants a number"),
         (
-            {"rule": SGD(learning_rate=0.1, schedule=Step(n_pushes=1.5, decay=0.1))},  # type: ignore[arg-type]
+            {"rule": {"name": "sgd", "learning_rate": 0.1, "schedule": BROKEN}},
             "[rule.schedule] n_pushes = 1.5: wants a whole number",
         ),
     ],

@@ -128,10 +128,13 @@ def test_texts_of_events_are_short_and_hold_no_addresses() -> None:
         "TimerFired(name='retry')",
         (
             "Computed(name='step', result=[1.5, None, 'float32[3]:30c8bc70', {'k': b'v'}], "
-            "error=None, seconds=0.0)"
+            "error=None, seconds=0.0, is_note=False)"
         ),
-        "Computed(name='step', result='object', error=None, seconds=0.0)",
-        "Computed(name='step', result=None, error=\"ValueError('no')\", seconds=0.0)",
+        "Computed(name='step', result='object', error=None, seconds=0.0, is_note=False)",
+        (
+            "Computed(name='step', result=None, error=\"ValueError('no')\", "
+            "seconds=0.0, is_note=False)"
+        ),
         "Persisted(label='00003', error=None)",
         "Persisted(label='00003', error='disk full')",
         "PeerLost(peer='a', incarnation=1, reason='killed', for_good=False)",
@@ -145,7 +148,7 @@ def test_texts_of_events_are_short_and_hold_no_addresses() -> None:
 def result_text(result: object) -> str:
     (text,) = texts_of(rl.Computed(name="work", result=result))
     return text.removeprefix("Computed(name='work', result=").removesuffix(
-        ", error=None, seconds=0.0)"
+        ", error=None, seconds=0.0, is_note=False)"
     )
 
 

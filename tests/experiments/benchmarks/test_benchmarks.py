@@ -79,6 +79,10 @@ FIGURES: dict[str, set[str]] = {
         for contestant in ("lockfree", "locked", "in_torch")
         for figure in ("loss", "over_alone", "updates_per_second")
     },
+    "many_clients": {
+        *(f"growth_{message}" for message in ("push", "enter", "leave")),
+        *("bytes_downpour", "pushes_per_second", "least_share"),
+    },
     "model_parallel": {
         *("speech_bs64", "speech_bs256", "speech_bs256_over_two_threads", "image"),
         *("speech_bs64_apart", "speech_bs256_over_dtensor", "image_apart"),
