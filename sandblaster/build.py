@@ -122,6 +122,7 @@ def goal_of(method: AnyMethod, *, loss: str) -> str:
 
 def build_replica(config: SandblasterSettings, *, index: int, context: BuildContext) -> Role:
     if config.method == PROGRAM:
+        context.train_data()  # it refuses a host whose files are others
         return BlockWorker(
             program_of(context.task.model), layout=context.layout, await_begin=context.await_begin
         )

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Final
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -10,7 +11,13 @@ from scipy import sparse
 
 from distbelief.config.load import parse_job
 from distbelief.core.errors import JobError
+from distbelief.core.memory import PrivateMemory
 from distbelief.job.launch.preflight import PreflightResult, answer_to
+from distbelief.parameter_server.layout import Layout, TensorSpec
+from distbelief.task.data import marks_of
+from distbelief.task.task import BuildContext, build_dataset
+from sandblaster.build import build_replica
+from sandblaster.settings import SandblasterSettings
 from sandblaster.strads import jobs
 
 
@@ -101,6 +108,28 @@ def test_what_the_program_would_not_do_is_refused_before_the_start(
 
 def test_the_same_file_by_another_path_is_the_same(folder: Path) -> None:
     checked(folder, LINEAR, "data.train.arguments.x=./x.npy")
+
+
+def test_a_host_with_other_data_is_refused(folder: Path) -> None:
+    """Its replica computed from them, and the result was of no data at all."""
+    job = parse_job(LINEAR, path=folder / "job.toml")
+    config = msgspec.convert({"loss": "mse", "method": "strads"}, SandblasterSettings)
+    program = jobs.program_of(job.task.model)
+    specs = [TensorSpec(name=name, shape=rows.shape) for name, rows in program.tables.items()]
+    context = BuildContext(
+        task=job.task,
+        layout=Layout.of(specs, n_shards=2, dtype="float64"),
+        n_replicas=2,
+        n_shards=2,
+        seed=0,
+        memory=PrivateMemory(),
+        n_train=len(X),
+        marks=marks_of(build_dataset(job.task.train)),
+    )
+    build_replica(config, index=0, context=context)
+    np.save("x.npy", X + 0.1)
+    with pytest.raises(JobError, match=r"30 other samples here .* same data on all hosts"):
+        build_replica(config, index=0, context=context)
 
 
 @pytest.mark.parametrize("kind", ["<f4", ">f8", "<i8", "|b1"])
