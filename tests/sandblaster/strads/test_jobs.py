@@ -146,7 +146,7 @@ def test_data_of_any_numbers_are_evaluated_in_double_precision(folder: Path, kin
 
 
 @pytest.mark.parametrize("labels", [np.array([-1, 1]), np.array([1.0, 2.0])])
-def test_labels_are_0_and_1_for_whatever_evaluates(folder: Path, labels: "np.ndarray") -> None:  # type: ignore[type-arg]
+def test_labels_are_0_and_1_for_whatever_evaluates(folder: Path, labels: "np.ndarray") -> None:
     """With -1 and 1 the held-out loss was -0.66, without a word."""
     np.save("y.npy", labels[(Y > 0).astype(int)])
     logistic = "model.factory=sandblaster.strads.jobs:sparse_logistic"
@@ -161,7 +161,7 @@ def test_labels_are_0_and_1_for_whatever_evaluates(folder: Path, labels: "np.nda
         (np.where(Y > 0, "a", "b"), "y.npy is of <U1: save numbers"),
     ],
 )
-def test_targets_are_one_number_per_sample(folder: Path, y: "np.ndarray", text: str) -> None:  # type: ignore[type-arg]
+def test_targets_are_one_number_per_sample(folder: Path, y: "np.ndarray", text: str) -> None:
     np.save("y.npy", y)
     with pytest.raises(JobError, match=text):
         checked(folder, LINEAR)
