@@ -3,8 +3,10 @@
 Many model replicas train asynchronously against a sharded parameter server, on hosts that
 may be slow, unequal or fail. Models and data may be larger than one host.
 
-    run = distbelief.train("job.toml")           # what `distbelief train` does
+    run = distbelief.fit(net, (x, y), loss="cross_entropy", batch_size=32,
+                         rule=distbelief.Adagrad(learning_rate=0.05), replicas=2)
     run.model                                    # the trained torch module
+    distbelief.train("job.toml")                 # what `distbelief train` does
     distbelief.simulate("job.toml", cluster="rack-1g")   # `distbelief simulate`
 
     rule = distbelief.Adagrad(learning_rate=0.02)
@@ -26,7 +28,13 @@ if TYPE_CHECKING:
         PeerLostError as PeerLostError,
         StorageError as StorageError,
     )
-    from distbelief.job.trainer import Run as Run, train as train
+    from distbelief.job.estimators import (
+        DistBeliefClassifier as DistBeliefClassifier,
+        DistBeliefRegressor as DistBeliefRegressor,
+    )
+    from distbelief.job.fit import fit as fit
+    from distbelief.job.run.result import Run as Run
+    from distbelief.job.trainer import train as train
     from distbelief.parameter_server.rules import (
         SGD as SGD,
         Adagrad as Adagrad,
@@ -34,6 +42,14 @@ if TYPE_CHECKING:
         DelayedNesterov as DelayedNesterov,
         Momentum as Momentum,
         RMSprop as RMSprop,
+    )
+    from distbelief.parameter_server.schedules import (
+        Constant as Constant,
+        Cosine as Cosine,
+        Exponential as Exponential,
+        InverseTime as InverseTime,
+        Linear as Linear,
+        Step as Step,
     )
     from distbelief.plans.planner.planning_result import plan as plan
     from distbelief.serve.exchange import Exchange as Exchange
@@ -55,9 +71,20 @@ _NAMES = {
         "Momentum",
         "RMSprop",
     ),
+    "distbelief.parameter_server.schedules": (
+        "Constant",
+        "Cosine",
+        "Exponential",
+        "InverseTime",
+        "Linear",
+        "Step",
+    ),
     "distbelief.plans.planner.planning_result": ("plan",),
     "distbelief.serve.server": ("ParameterServer",),
-    "distbelief.job.trainer": ("Run", "train"),
+    "distbelief.job.estimators": ("DistBeliefClassifier", "DistBeliefRegressor"),
+    "distbelief.job.fit": ("fit",),
+    "distbelief.job.run.result": ("Run",),
+    "distbelief.job.trainer": ("train",),
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names}
 

@@ -8,7 +8,6 @@ what was learned. Model, loss and data reach them without pickle (`problem_files
 """
 
 import os
-import sys
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext, suppress
 from pathlib import Path
@@ -19,21 +18,21 @@ from scipy.optimize import OptimizeResult
 from torch import nn
 from torch.nn.utils import parameters_to_vector
 
-from distbelief.config import toml
 from distbelief.config.job import Job
-from distbelief.config.load import load_job, parse_job
+from distbelief.config.load import job_of, load_job, plain
 from distbelief.core.arguments import checked
 from distbelief.core.errors import JobError, StorageError
 from distbelief.core.files import scratch
 from distbelief.job.callbacks import HeldCallback
 from distbelief.job.run.directory import RunDirectory
+from distbelief.job.run.result import Run
 from distbelief.job.run.resume import check_same
-from distbelief.job.trainer import Run, train
+from distbelief.job.trainer import run_job
 from distbelief.supervisor.view import JobView
-from distbelief.task.imports import check_is_no_import
+from distbelief.task.imports import check_is_no_import, places
 from distbelief.task.task import build_model, check_shapes
 from sandblaster.optimizers.termination import Reason
-from sandblaster.problem_files import Factory, Problem, import_path, own_problem, plain
+from sandblaster.problem_files import Factory, Problem, import_path, own_problem
 from sandblaster.settings import MethodName
 
 
@@ -247,7 +246,7 @@ def minimize(  # noqa: PLR0913 -- the options of a job, by their names there
             "partitions": partitions,
             "threads": threads,
         },
-        "source": {"file": "minimize", "import_paths": _import_paths()},
+        "source": {"file": "minimize", "import_paths": places()},
     }
     callback_watch = None if callback is None else CallbackWatch(callback)
     with ExitStack() as stack:
@@ -267,7 +266,7 @@ def minimize(  # noqa: PLR0913 -- the options of a job, by their names there
             problem.write(directory, resumes=resume is not None)
         del problem  # which may hold copies of the data
         with nullcontext() if callback_watch is None else HeldCallback(callback_watch) as watch:
-            run = train(
+            run = run_job(
                 job,
                 resume=resume,
                 from_scratch=from_scratch,
@@ -290,15 +289,8 @@ def _loss_path(loss: Factory) -> str:
     return import_path(loss, what="loss")
 
 
-def _import_paths() -> list[str]:
-    paths = [Path(path).absolute() for path in sys.path]
-    return [str(path) for path in dict.fromkeys(paths) if path.is_dir()]
-
-
 def _job(tables: dict[str, object], directory: Path) -> Job:
-    tables = tables | {"output": {"directory": str(directory)}}
-    written = {name: plain(table) for name, table in tables.items()}
-    return parse_job(toml.write(written), path="minimize")
+    return job_of(tables | {"output": {"directory": directory}}, user="minimize")
 
 
 def _check_resumes(job: Job, directory: Path) -> None:

@@ -11,7 +11,6 @@ files it has, and a refused job leaves none behind.
 import inspect
 import os
 import sys
-import zlib
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -25,29 +24,13 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset
 
 from distbelief.core import files
 from distbelief.core.errors import JobError, StorageError
 from distbelief.job.run.directory import RunDirectory
 from distbelief.task.imports import call_factory
+from distbelief.task.tensor_pairs import Pair, TensorPairs, as_pair
 from distbelief.worker.local_executor import FlatModel
-
-
-# --- values of a job file ---
-
-
-def plain(value: object) -> object:
-    """Return a value with Python's own numbers: a job file cannot hold "np.float64(0.5)"."""
-    match value:
-        case np.generic():
-            return value.item()
-        case Mapping():
-            return {key: plain(one) for key, one in value.items()}
-        case list() | tuple():
-            return [plain(one) for one in value]
-        case _:
-            return value
 
 
 # --- functions and classes ---
@@ -279,40 +262,6 @@ def _refusal(module: nn.Module, why: str) -> JobError:
 
 # --- data ---
 
-Pair = tuple[Tensor, Tensor]
-
-
-@final
-class TensorPairs:
-    """A data set of the pairs (inputs[i], targets[i])."""
-
-    def __init__(self, inputs: Tensor, targets: Tensor) -> None:
-        self.tensors = inputs, targets
-
-    def __len__(self) -> int:
-        return len(self.tensors[0])
-
-    def __getitem__(self, index: int) -> Pair:
-        inputs, targets = self.tensors
-        return inputs[index], targets[index]
-
-    def __getitems__(self, indices: list[int]) -> Pair:
-        inputs, targets = self.tensors
-        n, first = len(indices), indices[0]
-        if indices[-1] == first + n - 1 and indices == list(range(first, first + n)):
-            return inputs[first : first + n], targets[first : first + n]
-        return inputs[indices], targets[indices]
-
-    @property
-    def fingerprint(self) -> str:
-        """Checksum of all values: a run resumes on the same data only."""
-        value = 0
-        for part in self.tensors:
-            if part.numel():  # torch makes no such view of an empty array of numpy's
-                value = zlib.crc32(part.view(torch.uint8).numpy().data, value)
-        shapes = "; ".join(f"{part.dtype} {tuple(part.shape)}" for part in self.tensors)
-        return f"crc32 {value:08x} of {shapes}"
-
 
 def pairs(path: str) -> TensorPairs:
     """Return the data set in this file, memory-mapped: the factory that job files name."""
@@ -329,52 +278,11 @@ def tensors_in(path: Path) -> dict[str, Tensor] | None:
         return None
 
 
-def as_pair(data: object) -> Pair | None:
-    """Return inputs and targets, contiguous, in CPU memory and without gradients; else None."""
-    if isinstance(data, TensorDataset):
-        data = data.tensors
-    parts = list(data) if isinstance(data, tuple | list) else [data]
-    tensors = [_tensor(part) for part in parts]
-    if all(tensor is None for tensor in tensors):
-        return None
-    if len(tensors) != 2 or any(tensor is None for tensor in tensors):
-        found = ", ".join(type(part).__name__ for part in parts[:4])
-        raise JobError(
-            f"minimize: data are of {found}: give inputs and targets, as two tensors or arrays "
-            "(x, y), or a function of a module that makes a data set"
-        )
-    inputs, targets = cast("list[Tensor]", tensors)
-    if inputs.ndim < 1 or targets.ndim < 1 or len(inputs) != len(targets):
-        raise JobError(
-            f"minimize: data are inputs of shape {tuple(inputs.shape)} and targets of "
-            f"shape {tuple(targets.shape)}: give as many inputs as targets"
-        )
-    return inputs, targets
-
-
 def write_pairs(path: Path, pair: Pair) -> None:
     inputs, targets = pair
     if inputs.data_ptr() == targets.data_ptr():
         targets = targets.clone()  # safetensors refuses tensors that share memory
     save_file({"inputs": inputs, "targets": targets}, path)
-
-
-def _tensor(part: object) -> Tensor | None:
-    if isinstance(part, np.ndarray):
-        native = part.dtype.newbyteorder("=")
-        try:
-            return torch.from_numpy(np.ascontiguousarray(part, dtype=native))
-        except TypeError:
-            raise JobError(
-                f"minimize: data is an array of {part.dtype}, which torch does not have: "
-                "convert it to numbers"
-            ) from None
-    if not isinstance(part, Tensor):
-        return None
-    if part.is_meta or part.is_quantized or part.layout != torch.strided:
-        kind = "a tensor on the meta device" if part.is_meta else f"{part.layout} of {part.dtype}"
-        raise JobError(f"minimize: data is {kind}: give a dense tensor, as of to_dense()")
-    return part.detach().cpu().contiguous()
 
 
 _INITIAL: Final = "initial.safetensors"
@@ -463,7 +371,7 @@ class Problem:
 
     def __init__(self, model: nn.Module | Factory, data: object) -> None:
         self._module = model if isinstance(model, nn.Module) else None
-        self._pair = as_pair(data)
+        self._pair = as_pair(data, user="minimize")
         self._model: dict[str, object]
         if isinstance(model, nn.Module):
             self._model = {

@@ -12,6 +12,7 @@ rule = { name = "adagrad", learning_rate = 0.02 }
 """
 
 import math
+import re
 from typing import Final, Literal
 
 import msgspec
@@ -70,6 +71,11 @@ class WarmStart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         _at_least(1, "samples", self.samples)
         _at_least(1, "batch_size", self.batch_size)
         self.downpour(loss="", seed=0, n_replicas=1)  # DownpourSettings checks the rest
+        if self.rule.ema is not None:
+            raise ValueError("rule has ema, and a batch method goes on without: leave it out")
+        for rule in self.rule.rules:
+            for key, count in rule.schedule.counted.items():
+                raise ValueError(f"schedule {key} is {count!r}; use a number of pushes here")
 
     def n_of(self, n_replicas: int) -> int:
         """Return how many replicas of a job take part, the first of them."""
@@ -116,6 +122,11 @@ class SandblasterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
         _at_least(1, "portions_per_set", self.portions_per_set)
         if self.seed < 0:
             raise ValueError(f"seed is {self.seed}; use 0 or more")
+        if "(" in self.loss and re.search(r"\b(weight|ignore_index)=", self.loss):
+            raise ValueError(
+                f"loss is {self.loss!r}, which weighs the samples of a chunk, so that a batch's "
+                "depends on how it is cut: leave weight and ignore_index out"
+            )
         if self.method == PROGRAM:
             self._check_program()
         else:

@@ -9,12 +9,15 @@
 import os
 import sys
 from contextlib import closing
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
 import typer
 
 from distbelief.cli import options as o
+from distbelief.cli.dashboard import dashboard
+from distbelief.cli.export import export
 from distbelief.cli.join import join
 from distbelief.cli.keys import keys
 from distbelief.cli.options import FAILED
@@ -111,6 +114,10 @@ def train(  # noqa: PLR0913 -- options
         '"cd /srv/job && .venv/bin/distbelief".',
         shown="cd to the same directory, run distbelief",
     ),
+    page: bool = o.flag(
+        "--dashboard",
+        "Show the run on a live page in the browser, until its end (see: distbelief dashboard).",
+    ),
     as_json: bool = o.AS_JSON,
 ) -> int:
     """Train a model on this host, and on other hosts that join the job.
@@ -169,7 +176,14 @@ def train(  # noqa: PLR0913 -- options
                 "--keys, --insecure, --hosts, --cores and --remote need an address where hosts "
                 "can join: add for example --listen tcp://0.0.0.0:7700"
             )
-        run = trainer.train(
+        beside = None
+        if page:
+            from distbelief.dashboard import beside as pages, server  # noqa: PLC0415 -- start quickly
+
+            listening = server.listen(None)
+            typer.echo(f"page: {server.url(listening)}", err=as_json)
+            beside = partial(pages.page_beside, listening=listening)
+        run = trainer.run_job(
             job,
             resume=resume,
             from_scratch=from_scratch,
@@ -177,6 +191,7 @@ def train(  # noqa: PLR0913 -- options
             json=as_json,
             launcher=launcher,
             hosting=hosting,
+            beside=beside,
         )
     if run.exit_code == FAILED and not sys.stdout.isatty():
         # On a terminal the screen shows the failure; a file or pipe needs this line.
@@ -187,6 +202,8 @@ def train(  # noqa: PLR0913 -- options
 
 
 app.command()(status)
+app.command()(dashboard)
+app.command()(export)
 
 
 @app.command()

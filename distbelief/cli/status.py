@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 import typer
 
-from distbelief.cli.options import AS_JSON, argument, reported
+from distbelief.cli.options import AS_JSON, argument, flag, reported
 from distbelief.core.errors import JobError
 from distbelief.core.formatting import plain
 
@@ -27,6 +27,11 @@ def status(
         "RUN_DIR", "A run directory. Default: the newest running one in runs/.", None
     ),
     *,
+    why: bool = flag(
+        "--why",
+        "Name the role that holds the job back, and the cause. Of a running job it watches a few "
+        "seconds.",
+    ),
     as_json: bool = AS_JSON,
 ) -> None:
     """Show the state of each role of a job.
@@ -35,14 +40,35 @@ def status(
 
     [dim]$[/dim] distbelief status runs/speech --json
 
+    [dim]$[/dim] distbelief status runs/speech --why
+
     A running job updates its status every second. For a job that has ended, the
     last status is shown.
     """
     from distbelief.job.run.directory import RunDirectory  # noqa: PLC0415 -- torch
 
     run = RunDirectory.open(run_directory, write=False) if run_directory else _newest_run()
+    if why:
+        _show_why(run, as_json=as_json)
+        return
     now = dt.datetime.now(tz=dt.UTC).timestamp()
     _show_status(run, pid=run.writer_pid(), now=now, as_json=as_json)
+
+
+def _show_why(run: "RunDirectory", *, as_json: bool) -> None:
+    import msgspec  # noqa: PLC0415 -- start quickly
+
+    from distbelief.dashboard.reader import watched  # noqa: PLC0415 -- start quickly
+
+    found = watched(run).why
+    if as_json:
+        typer.echo(msgspec.json.encode(found).decode())
+    elif found is None:
+        typer.echo(f"{run.path}: its replicas have not trained for long enough to tell")
+    else:
+        typer.echo(plain(found.text))
+        if found.help:
+            typer.echo(found.help)
 
 
 def _newest_run() -> "RunDirectory":

@@ -23,6 +23,7 @@ if TYPE_CHECKING:  # it imports torch
 
 AtLeastOne = Annotated[int, msgspec.Meta(ge=1)]
 Processes = Annotated[int, msgspec.Meta(ge=1, le=4096)]  # on one host
+Replicas = Annotated[int, msgspec.Meta(ge=1, le=1 << 14)]  # as many as a shard has clients
 Copies = Annotated[int, msgspec.Meta(ge=1, le=2)]  # a primary, and maybe a backup
 Threads = Annotated[int, msgspec.Meta(ge=1, le=1024)]  # OpenMP crashes at too many
 # "10 s", "1 epoch"
@@ -44,8 +45,8 @@ FIT_MAX: Final = 64  # replicas of a job that takes as many as fit, on hosts tha
 class Elastic(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Value of [cluster] replicas: they come and go with hosts, where data are dealt."""
 
-    min: Processes = 1  # training begins once so many are there
-    max: Processes | Literal["as many as fit"] = "as many as fit"  # the others wait for a host
+    min: Replicas = 1  # training begins once so many are there
+    max: Replicas | Literal["as many as fit"] = "as many as fit"  # the others wait for a host
 
     def __post_init__(self) -> None:
         if isinstance(self.max, int) and self.max < self.min:
@@ -59,7 +60,7 @@ class Fit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 class ClusterTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    replicas: Processes | Elastic = 1  # each with its own part of the data, unless it is dealt
+    replicas: Replicas | Elastic = 1  # each with its own part of the data, unless it is dealt
     shards: Processes = 1
     # Processes that keep each shard: with 2, a backup takes over at once when the primary is lost,
     # and no acknowledged push is lost.

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, cast
 
 import msgspec
+import numpy as np
 
 from distbelief.config import algorithms, job as jobs, presets, tables, toml
 from distbelief.config.job import Job
@@ -30,7 +31,7 @@ from distbelief.config.tables import TableError
 from distbelief.core.errors import JobError, JobFileError
 
 
-__all__ = ["Job", "job_from_json", "load_job", "parse_job"]
+__all__ = ["Job", "job_from_json", "job_of", "load_job", "parse_job", "plain"]
 
 
 if TYPE_CHECKING:  # it imports torch
@@ -75,6 +76,9 @@ def resolve(content: dict[str, object], *, file: str) -> Job:
     if "exchange" in algorithm.config.__struct_fields__:
         settings = _expanded(settings)
     try:
+        settings = tables.with_whole_groups(settings)
+        if isinstance(settings.get("loss"), dict):
+            settings |= {"loss": _loss(settings["loss"])}
         decoded = tables.decode(settings, algorithm.config, path=("algorithm",))
     except TableError as error:
         raise _with_preset(error, given_keys) from None
@@ -156,6 +160,16 @@ def _check_sizes(value: object, path: tables.Path) -> None:
             raise TableError(path, f"{where} = {toml.excerpt(value)}: wants no control characters")
 
 
+def _loss(table: object) -> str:
+    from distbelief.task.losses import text_of  # noqa: PLC0415 -- torch
+
+    path = ("algorithm", "loss")
+    try:
+        return text_of(tables.as_table(table, path))
+    except JobError as error:
+        raise TableError(path, str(error)) from None
+
+
 def _expanded(algorithm: dict[str, object]) -> dict[str, object]:
     path = ("algorithm", "preset")
     exchange = algorithm.get("exchange")
@@ -208,12 +222,18 @@ def _stop(table: dict[str, object]) -> jobs.StopTable:
 
 
 def _model(table: dict[str, object], *, base: Path) -> ModelSpec:
+    from distbelief.task.initializers import InitialFile  # noqa: PLC0415 -- torch
     from distbelief.task.task import ModelSpec  # noqa: PLC0415 -- torch
 
     model = tables.decode(_with_arguments(table, ("model",), base), ModelSpec, path=("model",))
-    if model.initial.endswith(".safetensors"):
-        return msgspec.structs.replace(model, initial=_from(base, model.initial))
-    return model
+    match model.initial:
+        case InitialFile(file=file):
+            initial = msgspec.structs.replace(model.initial, file=_from(base, file))
+            return msgspec.structs.replace(model, initial=initial)
+        case str(file) if file.endswith(".safetensors"):
+            return msgspec.structs.replace(model, initial=_from(base, file))
+        case _:
+            return model
 
 
 def _data(table: dict[str, object], *, base: Path) -> jobs.DataTables:
@@ -266,8 +286,12 @@ def _from(base: Path, path: str) -> str:
 FILE_BYTES_MAX: Final = 1 << 20  # job files are written by hand: a longer one is another file
 
 
+Overrides = Sequence[str] | Mapping[str, object]
+"""Settings of single keys: ["stop.epochs=2"], as of `--set`, or {"stop.epochs": 2}."""
+
+
 def load_job(
-    path: str | os.PathLike[str], *, overrides: Sequence[str] = (), swept: Sequence[str] = ()
+    path: str | os.PathLike[str], *, overrides: Overrides = (), swept: Sequence[str] = ()
 ) -> Job:
     """Return the job of a file, with these settings: of `--set`, and of a sweep."""
     if not isinstance(cast("object", path), str | os.PathLike):
@@ -278,11 +302,7 @@ def load_job(
 
 
 def parse_job(
-    text: str,
-    *,
-    path: str | os.PathLike[str],
-    overrides: Sequence[str] = (),
-    swept: Sequence[str] = (),
+    text: str, *, path: str | os.PathLike[str], overrides: Overrides = (), swept: Sequence[str] = ()
 ) -> Job:
     """Return the job of this text, as if it were the file at `path`."""
     file = str(path)
@@ -294,13 +314,41 @@ def parse_job(
         ) from None
     except tomllib.TOMLDecodeError as error:
         raise JobFileError(f"{file}: not valid TOML: {_shown(error, text)}") from None
+    replaced: dict[tables.Path, str] = {}
+    if isinstance(overrides, Mapping):
+        for place, value in overrides.items():
+            said = f"overrides, {place!r}"
+            replaced[_put(content, place, plain(value), said)] = said
+        overrides = ()
     settings = [("--set", one) for one in overrides] + [("--sweep", one) for one in swept]
-    replaced = {_override(content, one, flag): f"{flag} {one}" for flag, one in settings}
+    replaced |= {_override(content, one, flag): f"{flag} {one}" for flag, one in settings}
     try:
         return resolve(content, file=file)
     except TableError as error:
         culprits = [text for path, text in replaced.items() if _blames(error, path)]
         raise JobFileError(f"{[file, *culprits][-1]}: {error}") from None
+
+
+def job_of(table: Mapping[str, object], *, user: str, overrides: Overrides = ()) -> Job:
+    """Return the job of tables as Python has them: numpy's numbers, paths and rules, too."""
+    return parse_job(toml.write(cast("toml.Table", plain(table))), path=user, overrides=overrides)
+
+
+def plain(value: object) -> object:
+    """Return a value as a job file has it: "np.float64(0.5)" would be none of its numbers."""
+    match value:
+        case np.generic():
+            return value.item()
+        case os.PathLike():
+            return os.fspath(value)
+        case msgspec.Struct():
+            return tables.encode(value)
+        case Mapping():
+            return {key: plain(one) for key, one in value.items()}
+        case list() | tuple():
+            return [plain(one) for one in value]
+        case _:
+            return value
 
 
 def job_from_json(text: bytes) -> Job:
@@ -358,20 +406,26 @@ def _shown(error: tomllib.TOMLDecodeError, text: str) -> str:
 
 def _override(content: dict[str, object], override: str, flag: str) -> tables.Path:
     place, equals, text = override.partition("=")
+    if not equals:
+        place = ""
+    return _put(content, place, _value(text.strip()), f"{flag} {override}")
+
+
+def _put(content: dict[str, object], place: str, value: object, said: str) -> tables.Path:
+    """Set one key of the tables; `place` is "table.key", and `said` is for messages."""
     path = tuple(key.strip() for key in place.split("."))
-    if not equals or not all(path):
-        raise JobFileError(
-            f"{flag} {override}: write TABLE.KEY=VALUE, for example algorithm.n_push=5"
-        )
+    if not all(path):
+        form = "TABLE.KEY=VALUE, for example algorithm.n_push=5"
+        raise JobFileError(f"{said}: write {form}")
     table = content
     for index, key in enumerate(path[:-1], start=1):
         below = table.setdefault(key, {})
         if not isinstance(below, dict):
             raise JobFileError(
-                f"{flag} {override}: {'.'.join(path[:index])} is {toml.excerpt(below)}, not a table"
+                f"{said}: {'.'.join(path[:index])} is {toml.excerpt(below)}, not a table"
             )
         table = below
-    table[path[-1]] = _value(text.strip())
+    table[path[-1]] = value
     return path
 
 

@@ -167,6 +167,25 @@ def decode(value: object, struct: type[S], *, path: Path) -> S:
         raise TableError(path, _headed(str(error), path)) from None
 
 
+def with_whole_groups(table: Mapping[str, object]) -> dict[str, object]:
+    """Complete the groups of the rules in a table: those without a name.
+
+    As in torch, such a group has the keys of the rule itself where it has none of its own.
+    """
+    whole = dict(table)
+    rule, warm_start = whole.get("rule"), whole.get("warm_start")
+    if isinstance(rule, dict) and isinstance(rule.get("groups"), dict):
+        usual = {name: value for name, value in rule.items() if name != "groups"}
+        groups = {
+            pattern: {**usual, **one} if isinstance(one, dict) and "name" not in one else one
+            for pattern, one in rule["groups"].items()
+        }
+        whole["rule"] = {**rule, "groups": groups}
+    if isinstance(warm_start, dict):
+        whole["warm_start"] = with_whole_groups(warm_start)
+    return whole
+
+
 def convert(table: Mapping[str, object], struct: type[S], *, user: str) -> S:
     """Return arguments of a call as a struct; or raise JobError, in the words of a job file."""
     try:

@@ -12,7 +12,7 @@ None of them knows a message or a clock: the owner gives `now`, and gets back wh
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Generic, TypeVar, final
 
@@ -288,10 +288,12 @@ class Window:
     n: int
     received: int = 0  # the peer has blocks [0, received)
     sent: int = 0  # blocks [0, sent) were sent
+    held: int = 0  # so many of the last ones are not to be sent yet
 
     def due(self, credit: int) -> range:
         """Return the blocks to send now, at most `credit` beyond what the peer has."""
-        blocks = range(self.sent, max(self.sent, min(self.n, self.received + credit)))
+        stop = min(self.n - self.held, self.received + credit)
+        blocks = range(self.sent, max(self.sent, stop))
         self.sent = blocks.stop
         return blocks
 
@@ -319,6 +321,7 @@ class Transfer(Generic[Item]):
     values: Vector
     blocks: Window
     is_sent: bool = False  # the message
+    order: Sequence[int] | None = None  # which block goes as which; None: by index
 
     def again(self) -> None:
         self.blocks.again()

@@ -27,7 +27,7 @@ Span = tuple[int, int]  # positions [start, stop)
 class Spans:
     """An immutable set of positions, as sorted spans that neither overlap nor touch."""
 
-    __slots__ = ("_spans",)
+    __slots__ = ("_n_positions", "_spans")
 
     def __init__(self, spans: Iterable[Span] = ()) -> None:
         merged: list[Span] = []
@@ -37,6 +37,7 @@ class Spans:
             elif start < stop:
                 merged.append((start, stop))
         self._spans = tuple(merged)
+        self._n_positions = -1  # not counted yet
 
     @classmethod
     def from_wire(cls, ends: Iterable[int]) -> "Spans":
@@ -55,7 +56,9 @@ class Spans:
     # No `__len__`: it would be taken for the number of spans, and memory made for so many.
     @property
     def n_positions(self) -> int:
-        return sum(stop - start for start, stop in self._spans)
+        if self._n_positions < 0:
+            self._n_positions = sum(stop - start for start, stop in self._spans)
+        return self._n_positions
 
     @override
     def __eq__(self, other: object) -> bool:
@@ -73,6 +76,10 @@ class Spans:
         n_before = bisect_left(self._spans, (span[1],))  # those that begin before its end
         return n_before > 0 and self._spans[n_before - 1][1] > span[0]
 
+    def contains(self, span: Span) -> bool:
+        n_before = bisect_left(self._spans, (span[0] + 1,))  # those that begin no later
+        return span[0] >= span[1] or (n_before > 0 and self._spans[n_before - 1][1] >= span[1])
+
     def __or__(self, other: "Spans") -> "Spans":
         return Spans((*self, *other)) if other._spans else self
 
@@ -81,6 +88,8 @@ class Spans:
         cuts, first = other._spans, 0
         for start, stop in self:
             at = start
+            if len(self._spans) < len(cuts) // 16:  # few from many: no look at each of them
+                first = max(first, bisect_left(cuts, (start,)) - 1)
             while first < len(cuts) and cuts[first][1] <= start:
                 first += 1  # for good: the next span begins later
             for begin, end in islice(cuts, first, None):

@@ -1,13 +1,15 @@
 """Optimizers and schedulers of torch, made from tables.
 
 A table has the name of a class of `torch.optim`, or of `torch.optim.lr_scheduler`, as "name", and
-its keywords. Its key "schedule" is such a table of a scheduler.
+its keywords. Its key "schedule" is such a table of a scheduler, and its key "groups" a table from
+patterns of names to the keywords that differ for parameters of such names: the first that fits.
 """
 
 import inspect
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from fnmatch import fnmatchcase
 from functools import cache
 from typing import Final, cast
 
@@ -42,15 +44,25 @@ def kinds_of(module: object, base: type) -> dict[str, type]:
 
 
 def made(
-    table: Table, parameters: Sequence[nn.Parameter], *, where: str
+    table: Table,
+    parameters: Sequence[nn.Parameter],
+    *,
+    where: str,
+    names: Sequence[str] = (),  # of the parameters, for groups; (): all are in no group
 ) -> tuple[Optimizer, LRScheduler | None]:
     """Return the optimizer of a table, and its scheduler if it has one; or raise SettingError."""
-    keywords = {key: value for key, value in table.items() if key != "schedule"}
+    keywords = {key: value for key, value in table.items() if key not in {"schedule", "groups"}}
+    groups = _groups(table, where=where)
     kinds = kinds_of(torch.optim, Optimizer) | _OWN
     name = _known(keywords.pop("name", None), kinds, where=where)
     _check_keywords(kinds[name], keywords, where=f"{where} {name}")
+    for pattern, other in groups.items():
+        place = f"{where}.groups {pattern!r}"
+        _check_keywords(kinds[name], other, where=f"{place}: {name}")
+        with explaining(name, other, where=place):  # it checks the keywords of no group
+            optimizer(name, [nn.Parameter(torch.zeros(1))], {**keywords, **other})
     with explaining(name, keywords, where=f"{where} {name}"):
-        one = optimizer(name, parameters, keywords)
+        one = optimizer(name, _grouped(parameters, names, groups), keywords)
     if keywords.get("lr") == 0:
         raise SettingError(
             f"{where}.lr is 0: no local step would move anything; use a number above 0"
@@ -59,6 +71,45 @@ def made(
     if schedule is None:
         return one, None
     return one, _scheduler(schedule, one, where=f"{where}.schedule")
+
+
+def _groups(table: Table, *, where: str) -> dict[str, Table]:
+    groups = table.get("groups", {})
+    if not isinstance(groups, Mapping) or not all(isinstance(x, Mapping) for x in groups.values()):
+        raise SettingError(
+            f"{where}.groups is {groups!r}; use a table of patterns and keywords, such as "
+            '{ "*.bias" = { weight_decay = 0.0 } }'
+        )
+    for pattern, keywords in groups.items():
+        if {"name", "schedule"} & keywords.keys():
+            raise SettingError(
+                f"{where}.groups {pattern!r} has a name or schedule: all groups have the same "
+                "optimizer and scheduler, so give those keywords only that differ"
+            )
+    return dict(groups)
+
+
+def _grouped(
+    parameters: Sequence[nn.Parameter], names: Sequence[str], groups: Mapping[str, Table]
+) -> list[nn.Parameter] | list[dict[str, object]]:
+    if not groups or not names:
+        return list(parameters)
+    found: dict[str | None, list[nn.Parameter]] = {None: [], **{pattern: [] for pattern in groups}}
+    for name, parameter in zip(names, parameters, strict=True):
+        found[next((one for one in groups if fnmatchcase(name, one)), None)].append(parameter)
+    # Also those without parameters, so that a scheduler with a number for each group fits.
+    return [{"params": ones, **({} if key is None else groups[key])} for key, ones in found.items()]
+
+
+def check_names(patterns: Iterable[str], names: Iterable[str], *, where: str) -> None:
+    """Raise SettingError if a group is that of none of these parameters."""
+    names = list(names)
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise SettingError(
+                f"{where} has {pattern!r}, and no parameter's name is like that: use a name, "
+                f"or a pattern such as '*.bias'. {nearest(pattern, names)}"
+            )
 
 
 def check(table: Table, *, where: str) -> None:
@@ -77,7 +128,9 @@ def advance(scheduler: LRScheduler, n_steps: int) -> None:
             scheduler.step()
 
 
-def optimizer(name: str, parameters: Sequence[nn.Parameter], keywords: Table) -> Optimizer:
+def optimizer(
+    name: str, parameters: Sequence[nn.Parameter] | Sequence[Table], keywords: Table
+) -> Optimizer:
     """Return an optimizer of a class of torch; raises what torch raises about its keywords."""
     made: Optimizer = _plain(name)(parameters, **keywords)
     return made

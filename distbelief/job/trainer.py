@@ -15,21 +15,20 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Final, Self, final
 
 import msgspec
 from rich.console import Console
-from safetensors.torch import load_file
 from torch import nn
 
 from distbelief.config.algorithms import facts_of, find
 from distbelief.config.job import Job
-from distbelief.config.load import job_from_json, load_job
+from distbelief.config.load import job_from_json, job_of, load_job
 from distbelief.core import files
 from distbelief.core.arguments import checked
 from distbelief.core.errors import JobError, StorageError
@@ -61,6 +60,7 @@ from distbelief.job.run.metrics_file import (
     read_metrics,
 )
 from distbelief.job.run.model_file import ModelSource, write_best, write_model
+from distbelief.job.run.result import Run
 from distbelief.job.run.resume import (
     PreviousRun,
     check_same,
@@ -82,8 +82,7 @@ from distbelief.supervisor.handover import handover_of
 from distbelief.supervisor.supervisor import Supervisor
 from distbelief.supervisor.supervisor_config import SupervisorConfig
 from distbelief.supervisor.view import JobView
-from distbelief.task.imports import check_is_no_import, installed_imports
-from distbelief.task.task import build_model
+from distbelief.task.imports import check_is_no_import, installed_imports, places
 from distbelief.transport.address import LOOPBACK, Endpoint
 from distbelief.transport.file_server import FileServer
 from distbelief.transport.listen_config import ListenConfig
@@ -96,6 +95,7 @@ STATUS_SECONDS: Final = 1.0
 DRAWING_SECONDS: Final = 2.0  # of training, after which matplotlib is imported
 
 Around = Callable[[Role], Role]
+Beside = Callable[[Path], AbstractContextManager[None]]
 
 
 @final
@@ -464,62 +464,68 @@ def _remove(file: Path) -> None:
         file.unlink()
 
 
-@final
-@dataclass(frozen=True)
-class Run:
-    """A job that has ended."""
-
-    directory: Path
-    summary: Summary
-    exit_code: int  # 0 done, 1 failed, 130 stopped by Ctrl+C, 143 by SIGTERM, 129 by SIGHUP
-    job: Job  # as it ran
-
-    @cached_property
-    def model(self) -> nn.Module:
-        """The trained model, in evaluation mode; StorageError if none was written."""
-        path = self.directory / "model.safetensors"
-        if self.summary.model_error is not None:  # a file of an earlier session may exist
-            raise StorageError(f"{self.directory}: {self.summary.model_error}")
-        if not path.is_file():
-            raise StorageError(
-                f"{path} does not exist: the run ended before anything was trained "
-                f"({self.summary.error or self.summary.stop_reason})"
-            )
-        return self._loaded(path)
-
-    @cached_property
-    def best_model(self) -> nn.Module:
-        """The model of the best evaluation, in evaluation mode.
-
-        StorageError if none was kept: [output] keep = "best" keeps it.
-        """
-        if self.job.output.keep != "best":
-            raise StorageError(
-                f'{self.directory}: no best model was kept: add keep = "best" to [output]'
-            )
-        if self.summary.kept is None:
-            why = self.summary.unwritten or "no evaluation gave a number"
-            raise StorageError(f"{self.directory}: no best model was kept: {why}")
-        return self._loaded(self.directory / "best.safetensors")
-
-    def _loaded(self, path: Path) -> nn.Module:
-        module = build_model(self.job.model)
-        module.load_state_dict(load_file(path))
-        return module.eval()
-
-
-_OF_THE_JOB: Final = {
-    **dict.fromkeys(("epochs", "max_epochs"), "it is epochs in table [stop] of the job"),
-    **dict.fromkeys(("replicas", "shards"), "it is in table [cluster] of the job"),
-    "watch": "give it in a list: callbacks=[watch]",
-    "overrides": "give a job with them: distbelief.config.load.load_job(path, overrides=...)",
+_IN_TABLES: Final = {
+    "stop": ("epochs", "samples", "seconds"),
+    "cluster": ("replicas", "shards", "threads"),
+    "algorithm": ("batch_size", "loss", "rule", "preset", "inner"),
+    "output": ("directory", "keep"),
 }
+_OF_THE_JOB: Final = {
+    name: f'give overrides={{"{table}.{name}": ...}}'
+    for table, names in _IN_TABLES.items()
+    for name in names
+} | {"watch": "give it in a list: callbacks=[watch]"}
 
 
 @checked("train", _OF_THE_JOB)
-def train(  # noqa: PLR0913 -- a front door: all but the first are options
-    job: Job | str | os.PathLike[str],
+def train(
+    job: Job | str | os.PathLike[str] | Mapping[str, object],
+    overrides: Mapping[str, object] | None = None,
     *,
+    resume: str | os.PathLike[str] | None = None,
+    from_scratch: bool = False,
+    show: bool = True,
+    callbacks: Sequence[object] = (),
+) -> Run:
+    """Run a job in processes of this host until it ends.
+
+    Args:
+        job: The path of a job file; or its tables, as a dictionary of dictionaries, in which paths
+            start at the current directory.
+        overrides: Values of single keys, as {"stop.epochs": 2, "algorithm.batch_size": 64}.
+        resume: Run directory of an earlier run of this job.
+        from_scratch: Whether to start again there; earlier files are moved into aside-1 (aside-2,
+            ...) in it.
+        show: Whether to show progress on standard output.
+        callbacks: Beside those of the job file ([output] callbacks). Objects with `on_step(view)`,
+            `on_evaluation(view)`, `on_checkpoint(view)`, each called once there is a new one, and
+            `on_end(run)`; or functions, called with each view, a few each second. One that
+            returns True, or raises StopIteration, ends the job. If one raises another error, the
+            job ends in order, and its error is raised then.
+
+    Returns:
+        The run. After Ctrl+C the job ends in order, too, and `run.model` is what was learned.
+
+    Raises:
+        JobError: the job cannot be run, or it failed. What it saved is kept.
+        StorageError: a directory or shared memory cannot be created.
+    """
+    check_is_no_import("distbelief.train")
+    run = run_job(
+        job,
+        overrides=overrides,
+        resume=resume,
+        from_scratch=from_scratch,
+        show=show,
+        callbacks=callbacks,
+    )
+    return run.unless_failed("train")
+
+
+def run_job(  # noqa: PLR0913 -- the options of all that run jobs
+    job: Job | str | os.PathLike[str] | Mapping[str, object],
+    *,
+    overrides: Mapping[str, object] | None = None,
     resume: str | os.PathLike[str] | None = None,
     from_scratch: bool = False,
     show: bool = True,
@@ -528,37 +534,34 @@ def train(  # noqa: PLR0913 -- a front door: all but the first are options
     callbacks: Sequence[object] = (),
     around: Around | None = None,
     hosting: JoinServer | None = None,
+    module: nn.Module | None = None,
+    beside: Beside | None = None,
 ) -> Run:
-    """Run a job in processes of this host, and of hosts that join, until it ends.
+    """Run a job as `train` does; one that fails after its start raises nothing.
 
     Args:
-        job: A job, or the path of a job file.
-        resume: Run directory of an earlier run of this job.
-        from_scratch: Whether to start again there; earlier files are moved into aside-1 (aside-2,
-            ...) in it.
-        show: Whether to show progress on standard output.
+        job: As of `train`, as are the next ones.
+        overrides: Values of single keys.
+        resume: Run directory of an earlier run.
+        from_scratch: Whether to start again there.
+        show: Whether to show progress.
+        callbacks: Beside those of the job file.
         json: Whether to print the summary as JSON at the end.
         launcher: One that was started early, closed at the end; by default a new one.
-        callbacks: Beside those of the job file ([output] callbacks). Objects with `on_step(view)`,
-            `on_evaluation(view)`, `on_checkpoint(view)`, each called once there is a new one, and
-            `on_end(run)`; or functions, called with each view, a few each second. One that
-            returns True, or raises StopIteration, ends the job. If one raises another error, the
-            job ends in order, and its error is raised then.
         around: Wraps the supervisor; chaos uses it to see its events.
         hosting: How other hosts may join; by default they may not.
-
-    Returns:
-        The run. A job that fails after its start raises nothing: see `summary.error`.
-
-    Raises:
-        JobError: the job cannot be run.
-        StorageError: a directory or shared memory cannot be created.
+        module: Such as the model, if the job's factory cannot make one after the run.
+        beside: What lasts from the making of the run directory to the last write, given its path.
     """
-    check_is_no_import("distbelief.train")
     # First, because the server's import of torch takes longest.
     with ended_by_signals(), launcher or LocalLauncher() as own_launcher:
-        if not isinstance(job, Job):
-            job = load_job(job)
+        if isinstance(job, Mapping):
+            source = {"source": {"file": "job", "import_paths": places()}}
+            job = job_of(source | dict(job), user="job", overrides=overrides or {})
+        elif not isinstance(job, Job):
+            job = load_job(job, overrides=overrides or {})
+        elif overrides:
+            job = job_of(job.to_tables(), user="job", overrides=overrides)
         import_from(job)
         return _train(
             job,
@@ -570,6 +573,8 @@ def train(  # noqa: PLR0913 -- a front door: all but the first are options
             json=json,
             around=around,
             hosting=hosting,
+            module=module,
+            beside=beside,
         )
 
 
@@ -584,6 +589,8 @@ def _train(  # noqa: PLR0913 -- the options of `train`
     json: bool = False,
     around: Around | None = None,
     hosting: JoinServer | None = None,
+    module: nn.Module | None = None,
+    beside: Beside | None = None,
 ) -> Run:
     with ExitStack() as stack:
         watch = stack.enter_context(HeldCallback(callers))
@@ -596,6 +603,8 @@ def _train(  # noqa: PLR0913 -- the options of `train`
         FileMemory.sweep()
         run, is_new = _open_run(job, resume, hosting, from_scratch=from_scratch)
         stack.enter_context(run)
+        if beside is not None:
+            stack.enter_context(beside(run.path))
         live = LiveRun.adopted(run, launcher)
         memory = FileMemory.make() if live is None else FileMemory.adopt(live.directory)
         stack.callback(memory.remove_all)
@@ -629,7 +638,7 @@ def _train(  # noqa: PLR0913 -- the options of `train`
         # After an interrupt, do not spend time on the curve.
         if trainer.exit_code not in EXIT_CODES.values():
             trainer.draw()
-        done = Run(run.path, summary, trainer.exit_code, job)
+        done = Run(run.path, summary, trainer.exit_code, job, module)
         callers.end(done)
     return done
 

@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from typing_extensions import override
 
+from distbelief.core import vectors
 from distbelief.core.vectors import ALIGNMENT, Vector, padded
 from distbelief.graph.region import Region
 from distbelief.parameter_server.ranges import N_RANGES_MAX, N_STRIPES_MAX, IndexRanges
@@ -329,6 +330,18 @@ class PartialView:
             has_padding=False,
             n_parameters=self.slices[k].n_parameters_within(start, stop),
         )
+
+    def blocks_of(self, k: int) -> dict[int, range]:
+        """Return, by tensor, the blocks of shard k's compact vector that may have some of it."""
+        per_block = vectors.BLOCK_BYTES // self.layout.dtype.itemsize
+        found = {}
+        for index, start, stop, place in self._compact_pieces(k):
+            if isinstance(place, IndexRanges):
+                first, end = int(place.starts[0]), int(place.stops[-1])
+            else:
+                first, end = place, place + stop - start
+            found[index] = range(first // per_block, (end - 1) // per_block + 1)
+        return found
 
     def _compact_pieces(self, k: int) -> Iterator[Piece]:
         for index, start, stop, place in self._pieces[k]:

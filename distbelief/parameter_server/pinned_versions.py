@@ -29,7 +29,8 @@ from distbelief.core.reliable import Window
 from distbelief.core.vectors import Element, Vector, block_of, n_blocks
 from distbelief.parameter_server.bfloat16 import WORD
 from distbelief.parameter_server.fetch_logs import ToWords
-from distbelief.parameter_server.sessions import Session, Sessions
+from distbelief.parameter_server.session import Session
+from distbelief.parameter_server.sessions import Sessions
 from distbelief.parameter_server.shard_config import ShardConfig
 from distbelief.parameter_server.slices import ShardSlice, payload_of
 from distbelief.parameter_server.store import ShardStore
@@ -193,6 +194,8 @@ class PinnedVersions:
 
     def _next_logged(self) -> tuple[pf.Fetch, ToWords] | None:
         """Return the first fetch that waits for such words."""
+        if self._values.log is None:
+            return None
         for client, message in self.waiting.values():
             to_words = self._logged(client, message)
             if to_words is not None:

@@ -13,7 +13,6 @@ deltas in rounds.
 """
 
 import math
-from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -182,12 +181,18 @@ class ExchangePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             or self.damping == "excess"
         )
 
+    @property
+    def divides(self) -> bool:
+        """Whether a push that is applied by itself is divided by something."""
+        return self.weight != "sum" or self.damping != "none"
+
     def scale(
         self,
         staleness: int,
         n_clients: int,  # that are in
         n_samples: int,  # of this push
-        others: Sequence[int | None],  # of the last push of each other client; None: not yet
+        # Other clients, those that have not pushed yet, and the samples of the rest's last pushes.
+        others: tuple[int, int, int],
     ) -> float:
         """Return what multiplies a push that is applied by itself."""
         scale = 1.0
@@ -195,8 +200,9 @@ class ExchangePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             scale /= n_clients
         elif self.weight == "samples":
             # A client that has pushed nothing yet is taken for one like this.
-            known = [n_samples, *(n_samples if n is None else n for n in others)]
-            scale *= n_samples * len(known) / (max(sum(known), 1) * n_clients)
+            n_others, n_unknown, known = others
+            total = n_samples * (1 + n_unknown) + known
+            scale *= n_samples * (1 + n_others) / (max(total, 1) * n_clients)
         if self.damping == "inverse":
             scale /= 1 + staleness
         elif self.damping == "excess":

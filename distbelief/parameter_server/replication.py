@@ -29,7 +29,8 @@ from distbelief.core.reliable import Silence, Transfer, Window
 from distbelief.core.spans import Spans
 from distbelief.core.vectors import Vector, n_blocks
 from distbelief.parameter_server.command_log import CommandExecutor
-from distbelief.parameter_server.sessions import PushInProgress, Sessions
+from distbelief.parameter_server.session import PushInProgress
+from distbelief.parameter_server.sessions import Sessions
 from distbelief.parameter_server.slices import ShardSlice
 from distbelief.parameter_server.step_counts import StepCounts
 from distbelief.parameter_server.store import ShardStore

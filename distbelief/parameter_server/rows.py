@@ -5,7 +5,7 @@
 A table is a parameter of the layout: its rows are those of its first axis. What the tasks of a
 round add to rows is staged, in parts, under the token of the attempt. Committing the round adds
 up what those attempts that count have staged, in their order, and makes new rows by a `Pull`. So
-rows have the same bits whatever the number of shards, and whoever has computed a task.
+rows have the same bits for any number of shards, and no matter which worker has computed a task.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

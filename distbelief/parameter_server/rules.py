@@ -12,14 +12,17 @@
 w parameters, g *sum* of raw gradients (DB-7), r learning rate times schedule factor. First g is
 clipped to [-clip_value, clip_value], then weight decay is added (but see `Adam`). Rules work
 element by element with torch's kernels, so S shards give the bits of one (DB-13).
+
+With `ema` the state has a running average of the values, too: v = w after an element's first push,
+then v += (1 - ema) (w - v) after each (Polyak & Juditsky 1992, with decay).
 """
 
 import inspect
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import cached_property
-from typing import TYPE_CHECKING, ClassVar, Final, Union, cast, final
+from typing import TYPE_CHECKING, ClassVar, Final, Self, Union, cast, final
 
 import msgspec
 import numpy as np
@@ -32,7 +35,6 @@ from typing_extensions import override
 from distbelief.core import torch_optimizers
 from distbelief.core.arguments import CheckedArguments, NamedTable, require
 from distbelief.core.errors import SettingError
-from distbelief.core.formatting import nearest
 from distbelief.core.vectors import ALIGNMENT, Vector, padded
 from distbelief.parameter_server.layout import Layout
 from distbelief.parameter_server.ranges import IndexRanges
@@ -47,6 +49,8 @@ _PIECE = 1 << 18
 """Elements per step of a rule with several passes: few enough to stay in the cache, enough to
 make the cost of a call small. A multiple of `ALIGNMENT`."""
 
+
+EMA: Final = "ema"  # name of its vector
 
 _CONSTANT: Final = Constant()
 _DECAY: Final = "Give schedule, as in Cosine(n_pushes=1000)."
@@ -74,6 +78,7 @@ class _Rule(NamedTable, frozen=True, kw_only=True):
     learning_rate: float
     schedule: Schedule = _CONSTANT
     clip_value: float | None = None  # per element of the gradient as pushed
+    ema: float | None = None  # decay of a running average of the values, at each push; or none
     # Rules of other tensors, by a pattern of their names, such as "*.bias": the first that matches.
     groups: "Mapping[str, UpdateRule]" = msgspec.field(default_factory=dict)
 
@@ -89,6 +94,11 @@ class _Rule(NamedTable, frozen=True, kw_only=True):
                     f"rule {self.name!r}: groups has for {pattern!r} no update rule, or one with "
                     "groups of its own: use one without"
                 )
+        if any(one.ema != self.ema for one in self.groups.values()):
+            raise SettingError(
+                f"rule {self.name!r}: ema is {self.ema}, and a group has another one: give all the "
+                "same, or none"
+            )
         if not isinstance(self.schedule, Schedule):
             raise SettingError(
                 f"rule {self.name!r}: schedule is {self.schedule!r}; use one of "
@@ -101,6 +111,7 @@ class _Rule(NamedTable, frozen=True, kw_only=True):
         require(self, user, "momentum smoothing beta1 beta2", lambda x: 0.0 <= x < 1.0, below_1)
         require(self, user, "dampening", lambda x: 0.0 <= x <= 1.0, "a number from 0 to 1")
         n_workers = "1 or more, such as the number of workers"
+        require(self, user, "ema", lambda x: 0.0 < x < 1.0, "a number between 0 and 1, as 0.999")
         above_0 = "a number above 0, or leave it out"
         require(self, user, "n_pushes", lambda n: n >= 1, n_workers)
         require(self, user, "clip_value", lambda x: 0.0 < x < math.inf, above_0)
@@ -116,12 +127,22 @@ class _Rule(NamedTable, frozen=True, kw_only=True):
     @property
     def label(self) -> str:
         """The names of all its rules; a shard's state fits rules with the same label only."""
-        return "; ".join([self.name, *(f"{key}={one.name}" for key, one in self.groups.items())])
+        groups = (f"{key}={one.name}" for key, one in self.groups.items())
+        return "; ".join([self.name, *groups, *([] if self.ema is None else [EMA])])
+
+    def in_pushes(self, n_pushes: Callable[[float, str], int]) -> Self:
+        """Return the rule with schedules in pushes; see `schedules`."""
+        return msgspec.structs.replace(
+            self,
+            schedule=self.schedule.in_pushes(n_pushes),
+            groups={pattern: one.in_pushes(n_pushes) for pattern, one in self.groups.items()},
+        )
 
     @property
     def needs_clock(self) -> bool:
         return any(
-            one.counts_pushes or not isinstance(one.schedule, Constant) for one in self.rules
+            one.counts_pushes or one.ema is not None or not isinstance(one.schedule, Constant)
+            for one in self.rules
         )
 
     def rate(self, clock: int) -> float:
@@ -130,31 +151,54 @@ class _Rule(NamedTable, frozen=True, kw_only=True):
         return self.learning_rate * self.schedule.factor(clock)
 
     def state(self, n: int, dtype: npt.DTypeLike) -> State:
+        """Return its vectors before the first push; `EMA`, if any, begins as the values."""
+        average = {} if self.ema is None else {EMA: np.zeros(n, dtype)}
+        return self._own_state(n, dtype) | average
+
+    def _own_state(self, n: int, dtype: npt.DTypeLike) -> State:
         return {name: np.zeros(n, dtype) for name in self.state_names}
 
+    @property
+    def takes_rates(self) -> bool:
+        """Whether pushes may have rates of their own."""
+        return True
+
     def apply(
-        self, parameters: Vector, gradient: Vector, state: Mapping[str, Vector], *, clock: int
+        self,
+        parameters: Vector,
+        gradient: Vector,
+        state: Mapping[str, Vector],
+        *,
+        clock: int,
+        learning_rate: float | None = None,
     ) -> None:
-        """Update parameters, (n,), and state in place; `clock` counts their earlier pushes."""
+        """Update parameters, (n,), and state in place; `clock` counts their earlier pushes.
+
+        `learning_rate` is of this push, in place of the rule's; the schedule counts as ever.
+        """
         n = len(parameters)
         others = gradient, *state.values()
         assert all((len(v), v.dtype) == (n, parameters.dtype) for v in others), (n, others)
         assert n % ALIGNMENT == 0, n  # or results would depend on the number of shards
-        in_pieces = self.several_passes or self.clip_value is not None
+        own = {name: vector for name, vector in state.items() if name != EMA}
+        in_pieces = self.several_passes or self.clip_value is not None or self.ema is not None
         step = _PIECE if in_pieces else max(n, 1)
+        rate = self.rate(clock)
+        if learning_rate is not None:
+            rate = learning_rate * self.schedule.factor(clock)
         for start in range(0, n, step):
             piece = slice(start, start + step)
             g = torch.from_numpy(gradient[piece])
             if self.clip_value is not None:
                 g = g.clamp(-self.clip_value, self.clip_value)
-            self._update(
-                torch.from_numpy(parameters[piece]),
-                g,
-                {name: torch.from_numpy(v[piece]) for name, v in state.items()},
-                clock=clock,
-            )
+            w = torch.from_numpy(parameters[piece])
+            pieces = {name: torch.from_numpy(v[piece]) for name, v in own.items()}
+            self._update(w, g, pieces, clock=clock, rate=rate)
+            if self.ema is not None:
+                average = torch.from_numpy(state[EMA][piece])
+                average.lerp_(w, 1.0 - self.ema if clock else 1.0)
 
-    def _update(self, w: Tensor, g: Tensor, state: Tensors, *, clock: int) -> None:
+    def _update(self, w: Tensor, g: Tensor, state: Tensors, *, clock: int, rate: float) -> None:
         raise NotImplementedError
 
 
@@ -170,8 +214,8 @@ class SGD(_OwnRule, frozen=True, kw_only=True, tag="sgd"):
     """Stochastic gradient descent as in `torch.optim.SGD`, without state."""
 
     @override
-    def _update(self, w: Tensor, g: Tensor, state: Tensors, *, clock: int) -> None:
-        _fused_sgd(self, w, g, [], clock=clock)
+    def _update(self, w: Tensor, g: Tensor, state: Tensors, *, clock: int, rate: float) -> None:
+        _fused_sgd(self, w, g, [], clock=clock, rate=rate)
 
 
 @final
@@ -200,8 +244,8 @@ class Momentum(_OwnRule, frozen=True, kw_only=True, tag="momentum"):
             )
 
     @override
-    def _update(self, w: Tensor, g: Tensor, state: Tensors, *, clock: int) -> None:
-        _fused_sgd(self, w, g, [state["velocity"]], clock=clock)
+    def _update(self, w: Tensor, g: Tensor, state: Tensors, *, clock: int, rate: float) -> None:
+        _fused_sgd(self, w, g, [state["velocity"]], clock=clock, rate=rate)
 
 
 @final
@@ -221,10 +265,10 @@ class DelayedNesterov(_OwnRule, frozen=True, kw_only=True, tag="delayed_nesterov
     momentum: float = 0.9
 
     @override
-    def _update(self, w: Tensor, g: Tensor, state: Tensors, *, clock: int) -> None:
+    def _update(self, w: Tensor, g: Tensor, state: Tensors, *, clock: int, rate: float) -> None:
         if self.weight_decay:
             g = g.add(w, alpha=self.weight_decay)
-        rate, so_far = self.rate(clock), state["sum"].add_(g)
+        so_far = state["sum"].add_(g)
         w.add_(g, alpha=-rate / self.n_pushes)
         if (clock + 1) % self.n_pushes == 0:
             velocity = state["velocity"].mul_(self.momentum).add_(so_far, alpha=1 / self.n_pushes)
@@ -247,18 +291,18 @@ class Adagrad(_OwnRule, frozen=True, kw_only=True, tag="adagrad"):
     initial_accumulator: float = 0.0
 
     @override
-    def state(self, n: int, dtype: npt.DTypeLike) -> State:
+    def _own_state(self, n: int, dtype: npt.DTypeLike) -> State:
         return {"sum_of_squares": np.full(n, self.initial_accumulator, dtype)}
 
     @override
-    def _update(self, w: Tensor, g: Tensor, state: Tensors, *, clock: int) -> None:
+    def _update(self, w: Tensor, g: Tensor, state: Tensors, *, clock: int, rate: float) -> None:
         step = torch.tensor(clock + 1, dtype=torch.float32)
         torch._fused_adagrad_(
             [w],
             [g],
             [state["sum_of_squares"]],
             [step],
-            lr=self.rate(clock),
+            lr=rate,
             lr_decay=0.0,
             weight_decay=self.weight_decay,
             eps=max(self.epsilon, _denominator_min(w.dtype)),
@@ -281,7 +325,7 @@ class RMSprop(_OwnRule, frozen=True, kw_only=True, tag="rmsprop", dict=True):
     momentum: float = 0.0
 
     @override
-    def state(self, n: int, dtype: npt.DTypeLike) -> State:
+    def _own_state(self, n: int, dtype: npt.DTypeLike) -> State:
         names = ("mean_square", "velocity") if self.momentum else ("mean_square",)
         return {name: np.zeros(n, dtype) for name in names}
 
@@ -298,11 +342,11 @@ class RMSprop(_OwnRule, frozen=True, kw_only=True, tag="rmsprop", dict=True):
         )
 
     @override
-    def _update(self, w: Tensor, g: Tensor, state: Tensors, *, clock: int) -> None:
+    def _update(self, w: Tensor, g: Tensor, state: Tensors, *, clock: int, rate: float) -> None:
         names = {"square_avg": "mean_square", "momentum_buffer": "velocity"}
         own = {key: state[names[key]] for key in self._steps.begins}
         eps = max(self.epsilon, _denominator_min(w.dtype))
-        self._steps.later(w, g, own, clock=clock, eps=eps)
+        self._steps.later(w, g, own, clock=clock, rate=rate, eps=eps)
 
 
 @final
@@ -324,7 +368,7 @@ class Adam(_OwnRule, frozen=True, kw_only=True, tag="adam"):
     decoupled_weight_decay: bool = False
 
     @override
-    def _update(self, w: Tensor, g: Tensor, state: Tensors, *, clock: int) -> None:
+    def _update(self, w: Tensor, g: Tensor, state: Tensors, *, clock: int, rate: float) -> None:
         kernel = torch._fused_adamw_ if self.decoupled_weight_decay else torch._fused_adam_
         step = torch.tensor(clock + 1, dtype=torch.float32)
         kernel(
@@ -334,7 +378,7 @@ class Adam(_OwnRule, frozen=True, kw_only=True, tag="adam"):
             [state["mean_square"]],
             [],
             [step],
-            lr=self.rate(clock),
+            lr=rate,
             beta1=self.beta1,
             beta2=self.beta2,
             weight_decay=self.weight_decay,
@@ -377,8 +421,14 @@ class TorchRule(_Rule, frozen=True, kw_only=True, dict=True):
             )
 
     @property
+    @override
     def has_velocity(self) -> bool:  # type: ignore[override]
         return bool({"exp_avg", "momentum_buffer"} & self._steps.begins.keys())
+
+    @property
+    @override
+    def takes_rates(self) -> bool:
+        return self._steps.takes_rates
 
     def _made(self, parameters: Sequence[nn.Parameter]) -> Optimizer:
         return torch_optimizers.optimizer(self.name, parameters, self._options)
@@ -392,15 +442,15 @@ class TorchRule(_Rule, frozen=True, kw_only=True, dict=True):
         return TorchSteps(self._made, rate=self.rate)
 
     @override
-    def state(self, n: int, dtype: npt.DTypeLike) -> State:
+    def _own_state(self, n: int, dtype: npt.DTypeLike) -> State:
         return {name: np.full(n, value, dtype) for name, value in self._steps.begins.items()}
 
     @override
-    def _update(self, w: Tensor, g: Tensor, state: Tensors, *, clock: int) -> None:
+    def _update(self, w: Tensor, g: Tensor, state: Tensors, *, clock: int, rate: float) -> None:
         if clock == 0:
-            self._steps.first(w, g, state)
+            self._steps.first(w, g, state, rate=rate)
         else:
-            self._steps.later(w, g, state, clock=clock)
+            self._steps.later(w, g, state, clock=clock, rate=rate)
 
     def _gives_bits_of_whole_tensors(self) -> bool:
         start = torch.linspace(-1.0, 1.0, 2 * ALIGNMENT).view(2, ALIGNMENT)
@@ -408,7 +458,7 @@ class TorchRule(_Rule, frozen=True, kw_only=True, dict=True):
         optimizer = self._made([whole])
         parts = [row.clone() for row in start]
         states = [
-            {name: torch.from_numpy(one) for name, one in self.state(ALIGNMENT, "f").items()}
+            {name: torch.from_numpy(one) for name, one in self._own_state(ALIGNMENT, "f").items()}
             for _ in parts
         ]
         for clock in range(3):
@@ -418,7 +468,7 @@ class TorchRule(_Rule, frozen=True, kw_only=True, dict=True):
             optimizer.param_groups[0]["lr"] = self.rate(clock)
             optimizer.step()
             for part, row, state in zip(parts, gradient, states, strict=True):
-                self._update(part, row.clone(), state, clock=clock)
+                self._update(part, row.clone(), state, clock=clock, rate=self.rate(clock))
         return torch.equal(whole.detach(), torch.stack(parts))
 
 
@@ -475,29 +525,35 @@ def rule_of(rule: UpdateRule, name: str) -> UpdateRule:
 
 def check_groups(rule: UpdateRule, names: Iterable[str]) -> None:
     """Raise SettingError if a group of the rule is that of none of these parameters."""
-    names = list(names)
-    for pattern in rule.groups:
-        if not any(fnmatchcase(name, pattern) for name in names):
-            raise SettingError(
-                f"rule.groups has {pattern!r}, and no parameter's name is like that: use a name, "
-                f"or a pattern such as '*.bias'. {nearest(pattern, names)}"
-            )
+    torch_optimizers.check_names(rule.groups, names, where="rule.groups")
 
 
 def rules_on(rule: UpdateRule, layout: Layout, k: int) -> list[tuple[UpdateRule, IndexRanges]]:
     """Return the rules of shard k's parameters, and the elements of each, with their padding."""
+    return [(one, ranges) for one, _, ranges in classes_on(rule, layout, k, (0,))]
+
+
+def classes_on(
+    rule: UpdateRule, layout: Layout, k: int, classes: tuple[int, ...]
+) -> list[tuple[UpdateRule, int, IndexRanges]]:
+    """Return the same for each class of parameters: one of all, or one for each in order."""
     n_gradient = layout.n_gradient(k)
-    if not rule.groups:
-        return [(rule, IndexRanges.whole(0, n_gradient))]
-    names = [tensor.name for tensor in layout.tensors]
-    of_rule: dict[int, list[IndexRanges]] = {}
+    if not rule.groups and len(classes) == 1:
+        return [(rule, classes[0], IndexRanges.whole(0, n_gradient))]
+    parameters = [i for i, tensor in enumerate(layout.tensors) if tensor.kind == "parameter"]
+    class_of = dict(zip(parameters, classes * len(parameters), strict=False))
     rules = [rule, *rule.groups.values()]
+    found: dict[tuple[int, int], list[IndexRanges]] = {}
     for one in layout.segments(k):
         if one.offset < n_gradient:
-            place = rules.index(rule_of(rule, names[one.tensor_index]))
+            index = one.tensor_index
+            key = rules.index(rule_of(rule, layout.tensors[index].name)), class_of[index]
             here = IndexRanges.whole(one.offset, one.offset + padded(one.n_elements))
-            of_rule.setdefault(place, []).append(here)
-    return [(rules[place], IndexRanges.union(parts)) for place, parts in sorted(of_rule.items())]
+            found.setdefault(key, []).append(here)
+    return [
+        (rules[place], which, IndexRanges.union(parts))
+        for (place, which), parts in sorted(found.items())
+    ]
 
 
 def initial_state(rule: UpdateRule, layout: Layout, k: int) -> State:
@@ -514,7 +570,7 @@ def initial_state(rule: UpdateRule, layout: Layout, k: int) -> State:
 
 
 def _fused_sgd(
-    rule: SGD | Momentum, w: Tensor, g: Tensor, velocity: list[Tensor], *, clock: int
+    rule: SGD | Momentum, w: Tensor, g: Tensor, velocity: list[Tensor], *, clock: int, rate: float
 ) -> None:
     torch._fused_sgd_(
         [w],
@@ -522,7 +578,7 @@ def _fused_sgd(
         velocity,
         weight_decay=rule.weight_decay,
         momentum=rule.momentum if isinstance(rule, Momentum) else 0.0,
-        lr=rule.rate(clock),
+        lr=rate,
         dampening=rule.dampening if isinstance(rule, Momentum) else 0.0,
         nesterov=isinstance(rule, Momentum) and rule.nesterov,
         maximize=False,

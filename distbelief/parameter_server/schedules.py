@@ -5,6 +5,7 @@
     "step"          decay ** floor(c / n_pushes)
     "exponential"   decay ** (c / n_pushes)
     "inverse_time"  1 / (1 + c / n_pushes)             Robbins & Monro 1951
+    "linear"        1 - (1 - floor) c / n_pushes, then floor
     "cosine"        floor + (1 - floor) (1 + cos(pi c / n_pushes)) / 2, then floor
                                             Loshchilov & Hutter 2017, no restarts
 
@@ -13,31 +14,58 @@ Before any of them comes an optional linear warm-up (Goyal et al. 2017, section 
 
 A factor depends on the shard's clock only, so shards agree without messages, and a restored
 shard continues where its snapshot was taken. With N replicas the clock rises N times as fast as
-each replica's steps.
+each replica's steps. In a job both numbers may be "3 epochs", "50000 samples" or "2000 steps", of
+all replicas together: `in_pushes` makes them numbers of pushes once the data are known.
 """
 
 import math
-from typing import final
+from collections.abc import Callable
+from typing import Final, Self, final
 
+import msgspec
 from typing_extensions import override
 
 from distbelief.core.arguments import NamedTable, require
+from distbelief.core.errors import SettingError
+from distbelief.core.units import parse_count
+
+
+Pushes = int | str
+
+_COUNTS: Final = ("n_pushes", "n_warm_up")
 
 
 class _Schedule(NamedTable, frozen=True, kw_only=True):
-    n_warm_up: int = 0  # pushes over which the rate first rises
+    n_warm_up: Pushes = 0  # pushes over which the rate first rises
 
     def __post_init__(self) -> None:
         user = f"schedule {self.__struct_config__.tag!r}"
-        require(self, user, "n_warm_up", lambda n: n >= 0, "a whole number of pushes, 0 or more")
-        require(self, user, "n_pushes", lambda n: n >= 1, "a whole number of pushes, 1 or more")
+        numbers = "a whole number of pushes, {} or more, or text such as '3 epochs'"
+        for name, least in zip(_COUNTS, (1, 0), strict=True):
+            value = getattr(self, name, least)
+            is_number = isinstance(value, int) and value >= least
+            if not is_number and (parse_count(value) or (0.0, ""))[0] <= 0.0:
+                raise SettingError(f"{user}: {name} is {value!r}; use {numbers.format(least)}")
         require(self, user, "decay", lambda x: 0.0 < x <= 1.0, "a number above 0, and at most 1")
         require(self, user, "floor", lambda x: 0.0 <= x <= 1.0, "a number from 0 to 1")
 
+    @property
+    def counted(self) -> dict[str, str]:
+        """What is no number of pushes yet."""
+        values = {name: getattr(self, name, 0) for name in _COUNTS}
+        return {name: value for name, value in values.items() if isinstance(value, str)}
+
+    def in_pushes(self, n_pushes: Callable[[float, str], int]) -> Self:
+        """Return the schedule in pushes, of which `n_pushes(3.0, "epoch")` make three epochs."""
+        found = {name: parse_count(text) for name, text in self.counted.items()}
+        counts = {name: n_pushes(*count) for name, count in found.items() if count is not None}
+        return msgspec.structs.replace(self, **counts) if counts else self
+
     def factor(self, clock: int) -> float:
-        if clock < self.n_warm_up:
-            return min((clock + 1) / self.n_warm_up, 1.0)
-        return self._after_warm_up(clock - self.n_warm_up)
+        n_warm_up = _pushes(self.n_warm_up)
+        if clock < n_warm_up:
+            return min((clock + 1) / n_warm_up, 1.0)
+        return self._after_warm_up(clock - n_warm_up)
 
     def _after_warm_up(self, c: int) -> float:
         raise NotImplementedError
@@ -56,48 +84,70 @@ class Constant(_Schedule, frozen=True, kw_only=True, tag="constant"):
 class Step(_Schedule, frozen=True, kw_only=True, tag="step"):
     """The rate falls by `decay` after every `n_pushes`."""
 
-    n_pushes: int
+    n_pushes: Pushes
     decay: float
 
     @override
     def _after_warm_up(self, c: int) -> float:
-        return float(self.decay ** (c // self.n_pushes))
+        return float(self.decay ** (c // _pushes(self.n_pushes)))
 
 
 @final
 class Exponential(_Schedule, frozen=True, kw_only=True, tag="exponential"):
     """The rate falls smoothly by `decay` over every `n_pushes`."""
 
-    n_pushes: int
+    n_pushes: Pushes
     decay: float
 
     @override
     def _after_warm_up(self, c: int) -> float:
-        return float(self.decay ** (c / self.n_pushes))
+        return float(self.decay ** (c / _pushes(self.n_pushes)))
 
 
 @final
 class InverseTime(_Schedule, frozen=True, kw_only=True, tag="inverse_time"):
     """Half the rate after `n_pushes`, a third after twice as many, and so on."""
 
-    n_pushes: int
+    n_pushes: Pushes
 
     @override
     def _after_warm_up(self, c: int) -> float:
-        return 1.0 / (1.0 + c / self.n_pushes)
+        return 1.0 / (1.0 + c / _pushes(self.n_pushes))
 
 
 @final
 class Cosine(_Schedule, frozen=True, kw_only=True, tag="cosine"):
     """Half a cosine wave down to `floor` over `n_pushes`, then `floor`."""
 
-    n_pushes: int
+    n_pushes: Pushes
     floor: float = 0.0
 
     @override
     def _after_warm_up(self, c: int) -> float:
-        done = min(c / self.n_pushes, 1.0)
+        done = min(c / _pushes(self.n_pushes), 1.0)
         return self.floor + (1.0 - self.floor) * (1.0 + math.cos(math.pi * done)) / 2.0
 
 
-Schedule = Constant | Step | Exponential | InverseTime | Cosine
+@final
+class Linear(_Schedule, frozen=True, kw_only=True, tag="linear"):
+    """A straight line down to `floor` over `n_pushes`, then `floor`."""
+
+    n_pushes: Pushes
+    floor: float = 0.0
+
+    @override
+    def _after_warm_up(self, c: int) -> float:
+        done = min(c / _pushes(self.n_pushes), 1.0)
+        return 1.0 - (1.0 - self.floor) * done
+
+
+Schedule = Constant | Step | Exponential | InverseTime | Cosine | Linear
+
+
+def _pushes(count: Pushes) -> int:
+    if isinstance(count, str):
+        raise SettingError(
+            f"schedule: {count!r} is counted in a job, which knows its data: give the number of "
+            "pushes of all workers"
+        )
+    return count

@@ -14,7 +14,7 @@ backup, a push is acknowledged when both copies have applied it.
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import final
 
 import msgspec
@@ -22,154 +22,20 @@ import msgspec
 from distbelief.core.errors import FalseClaimError, RemoteProtocolError, StorageError
 from distbelief.core.memory import Memory
 from distbelief.core.spans import dealt_of
+from distbelief.parameter_server.members import Least, Pushers, WorkersIn
+from distbelief.parameter_server.session import PushInProgress, Session
 from distbelief.parameter_server.shard_config import ShardConfig
-from distbelief.parameter_server.slices import NOTHING, ShardSlice, n_holding
 from distbelief.parameter_server.staleness import PartialPushes, Staleness
 from distbelief.parameter_server.store import ShardStore
 from distbelief.parameter_server.tensor_copies import (
     N_PUSH_BUFFERS,
     PushBuffer,
-    Pushed,
     push_buffer_bytes,
     push_buffer_views,
 )
 from distbelief.parameter_server.ticks import Attendance, Floor, Rounds
 from distbelief.protocol import SessionRecord, push_fetch as pf, replication as rp
 from distbelief.protocol.role import Action, Address, Received, Seconds, Send
-
-
-# --- one client ---
-
-
-@final
-@dataclass(slots=True, kw_only=True, eq=False)
-class Session:
-    """One client, as a shard sees it. Invalid messages raise RemoteProtocolError."""
-
-    name: Address
-    incarnation: int  # the client's current incarnation
-    watermark: int = 0  # no push up to it is applied from now on. It only rises
-    applied: int = 0  # pushes of this incarnation in the values
-    samples: int = 0  # the client's total in the last applied push, of any incarnation
-    staleness: int = 0  # of the last applied push
-    n_unconfirmed: int = 0  # last pushes that are applied here but not yet on the backup
-    confirmed_staleness: int = 0  # staleness of the last push that both copies have
-    # Whether this incarnation has opened a session with this shard incarnation.
-    opened: bool = False
-    connected: bool = True  # whether the client is there, as far as the shard knows
-    shard_slice: ShardSlice = NOTHING  # what it fetches and pushes of the shard's vector
-    push_buffers: tuple[PushBuffer, ...] = ()  # two if it pushes, none if it only fetches
-    region: str = ""  # where they lie; "" for memory of the shard that blocks fill
-    parameters_region: str = ""  # where it can read the values; "" for blocks only
-    queued: bool = False  # whether it is in the queue of complete pushes
-    request: int = 0  # its latest fetch
-    expired: int = 0  # the latest fetch whose pin expired
-    n_samples: int | None = None  # of its last push
-    attendance: Attendance = field(default_factory=Attendance)  # of this incarnation
-    told: int = 0  # the newest floor sent to it
-    tick: pf.Ticks = msgspec.UNSET  # ticks that it has ended; Unset: it is not in
-    n_beside: int = 0  # clients that were in with it, itself included, when one of them left
-    # Pushes, counted on from those of the clients that it found here. Not kept over restarts.
-    turn: int = 0
-    dropped: int = 0  # the last push that was dropped, as its positions were applied before
-    last_clock: int = 0  # of the values after its last push
-
-    @classmethod
-    def of(cls, record: SessionRecord) -> "Session":
-        return cls(**msgspec.structs.asdict(record), confirmed_staleness=record.staleness)
-
-    @property
-    def record(self) -> SessionRecord:
-        return SessionRecord(
-            **{name: getattr(self, name) for name in SessionRecord.__struct_fields__}
-        )
-
-    @property
-    def is_in(self) -> bool:
-        """Whether other clients wait for it."""
-        return self.opened and self.connected and self.tick is not msgspec.UNSET
-
-    @property
-    def is_pushing(self) -> bool:
-        return self.opened and self.connected and bool(self.push_buffers)
-
-    @property
-    def confirmed(self) -> int:
-        return self.watermark - self.n_unconfirmed
-
-    @property
-    def push_buffer_nbytes(self) -> int:
-        return sum(push_buffer.nbytes for push_buffer in self.push_buffers)
-
-    def next_complete(self) -> PushBuffer | None:
-        if not self.push_buffers:
-            return None
-        push_buffer = self.push_buffers[(self.watermark + 1) % N_PUSH_BUFFERS]
-        is_next = push_buffer.sequence == self.watermark + 1
-        return push_buffer if is_next and push_buffer.pushed is not None else None
-
-    def count_applied(self, push: pf.Push, *, clock: int, staleness: int, held: bool) -> None:
-        """Note that `push` is in the values; `held` if the backup does not have it yet."""
-        self.watermark = max(self.watermark, push.sequence)
-        self.applied += 1
-        if not push.sets:
-            self.turn += 1
-            self.last_clock = clock
-        self.n_samples = None if push.n_samples is msgspec.UNSET else push.n_samples
-        self.samples = push.samples
-        self.staleness = staleness
-        if held:
-            self.n_unconfirmed += 1
-        else:
-            self.count_confirmed(push, staleness=staleness)
-
-    def count_confirmed(self, push: pf.Push, *, staleness: int) -> None:
-        self.confirmed_staleness = staleness
-        if self.tick is not msgspec.UNSET and push.tick is not msgspec.UNSET:
-            self.tick = max(self.tick, push.tick)
-
-    def push_buffer_of(self, sequence: int) -> PushBuffer:
-        if not self.push_buffers:
-            raise RemoteProtocolError(f"{self.name} pushes, but its OpenSession has pushes = false")
-        # An unconfirmed push keeps its buffer, because the backup may still read it there.
-        if not self.watermark < sequence <= self.confirmed + N_PUSH_BUFFERS:
-            raise RemoteProtocolError(
-                f"{self.name} sent push {sequence}; its buffers have room for pushes "
-                f"{self.watermark + 1} to {self.confirmed + N_PUSH_BUFFERS}"
-            )
-        return self.push_buffers[sequence % N_PUSH_BUFFERS]
-
-
-# --- all clients ---
-
-
-@final
-@dataclass(frozen=True, slots=True, eq=False)
-class PushInProgress:
-    """A complete push; its buffer stays unchanged until it is applied."""
-
-    client: Session
-    push_buffer: PushBuffer
-    push: pf.Push
-    staleness: int
-    share: rp.Share = rp.WHOLE
-
-    @property
-    def pushed(self) -> Pushed:
-        assert self.push_buffer.pushed is not None
-        return self.push_buffer.pushed
-
-    def record(self) -> SessionRecord:
-        """Return the session record as it will be after this push."""
-        is_in = self.client.tick is not msgspec.UNSET
-        return msgspec.structs.replace(
-            self.client.record,
-            tick=self.push.tick if is_in else msgspec.UNSET,
-            watermark=self.push.sequence,
-            applied=self.client.applied + 1,
-            samples=self.push.samples,
-            staleness=self.staleness,
-        )
 
 
 @final
@@ -189,13 +55,21 @@ class Sessions:
         index, layout = config.index, config.layout
         self._buffers = layout.n_gradient(index), layout.shard_size(index)  # the elements
         self.term = 0  # 0 before it serves
+        # In the order in which they came. All of the following know a client by `_note`.
         self._clients: dict[Address, Session] = {}
+        self._n_known = 0
+        self._gone = Least[int]()  # with neither a session nor a push here, by their order
+        self._pushers = Pushers(self._buffers)
+        self._workers: WorkersIn | None = None
+        if config.policy.round is None and config.policy.divides:
+            self._workers = WorkersIn((0, self._buffers[0]))
         self._n_regions = 0
         self.queue: deque[Address] = deque()  # clients whose next push is complete
-        self._set_values: set[Address] = set()  # clients with a push that sets values
+        self._set_values: dict[Address, None] = {}  # clients with a push that sets values
         self.applying: PushInProgress | None = None
         self._round: deque[PushInProgress] = deque()  # still to add to the round in progress
         self._folded: list[PushInProgress] = []  # added to it
+        self._busy: set[Address] = set()  # clients of all these
         self._staleness = Staleness()
         self._partial_pushes = PartialPushes()
         self._n_applied = self._n_duplicates = self._bytes_in = 0
@@ -205,7 +79,31 @@ class Sessions:
         self.rounds = Rounds.of(config.policy, self.floor)
 
     def restore(self, clients: Iterable[SessionRecord]) -> None:
-        self._clients = {client.name: client for client in map(Session.of, clients)}
+        for client in map(Session.of, clients):
+            self._add(client)
+
+    def _add(self, client: Session) -> None:
+        before = self._clients.get(client.name)
+        client.order = self._n_known if before is None else before.order
+        self._n_known += before is None
+        self._clients[client.name] = client
+        self._note(client)
+
+    def _note(self, client: Session) -> None:
+        """Tell all that count clients of one that has changed."""
+        if client.opened or client.queued or client.n_unconfirmed:
+            self._gone.drop(client.name)
+        else:
+            self._gone.put(client.name, client.order)
+        self._pushers.note(client)
+        if not self.counts_ticks:
+            return
+        self.floor.note(client)
+        if self._workers is not None:
+            self._workers.note(client)
+        if self.rounds is not None:
+            complete = client.next_complete() if client.queued else None
+            self.rounds.note(client, None if complete is None else complete.push)
 
     def records(self) -> tuple[SessionRecord, ...]:
         return tuple(client.record for client in self._clients.values())
@@ -224,7 +122,7 @@ class Sessions:
             "bytes_in": float(self._bytes_in),
             "queue": float(len(self.queue) + len(self._round) + (self.applying is not None)),
             **self._staleness.counters(),
-            **(self.floor.counters(clients) if self.counts_ticks else {}),
+            **(self.floor.counters() if self.counts_ticks else {}),
         }
 
     def is_older(self, name: Address, incarnation: int) -> bool:
@@ -247,7 +145,7 @@ class Sessions:
                 f"you held {client.shard_slice.n_elements} elements and now hold "
                 f"{shard_slice.n_elements} others: restart the client to change what it holds"
             )
-        if client is None and self._is_full and self._oldest_gone is None:
+        if client is None and self._is_full and self._gone.first() is None:
             return f"it serves {len(self._clients)} clients: use fewer, or raise n_clients_max"
         return self._values.steps.register(shard_slice) if request.pushes else None
 
@@ -269,20 +167,21 @@ class Sessions:
     ) -> tuple[Session, str | None]:
         """Open a session; return it, and a warning if shared memory could not be created."""
         client = self._clients.get(name)
-        # Make room: the oldest absent client becomes unknown.
-        if client is None and self._is_full and self._oldest_gone is not None:
-            del self._clients[self._oldest_gone]
+        oldest_gone = self._gone.first()
+        if client is None and self._is_full and oldest_gone is not None:
+            self._forget(oldest_gone[1])
         if client is None or incarnation > client.incarnation:
             samples, queued = 0, False
             if client is not None:
                 # `samples` tells the new incarnation where to resume; the queue holds the name.
                 samples, queued = client.samples, client.queued
                 self._release(client)
-            turn = self._next_turn if request.pushes else 0
+                self._note(client)
+            turn = self._pushers.next_turn if request.pushes else 0
             client = Session(
                 name=name, incarnation=incarnation, samples=samples, queued=queued, turn=turn
             )
-            self._clients[name] = client
+            self._add(client)
         client.shard_slice = self._values.slice_table.get(request.holds)
         warning = None
         if self._needs_push_buffers(client, request):
@@ -292,9 +191,29 @@ class Sessions:
         client.parameters_region = self._values.region if self._shares(request) else ""
         # A late OpenSession must not lower the watermark.
         client.watermark = max(client.watermark, request.next_sequence - 1)
+        self._note(client)
         if self.counts_ticks:
             self._enter(client, request)
         return client, warning
+
+    def _forget(self, name: Address) -> None:
+        """Make room: a client that is gone becomes unknown."""
+        del self._clients[name]
+        self._refused.pop(name, None)
+        self._set_values.pop(name, None)
+        self._gone.drop(name)
+        self._pushers.drop(name)
+
+    def lost(self, client: Session) -> None:
+        """A client is gone, as far as the shard knows."""
+        client.connected = False
+        self._note(client)
+
+    def heard(self, client: Session) -> None:
+        """A message came from a client."""
+        if not client.connected:
+            client.connected = True
+            self._note(client)
 
     def take_back(self, client: Session) -> None:
         """Release the push buffers and the pushes in them; the client must open a new session."""
@@ -302,6 +221,7 @@ class Sessions:
             self._memory.disown(client.region)  # the client may be alive and still use it
         client.push_buffers, client.region = (), ""
         client.opened = False
+        self._note(client)
 
     def release(self) -> None:
         for client in self._clients.values():
@@ -310,18 +230,6 @@ class Sessions:
     @property
     def _is_full(self) -> bool:
         return len(self._clients) >= self._config.n_clients_max
-
-    @property
-    def _oldest_gone(self) -> Address | None:
-        # Dicts keep their order: the first client that has neither a session nor a push here.
-        return next(
-            (
-                client.name
-                for client in self._clients.values()
-                if not (client.opened or client.queued or client.n_unconfirmed)
-            ),
-            None,
-        )
 
     def _shares(self, request: pf.OpenSession) -> bool:
         return bool(request.host) and request.host == self._memory.host
@@ -359,32 +267,11 @@ class Sessions:
         client.push_buffers, client.region = (), ""
 
     def is_applying(self, name: Address) -> bool:
-        busy = [*self._round, *self._folded, *([self.applying] if self.applying else [])]
-        return any(one.client.name == name for one in busy)
-
-    @property
-    def _next_turn(self) -> int:
-        """The turn of a client that begins now: of the last here, or after all that were."""
-        here = [client.turn for client in self._clients.values() if client.is_pushing]
-        return min(here, default=max((one.turn for one in self._clients.values()), default=0))
+        return name in self._busy
 
     def n_averaged(self, client: Session, push: pf.Push) -> int:
-        """Return over how many clients the buffers of this push are averaged.
-
-        The k-th pushes of all are averaged, also if some have ended by then: workers that end one
-        by one count as those that end together. Nor does a push overwrite what others have pushed
-        since its worker fetched, though they are gone.
-        """
-        shard_slice, turn, since = client.shard_slice, client.turn, push.fetched_clock
-
-        def is_beside(other: Session) -> bool:
-            was_beside = other.turn > turn or other.last_clock > since
-            return other is client or other.is_pushing or was_beside
-
-        beside = [one.shard_slice for one in self._clients.values() if is_beside(one)]
-        if all(other is shard_slice for other in beside):
-            return max(1, len(beside))
-        return n_holding(shard_slice, beside, self._buffers)
+        """Return over how many clients the buffers of this push are averaged."""
+        return self._pushers.n_averaged(client, since=push.fetched_clock)
 
     def count_refused(self, name: Address, push: pf.Push) -> None:
         """Count a push of a former incarnation of this client, once."""
@@ -401,12 +288,12 @@ class Sessions:
             raise RemoteProtocolError(
                 f"{client.name} sent a block of push {sequence}, with buffers in shared memory"
             )
-        push_buffer.take(message, sender=client.name)
+        is_in = push_buffer.take(message, sender=client.name)
         self._bytes_in += message.values.nbytes
-        if message.block_index >= push_buffer.received:
-            return []  # an earlier one is missing
+        if not is_in:
+            return []  # an earlier one is missing, or its attempt was given up
         self._complete(client, push_buffer)  # the Push may have overtaken this block
-        return [self._block_ack(client, sequence, push_buffer.received)] if message.answer else []
+        return [self._block_ack(client, push_buffer)] if message.answer else []
 
     def take_push(self, client: Session, message: pf.Push) -> list[Action]:
         sequence = message.sequence
@@ -419,6 +306,7 @@ class Sessions:
             )
         self._check_claims(client, message)
         reason = self._values.why_not(message.touches, client.shard_slice)
+        reason = reason or self._values.why_not_at(message.rates)
         if reason is not None:
             return [self.refuse(client.name, reason, for_good=True)]
         push_buffer = client.push_buffer_of(sequence)
@@ -428,7 +316,8 @@ class Sessions:
                 f"{client.name} sent push {sequence} in words: use numbers in shared memory, for "
                 "values, and for sums of a batch"
             )
-        push_buffer.lend(sequence, message.n_words)
+        if not push_buffer.lend(sequence, message.n_words, message.attempt):
+            raise RemoteProtocolError(f"{client.name} closed push {sequence}, which it took back")
         is_news = push_buffer.push is None
         push_buffer.push = push_buffer.push or message
         self._complete(client, push_buffer)
@@ -436,7 +325,7 @@ class Sessions:
             self._n_duplicates += 1
         elif push_buffer.pushed is not None:
             return []  # the client gets PushApplied later
-        return [self._block_ack(client, sequence, push_buffer.n_received)]
+        return [self._block_ack(client, push_buffer)]
 
     def _complete(self, client: Session, push_buffer: PushBuffer) -> None:
         """Queue a push, if all of it is here; RemoteProtocolError if it is invalid."""
@@ -444,7 +333,7 @@ class Sessions:
         if push is not None and push_buffer.pushed is None:
             is_new = push_buffer.complete(client.shard_slice)
             if is_new and push.sets:
-                self._set_values.add(client.name)
+                self._set_values[client.name] = None
         self._enqueue(client)
 
     def _check_claims(self, client: Session, message: pf.Push) -> None:
@@ -465,8 +354,10 @@ class Sessions:
         setting = None if self._round else self._setting
         if setting is not None:  # by itself, also where there are rounds
             self.queue.remove(setting.client.name)
-            self._set_values.discard(setting.client.name)
+            self._set_values.pop(setting.client.name)
             setting.client.queued = False
+            self._note(setting.client)
+            self._busy.add(setting.client.name)
             self._round.append(setting)
         elif not self._round and self._may_take(now, is_last=is_last):
             self._take_queued(now)
@@ -478,9 +369,8 @@ class Sessions:
     @property
     def _setting(self) -> PushInProgress | None:
         """A complete push that sets values."""
-        for name in self._set_values.intersection(self.queue):
-            client = self._clients[name]
-            complete = client.next_complete()
+        for client in map(self._clients.__getitem__, self._set_values):
+            complete = client.next_complete() if client.queued else None
             if complete is not None and complete.push is not None and complete.push.sets:
                 return PushInProgress(client, complete, complete.push, 0, rp.Share(sets=True))
         return None
@@ -492,8 +382,10 @@ class Sessions:
         while self.queue and (rounds is not None or not taken):
             client = self._clients[self.queue.popleft()]
             client.queued = False
+            self._note(client)
             push_buffer = client.next_complete()
             if push_buffer is not None and push_buffer.push is not None:
+                self._busy.add(client.name)
                 push = push_buffer.push
                 since, partial = push.fetched_clock, self._partial_pushes
                 staleness = self._values.clock - since
@@ -522,6 +414,7 @@ class Sessions:
         if self._round:
             return []
         finished, self._folded = self._folded, []
+        self._busy.clear()
         first_clock = self._values.clock - len(finished)
         for index, applied in enumerate(finished):
             client = applied.client
@@ -535,6 +428,7 @@ class Sessions:
                 self._bytes_in += applied.push_buffer.shared.nbytes
             if not held and applied.push.n_words is not msgspec.UNSET:
                 applied.push_buffer.settled()
+            self._note(client)
             self._enqueue(client)
         return [] if held else [self._push_applied(applied.client) for applied in finished]
 
@@ -546,14 +440,14 @@ class Sessions:
         client.count_confirmed(push.push, staleness=push.staleness)
         if push.push.n_words is not msgspec.UNSET:
             push.push_buffer.settled()
+        self._note(client)
         return self._push_applied(client)
 
     def _answer_duplicate(self, client: Session, sequence: int) -> Action:
         if sequence <= client.confirmed:
             return self._push_applied(client)
         # Applied here alone, so it is in its buffer still.
-        push_buffer = client.push_buffers[sequence % N_PUSH_BUFFERS]
-        return self._block_ack(client, sequence, push_buffer.n_blocks)
+        return self._block_ack(client, client.push_buffers[sequence % N_PUSH_BUFFERS])
 
     def _enqueue(self, client: Session) -> None:
         if client.queued or self.is_applying(client.name):
@@ -561,6 +455,7 @@ class Sessions:
         if client.next_complete() is not None:
             client.queued = True
             self.queue.append(client.name)
+            self._note(client)
 
     # --------------------------------------------------------------------- rounds
 
@@ -573,37 +468,23 @@ class Sessions:
         """Return whether the complete pushes make a round, if there are rounds."""
         if self.rounds is None or is_last:
             return True
-        if not self.queue:
-            return False
-        # Those whose last push waits here have left.
-        members = [client for client in self._clients.values() if client.is_in or client.queued]
-        buffers = [self._clients[name].next_complete() for name in self.queue]
-        pushes = [one.push for one in buffers if one is not None and one.push is not None]
-        return self.rounds.may_end(now, members, pushes)
+        return bool(self.queue) and self.rounds.may_end(now)
 
     def round_calls(self, rounds: Rounds) -> list[Action]:
         """Ask those whose pushes a round waits for to push what they have, where these may."""
-        return rounds.calls(self._clients.values(), term=self.term)
+        return rounds.calls(term=self.term)
 
     def _share_of(self, client: Session, push: pf.Push, staleness: int) -> rp.Share:
         policy = self._config.policy
         n_samples = 1 if push.n_samples is msgspec.UNSET else push.n_samples
         if policy.round is not None:
             return rp.Share(weight=float(n_samples) if policy.weight == "samples" else 1.0)
-        if policy.weight == "sum" and policy.damping == "none":
-            return rp.WHOLE
-        others = self._others_in(client)
-        n_clients = max(self._n_with(client, others), client.n_beside)
-        client.n_beside = 0
-        known = [one.n_samples for one in others]
-        return rp.Share(scale=policy.scale(staleness, n_clients, n_samples, known))
-
-    def _others_in(self, client: Session) -> list[Session]:
-        return [one for one in self._clients.values() if one.is_in and one is not client]
-
-    def _n_with(self, client: Session, others: list[Session]) -> int:
-        slices = [client.shard_slice, *(one.shard_slice for one in others)]
-        return n_holding(client.shard_slice, slices, (0, self._buffers[0]))
+        if self._workers is None:
+            return rp.Share(rates=push.rates)
+        n_clients = self._workers.divisor(client)
+        others = self._workers.others_samples(client)
+        scale = policy.scale(staleness, n_clients, n_samples, others)
+        return rp.Share(scale=scale, rates=push.rates)
 
     # ---------------------------------------------------------------------- ticks
 
@@ -614,23 +495,22 @@ class Sessions:
         client.attendance = attendance
         if attendance.is_in:
             self.floor.place(client, request.tick)
+            self._note(client)
             return
-        # What they have done together, and not pushed yet, counts as before: or the last pushes of
-        # workers that end together would count 1/4 + 1/3 + 1/2 + 1.
-        for one in [client, *self._others_in(client)] if client.is_in else []:
-            one.n_beside = max(one.n_beside, self._n_with(one, self._others_in(one)))
+        if self._workers is not None and client.is_in:
+            self._workers.leave()
         client.tick = msgspec.UNSET
+        self._note(client)
 
     def tell_floor(self) -> list[Action]:
         """Tell a new floor to the clients that could not begin a tick at the old one."""
-        clients = self._clients.values()
-        self.floor.rise(clients)
-        return self.floor.news(clients, term=self.term)
+        self.floor.rise()
+        return self.floor.news(term=self.term)
 
     def _told_floor(self, client: Session) -> tuple[pf.Ticks, str | msgspec.UnsetType]:
         if not self.counts_ticks:
             return msgspec.UNSET, msgspec.UNSET
-        self.floor.rise(self._clients.values())
+        self.floor.rise()
         return self.floor.tell(client)
 
     # ------------------------------------------------------------------- messages
@@ -684,14 +564,20 @@ class Sessions:
             applied = msgspec.structs.replace(applied, late=late)
         return Send(receiver=client.name, message=applied)
 
-    def _block_ack(self, client: Session, sequence: int, received: int) -> Send:
-        ack = pf.PushBlockAck(sequence=sequence, term=self.term, received=received)
+    def _block_ack(self, client: Session, push_buffer: PushBuffer) -> Send:
+        ack = pf.PushBlockAck(
+            sequence=push_buffer.sequence,
+            term=self.term,
+            received=push_buffer.n_received,
+            attempt=push_buffer.attempt,
+        )
         return Send(receiver=client.name, message=ack)
 
     def validate(self) -> None:
         """Check what holds after every event; only simulations call it."""
         assert len(set(self.queue)) == len(self.queue), f"waits twice: {self.queue}"
         assert self._clients.keys() >= set(self.queue), f"unknown clients wait: {self.queue}"
+        self.floor.validate(self._clients.values() if self.counts_ticks else ())
         applying = [] if self.applying is None else [self.applying]
         names = [push.client.name for push in (*self._folded, *applying, *self._round)]
         if self._config.policy.round is not None and applying:

@@ -41,7 +41,8 @@ from distbelief.parameter_server.replication import (
     FromPrimary,
     Primary,
 )
-from distbelief.parameter_server.sessions import PushInProgress, Session, Sessions
+from distbelief.parameter_server.session import PushInProgress, Session
+from distbelief.parameter_server.sessions import Sessions
 from distbelief.parameter_server.shard_config import ShardConfig, other_copy
 from distbelief.parameter_server.slices import ShardSlice
 from distbelief.parameter_server.store import ShardStore
@@ -405,7 +406,7 @@ class Shard:
         client = self._sessions.get(event.peer)
         if client is None or client.incarnation > event.incarnation:
             return []
-        client.connected = False
+        self._sessions.lost(client)
         self._versions.expire(client)
         return [self._wait_for(client, now)] if client.push_buffers else []
 
@@ -448,7 +449,7 @@ class Shard:
         ):
             # The client repeats the message in its next session, so nothing is lost.
             return [sessions.refuse(sender, "open a session first")]
-        client.connected = True
+        sessions.heard(client)
         match message:
             case pf.Fetch():
                 actions = self._versions.fetch(client, message, now)

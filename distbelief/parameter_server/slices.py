@@ -178,22 +178,5 @@ class SliceTable:
         return known
 
 
-def n_holding(shard_slice: ShardSlice, others: list[ShardSlice], part: tuple[int, int]) -> int:
-    """Return how many of these slices hold one and the same element of a slice, at most.
-
-    Only elements in this part of the vector count. The ranks of a partitioned replica hold each
-    element once, so they count as one client.
-    """
-    if all(other.key == shard_slice.key for other in others):
-        return max(1, len(others))
-    inner = shard_slice.within(*part)
-    if not inner.n_elements:
-        return max(1, len(others))
-    all_ranges = [inner, *(other.within(*part) for other in others)]
-    bounds = IndexRanges.ends(all_ranges)
-    counts = sum(ranges.mask(bounds).astype(np.int64) for ranges in all_ranges[1:])
-    return max(1, int(np.max(counts, where=inner.mask(bounds), initial=0)))
-
-
 def payload_of(values: Vector) -> pf.Payload:
     return "bfloat16" if values.dtype == WORD else msgspec.UNSET

@@ -4,13 +4,15 @@ Clients and shards count it; where clients push parts, pushes of other elements 
 bounds it, and who waits, is in `ticks`.
 """
 
+from bisect import bisect_left
 from collections import deque
+from dataclasses import dataclass, field
 from typing import Final, final
 
 from distbelief.parameter_server.slices import ShardSlice
 
 
-_N_KEPT: Final = 4096
+_N_KEPT: Final = 1 << 14
 """Recent pushes of a part; an older one counts as overlapping."""
 
 _N_KNOWN_MAX: Final = 1 << 14
@@ -42,6 +44,29 @@ class Staleness:
 
 
 @final
+@dataclass(slots=True)
+class _Recent:
+    """The clocks of recent pushes of one slice."""
+
+    of: ShardSlice
+    clocks: list[int] = field(default_factory=list)
+    n_dropped: int = 0  # the first ones in the list
+
+    @property
+    def n(self) -> int:
+        return len(self.clocks) - self.n_dropped
+
+    def n_since(self, clock: int) -> int:
+        return len(self.clocks) - bisect_left(self.clocks, clock, lo=self.n_dropped)
+
+    def drop_first(self) -> None:
+        self.n_dropped += 1
+        if 2 * self.n_dropped > len(self.clocks):
+            del self.clocks[: self.n_dropped]
+            self.n_dropped = 0
+
+
+@final
 class PartialPushes:
     """Recent pushes that did not cover everything.
 
@@ -51,22 +76,27 @@ class PartialPushes:
     """
 
     def __init__(self) -> None:
-        self._recent: deque[tuple[int, ShardSlice]] = deque(maxlen=_N_KEPT)
+        self._recent: deque[bytes] = deque()  # keys of slices
+        self._of: dict[bytes, _Recent] = {}
         self.are_some = False
         self._known: dict[tuple[bytes, bytes], bool] = {}
 
     def add(self, shard_slice: ShardSlice, *, clock: int) -> None:
+        """Note a push that was applied at this clock, which rises."""
         self.are_some = True
-        self._recent.append((clock, shard_slice))
+        self._recent.append(shard_slice.key)
+        of = self._of.setdefault(shard_slice.key, _Recent(shard_slice))
+        of.clocks.append(clock)
+        if len(self._recent) > _N_KEPT:
+            key = self._recent.popleft()
+            self._of[key].drop_first()
+            if not self._of[key].n:
+                del self._of[key]
 
     def n_elsewhere(self, shard_slice: ShardSlice, *, since: int) -> int:
         """Return how many pushes since this clock have changed none of these elements."""
-        n_pushes = 0
-        for applied_at, other in reversed(self._recent):
-            if applied_at < since:
-                break
-            n_pushes += not self._overlap(shard_slice, other)
-        return n_pushes
+        others = [one for one in self._of.values() if not self._overlap(shard_slice, one.of)]
+        return sum(one.n_since(since) for one in others)
 
     def _overlap(self, one: ShardSlice, other: ShardSlice) -> bool:
         if one.key == other.key or one.ranges is None or other.ranges is None:

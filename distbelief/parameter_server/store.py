@@ -29,7 +29,7 @@ from distbelief.parameter_server.codecs import Int4, Int8, warm_up
 from distbelief.parameter_server.fetch_logs import ChangeLog, FetchLog, MoveLog
 from distbelief.parameter_server.policy import ExchangePolicy
 from distbelief.parameter_server.ranges import IndexRanges, RangeCopier
-from distbelief.parameter_server.rules import State, UpdateRule, initial_state, rules_on
+from distbelief.parameter_server.rules import EMA, State, UpdateRule, classes_on, initial_state
 from distbelief.parameter_server.shard_config import ShardConfig
 from distbelief.parameter_server.slices import ShardSlice, SliceTable
 from distbelief.parameter_server.step_counts import StepCounts
@@ -256,8 +256,9 @@ class ShardStore:
         )
         self._pushed_slice: ShardSlice | None = self.slice_table.whole  # None: not applied yet
         self._round: RoundSum | None = None  # in progress
-        self._slice_updates: dict[tuple[bytes, bytes, int, int, int], SliceUpdate] = {}
-        self._rules = rules_on(config.rule, layout, index)
+        self._slice_updates: dict[tuple[object, ...], SliceUpdate] = {}
+        # Which parameters have the same rule and rate in a push, by which have the same rate.
+        self._parts: dict[tuple[int, ...], list[tuple[UpdateRule, int, IndexRanges]]] = {}
         self.clock = 0  # applied pushes; each rank of a partitioned replica counts
         # What a backup has to repeat, in order: pushes, staged ones too, and commands.
         self.position = 0
@@ -314,11 +315,15 @@ class ShardStore:
             if restored is not None:
                 state = restore(restored, config=config, incarnation=incarnation)
             else:
+                values, layout = initialise(), config.layout
+                rule_state = initial_state(config.rule, layout, config.index)
+                if EMA in rule_state:  # also of what is never pushed
+                    rule_state[EMA][:] = values[: self._n_gradient]
                 state = ShardState(
                     incarnation=incarnation or 0,
                     clock=0,
-                    values=initialise(),
-                    state=initial_state(config.rule, config.layout, config.index),
+                    values=values,
+                    state=rule_state,
                     clients=(),
                     steps=StepCounts(),
                 )
@@ -429,6 +434,20 @@ class ShardStore:
             return "it changes elements that its client does not hold"
         return self.steps.register(touched) if self._config.rule.needs_clock else None
 
+    def why_not_at(self, rates: pf.Rates) -> str | None:
+        """Return why a push cannot have these rates, or None."""
+        if rates is msgspec.UNSET:
+            return None
+        n = sum(tensor.kind == "parameter" for tensor in self._config.layout.tensors)
+        if len(rates) not in {1, n}:
+            return f"it has {len(rates)} learning rates for {n} parameters"
+        if self._config.policy.round is not None:
+            return "it has a learning rate of its own, and a round applies many pushes at once"
+        for rule in (one for one in self._config.rule.rules if not one.takes_rates):
+            needs = f"rule {rule.name!r} needs all earlier ones: give it a schedule, and no lr"
+            return f"it has a learning rate of its own, and {needs}"
+        return None
+
     def begin_push(
         self,
         pushed: Pushed,  # of the client's part
@@ -515,29 +534,33 @@ class ShardStore:
         n_averaged = min(self._n_averaged, n_here)
         buffers = self._slice_update(touched, shard_slice, n, n_averaged)
         counters = self._slice_update(touched, shard_slice, n_averaged, n_here)
-        updates: list[tuple[UpdateRule, int, SliceUpdate]] = []
-        for group, (one, _) in enumerate(self._rules):
-            parameters = self._slice_update(touched, shard_slice, 0, n, group=group)
+        updates: list[tuple[UpdateRule, float | None, int, SliceUpdate]] = []
+        for one, learning_rate, ranges in self._parts_at(share.rates):
+            parameters = self._slice_update(touched, shard_slice, 0, n, ranges=ranges)
             clocks = [(self.clock, parameters.target)]
             if rule.needs_clock:
                 clocks = self.steps.at(parameters.target, shard_slice=touched)
             for clock, inner in clocks:
                 if len(clocks) > 1:
                     parameters = SliceUpdate(inner, shard_slice.positions_of(inner))
-                updates.append((one, clock, parameters))
+                updates.append((one, learning_rate, clock, parameters))
 
         def update(
-            rule: UpdateRule, clock: int, vectors: Sequence[Vector], gradient: Vector
+            rule: UpdateRule,
+            learning_rate: float | None,
+            clock: int,
+            vectors: Sequence[Vector],
+            gradient: Vector,
         ) -> None:
             state = dict(zip(rule.state(0, self._dtype), vectors[1:], strict=True))
             if share.scale != 1.0:
                 gradient = gradient * gradient.dtype.type(share.scale)
-            rule.apply(vectors[0], gradient, state, clock=clock)
+            rule.apply(vectors[0], gradient, state, clock=clock, learning_rate=learning_rate)
 
         def work() -> None:
-            for one, clock, slice_update in updates:
+            for one, rate, clock, slice_update in updates:
                 state = (self.state[name] for name in one.state(0, self._dtype))
-                slice_update.apply(partial(update, one, clock), (values, *state), gradients)
+                slice_update.apply(partial(update, one, rate, clock), (values, *state), gradients)
             buffers.apply(partial(_average, n_clients=n_clients), [values], buffer_values)
             counters.apply(partial(_count, n_clients=n_clients), [values], buffer_values)
 
@@ -580,16 +603,40 @@ class ShardStore:
         """The values with all that a log holds back."""
         return self.log.settled(self.vector) if isinstance(self.log, MoveLog) else self.vector
 
+    def _parts_at(
+        self, rates: pf.Rates
+    ) -> list[tuple[UpdateRule, float | None, IndexRanges | None]]:
+        """Return rule and rate of each part of the parameters; ranges None: there is one part."""
+        given = () if rates is msgspec.UNSET else rates
+        classes = tuple(given.index(rate) for rate in given) or (0,)
+        if classes not in self._parts:
+            if len(self._parts) >= _N_SLICE_UPDATES_MAX:
+                self._parts.clear()
+                self._slice_updates.clear()
+            config = self._config
+            self._parts[classes] = classes_on(config.rule, config.layout, config.index, classes)
+        parts = self._parts[classes]
+        return [
+            (rule, given[which] if given else None, ranges if len(parts) > 1 else None)
+            for rule, which, ranges in parts
+        ]
+
     def _slice_update(
-        self, touched: ShardSlice, shard_slice: ShardSlice, start: int, stop: int, *, group: int = 0
+        self,
+        touched: ShardSlice,
+        shard_slice: ShardSlice,
+        start: int,
+        stop: int,
+        *,
+        ranges: IndexRanges | None = None,  # of one rule; None: all
     ) -> SliceUpdate:
-        key = touched.key, shard_slice.key, start, stop, group
+        key = touched.key, shard_slice.key, start, stop, ranges
         if key not in self._slice_updates:
             if len(self._slice_updates) >= _N_SLICE_UPDATES_MAX:
                 self._slice_updates.clear()
             inner = touched.within(start, stop)
-            if len(self._rules) > 1 and stop <= self._n_gradient:
-                inner = inner.intersection(self._rules[group][1])
+            if ranges is not None:
+                inner = inner.intersection(ranges)
             source = shard_slice.positions_of(inner)
             if start >= self._n_gradient:  # buffers, which are a vector of their own
                 source = source.shifted(-shard_slice.n_parameters)

@@ -393,13 +393,15 @@ class PushBuffer:
     dtype: np.dtype[Element]
     shared: Vector | None = None  # (n_elements,) that the client fills; None: blocks come
     sequence: int = 0  # of the push in it; 0 for none
+    attempt: pf.Attempt = msgspec.UNSET  # at that push
     n_words: pf.Words = msgspec.UNSET  # of that push
-    received: int = 0  # blocks [0, received) are in it
+    received: int = 0  # blocks [0, received) are in it, in the order sent
     push: pf.Push | None = None  # set when it has come
     pushed: Pushed | None = None  # set when all of it has come
     n_blocks: int = 0  # that the push in it has
     _memory: Vector = field(default_factory=lambda: _NOTHING)
     _size: int = 0  # numbers, or words, of blocks that are in it
+    _indices: set[int] = field(default_factory=set)  # of those blocks
 
     @property
     def nbytes(self) -> int:
@@ -413,31 +415,44 @@ class PushBuffer:
 
     @property
     def n_received(self) -> int:
-        """Blocks [0, n_received) are in it; all of them where the client fills it."""
+        """How many blocks are in it; all of them where the client fills it."""
         return self.received if self.shared is None else self.n_blocks
 
-    def lend(self, sequence: int, n_words: pf.Words) -> None:
-        """Reuse the buffer for push `sequence`, unless it already holds that push."""
+    def lend(self, sequence: int, n_words: pf.Words, attempt: pf.Attempt = msgspec.UNSET) -> bool:
+        """Reuse the buffer for push `sequence`, unless it already holds that attempt at it.
+
+        Return False if it holds a later one: what comes of this one is void.
+        """
         if self.sequence == sequence:
-            if self.n_words != n_words:
+            n_later = (attempt or 0) - (self.attempt or 0)
+            if n_later < 0:
+                return False
+            if not n_later and self.n_words != n_words:
                 raise RemoteProtocolError(f"push {sequence} is of two sizes: encode it once")
-            return
+            if not n_later:
+                return True
+            if self.push is not None:
+                raise RemoteProtocolError(f"push {sequence} was closed before it was taken back")
         if n_words is not msgspec.UNSET:
             n_max = codecs.n_words_max(self.n_elements)
             if n_words > n_max:
                 raise RemoteProtocolError(f"push {sequence} has {n_words} words, more than {n_max}")
-        self.sequence, self.n_words = sequence, n_words
+        self.sequence, self.n_words, self.attempt = sequence, n_words, attempt
         self.received = self._size = 0
+        self._indices.clear()
         self.push = self.pushed = None
         n, dtype = self._kind
         self.n_blocks = max(1, -(-n // _per_block(dtype)))
+        return True
 
-    def take(self, block: pf.PushBlock, *, sender: str, of_part: bool = False) -> None:
+    def take(self, block: pf.PushBlock, *, sender: str, of_part: bool = False) -> bool:
         """Store a block if it is the next one: the sender repeats the others.
 
-        RemoteProtocolError if it is none of this push. `of_part`: a dense push may be shorter.
+        Return whether it is in the buffer now. RemoteProtocolError if it is none of this push.
+        `of_part`: a dense push may be shorter.
         """
-        self.lend(block.sequence, block.n_words)
+        if not self.lend(block.sequence, block.n_words, block.attempt):
+            return False
         n, dtype = self._kind
         if block.block_index >= self.n_blocks:
             raise RemoteProtocolError(
@@ -453,15 +468,21 @@ class PushBuffer:
                 f"{sender} sent {size} elements of {block.values.dtype} as block "
                 f"{block.block_index}, which has {expected} of {dtype}: use one layout"
             )
-        if block.block_index != self.received:
-            return
+        number = block.block_index if block.number is msgspec.UNSET else block.number
+        if number != self.received:
+            return number < self.received
+        if block.block_index in self._indices:
+            raise RemoteProtocolError(f"{sender} sent block {block.block_index} under two numbers")
         if not self.received:
             self._size = 0
             if len(self._memory) != n or self._memory.dtype != dtype:
                 self._memory = np.empty(n, dtype)
-        self._memory[self._size : self._size + size] = block.values
+        start = self._size if of_part else block.block_index * per_block
+        self._memory[start : start + size] = block.values
+        self._indices.add(block.block_index)
         self._size += size
         self.received += 1
+        return True
 
     def settled(self) -> None:
         """Give the memory of words back: nobody asks for this push again."""
@@ -509,6 +530,8 @@ def push_block(
     sequence: int,
     term: int,
     answer: bool = True,
+    number: int | msgspec.UnsetType = msgspec.UNSET,
+    attempt: pf.Attempt = msgspec.UNSET,
 ) -> pf.PushBlock:
     per_block = _per_block(values.dtype)
     return pf.PushBlock(
@@ -516,6 +539,8 @@ def push_block(
         term=term,
         block_index=index,
         answer=answer,
+        number=number,
+        attempt=attempt,
         values=values[index * per_block : (index + 1) * per_block],
         n_words=len(values) if values.dtype == PUSH_WORD else msgspec.UNSET,
     )

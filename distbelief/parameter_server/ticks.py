@@ -10,13 +10,14 @@ push, and the worker with the least tick is not gated: so the floor rises as lon
 """
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol, final
 
 import msgspec
 
 from distbelief.core.errors import FalseClaimError
+from distbelief.parameter_server.members import Least
 from distbelief.parameter_server.policy import ExchangePolicy, Round
 from distbelief.protocol import push_fetch as pf
 from distbelief.protocol.role import Action, Address, Seconds, Send
@@ -249,20 +250,37 @@ class Member(Protocol):
     @property
     def name(self) -> Address: ...
     @property
+    def order(self) -> int: ...  # in which clients came
+    @property
     def is_in(self) -> bool: ...
     @property
     def queued(self) -> bool: ...  # whether its next push is here
 
 
+def _order(member: Member) -> int:
+    return member.order
+
+
 @final
 class Floor:
-    """The least tick of the clients that are in."""
+    """The least tick of the clients that are in. It must be told of each that changes (`note`)."""
 
     def __init__(self, staleness: int | None) -> None:
         self.value = 0
         self.awaits_clients = False  # after a restart: the floor stays
         self._staleness = staleness
         self.behind = ""  # who keeps it down
+        self.inside: dict[Address, Member] = {}
+        self._entered: dict[Address, Member] = {}  # since it rose last
+        # By tick: those whose next push is not here yet, and those whose push is.
+        self.idle, self.queued = Least[int](), Least[int]()
+        # Of the idle ones: those that may begin a tick in the order in which they came, the others
+        # by tick. Some of these may begin by now.
+        self._free, self._ahead = Least[int](), Least[int]()
+        # Those that could not begin a tick at the floor that they were told; of these, new ones.
+        self._gated: dict[Address, Member] = {}
+        self._untold: dict[Address, Member] = {}
+        self._looked_at = 0  # the floor at the last news
 
     def check(self, name: Address, member: Member | None, tick: pf.Ticks) -> None:
         """Raise FalseClaimError for a tick far ahead of what is known here."""
@@ -279,46 +297,112 @@ class Floor:
         if is_known or not self.awaits_clients:  # a new one waits until there is a floor
             member.tick = max(member.tick or 0, tick or 0, self.value)
 
-    def rise(self, members: Collection[Member]) -> None:
+    def note(self, member: Member) -> None:
+        """Take over what has changed."""
+        name = member.name
+        if not member.is_in:
+            if name in self.inside:
+                for table in (self.inside, self._entered, self._gated, self._untold):
+                    table.pop(name, None)
+                for least in (self.idle, self.queued, self._free, self._ahead):
+                    least.drop(name)
+            return
+        tick = member.tick or 0
+        if self.inside.get(name) is not member:
+            self.inside[name] = self._entered[name] = member
+        if member.queued:
+            self.queued.put(name, tick)
+            for least in (self.idle, self._free, self._ahead):
+                least.drop(name)
+        else:
+            self.queued.drop(name)
+            self.idle.put(name, tick)
+            if self.is_gated(member):
+                self._ahead.put(name, tick)
+                self._free.drop(name)
+            else:
+                self._free.put(name, member.order)
+                self._ahead.drop(name)
+        self._note_told(member)
+
+    def _note_told(self, member: Member) -> None:
+        staleness, name = self._staleness, member.name
+        if staleness is None:
+            return
+        if (member.tick or 0) - staleness > member.told:
+            self._gated[name] = self._untold[name] = member
+        elif name in self._gated:
+            del self._gated[name]
+            self._untold.pop(name, None)
+
+    def rise(self) -> None:
         if self.awaits_clients:
             return
-        inside = [member for member in members if member.is_in]
-        for member in inside:  # others went on without a client that was gone
-            member.tick = max(member.tick or 0, self.value)
+        entered, self._entered = self._entered, {}
+        for member in entered.values():  # others went on without a client that was gone
+            if (member.tick or 0) < self.value:
+                member.tick = self.value
+                self.note(member)
         # Of equal ticks, a client whose next push is not here yet.
-        slowest = min(inside, key=lambda one: (one.tick, one.queued, one.name), default=None)
-        self.behind = "" if slowest is None else slowest.name
-        if slowest is not None:
-            self.value = slowest.tick or 0
+        slowest, queued = self.idle.first(), self.queued.first()
+        if slowest is None or (queued is not None and queued[0] < slowest[0]):
+            slowest = queued
+        if slowest is None:
+            self.behind = ""
+        else:
+            self.value, self.behind = slowest
+
+    @property
+    def missing(self) -> Member | None:
+        """The first that is idle, and may begin a tick."""
+        # A client that is too far ahead begins no tick: it may wait for a push of this very round.
+        while self._staleness is not None and (first := self._ahead.first()) is not None:
+            tick, name = first
+            if tick - self._staleness > self.value:
+                break
+            self._ahead.drop(name)
+            self._free.put(name, self.inside[name].order)
+        found = self._free.first()
+        return None if found is None else self.inside[found[1]]
 
     def tell(self, member: Member) -> tuple[int, str]:
         """Return the floor, and who keeps it down, for a message to a member."""
         member.told = self.value
+        if member.is_in:
+            self._note_told(member)
         return self.value, "" if self.behind == member.name else self.behind
 
-    def news(self, members: Collection[Member], *, term: int) -> list[Action]:
+    def news(self, *, term: int) -> list[Action]:
         """Tell a new floor to the clients that could not begin a tick at the old one."""
-        staleness = self._staleness
+        gated = self._untold if self.value == self._looked_at else self._gated
+        late = [member for member in gated.values() if member.told < self.value]
+        self._looked_at, self._untold = self.value, {}
+        late.sort(key=_order)
         actions: list[Action] = []
-        for member in members:
-            if not member.is_in or staleness is None or member.told >= self.value:
-                continue
-            assert member.tick is not msgspec.UNSET
-            if member.tick - staleness > member.told:
-                member.told = self.value
-                floor = pf.Floor(term=term, floor=self.value, behind=self.behind)
-                actions.append(Send(receiver=member.name, message=floor))
+        for member in late:
+            member.told = self.value
+            self._note_told(member)
+            floor = pf.Floor(term=term, floor=self.value, behind=self.behind)
+            actions.append(Send(receiver=member.name, message=floor))
         return actions
 
-    def counters(self, members: Collection[Member]) -> Mapping[str, float]:
-        ticks = [member.tick or 0 for member in members if member.is_in]
+    def counters(self) -> Mapping[str, float]:
+        ticks = [member.tick or 0 for member in self.inside.values()]
         gap = float(max(ticks, default=0) - min(ticks, default=0))
         return {"workers_in": float(len(ticks)), "floor": float(self.value), "clock_gap": gap}
+
+    def validate(self, members: Iterable[Member]) -> None:
+        """Check against all clients; only simulations call it."""
+        inside = {one.name: one for one in members if one.is_in}
+        assert inside == self.inside, f"{sorted(inside)} are in, not {sorted(self.inside)}"
+        for least, queued in ((self.idle, False), (self.queued, True)):
+            some = [(one.tick, one.name) for one in inside.values() if one.queued is queued]
+            assert least.first() == min(some, default=None), (least.first(), some)
 
 
 @final
 class Rounds:
-    """When the complete pushes of a shard make a round."""
+    """When the complete pushes of a shard make a round. It must be told as `Floor` is."""
 
     def __init__(self, policy: Round, floor: Floor) -> None:
         self._policy, self._floor = policy, floor
@@ -327,50 +411,87 @@ class Rounds:
         self.late = ""  # whose push the last round waited for at its end
         self._missing = ""  # whose push the next one waits for
         self._told: set[Address] = set()  # that this round waits for them
+        self._untold: dict[Address, Member] = {}  # idle ones that are not
         self._began: Seconds | None = None
         self._seconds: Seconds = 0.0  # that the last round took
+        self._left: set[Address] = set()  # whose last push is here, and who are not in
+        # Ticks of the pushes that are here; 0 if it is not said.
+        self._pushes = Least[int]()
+        self._unsaid: set[Address] = set()
 
     @classmethod
     def of(cls, policy: ExchangePolicy, floor: Floor) -> "Rounds | None":
         return None if policy.round is None else cls(policy.round, floor)
 
-    def may_end(self, now: Seconds, members: Sequence[Member], pushes: Sequence[pf.Push]) -> bool:
+    def note(self, member: Member, push: pf.Push | None) -> None:
+        """Take over what has changed; `push` is the next one of this member, if it is queued."""
+        name, tick = member.name, 0 if push is None else push.tick or 0
+        is_in, queued = member.is_in, member.queued
+        if queued and not is_in:
+            self._left.add(name)
+        else:
+            self._left.discard(name)
+        if push is not None and not tick:
+            self._unsaid.add(name)
+        else:
+            self._unsaid.discard(name)
+        if tick:
+            self._pushes.put(name, tick)
+        else:
+            self._pushes.drop(name)
+        if self._policy.early:
+            if is_in and not queued and name not in self._told:
+                self._untold[name] = member
+            else:
+                self._untold.pop(name, None)
+
+    def may_end(self, now: Seconds) -> bool:
         """Return whether the pushes that are here make a round, or wait for others until `due`.
 
         Members are in, or their last push is here and they have left.
         """
-        if self._floor.awaits_clients:
+        floor = self._floor
+        if floor.awaits_clients:
             return False
-        # A client that is too far ahead begins no tick: it may wait for a push of this very round.
-        missing = [one for one in members if not (one.queued or self._floor.is_gated(one))]
-        if not missing:
+        missing = floor.missing
+        if missing is None:
             return True
-        self._missing = missing[0].name
-        first = self._floor.value + 1
+        self._missing = missing.name
         due = now + self._policy.grace_seconds
-        n_queued = sum(one.queued for one in members)
-        n_needed = math.ceil(self._policy.quorum * len(members) - 1e-9)
+        n_members = len(floor.inside) + len(self._left)
+        n_queued = n_members - len(floor.idle)
+        n_needed = math.ceil(self._policy.quorum * n_members - 1e-9)
         if self._policy.early:  # of two or three, too, the others can be asked
-            n_needed = min(n_needed, max(len(members) - 1, 1))
+            n_needed = min(n_needed, max(n_members - 1, 1))
         if n_queued < n_needed:
             # A client that has ended the tick of a push waiting here may wait too: for a push at
             # another shard, whose last round was of others. So nobody could make the quorum. Late
-            # pushes wait for the others' next ones first.
-            first_tick = min([push.tick or first for push in pushes], default=first)
-            if not all((one.tick or 0) >= first_tick for one in missing):
+            # pushes wait for the others' next ones first. The idle client with the least tick is
+            # missing, as one is.
+            slowest = floor.idle.first()
+            assert slowest is not None
+            if slowest[0] < self._first_tick:
                 self.due = None
                 return False
             due += 2 * self._seconds
         self.due = due if self.due is None else min(self.due, due)
         return now >= self.due
 
-    def calls(self, members: Collection[Member], *, term: int) -> list[Action]:
+    @property
+    def _first_tick(self) -> int:
+        """The tick of the first push that is here."""
+        least, next_one = self._pushes.first(), self._floor.value + 1
+        if least is None:
+            return next_one
+        return min(least[0], next_one) if self._unsaid else least[0]
+
+    def calls(self, *, term: int) -> list[Action]:
         """Ask those whose pushes are awaited, once, to push what they have."""
-        if self.due is None or not self._policy.early:
+        if self.due is None or not self._untold:
             return []
-        late = [one for one in members if one.is_in and not one.queued]
-        late = [one for one in late if one.name not in self._told]
+        late = sorted(self._untold.values(), key=_order)
         self._told |= {one.name for one in late}
+        self._untold.clear()
         floor = pf.Floor(term=term, floor=self._floor.value, behind=self._floor.behind)
         return [
             Send(
@@ -384,4 +505,8 @@ class Rounds:
         began = now if self._began is None else self._began
         self.due, self._began, self._seconds = None, now, now - began
         self.late, self._missing = self._missing, ""
+        for name in self._told:
+            member = self._floor.inside.get(name)
+            if member is not None and not member.queued:
+                self._untold[name] = member
         self._told.clear()

@@ -39,19 +39,31 @@ class TorchSteps:
         self.begins = {key: one[0].item() for key, one in state.items() if one.dim()}
         self._known = {1: {key: one for key, one in state.items() if not one.dim()}}
 
-    def first(self, w: Tensor, g: Tensor, state: Mapping[str, Tensor]) -> None:
+    @property
+    def takes_rates(self) -> bool:
+        """Whether what follows from the clock does so at any rate: not the eta of ASGD."""
+        return self._known[1].keys() <= {"step", "mu_product"}
+
+    def first(self, w: Tensor, g: Tensor, state: Mapping[str, Tensor], *, rate: float) -> None:
         """Update elements that were never pushed, and fill their state."""
         parameter = _with_gradient(w, g)
-        self._step(self._make([parameter]), parameter, state, {"lr": self._rate(0)})
+        self._step(self._make([parameter]), parameter, state, {"lr": rate})
 
     def later(
-        self, w: Tensor, g: Tensor, state: Mapping[str, Tensor], *, clock: int, **settings: float
+        self,
+        w: Tensor,
+        g: Tensor,
+        state: Mapping[str, Tensor],
+        *,
+        clock: int,
+        rate: float,
+        **settings: float,
     ) -> None:
         """Update elements and their state in place; `settings` replace those of the optimizer."""
         parameter = _with_gradient(w, g)
         numbers = self._numbers(clock)
         optimizer = self._resumed(parameter, {**state, **numbers})
-        self._step(optimizer, parameter, state, {"lr": self._rate(clock), **settings})
+        self._step(optimizer, parameter, state, {"lr": rate, **settings})
 
     def _step(
         self,

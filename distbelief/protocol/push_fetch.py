@@ -48,8 +48,26 @@ Ticks = Amount | msgspec.UnsetType
 """A number that is sent only where shards count ticks; Unset takes no bytes."""
 
 
+Rates = (
+    Annotated[
+        tuple[Annotated[float, msgspec.Meta(ge=0.0, le=1e18)], ...],
+        msgspec.Meta(min_length=1, max_length=1 << 16),
+    ]
+    | msgspec.UnsetType
+)
+"""Learning rates of one push in place of the rule's: one, or one for each parameter in the order of
+the layout. Unset: the rule's; it takes no bytes.
+"""
+
+
 Dealt = tuple[Amount, Amount] | msgspec.UnsetType
 """Positions that are sent only where data are dealt; Unset takes no bytes."""
+
+
+Attempt = Count | msgspec.UnsetType
+"""Which attempt at a push this is of. Blocks may leave while the gradient is still computed. If it
+turns out to be bad, they are void, and the next attempt has the same sequence. Unset: the first.
+"""
 
 
 Encodes = Literal[True] | msgspec.UnsetType
@@ -154,14 +172,17 @@ class PushBlock(AnyMessage, frozen=True):
     values: Vector  # (block_size,)
     n_words: Words = msgspec.UNSET  # of the whole push
     answer: bool = True  # by PushBlockAck; one for many blocks is enough
+    number: Count | msgspec.UnsetType = msgspec.UNSET  # in the order sent; Unset: `block_index`
+    attempt: Attempt = msgspec.UNSET
 
 
 class PushBlockAck(AnyMessage, frozen=True):
-    """Shard -> client: I hold blocks [0, received) of that push."""
+    """Shard -> client: I hold the first `received` blocks of that push, in the order sent."""
 
     sequence: Count
     term: Count
     received: Count
+    attempt: Attempt = msgspec.UNSET
 
 
 class Push(AnyMessage, frozen=True):
@@ -190,6 +211,8 @@ class Push(AnyMessage, frozen=True):
     # applied a push with one of them acknowledges this one, and leaves its values as they are.
     dealt: Dealt = msgspec.UNSET
     sets: bool = False  # the shard's values become those of the push, whatever its rule
+    rates: Rates = msgspec.UNSET
+    attempt: Attempt = msgspec.UNSET
 
 
 class PushApplied(AnyMessage, frozen=True):

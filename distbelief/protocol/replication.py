@@ -26,7 +26,7 @@ import msgspec
 from distbelief.core.vectors import Vector
 from distbelief.protocol.batch import ShardCommand
 from distbelief.protocol.fields import Amount, AnyMessage, Count, Name, Text
-from distbelief.protocol.push_fetch import Dealt, Form, Ticks, Words
+from distbelief.protocol.push_fetch import Dealt, Form, Rates, Ticks, Words
 
 
 Factor = Annotated[float, msgspec.Meta(ge=0.0)]
@@ -75,6 +75,7 @@ class Share(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     weight: Factor | None = None  # in its round; None: it is applied by itself
     n_to_follow: Count = 0  # pushes of the round after this one
     sets: bool = False  # as in `Push`
+    rates: Rates = msgspec.UNSET  # as in `Push`
 
 
 WHOLE = Share()

@@ -7,7 +7,8 @@ performs the actions: `transport.node` over ZeroMQ, `simulation` in virtual time
 * `handle` gets one event at a time and is never re-entered. `Started` comes first.
 * Messages of one link arrive in the order sent, if they arrive; none is guaranteed.
 * Work of one executor runs in the order given, one piece at a time, outside `handle`. Each
-  `Compute` or `Persist` is answered by one `Computed` or `Persisted`, unless the role exits.
+  `Compute` or `Persist` is answered by one `Computed` or `Persisted`, unless the role exits. What
+  work notes meanwhile comes before its answer, or never.
 * A role does not touch what its work uses until the answer comes.
 * Setting a timer again replaces it. It fires once.
 """
@@ -109,6 +110,7 @@ class Computed(msgspec.Struct, frozen=True, kw_only=True):
     result: object = None
     error: BaseException | None = None
     seconds: Seconds = 0.0  # how long it ran
+    is_note: bool = False  # of work that still runs: its answer follows
 
 
 class Persisted(msgspec.Struct, frozen=True, kw_only=True):
@@ -146,7 +148,7 @@ class Send(msgspec.Struct, frozen=True, kw_only=True):
 
     The driver has read every array by the time the role handles its next event, unless they
     are `lent`: then it may read them at any time, and the role must not change them until
-    every possible receiver of the message has answered.
+    every possible receiver of the message has answered, or will ignore what they say.
     """
 
     receiver: Address
@@ -167,6 +169,16 @@ class CancelTimer(msgspec.Struct, frozen=True, kw_only=True):
     name: str
 
 
+@dataclass(slots=True, eq=False)
+class Notes:
+    """Where work tells what is done, and which share of all that is.
+
+    A driver that passes it on sets `tell`.
+    """
+
+    tell: Callable[[object, float], None] = lambda _note, _share: None
+
+
 class Compute(msgspec.Struct, frozen=True, kw_only=True):
     """Run `work` on `executor`, then deliver `Computed` under the same name."""
 
@@ -177,6 +189,7 @@ class Compute(msgspec.Struct, frozen=True, kw_only=True):
     # Called when its turn comes: the share of the cost still to pay; 0 for work that will
     # find that its result is not needed. None: all of it.
     remaining: Callable[[], float] | None = None
+    notes: Notes | None = None  # of the work
 
 
 class Persist(msgspec.Struct, frozen=True, kw_only=True):

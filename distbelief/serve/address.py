@@ -232,7 +232,7 @@ class _Given(msgspec.Struct, frozen=True):
 
 def rule_from(table: Mapping[str, object], *, user: str) -> UpdateRule:
     """Return the update rule of a table, or raise JobError."""
-    return tables.convert({"rule": table}, _Given, user=user).rule
+    return tables.convert(tables.with_whole_groups({"rule": table}), _Given, user=user).rule
 
 
 def by_position(rule: UpdateRule, names: Sequence[str]) -> UpdateRule:
@@ -240,6 +240,17 @@ def by_position(rule: UpdateRule, names: Sequence[str]) -> UpdateRule:
 
     JobError if there are groups, and no names or none that fits one of them.
     """
+    if rule.ema is not None:
+        raise JobError(
+            f"rule has ema = {rule.ema}, which jobs save: in a loop of your own, average its model "
+            "by torch.optim.swa_utils.AveragedModel after each step"
+        )
+    for one in rule.rules:
+        for key, count in one.schedule.counted.items():
+            raise JobError(
+                f"schedule {key} is {count!r}: a server does not know the data of its workers: "
+                "give the number of pushes of all workers"
+            )
     if not rule.groups:
         return rule
     if not names:

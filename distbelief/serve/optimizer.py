@@ -15,16 +15,19 @@ the optimizer.
 import math
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import MethodType
 from typing import ParamSpec, TypeVar, cast, final
 
+import msgspec
 import torch
 from typing_extensions import override
 
 from distbelief.core.arguments import checked
 from distbelief.core.errors import JobError, PeerLostError
 from distbelief.core.formatting import nearest
+from distbelief.protocol import push_fetch as pf
 from distbelief.serve.address import ServerAddress, Tensors
 from distbelief.serve.server_loop import ELSEWHERE, ServerLoop, is_of_model, number_of_samples
 from distbelief.worker import loop_worker as lw
@@ -37,18 +40,7 @@ _R = TypeVar("_R")
 
 _OF_THE_SERVER = "it belongs to the rule of the server: ParameterServer(..., rule=...)"
 _OF_THE_RULE = dict.fromkeys(
-    (
-        "lr",
-        "initial_lr",
-        "momentum",
-        "weight_decay",
-        "betas",
-        "eps",
-        "nesterov",
-        "schedule",
-        "rule",
-    ),
-    _OF_THE_SERVER,
+    ("momentum", "weight_decay", "betas", "eps", "nesterov", "schedule", "rule"), _OF_THE_SERVER
 )
 
 
@@ -59,15 +51,18 @@ class DownpourSGD(ServerLoop, torch.optim.Optimizer):
     Any number of loops, in any number of processes, may use one server, each with a model of
     the same shapes. As in torch, a parameter whose `grad` is None does not move: here, if it
     had no gradient in any step of a push. Frozen ones (`requires_grad = False`) are fetched
-    once and never pushed. Learning rate, weight decay and schedule belong to the server's
-    rule; parameter groups that set them are rejected.
+    once and never pushed. Weight decay and the like belong to the server's rule; parameter
+    groups that set them are rejected.
 
     Args:
-        params: The model's parameters, with names or without, or groups of them, each with a
-            `learning_rate` of its own if needed. Without names on both sides they are in the
-            order that the server was given them.
+        params: The model's parameters, with names or without, or groups of them, each with an
+            `lr` and a `learning_rate` of its own if needed. Without names on both sides they
+            are in the order that the server was given them.
         server: `ParameterServer.address`, or the line that `distbelief serve` prints.
         buffers: The model, or its buffers, if the server has them: statistics of BatchNorm.
+        lr: Rate at which the server's rule applies this worker's pushes, in place of its own
+            `learning_rate`. It goes with each push, so torch's schedulers work on it, as on
+            `param_groups[0]["lr"]`. By default the rule's rate and schedule count.
         n_fetch: Steps between fetches.
         n_push: Steps between pushes.
         learning_rate: Of this worker's own steps between fetches and pushes (the server's
@@ -95,6 +90,7 @@ class DownpourSGD(ServerLoop, torch.optim.Optimizer):
         *,
         server: str,
         buffers: Tensors | None = None,
+        lr: float | None = None,
         n_fetch: int = 1,
         n_push: int = 1,
         learning_rate: float | None = None,
@@ -113,8 +109,12 @@ class DownpourSGD(ServerLoop, torch.optim.Optimizer):
             )
         if isinstance(cast("object", params), torch.nn.Module):
             raise JobError("DownpourSGD: give it net.parameters(), not net")
+        defaults = {"learning_rate": learning_rate or 0.0}
+        if lr is not None:
+            _check_rate("lr", lr)
+            defaults["lr"] = lr
         try:
-            torch.optim.Optimizer.__init__(self, params, {"learning_rate": learning_rate or 0.0})
+            torch.optim.Optimizer.__init__(self, params, defaults)
         except (TypeError, ValueError) as error:
             raise JobError(f"DownpourSGD: {error}: give it net.parameters()") from error
         address = ServerAddress.parse(server)
@@ -127,6 +127,11 @@ class DownpourSGD(ServerLoop, torch.optim.Optimizer):
         if policy.send == "delta":
             raise JobError(
                 "DownpourSGD: the server takes local steps, not gradients: use distbelief.Exchange"
+            )
+        if self._server_rates() is not msgspec.UNSET and policy.round is not None:
+            raise JobError(
+                "DownpourSGD: lr is given, and the server applies the pushes of many workers at "
+                "once (round): give its rule the rate and a schedule, or ParameterServer no round"
             )
         self._frozen = [
             place for place, one in enumerate(self._parameters) if not one.requires_grad
@@ -263,6 +268,13 @@ class DownpourSGD(ServerLoop, torch.optim.Optimizer):
         groups = cast("list[dict[str, object]]", state_dict["param_groups"])
         for group in groups:
             _Group(group)  # refuses what another optimizer saved
+            if "learning_rate" not in group:
+                raise JobError("DownpourSGD: not a state of a DownpourSGD, but of another one")
+        if len({"lr" in group for group in (*groups, *self.param_groups)}) > 1:
+            raise JobError(
+                "DownpourSGD: lr is given here and not in the state, or there and not here: make "
+                "both with lr, or both without"
+            )
         _plain(super().load_state_dict)(state_dict)
         self.param_groups = [_Group(group) for group in self.param_groups]
 
@@ -312,9 +324,24 @@ class DownpourSGD(ServerLoop, torch.optim.Optimizer):
         rates = [group["learning_rate"] for group in self.param_groups for _ in group["params"]]
         return [rates[place] for place in self._order]
 
+    def _server_rates(self) -> pf.Rates:
+        """Return the rates that go with a push: one, or one for each of the server's parameters."""
+        given = [group.get("lr") for group in self.param_groups]
+        if all(rate is None for rate in given):
+            return msgspec.UNSET
+        if None in given:
+            raise JobError(
+                f"DownpourSGD: parameter group {given.index(None)} has no lr, and others have: "
+                "give each group one, or DownpourSGD(..., lr=...) for those without"
+            )
+        rates = [float(group["lr"]) for group in self.param_groups for _ in group["params"]]
+        if len({*rates}) == 1:
+            return (rates[0],)
+        return tuple(rates[place] for place in self._order)
+
     def _stage_accrued(self, *, is_last: bool = False) -> lw.StagedPush:
         clocks = self._state.fetched_clocks(self._session.client.clocks)
-        push = self._stage(clocks, is_last=is_last)
+        push = replace(self._stage(clocks, is_last=is_last), rates=self._server_rates())
         self._state.staged(finite=push.outcome.finite)
         self._state.sent(self._session.now(), finite=push.outcome.finite)
         return push
@@ -340,23 +367,29 @@ class DownpourSGD(ServerLoop, torch.optim.Optimizer):
 
 
 class _Group(dict[str, object]):
-    """A parameter group that rejects options of the server's rule; torch asks for "lr"."""
+    """A parameter group that rejects options of the server's rule."""
 
     def __init__(self, group: Mapping[str, object]) -> None:
         super().__init__()
         for key, value in group.items():
-            self[key] = value
+            self._put(key, value)
 
     def __missing__(self, key: str) -> object:
+        if key in {"lr", "initial_lr"}:
+            raise JobError(_NO_RATE)
         raise _refusal(key) if key in _OF_THE_RULE else KeyError(key)
 
     @override
     def __setitem__(self, key: str, value: object) -> None:
+        if key in _NOTES and "lr" not in self:
+            raise JobError(_NO_RATE)
+        self._put(key, value)
+
+    def _put(self, key: str, value: object) -> None:
         if key not in _GROUP_KEYS:
             raise _refusal(key)
-        is_rate = isinstance(value, int | float) and 0.0 <= value < math.inf
-        if key == "learning_rate" and not is_rate:
-            raise JobError(f"DownpourSGD: learning_rate is {value}; use 0 or more")
+        if key in _RATES:
+            _check_rate(key, value)
         super().__setitem__(key, value)
 
     @override
@@ -366,14 +399,25 @@ class _Group(dict[str, object]):
         return self[key]
 
 
-_GROUP_KEYS = {"params", "param_names", "learning_rate"}
+_NO_RATE = (
+    "DownpourSGD: no lr is given, so the rate is that of the server's rule, which no scheduler of "
+    "torch changes: give DownpourSGD(..., lr=...), or the rule schedule="
+)
+_RATES = {"lr", "learning_rate"}
+# What torch's schedulers note in a group
+_NOTES = {"initial_lr", "max_lr", "min_lr", "swa_lr"}
+_GROUP_KEYS = {"params", "param_names"} | _RATES | _NOTES
+
+
+def _check_rate(key: str, value: object) -> None:
+    is_rate = isinstance(value, int | float) and not isinstance(value, bool)
+    if not (is_rate and 0.0 <= cast("float", value) < math.inf):
+        raise JobError(f"DownpourSGD: {key} is {value}; use a number, 0 or more")
 
 
 def _refusal(key: str) -> JobError:
-    close = "" if key in _OF_THE_RULE else nearest(key, _GROUP_KEYS, only_close=True)
+    close = "" if key in _OF_THE_RULE else nearest(key, _GROUP_KEYS - _NOTES, only_close=True)
     why = close or _OF_THE_SERVER
-    if key in {"lr", "initial_lr"}:
-        why = "torch's schedulers do not work: give the server's rule learning_rate= and schedule="
     return JobError(f"DownpourSGD: parameter groups have no {key!r}: {why}")
 
 

@@ -94,7 +94,7 @@ class ServerRequest(msgspec.Struct, frozen=True, kw_only=True):
         if not self.has_checkpoints:
             self.write_initial(parameters)
         elif self.file.is_file():
-            _check_same(self, _read(self.file), directory=Path(self.directory))
+            _check_same(self, read_request(self.file), directory=Path(self.directory))
         else:
             raise JobError(
                 f"{self.directory} holds the checkpoints of something else, not of a "
@@ -380,7 +380,7 @@ def _resolved(
     if is_first:
         request.write_initial(parameters)
     else:
-        before = _read(file)
+        before = read_request(file)
         _check_same(request, before, directory=run.path)
         reach = request.reach
         if reach.secret and before.reach.secret:
@@ -391,7 +391,8 @@ def _resolved(
     return request
 
 
-def _read(file: Path) -> ServerRequest:
+def read_request(file: Path) -> ServerRequest:
+    """Return what the server in this directory serves; JobError if the file is damaged."""
     try:
         return msgspec.json.decode(file.read_bytes(), type=ServerRequest)
     except OSError as error:

@@ -10,7 +10,7 @@ while it was only paused. Its messages then carry the older incarnation number.
 """
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import assert_never
@@ -108,6 +108,46 @@ class _Launch:
     incarnation: int
     launcher: SimulatedProcess
     cancelled: str | None = None  # the reason
+
+
+# Of work with notes: a step has its forward pass first, and then takes as long for a layer as that
+# has parameters. Notes come with the pieces of the rest.
+FORWARD = 1 / 3
+N_PIECES = 8
+
+
+def _pieces(
+    action: rl.Compute,
+    demand: Callable[[], Demand],
+    run: Callable[[], rl.Computed],
+    answer: Callable[[rl.Computed, Seconds], None],
+    note: Callable[[object], None],
+) -> Iterator[Work]:
+    """Yield work that has notes in pieces; it runs at the end of the first."""
+    assert action.notes is not None
+    noted: deque[tuple[float, object]] = deque()
+    action.notes.tell = lambda told, share: noted.append((share, told))
+    whole: list[Demand] = []
+    found: list[rl.Computed] = []
+    taken: list[Seconds] = []
+
+    def demand_of(index: int) -> Demand:
+        if not index:
+            whole.append(demand())
+        share = (1.0 - FORWARD) / N_PIECES if index else FORWARD
+        return msgspec.structs.replace(whole[0], seconds=share * whole[0].seconds)
+
+    def end(index: int, seconds: Seconds) -> None:
+        taken.append(seconds)
+        if not index:
+            found.append(run())
+        while noted and (noted[0][0] * N_PIECES <= index or index == N_PIECES):
+            note(noted.popleft()[1])
+        if index == N_PIECES:
+            answer(found[0], sum(taken))
+
+    for index in range(N_PIECES + 1):
+        yield Work(demand=partial(demand_of, index), end=partial(end, index))
 
 
 class Driver:
@@ -340,22 +380,30 @@ class Driver:
             threads = machine.threads * cost.threads if is_compute else 1
             return machine.demand(cost, modelled * slowness, threads / slowness)
 
-        def end(seconds: Seconds) -> None:
-            if action.executor is rl.Executor.COMPUTE:
-                busy = self.busy
-                busy[process.name] = busy.get(process.name, 0.0) + seconds
+        def run() -> rl.Computed:
             result: object = None
             failed: Exception | None = None
             try:
                 result = action.work()
             except Exception as error:  # noqa: BLE001 - reported to the role, as `node` does
                 failed = error
-            result_event = rl.Computed(
-                name=action.name, result=result, error=failed, seconds=seconds
-            )
-            process.deliver_result(result_event)
+            return rl.Computed(name=action.name, result=result, error=failed)
 
-        process.executors[action.executor].add(Work(demand=demand, end=end))
+        def answer(result: rl.Computed, seconds: Seconds) -> None:
+            if action.executor is rl.Executor.COMPUTE:
+                busy = self.busy
+                busy[process.name] = busy.get(process.name, 0.0) + seconds
+            process.deliver_result(msgspec.structs.replace(result, seconds=seconds))
+
+        def note(told: object) -> None:
+            process.deliver_result(rl.Computed(name=action.name, result=told, is_note=True))
+
+        executor = process.executors[action.executor]
+        if action.notes is None:
+            executor.add(Work(demand=demand, end=lambda seconds: answer(run(), seconds)))
+            return
+        for piece in _pieces(action, demand, run, answer, note):
+            executor.add(piece)
 
     def _persist(self, process: SimulatedProcess, snapshot: rl.Snapshot) -> None:
         sums: dict[str, int] = {}

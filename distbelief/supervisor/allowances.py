@@ -18,7 +18,7 @@ from typing import Final, final
 from distbelief.protocol import Progress, StartTraining
 from distbelief.protocol.role import Address
 from distbelief.supervisor.dealer import Dealer
-from distbelief.supervisor.membership import Membership, Presence, RoleRecord
+from distbelief.supervisor.membership import Membership, Presence, RoleRecord, Seldom
 from distbelief.supervisor.metrics import JobMetrics
 from distbelief.supervisor.supervisor_config import SupervisorConfig
 
@@ -46,6 +46,9 @@ class Allowances:
         self.warm_start_left = config.warm_start_steps  # over all incarnations of replica 0
         self._bounds: dict[Address, int] = {}
         self._low: dict[Address, int] = {}  # samples at which the bound is raised
+        self._releases, self._rates_again = Seldom(), Seldom()
+        # As of a while ago, where replicas are many: their number, the mean and the sum of rates.
+        self._rates = 0, 0.0, 0.0
         self.dealer: Dealer | None = None
         if config.dealt is not None:
             self.dealer = Dealer(
@@ -72,6 +75,8 @@ class Allowances:
     def release(self) -> list[tuple[Address, StartTraining]]:
         """Return `StartTraining` for every role that may begin and has not been asked to."""
         replicas = self._members.of("replica")
+        if not self._releases.is_due(len(replicas)):
+            return []
         first = self._members.of("coordinator")
         begins: list[tuple[Address, StartTraining]] = []
         here = [replica for replica in replicas if replica.introduced_at is not None]
@@ -146,22 +151,27 @@ class Allowances:
         return self._bounds[name] != before
 
     def _wanted_samples(self, record: RoleRecord) -> int:
+        if self._rates_again.is_due(len(self._members.of("replica"))):
+            self._rates = self._usual_rates()
+        n_replicas, usual, all_together = self._rates
+        own = record.rate.per_second
+        own = usual if own is None else own
+        share = own / all_together if all_together else 1.0 / max(n_replicas, 1)
+        seconds = max(AHEAD_SECONDS, AHEAD_SECONDS_EACH * n_replicas)
+        # Never more than its share: a short job would leave the others without work.
+        fair = share * self._left
+        most = max(AHEAD_SECONDS_MAX, seconds) * own if own else math.inf
+        wanted = max(min(max(fair / 2, own * seconds), fair, most), 1.0)
+        return -int(-wanted // self._batch_size) * self._batch_size
+
+    def _usual_rates(self) -> tuple[int, float, float]:
         replicas = [r for r in self._members.of("replica") if r.is_alive]
         if self.dealer is not None:  # what is dealt now need not last for those who come later
             replicas = [r for r in replicas if r.presence is Presence.PRESENT]
         rates = [r.rate.per_second for r in replicas]
         known = [rate for rate in rates if rate is not None]
         usual = sum(known) / len(known) if known else 0.0
-        own = record.rate.per_second
-        own = usual if own is None else own
-        all_together = sum(usual if rate is None else rate for rate in rates)
-        share = own / all_together if all_together else 1.0 / max(len(replicas), 1)
-        seconds = max(AHEAD_SECONDS, AHEAD_SECONDS_EACH * len(replicas))
-        # Never more than its share: a short job would leave the others without work.
-        fair = share * self._left
-        most = max(AHEAD_SECONDS_MAX, seconds) * own if own else math.inf
-        wanted = max(min(max(fair / 2, own * seconds), fair, most), 1.0)
-        return -int(-wanted // self._batch_size) * self._batch_size
+        return len(rates), usual, sum(usual if rate is None else rate for rate in rates)
 
     @property
     def _left(self) -> int:

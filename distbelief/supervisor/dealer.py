@@ -21,7 +21,7 @@ from typing import Final, final
 from distbelief.core.spans import NOTHING, Epochs, Span, Spans, in_part
 from distbelief.protocol import StartTraining
 from distbelief.protocol.role import Address, Seconds
-from distbelief.supervisor.membership import Membership, Presence, RoleRecord
+from distbelief.supervisor.membership import Membership, Presence, RoleRecord, Seldom
 
 
 # For shards to tell of the last pushes of a range; then what is missing is dealt anew.
@@ -63,6 +63,9 @@ class Dealer:
         self._in_no_push = NOTHING  # skipped, or left out
         self._done = NOTHING
         self.hands: dict[Address, Hand] = {}
+        self._cuts: list[int] = []
+        # As of a while ago, where replicas are many, less what was dealt since.
+        self._pool, self._looks_again = NOTHING, Seldom()
 
     @property
     def knows_all(self) -> bool:
@@ -87,11 +90,13 @@ class Dealer:
         """Note what a shard has applied, which may be less than before."""
         found = Spans.from_wire(spans)
         self._applied[shard] = [in_part(found, part) for part in self._parts[shard]]
+        self._cuts = self._find_cuts()
         self._count()
 
     def lost(self, shard: Address) -> None:
         """Its primary is gone: the next one may have applied less."""
         self._applied.pop(shard, None)
+        self._cuts = self._find_cuts()
 
     def skipped(self, record: RoleRecord, spans: Iterable[int]) -> None:
         """Note what a replica has skipped; what it does not hold, it cannot skip."""
@@ -147,7 +152,7 @@ class Dealer:
             if number < n_read:
                 hand.read_at.setdefault(number, now)
             is_late = now - hand.read_at.get(number, now) > SETTLE_SECONDS
-            if is_late or not Spans([span]) - self._done:
+            if is_late or self._done.contains(span):
                 del hand.held[number]
                 hand.read_at.pop(number, None)
 
@@ -159,8 +164,11 @@ class Dealer:
         wanted = min(wanted, max(2 * n_read, N_BATCHES_FIRST * self._epochs.batch_size))
         if n_held > wanted // 2:
             return
-        cuts = self._cuts()
-        for start, stop in self._pool():
+        cuts = self._cuts
+        if self._looks_again.is_due(len(self._members.of("replica"))):
+            self._pool = self._pooled()
+        first = n_held
+        for start, stop in self._pool:
             at = start
             while at < stop and n_held < wanted and len(hand.unheard) < N_RANGES_MAX:
                 n_before = bisect_right(cuts, at)
@@ -170,9 +178,13 @@ class Dealer:
                 hand.unheard.append((at, end))
                 hand.n_dealt += 1
                 n_held, at = n_held + end - at, end
+            if n_held >= wanted or len(hand.unheard) >= N_RANGES_MAX:
+                break
+        if n_held > first:
+            self._pool -= Spans(hand.held.values())
         hand.n_samples = n_read + n_held
 
-    def _cuts(self) -> list[int]:
+    def _find_cuts(self) -> list[int]:
         """Return where ranges must end: shards may have applied pushes that were cut otherwise.
 
         A shard leaves out a push of which it has a part. With a part in each of two shards, the
@@ -186,7 +198,8 @@ class Dealer:
         n = self._epochs.n_samples
         return min(self._epochs.stop(start + n_wanted - 1), start - start % n + n, stop)
 
-    def _pool(self) -> Spans:
+    def _pooled(self) -> Spans:
+        """Return what may be dealt: what is neither done nor held by a replica that lives."""
         held: list[Span] = []
         for record in self._members.of("replica"):
             hand = self.hands.get(record.name)

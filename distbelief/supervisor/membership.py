@@ -63,6 +63,28 @@ class Presence(Enum):
     LEFT_OUT = "lost, left out"
 
 
+FEW: Final = 256  # roles: up to so many, each message may be followed by a look at all of them
+
+
+@final
+class Seldom:
+    """Whether to go through all roles again: each time while they are few.
+
+    Of more, once in so many calls that a call costs the same however many they are. Heartbeats
+    alone are that many calls within a fraction of a second.
+    """
+
+    def __init__(self) -> None:
+        self._n_calls = 0
+
+    def is_due(self, n_roles: int) -> bool:
+        self._n_calls += FEW
+        if self._n_calls < n_roles:
+            return False
+        self._n_calls = 0
+        return True
+
+
 @final
 class Rate:
     """Rate of a counter over the last few seconds."""
@@ -217,6 +239,7 @@ class Membership:
     ) -> None:
         self._records: dict[Address, RoleRecord] = {}
         self._of_kind: dict[Kind, list[RoleRecord]] = {kind: [] for kind in get_args(Kind)}
+        self._no_replicas: dict[Address, RoleRecord] = {}  # these may be thousands
         self._admits_guests = admits_guests
         for name, kind in roster:
             self._add(Address(name), kind, incarnation=incarnation)
@@ -228,6 +251,9 @@ class Membership:
     def __iter__(self) -> Iterator[RoleRecord]:
         return iter(self._records.values())
 
+    def __len__(self) -> int:
+        return len(self._records)
+
     def get(self, name: Address) -> RoleRecord | None:
         return self._records.get(name)
 
@@ -238,7 +264,15 @@ class Membership:
     def training(self) -> list[RoleRecord]:
         return [record for record in self if record.trains]
 
+    def near(self, record: RoleRecord) -> Iterable[RoleRecord]:
+        """Return, in their order, roles among which all are that this one needs."""
+        if record.kind in {"replica", "evaluator", "guest"} and not record.in_ring:
+            return self._no_replicas.values()
+        return self._records.values()
+
     def ranks_with(self, record: RoleRecord) -> list[RoleRecord]:
+        if record.ranks == 1:
+            return []
         return [other for other in self if other is not record and other.group == record.group]
 
     @property
@@ -273,11 +307,13 @@ class Membership:
 
     def leave(self, record: RoleRecord) -> None:
         del self._records[record.name]
+        self._no_replicas.pop(record.name, None)
         self._of_kind[record.kind].remove(record)
 
     def peers_of(self, record: RoleRecord) -> Peers:
         """Return the roles that this one needs, and the ranks of its group that are gone."""
-        needed = [other for other in self if other.has_joined and record.needs(other)]
+        near = self.near(record)
+        needed = [other for other in near if other.has_joined and record.needs(other)]
         gone: list[Address] = []
         if record.kind in {"replica", "evaluator", "rank"}:
             gone = [other.name for other in self.ranks_with(record) if not other.is_alive]
@@ -304,5 +340,7 @@ class Membership:
         same = self._of_kind[kind]
         record = RoleRecord(name=name, kind=kind, index=len(same), incarnation=incarnation)
         self._records[name] = record
+        if kind != "replica":
+            self._no_replicas[name] = record
         same.append(record)
         return record

@@ -43,5 +43,6 @@ class Output:
                 seconds=self._metrics.seconds(self.now),
                 text=report.text,
                 level=event.level,
+                what=event.what,
             )
         )

@@ -62,21 +62,22 @@ def place_roles(
     for record in members:
         groups.setdefault(record.group, []).append(record)
     found: dict[Address, Host | None] = {}
-    # Replicas first: shards may go beside them. The evaluator gets what is left.
-    for group in sorted(groups.values(), key=_turn):
-        wanted = [record for record in group if record.name in waiting]
-        others = [record for record in group if record.name not in waiting]
-        running = [record for record in others if hosts.at(record.name)]
-        # A group is placed as a whole: the other ranks are about to be launched.
-        if not wanted or any(r.is_alive and r not in running for r in others):
-            continue
-        places = policy.place(wanted, hosts, begun=bool(running))
-        for index, record in enumerate(wanted):
-            host = None if places is None else places[index]
-            found[record.name] = host
-            if host is not None:
-                slots = int(takes_slots(record))
-                hosts.put(record.name, waiting[record.name], host, slots=slots)
+    with hosts.placing():
+        # Replicas first: shards may go beside them. The evaluator gets what is left.
+        for group in sorted(groups.values(), key=_turn):
+            wanted = [record for record in group if record.name in waiting]
+            others = [record for record in group if record.name not in waiting]
+            running = [record for record in others if hosts.at(record.name)]
+            # A group is placed as a whole: the other ranks are about to be launched.
+            if not wanted or any(r.is_alive and r not in running for r in others):
+                continue
+            places = policy.place(wanted, hosts, begun=bool(running))
+            for index, record in enumerate(wanted):
+                host = None if places is None else places[index]
+                found[record.name] = host
+                if host is not None:
+                    slots = int(takes_slots(record))
+                    hosts.put(record.name, waiting[record.name], host, slots=slots)
     return found
 
 

@@ -29,7 +29,7 @@ from distbelief.supervisor.failover import ShardFailover
 from distbelief.supervisor.handover import LOST, Handover, start_roles
 from distbelief.supervisor.hosts import ClusterConfig
 from distbelief.supervisor.make_view import make_view
-from distbelief.supervisor.membership import Membership, Presence, RoleRecord
+from distbelief.supervisor.membership import FEW, Membership, Presence, RoleRecord, Seldom
 from distbelief.supervisor.metrics import JobMetrics
 from distbelief.supervisor.output import Output
 from distbelief.supervisor.periodic_requests import Checkpoints, Evaluations
@@ -123,6 +123,8 @@ class Supervisor:
         self._requested_end: str | None = None
         self._report_at: rl.Seconds = 0.0
         self._records: list[JobView] = []
+        self._to_introduce: dict[rl.Address, RoleRecord] = {}  # at the next tick
+        self._stops_again = Seldom()
 
     def handle(self, event: rl.Event, now: rl.Seconds) -> Sequence[rl.Action]:
         self.out.begin(now)
@@ -201,6 +203,10 @@ class Supervisor:
             self.shutdown.add_delay(late)
         self._set_tick()
         self.scheduler.tick(late=late)
+        to_introduce, self._to_introduce = self._to_introduce, {}
+        for record in to_introduce.values():
+            if record.has_joined:
+                self._introduce(record)
         if self.shutdown.stage < ShutdownStage.CLOSE and not self.shutdown.interrupted:
             for record in self.failover.tick():
                 self._handle_death(record, f"silent for {self._now - record.heard_at:.1f} s")
@@ -428,8 +434,12 @@ class Supervisor:
         self.out.send(record.name, self.members.peers_of(record))
 
     def _notify_peers(self, record: RoleRecord) -> None:
-        for other in self.members:
-            if other.has_joined and record.needs(other):
+        for other in self.members.near(record):
+            if not (other.has_joined and record.needs(other)):
+                continue
+            if len(self.members) > FEW and other.kind in {"shard", "coordinator"}:
+                self._to_introduce[other.name] = other  # it gets a list of thousands: once a tick
+            else:
                 self._introduce(other)
 
     def _heard(self, record: RoleRecord) -> None:
@@ -709,13 +719,15 @@ class Supervisor:
 
     def _drain(self) -> None:
         # Every rank gets a Stop: one that is still being built ends at once.
-        self._stop([*self.members.of("coordinator"), *self.members.training])
+        if self._stops_again.is_due(len(self.members)):
+            self._stop([*self.members.of("coordinator"), *self.members.training])
         evaluator = self.members.evaluator
         if self.shutdown.interrupted and evaluator is not None:
             self._stop([evaluator])
-        left = [replica for replica in self.members.training if replica.is_alive]
-        if left and self._now < self.shutdown.deadline:
+        is_early = self._now < self.shutdown.deadline
+        if is_early and any(record.trains and record.is_alive for record in self.members):
             return
+        left = [replica for replica in self.members.training if replica.is_alive]
         self._kill(left, "its last step and push")
         self.shutdown.enter(ShutdownStage.KEEP, self._now)
         self._begin_keep()

@@ -73,6 +73,7 @@ class Message:
     seconds: Seconds
     text: str
     level: Literal["info", "warning", "error"] = "info"
+    what: str = ""  # of the log event
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):

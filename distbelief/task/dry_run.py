@@ -28,6 +28,7 @@ from distbelief.task.losses import (
     Loss,
     Metric,
     StatefulMetric,
+    base_of,
     labels_of,
     number_of,
     scores_of,
@@ -323,7 +324,7 @@ def _with_range(value: object) -> str:
 
 
 def _loss(outputs: object, targets: object, loss: Loss, names: Names) -> torch.Tensor:
-    if names.loss.removesuffix("_loss") in LOSSES:
+    if base_of(names.loss) in LOSSES and "ignore_index" not in names.loss:
         _check_named(outputs, scores_of(outputs), labels_of(targets), names)
     try:
         value: object = loss(outputs, targets)
@@ -357,7 +358,7 @@ def _check_named(
             f"[model] {names.model} returned {shown(outputs)} for {len(targets)} samples: the loss "
             f"takes one tensor of outputs, whose first size is {len(targets)}"
         )
-    name = names.loss.removesuffix("_loss")
+    name = base_of(names.loss)
     if name in CLASS_LOSSES and targets.shape != scores.shape:
         expected = (scores.shape[0], *scores.shape[2:])
         if targets.dtype != torch.int64 or scores.ndim < 2 or targets.shape != expected:

@@ -1,6 +1,7 @@
 """Resolves functions named in the job file by import path, "package.module:function".
 
-This is the only way user code enters a process: no pickled object, no source text.
+This is the only way user code enters a process: no pickled object, no source text. Without a
+module, ":name" is an object of the program of which this process is, or is a fork of (`OBJECTS`).
 """
 
 import ast
@@ -12,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from traceback import extract_tb
-from typing import Protocol, cast
+from typing import Final, Protocol, cast
 
 from distbelief.core.errors import JobError
 from distbelief.core.formatting import nearest
@@ -24,6 +25,9 @@ _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "
 
 
 _under_import: list[str] = []  # modules of the user, while they are imported
+
+
+OBJECTS: Final[dict[str, object]] = {}  # that a program has given to its job, by name
 
 
 class Importable(Protocol):
@@ -49,6 +53,13 @@ def resolve(path: str, *, table: str = "job") -> Importable:
 def named(path: str, *, table: str) -> object:
     """Return whatever "package.module:name" names; as `resolve`."""
     module_name, colon, name = path.partition(":")
+    if not module_name and name in OBJECTS:
+        return OBJECTS[name]
+    if not module_name and name.isidentifier():
+        raise JobError(
+            f"[{table}] {path!r} is an object of the program that called distbelief.fit: call fit "
+            "there again, with resume, or load model.safetensors into the module"
+        )
     if not (colon and name and all(module_name.split("."))):
         raise JobError(f"[{table}] {path!r} is no import path: write 'package.module:function'")
     if module_name == "__main__":
@@ -88,7 +99,7 @@ def installed_imports(names: Iterable[str], directories: Sequence[str]) -> tuple
     while waiting:
         name, _ = waiting.popitem()
         top = name.partition(".")[0]
-        if name in seen or top == _PACKAGE.name or top in sys.stdlib_module_names:
+        if not name or name in seen or top == _PACKAGE.name or top in sys.stdlib_module_names:
             continue
         seen.add(name)
         spec = _find(name, places)
@@ -159,6 +170,12 @@ def _module(name: str, *, table: str) -> object:
     finally:
         sys.argv = arguments
         _under_import.pop()
+
+
+def places() -> list[str]:
+    """Return the directories from which this program imports, for the processes of its job."""
+    paths = [Path(path).absolute() for path in sys.path]
+    return [str(path) for path in dict.fromkeys(paths) if path.is_dir()]
 
 
 def check_is_no_import(user: str) -> None:

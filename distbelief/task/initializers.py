@@ -6,9 +6,12 @@ recorded per storage; shards then draw the same distributions, element by elemen
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Final, Protocol, cast, final
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Final, Literal, Protocol, cast, final
 
+import msgspec
 import numpy as np
 import torch
 from torch import nn
@@ -17,10 +20,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
 from distbelief.core.errors import JobError, StorageError
+from distbelief.core.formatting import nearest
 from distbelief.core.tensor_files import TensorFile
 from distbelief.core.vectors import Vector
 from distbelief.parameter_server.initial_values import Initial
-from distbelief.parameter_server.layout import Layout
+from distbelief.parameter_server.layout import Layout, TensorSpec
 
 
 _FIX: Final = "Let its constructor use one function of torch.nn.init on the whole tensor"
@@ -220,10 +224,9 @@ def reader(file: TensorFile, layout: Layout) -> Read:
         raise StorageError(f"cannot read initial values from {file.place}: {error}") from None
     for name in shapes:
         if name not in found:
-            few = ", ".join(sorted(found)[:5])
             raise StorageError(
-                f"{file.place} has no tensor {name!r} (it has {few}"
-                f"{', ...' if len(found) > 5 else ''}): use a file of this model"
+                f"{file.place} has no tensor {name!r} (it has {_few(sorted(found))}): use a file "
+                "of this model"
             )
 
     def read(name: str, start: int, stop: int) -> Vector:
@@ -249,3 +252,87 @@ def reader(file: TensorFile, layout: Layout) -> Read:
         return np.asarray(torch.from_numpy(raw).view(stored).to(dtype).numpy())
 
     return read
+
+
+class InitialFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Value of [model] initial: a file that has some of the model's tensors."""
+
+    file: str  # path of a safetensors file with whole tensors by name
+    # Of the model's tensors that the file has not: an error, or as the factory leaves them
+    missing: Literal["refuse", "draw"] = "refuse"
+    # Patterns of names: as the factory leaves them, whatever the file has by such a name
+    skip: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.file.endswith(".safetensors"):
+            raise ValueError(f"file is {self.file!r}; use the path of a .safetensors file")
+
+
+def partial_values(
+    spec: InitialFile,
+    values: Mapping[str, torch.Tensor],  # of the model, as its factory leaves them
+    *,
+    aliases: Mapping[str, str],  # further names of tied tensors, and the names that they have here
+) -> dict[str, torch.Tensor]:
+    """Return what the file of a table `initial` has for this model.
+
+    JobError that names them if tensors are missing, in excess, or of another shape.
+    """
+    file = TensorFile.at(Path(spec.file))
+    try:
+        found = {n: entry for n, entry in file.entries.items() if not _fits(n, spec.skip)}
+    except (OSError, StorageError) as error:
+        raise JobError(f"[model] initial: cannot read {spec.file}: {error}") from None
+    where = f"[model] initial: {spec.file}"
+    for pattern in spec.skip:
+        if not any(fnmatchcase(name, pattern) for name in (*values, *file.entries)):
+            raise JobError(
+                f"{where}: skip has {pattern!r}, and no tensor's name is like that, in the model "
+                "or the file: use a name, or a pattern such as 'head.*'. "
+                f"{nearest(pattern, values)}"
+            )
+    wanted = [name for name in values if not _fits(name, spec.skip)]
+    own = {name: next((a for a in _names(name, aliases) if a in found), "") for name in wanted}
+    missing = [name for name, there in own.items() if not there]
+    extra = sorted(found.keys() - {*own.values(), *aliases})
+    misshapen = [
+        f"{name!r} {list(found[there].shape)}, in the model {list(values[name].shape)}"
+        for name, there in own.items()
+        if there and found[there].shape != tuple(values[name].shape)
+    ]
+    if extra:  # also where missing ones are drawn: names with another prefix would all be drawn
+        raise JobError(
+            f"{where} has tensors that the model has not: {_few(extra)}: add them to skip, or use "
+            f"a file of this model (which has {_few([*values], 3)})"
+        )
+    if misshapen:
+        raise JobError(f"{where}: other shapes: {_few(misshapen)}: add them to skip")
+    if missing and spec.missing == "refuse":
+        raise JobError(f'{where} lacks {_few(missing)}: give missing = "draw", or add them to skip')
+    if not any(own.values()):
+        raise JobError(f"{where}: nothing is taken from it: leave initial out")
+    specs = [TensorSpec(name=there, shape=found[there].shape) for there in own.values() if there]
+    is_double = any(values[name].dtype == torch.float64 for name in own)
+    layout = Layout.of(specs, n_shards=1, dtype="float64" if is_double else "float32")
+    try:
+        read = reader(file, layout)
+        return {
+            name: torch.from_numpy(read(there, 0, values[name].numel())).view(values[name].shape)
+            for name, there in own.items()
+            if there
+        }
+    except StorageError as error:
+        raise JobError(f"[model] initial: {error}") from None
+
+
+def _fits(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _names(name: str, aliases: Mapping[str, str]) -> Iterator[str]:
+    yield name
+    yield from (other for other, of in aliases.items() if of == name)
+
+
+def _few(names: Sequence[str], n_max: int = 5) -> str:
+    return ", ".join(names[:n_max]) + ", ..." * (len(names) > n_max)

@@ -2,13 +2,16 @@
 
 A user's own function gets what the model returns and what the data set gives: f(outputs, batch)
 where items are dictionaries. Those with a name take one tensor of each: `scores_of`. The loss
-"model" is the one that the model returns itself.
+"model" is the one that the model returns itself. A name may have arguments of torch's function:
+"cross_entropy(label_smoothing=0.1)", which a table of a job file becomes.
 
 The result is a tensor of one element. A batch that is evaluated in pieces is weighted by their
 sizes. A metric that is no mean over samples is an object with a state, as those of torchmetrics:
 `update(outputs, targets)` takes each piece, and `compute()` returns the metric of all.
 """
 
+import ast
+import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -44,7 +47,7 @@ class StatefulMetric(Protocol):
 
 Metric = MeanMetric | StatefulMetric
 
-_OfTensors = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+_OfTensors = Callable[..., torch.Tensor]  # type: ignore[explicit-any] # outputs, targets, options
 
 CHUNK: Final = 1024  # held-out samples of one piece, where one process holds the whole model
 OWN: Final = "model"  # the loss that the model returns
@@ -140,6 +143,26 @@ LOSSES: Final[dict[str, _OfTensors]] = {
     "soft_margin": functional.soft_margin_loss,
 }
 
+# torch's classes of them
+_CLASSES: Final = {
+    "BCELoss": "binary_cross_entropy",
+    "BCEWithLogitsLoss": "binary_cross_entropy_with_logits",
+    "CrossEntropyLoss": "cross_entropy",
+    "HingeEmbeddingLoss": "hinge_embedding",
+    "HuberLoss": "huber",
+    "KLDivLoss": "kl_div",
+    "L1Loss": "l1",
+    "MSELoss": "mse",
+    "MultiLabelMarginLoss": "multilabel_margin",
+    "MultiLabelSoftMarginLoss": "multilabel_soft_margin",
+    "MultiMarginLoss": "multi_margin",
+    "NLLLoss": "nll",
+    "PoissonNLLLoss": "poisson_nll",
+    "SmoothL1Loss": "smooth_l1",
+    "SoftMarginLoss": "soft_margin",
+}
+_NOT_OURS: Final = {"input", "target", "size_average", "reduce", "reduction"}
+
 # Their targets are class labels, one for each row of outputs.
 CLASS_LOSSES: Final = frozenset({"cross_entropy", "nll", "multi_margin", "one_vs_all"})
 
@@ -168,12 +191,74 @@ METRICS: Final[dict[str, _OfTensors]] = {
 
 def is_named(loss: str) -> bool:
     """Return whether a loss is one of `LOSSES`, of one tensor of outputs and one of targets."""
-    return loss != OWN and ":" not in loss
+    return loss != OWN and not {":", "("} & {*loss}
+
+
+def base_of(loss: str) -> str:
+    """Return the key in `LOSSES` of a loss with a name, with arguments or without."""
+    return loss.partition("(")[0].removesuffix("_loss")
+
+
+def text_of(table: Mapping[str, object]) -> str:
+    """Return the name of a loss with arguments, given as a table; JobError if it is none."""
+    name = table.get("name")
+    if not isinstance(name, str) or ":" in name or name == OWN:
+        raise JobError(
+            f"[algorithm] loss has name = {name!r}: a table is for a loss of torch and its "
+            'arguments, as { name = "CrossEntropyLoss", label_smoothing = 0.1 }; bind those of '
+            "your own function, as by functools.partial"
+        )
+    base = _CLASSES.get(name, name.removesuffix("_loss"))
+    function = LOSSES.get(base) or _refuse(name, LOSSES, what="loss", table="algorithm")
+    known = inspect.signature(function).parameters.keys() - _NOT_OURS - {"outputs", "targets"}
+    arguments = {key: value for key, value in table.items() if key != "name"}
+    usual = "batchmean" if base == "kl_div" else "mean"
+    if arguments.pop("reduction", usual) != usual:
+        raise JobError(
+            f"[algorithm] loss {name!r} must be the mean over the samples: leave reduction out, or "
+            f'use "{usual}"'
+        )
+    for key, value in arguments.items():
+        if key not in known:
+            hint = nearest(key, sorted(known)) if known else "It has none."
+            raise JobError(f"[algorithm] loss {name!r} has no argument {key!r}. {hint}")
+        numbers = value if isinstance(value, list | tuple) else [value]
+        if not all(isinstance(one, int | float) for one in numbers):
+            raise JobError(
+                f"[algorithm] loss has {key} = {value!r}: use a number, or a list of them"
+            )
+    given = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
+    return f"{base}({given})" if given else base
+
+
+def _with_arguments(loss: str) -> Loss:
+    try:
+        call = ast.parse(loss, mode="eval").body
+        if not isinstance(call, ast.Call) or call.args:
+            raise ValueError(loss)  # noqa: TRY301 -- told below
+        given = {str(one.arg): ast.literal_eval(one.value) for one in call.keywords}
+    except (SyntaxError, ValueError):
+        raise JobError(
+            f"[algorithm] loss = {loss!r} cannot be read: use a table, as "
+            '{ name = "CrossEntropyLoss", label_smoothing = 0.1 }'
+        ) from None
+    text_of({"name": base_of(loss), **given})  # refuses what is wrong
+    function = LOSSES[base_of(loss)]
+    plain = {key: value for key, value in given.items() if not isinstance(value, list)}
+    lists = {key: torch.tensor(value) for key, value in given.items() if isinstance(value, list)}
+
+    def computed(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        tensors = {key: one.to(outputs) for key, one in lists.items()}
+        return function(outputs, targets, **plain, **tensors)
+
+    return _named(computed)
 
 
 def loss_function(name: str) -> Loss:
     if name == OWN:
         return own_loss
+    if "(" in name:
+        return _with_arguments(name)
     if ":" in name:
         return cast("Loss", resolve(name, table="algorithm"))
     found = LOSSES.get(name) or LOSSES.get(name.removesuffix("_loss"))
@@ -268,7 +353,7 @@ def usual_metric(loss: str, *, labels: bool | None = True) -> str:
     """
     if loss == OWN or labels is None:
         return LOSS_METRIC
-    if labels if ":" in loss else loss.removesuffix("_loss") in CLASS_LOSSES:
+    if labels if ":" in loss else base_of(loss) in CLASS_LOSSES:
         return "accuracy"
     return "mse"
 

@@ -37,6 +37,7 @@ from distbelief.task.data import (
 )
 from distbelief.task.forward import Forward, Sample, WholeLoss, input_specs
 from distbelief.task.imports import call_factory, parameters_of, resolve
+from distbelief.task.initializers import InitialFile
 from distbelief.task.losses import Loss, Metric
 from distbelief.task.sources import source_of
 
@@ -55,18 +56,25 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     arguments: dict[str, object] = {}  # its keyword arguments
     # "module" (as the factory leaves it), "seed" (drawn on the shards from the same distributions,
     # so that no process holds the whole model), or the path of a safetensors file with whole
-    # tensors by name
-    initial: str = "module"
+    # tensors by name, or a table where that file has only some of them
+    initial: str | InitialFile = "module"
     # of the factory's random numbers, and of "seed"
     seed: Annotated[int, msgspec.Meta(ge=0, le=SEED_MAX)] = 0
 
     def __post_init__(self) -> None:
         # msgspec turns a ValueError into an error that names the table.
-        if self.initial not in {"module", "seed"} and not self.initial.endswith(".safetensors"):
+        initial = self.initial
+        if isinstance(initial, InitialFile) or initial in {"module", "seed"}:
+            return
+        if not initial.endswith(".safetensors"):
             raise ValueError(
-                f"initial is {self.initial!r}; use 'module', 'seed', or the path of a "
-                ".safetensors file"
+                f"initial is {initial!r}; use 'module', 'seed', or the path of a .safetensors file"
             )
+
+    @property
+    def needs_module(self) -> bool:
+        """Whether some initial values are those that the factory leaves."""
+        return self.initial == "module" or isinstance(self.initial, InitialFile)
 
 
 class DataSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -259,7 +267,7 @@ def prepare_data(task: TaskSpec) -> None:
     for table, spec in task.data.items():
         resolve(spec.factory, table=table)
         module_name = spec.factory.partition(":")[0]
-        if hasattr(sys.modules[module_name], "prepare"):
+        if hasattr(sys.modules.get(module_name), "prepare"):
             call_factory(f"{module_name}:prepare", spec.arguments, table=table)
 
 
@@ -379,7 +387,7 @@ def forward_graph(
 def capture_for(task: TaskSpec, sample: Sample) -> Captured:
     """Return the layer graph of a task for such samples, on the meta device."""
     target = sample.target
-    if task.loss.removesuffix("_loss") == "mse" and target is not None and target.is_integer:
+    if losses.base_of(task.loss) == "mse" and target is not None and target.is_integer:
         raise JobError(
             f"[algorithm] loss {task.loss} compares element by element, but [data.train] has "
             f"integers {list(target.shape)} as targets: return floats like the outputs, or use "

@@ -99,6 +99,11 @@ class WorkExecutors:
         """Run `task` after all tasks added to this executor before."""
         self._tasks[executor].put((name, task))
 
+    def note(self, event: rl.Event) -> None:
+        """Add what a running task has to say."""
+        self._results.append(event)
+        self._wake()
+
     def results(self) -> list[rl.Event]:
         return [self._results.popleft() for _ in range(len(self._results))]
 
@@ -389,7 +394,7 @@ class RoleRunner:
                 if isinstance(action, rl.SetTimer):
                     self._timers[action.name] = action.at
             case rl.Compute():
-                self._executors.add(action.executor, action.name, partial(_compute, action))
+                self._executors.add(action.executor, action.name, self._task_of(action))
             case rl.Persist():
                 task = partial(_persist, self._store, self._name, action.snapshot)
                 self._executors.add(rl.Executor.COMPUTE, f"saving {action.snapshot.label}", task)
@@ -408,6 +413,14 @@ class RoleRunner:
                 self.halted, self.error = True, action.error
             case _:
                 assert_never(action)
+
+    def _task_of(self, action: rl.Compute) -> Task:
+        if action.notes is not None:
+            action.notes.tell = partial(self._note, action.name)
+        return partial(_compute, action)
+
+    def _note(self, name: str, note: object, _share: float) -> None:
+        self._executors.note(rl.Computed(name=name, result=note, is_note=True))
 
     def _connect(self, action: rl.Connect | rl.Probe) -> None:
         if isinstance(action, rl.Probe):  # it waits for an answer

@@ -11,6 +11,7 @@ messages. Nothing blocks but `poll` (its timeout) and `close` (its linger).
 """
 
 import math
+import selectors
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -38,7 +39,7 @@ ENDED: Final = (zmq.EVENT_DISCONNECTED,)  # a connection that was there; the pee
 BATCH_MAX: Final = 64  # messages read by one call of `receive`
 ZAP_ENDPOINT: Final = "inproc://zeromq.zap.01"  # fixed by ZeroMQ's RFC 27
 _FRAME_BYTES_MAX: Final = max(wire.HEADER_BYTES_MAX, wire.FRAME_BYTES_MAX) + 64  # CURVE adds 42
-_SOCKETS_MAX: Final = 4096
+_SOCKETS_MAX: Final = 1 << 14
 _INTRODUCTION_SECONDS_MAX: Final = 3.0  # by the supervisor; less than `HANDSHAKE_SECONDS_MAX`
 _PEERS_MAX = _SOCKETS_MAX // 4  # a watched peer has three sockets
 
@@ -114,7 +115,9 @@ class ZmqTransport:
         self._requests: list[tuple[float, list[bytes]]] = []  # of peers, since when
         self._sockets: dict[str, PeerSocket] = {}
         self._source: auth.Source | None = None  # of the message that was yielded last
-        self._watched: dict[auth.Socket, str] = {}  # names of peers by their monitors
+        # The monitors' descriptors, with the names of peers: a poll of thousands of sockets, each
+        # time, would take most of a shard's time.
+        self._watched: selectors.DefaultSelector | None = None
         self._ended: list[tuple[str, int, str]] = []
         self._context: zmq.Context[auth.Socket] | None = None
 
@@ -148,7 +151,8 @@ class ZmqTransport:
         self._poller = zmq.Poller()
         self._poller.register(self._inbox, zmq.POLLIN)
         self._poller.register(self._zap, zmq.POLLIN)
-        self._watched.clear()
+        self._watched = selectors.DefaultSelector()
+        self._poller.register(self._watched.fileno(), zmq.POLLIN)
         self._extra_fds = frozenset()
 
     def close(self) -> None:
@@ -159,6 +163,8 @@ class ZmqTransport:
             self._sockets.popitem()[1].close(self._linger_ms)
         self._context.destroy(linger=0)  # blocks until the lingering sockets are done
         self._context = None
+        if self._watched is not None:
+            self._watched.close()
         self._authenticator.close()  # last: queued messages go to addresses that it holds open
 
     def __enter__(self) -> Self:
@@ -201,9 +207,9 @@ class ZmqTransport:
                 f"cannot connect to {peer} at {endpoint!r}: {error.strerror}"
             ) from None
         self._sockets[peer] = link
-        if monitor is not None:
-            self._watched[monitor] = peer
-            self._poller.register(monitor, zmq.POLLIN)
+        if monitor is not None and self._watched is not None:
+            self._watched.register(monitor.FD, selectors.EVENT_READ, peer)
+            self._look_at(peer)  # from then on the descriptor is readable when something has come
 
     def _outgoing(self, *, watched: bool) -> tuple[auth.Socket, auth.Socket | None]:
         if self._context is None:
@@ -235,9 +241,8 @@ class ZmqTransport:
         """Drop the link to `peer` and its queued messages."""
         link = self._sockets.pop(peer, None)
         if link:
-            if link.monitor is not None:
-                self._poller.unregister(link.monitor)
-                del self._watched[link.monitor]
+            if link.monitor is not None and self._watched is not None:
+                self._watched.unregister(link.monitor.FD)
             link.close(0)
 
     def send(self, peer: str, message: Message, *, lent: bool = False) -> bool:
@@ -278,11 +283,15 @@ class ZmqTransport:
             self._answer_requests()
         if self._curve is not None:
             self._curve.refresh()
-        for monitor in ready & self._watched.keys():
-            link = self._sockets[self._watched[monitor]]
-            if link.take(ENDED):
-                self._ended.append((self._watched[monitor], link.incarnation, link.target))
+        if self._watched is not None and self._watched.fileno() in ready:
+            for key, _ in self._watched.select(0):
+                self._look_at(key.data)
         return ready & wanted
+
+    def _look_at(self, peer: str) -> None:
+        link = self._sockets[peer]
+        if link.take(ENDED):
+            self._ended.append((peer, link.incarnation, link.target))
 
     def receive(self) -> Iterator[wire.Envelope]:
         """Yield the messages that have arrived, at most `BATCH_MAX`."""

@@ -41,7 +41,7 @@ class DownpourAlgorithm:
         return Facts(
             loss=config.loss,
             batch_size=config.batch_size,
-            exchanges=1.0 / pace.n_fetch + 1.0 / pace.n_push,
+            exchanges=1.0 / (pace.n_push if pace.means else pace.n_fetch) + 1.0 / pace.n_push,
             in_ring=config.exchange.route == "ring",
             seed=config.seed,
             rule=config.rule,
@@ -145,6 +145,7 @@ class DownpourAlgorithm:
             '[algorithm] order is "dealt"': config.order == "dealt" and 'use order = "parts"',
             "[algorithm] has warm_start_steps": config.warm_start_steps > 0
             and "leave warm_start_steps out",
+            "[algorithm] rule has ema": config.rule.ema is not None and "leave ema out",
             "[algorithm] has max_steps": config.max_steps is not None and "let [stop] end the job",
             "[algorithm] has n_fetch or n_push": (config.n_fetch, config.n_push) != (1, 1)
             and "leave them out",
@@ -179,6 +180,8 @@ class DownpourAlgorithm:
         JobError if the model or the data cannot be built; LocalProtocolError if the job has no
         such role.
         """
+        if config.counts_in_data:
+            config = config.in_pushes(context.n_train or len(context.train_data()))
         return roles.build_role(
             name,
             context=context,

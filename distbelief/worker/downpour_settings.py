@@ -52,6 +52,9 @@ class DownpourSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     rule: UpdateRule  # how the shards apply a push: { name = "adagrad", learning_rate = 0.02 }
     n_fetch: int = 1  # steps between fetches (in all experiments of the paper: 1)
     n_push: int = 1  # steps between pushes (in all experiments of the paper: 1)
+    # Steps whose mean gradient is one push, from the same parameters: batches that memory has no
+    # room for at once. Then n_fetch and n_push are 1.
+    accumulate: int = 1
     # Fetch only once every push is applied: with one replica, plain SGD. If n_fetch or n_push is
     # above 1, fetches wait for pushes anyway.
     blocking: bool = False
@@ -86,7 +89,14 @@ class DownpourSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
     def __post_init__(self) -> None:
         # msgspec turns a ValueError into an error that names the table.
-        for name in ("n_fetch", "n_push", "batch_size", "non_finite_limit", "max_steps"):
+        for name in (
+            "n_fetch",
+            "n_push",
+            "accumulate",
+            "batch_size",
+            "non_finite_limit",
+            "max_steps",
+        ):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}; use 1 or more")
@@ -106,10 +116,34 @@ class DownpourSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
             raise ValueError(f"epoch_share is {self.epoch_share}; use a share above 0, at most 1")
         self.exchange.refuse(self.rule, inner=self.inner is not None, workers=1)
         self._check_pairs()
+        if self.counts_in_data:
+            self._check_counted()
         if self.lockfree is not None:
             self._check_lockfree(self.lockfree)
 
+    def _check_accumulated(self) -> None:
+        exchange = self.exchange
+        unfit = {
+            "n_fetch or n_push": (self.n_fetch, self.n_push) != (1, 1),
+            "exchange.every": exchange.every != 1,
+            'exchange.send = "delta"': exchange.send == "delta",
+            'exchange.route = "ring"': exchange.route == "ring",
+            "exchange.push by factors": exchange.sends_factors,
+            "lockfree": self.lockfree is not None,
+            "local_learning_rate": self.local_learning_rate is not None,
+            "overwrite_local_steps": self.overwrite_local_steps,
+            "clip_norm, which bounds each mini-batch": self.clip_norm is not None,
+        }
+        for what, is_given in unfit.items():
+            if is_given:
+                raise ValueError(
+                    f"accumulate is {self.accumulate}, and there is {what}: leave one of them out "
+                    "(rule.clip_value bounds what is pushed)"
+                )
+
     def _check_pairs(self) -> None:
+        if self.accumulate > 1:
+            self._check_accumulated()
         is_delta = self.exchange.send == "delta"
         gradients_only = {
             "overwrite_local_steps": "a fetch keeps local steps: leave it out",
@@ -138,6 +172,20 @@ class DownpourSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
                 f"{key} is {n_fetch} and rule {rule.name!r} {why}; a replica's own steps between "
                 f"fetches need a rate: give local_learning_rate, or use {key} = 1"
             )
+
+    def _check_counted(self) -> None:
+        exchange = self.exchange
+        which = {
+            "exchange.round is given": exchange.round is not None,
+            'exchange.every is "auto"': exchange.every == "auto",
+        }
+        counts = [text for rule in self.rule.rules for text in rule.schedule.counted.values()]
+        for what, is_so in which.items():
+            if is_so:
+                raise ValueError(
+                    f"rule.schedule has {counts[0]!r}, and {what}, where the samples of a push "
+                    "depend on the course: give the schedule numbers of pushes"
+                )
 
     def _check_lockfree(self, lockfree: LockFree) -> None:
         n_threads = lockfree.threads
@@ -169,6 +217,23 @@ class DownpourSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
                 "schedule if you like"
             )
 
+    @property
+    def counts_in_data(self) -> bool:
+        """Whether a schedule is in epochs, samples or steps."""
+        return any(rule.schedule.counted for rule in self.rule.rules)
+
+    def in_pushes(self, n_train: int) -> "DownpourSettings":
+        """Return the settings with schedules in pushes, of so many training samples."""
+        if not self.counts_in_data:
+            return self
+        n_each = self.batch_size * self.pace.n_push
+
+        def n_pushes(n: float, unit: str) -> int:
+            n_samples = n * {"epoch": n_train, "sample": 1, "step": self.batch_size}[unit]
+            return max(1, round(n_samples / n_each))
+
+        return msgspec.structs.replace(self, rule=self.rule.in_pushes(n_pushes))
+
     def epochs(self, n_samples: int) -> Epochs:
         """Return how dealt samples are cut."""
         # Pushes that are fitted to the link, or to others, are of any batches of a range.
@@ -188,7 +253,8 @@ class DownpourSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         every = EVERY_MIN if exchange.every == "auto" else exchange.every
         return Pace(
             n_fetch=self.n_fetch if every == 1 else every,
-            n_push=self.n_push if every == 1 else every,
+            n_push=self.n_push * self.accumulate if every == 1 else every,
+            means=self.accumulate > 1,
             # A worker that waits for others waits for its own push, too, and reads what it wrote.
             blocking=self.blocking or exchange.staleness is not None,
             overwrite_local_steps=self.overwrite_local_steps,
@@ -201,7 +267,7 @@ class DownpourSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         if self.local_learning_rate is not None:
             return self.local_learning_rate
         # No rate of an adaptive rule, or of several, would fit a local step.
-        has_one = not (self.rule.adaptive or self.rule.groups)
+        has_one = not (self.rule.adaptive or self.rule.groups or self.accumulate > 1)
         return self.rule.learning_rate if has_one else 0.0
 
     def rate(self, clock: int) -> float:

@@ -59,6 +59,8 @@ class Pace:
     blocking: bool = False  # fetch only once every push is applied; no step before that fetch
     overwrite_local_steps: bool = False  # a fetch overwrites local steps that are not pushed yet
     sends_delta: bool = False
+    # A push is the mean of n_push gradients of one version of the parameters, and a fetch follows.
+    means: bool = False
 
     # Whether a bad gradient could spoil a sum, or the local copy of the parameters.
     sums_gradients: bool = field(init=False)
@@ -81,7 +83,7 @@ class Pace:
 
     def pushes_after(self, step: int, *, n_unsent: int = 1) -> bool:
         """Return whether to push now, with so many gradients or local steps to send."""
-        if self.sends_delta:
+        if self.sends_delta or self.means:
             return n_unsent >= self.n_push
         return n_unsent > 0 and step % self.n_push == 0
 
@@ -400,7 +402,8 @@ class ExchangeState:
         return tuple(map(min, self._clocks, clocks))
 
     def fetches_before(self, step: int) -> bool:
-        return self.fetch_due if self.pace.sends_delta else self.pace.fetches_before(step)
+        by_push = self.pace.sends_delta or self.pace.means
+        return self.fetch_due if by_push else self.pace.fetches_before(step)
 
     def pushes_after(self, step: int) -> bool:
         return self.pace.pushes_after(step, n_unsent=self.n_unsent)
@@ -505,12 +508,17 @@ class ExchangeState:
         if is_rest:
             draft.put_each(buffers)
             return
-        if self._local_steps is None:
+        if self._local_steps is None and not self.pace.means:
             draft.put_each(dict(self._sum.changes()) | buffers)
             return
-        for changes in (self._local_steps.changes(), buffers.items()):
+        own = self._local_steps.changes() if self._local_steps is not None else self._means()
+        for changes in (own, buffers.items()):
             for item, change in changes:  # one difference at a time is in memory
                 draft.put(item, change)
+
+    def _means(self) -> Iterable[tuple[int, torch.Tensor]]:
+        # Not in place: two sums may share memory, and a push that fails is put once more.
+        return ((item, total / self.n_unsent) for item, total in self._sum.changes())
 
     def staged(self, *, finite: bool = True, is_rest: bool = False) -> None:
         """All that was put is pushed. If it is refused, local steps are taken back."""

@@ -22,12 +22,14 @@ class InnerOptimizer:
         values: Mapping[int, torch.Tensor],  # flat, of what is trained, by item
         *,
         shapes: Sequence[Sequence[int]] | None = None,  # per item; None: flat
+        names: Sequence[str] = (),  # of the values, for groups
     ) -> None:
         self._table = table
         self._parameters = {
             item: nn.Parameter(value if shapes is None else value.view(*shapes[item]))
             for item, value in values.items()
         }
+        self._names = names
         self._optimizer: tuple[Optimizer, LRScheduler | None] | None = None
         self._n_scheduled = 0
 
@@ -39,7 +41,9 @@ class InnerOptimizer:
         """Take a step; `number` is that of the replica's whole training, for the schedule."""
         if self._optimizer is None:
             parameters = list(self._parameters.values())
-            self._optimizer = torch_optimizers.made(self._table, parameters, where="inner")
+            self._optimizer = torch_optimizers.made(
+                self._table, parameters, where="inner", names=self._names
+            )
             self._n_scheduled = 0
         optimizer, schedule = self._optimizer
         if schedule is not None and self._n_scheduled < number:

@@ -4,7 +4,8 @@
 metric.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Protocol, final
@@ -14,7 +15,8 @@ from torch import nn
 
 from distbelief.core.errors import DistBeliefError, JobError
 from distbelief.graph.graph import as_real
-from distbelief.parameter_server.layout import TensorSpec, kind_of
+from distbelief.parameter_server.client.pushes import PushDraft
+from distbelief.parameter_server.layout import ElementType, TensorSpec, kind_of
 from distbelief.protocol.role import Action, Compute, Cost, Seconds
 from distbelief.task import dry_run
 from distbelief.task.data import Batch, Dataset, Readers, n_samples_of
@@ -93,6 +95,12 @@ class FlatModel:
             for name, tensor, shape in zip(self._names, self._tensors, self.shapes, strict=True)
         ]
 
+    @property
+    def element_type(self) -> ElementType:
+        """That of the shards: float64 if a trained tensor is."""
+        is_double = any(self._tensors[index].dtype == torch.float64 for index in self._trained)
+        return "float64" if is_double else "float32"
+
     def aliases(self) -> Mapping[str, str]:
         """Return the other names of shared tensors: name -> the name used here."""
         names = {id(tensor): name for name, tensor in self.named_tensors().items()}
@@ -128,6 +136,40 @@ class FlatModel:
             bind_again(self._bindings)
         return float(value.detach())
 
+    @contextmanager
+    def passing_on(self, draft: PushDraft | None) -> Iterator[None]:
+        """Put each gradient of a backward pass into a draft as soon as it is accumulated (PO-1).
+
+        The draft is void if one has changed later: in a second pass, or by a hook of the user's.
+        """
+        if draft is None:
+            yield
+            return
+        put: dict[int, tuple[torch.Tensor, int]] = {}  # gradients, and how often they had changed
+
+        def pass_on(index: int, tensor: torch.Tensor) -> None:
+            gradient, flat = tensor.grad, _flat_gradient(tensor)
+            if gradient is None or flat is None or draft.is_void:
+                return
+            if index in put:
+                draft.is_void = True
+                return
+            draft.put(index, flat)
+            put[index] = gradient, _n_changes(gradient)
+
+        hooks = [
+            self._tensors[index].register_post_accumulate_grad_hook(partial(pass_on, index))
+            for index in self._trained
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+        for index, (gradient, n_changes) in put.items():
+            is_same = self._tensors[index].grad is gradient and _n_changes(gradient) == n_changes
+            draft.is_void |= not is_same
+
     def clip(self, norm_max: float) -> None:
         torch.nn.utils.clip_grad_norm_([self._tensors[index] for index in self._trained], norm_max)
 
@@ -152,6 +194,10 @@ def _flat_gradient(tensor: torch.Tensor) -> torch.Tensor | None:
     if gradient.is_sparse:  # of an Embedding(sparse=True)
         gradient = gradient.to_dense()
     return gradient.detach().reshape(-1)
+
+
+def _n_changes(tensor: torch.Tensor) -> int:
+    return tensor._version  # noqa: SLF001 -- there is no public name for it
 
 
 class SmallBatches(Protocol):
@@ -228,7 +274,7 @@ class LocalExecutor:
         flops = self.model.flops(n_samples)
         return flops if self.measures is None else flops / 3.0  # forward only
 
-    def run(self, batch: BatchSlice, put: Put) -> StepResult:
+    def run(self, batch: BatchSlice, put: Put, early: PushDraft | None = None) -> StepResult:
         """Compute a batch's gradient, or evaluate it; JobError if the user's code or data fails."""
         if self.measures is not None:
             scores = self._evaluate(self.measures, batch)
@@ -236,7 +282,8 @@ class LocalExecutor:
         assert batch.batch is not None
         if self.small is not None:
             return self.small.run(batch, put, self._gradient)
-        loss = self._gradient(self.model, batch.batch, batch.samples)
+        with self.model.passing_on(early):
+            loss = self._gradient(self.model, batch.batch, batch.samples)
         for item, gradient in enumerate(self.model.gradients):
             if gradient is not None:
                 put(item, gradient)
@@ -299,21 +346,21 @@ class LocalExecutor:
     def open(
         self,
         batch_slice: BatchSlice,
-        parameters: Sequence[torch.Tensor],
         *,
         put: Put,
         close: Close,
         n_bytes: float,  # moved beside the computation
+        early: PushDraft | None = None,  # takes gradients during the backward pass, too
     ) -> list[Compute]:
         """Begin a step, of which `close` gets the result, as work; return the work."""
-        del parameters  # the module's own tensors
         self.is_open = True
-        work = partial(self._run, self.generation, batch_slice, put, close)
+        work = partial(self._run, self.generation, batch_slice, put, close, early)
         n_samples, n_threads = len(batch_slice.samples.indices), 1
         if self.small is not None:
             n_threads, n_bytes = self.small.n_threads, n_bytes + self.small.n_bytes(n_samples)
         cost = Cost(flops=self.flops(n_samples), n_bytes=n_bytes, threads=n_threads)
-        return [Compute(name=STEP, work=work, cost=cost)]
+        notes = None if early is None else early.notes
+        return [Compute(name=STEP, work=work, cost=cost, notes=notes)]
 
     def cancel(self) -> None:
         self.is_open = False
@@ -321,8 +368,15 @@ class LocalExecutor:
     def chain(self) -> list[Compute]:
         return []
 
-    def _run(self, generation: int, batch_slice: BatchSlice, put: Put, close: Close) -> StepOutcome:
-        found = self.run(batch_slice, put)
+    def _run(
+        self,
+        generation: int,
+        batch_slice: BatchSlice,
+        put: Put,
+        close: Close,
+        early: PushDraft | None,
+    ) -> StepOutcome:
+        found = self.run(batch_slice, put, early)
         return StepOutcome(generation=generation, sends=(), found=found, closed=close(found))
 
     def ran(self, result: StepOutcome, now: Seconds) -> list[Action]:

@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, final
 
+import msgspec
+
 from distbelief import protocol as wire
 from distbelief.core import formatting
 from distbelief.core.errors import LocalProtocolError, PeerLostError
@@ -15,7 +17,7 @@ from distbelief.core.reliable import Silence
 from distbelief.parameter_server.client.client import ParameterClient, ShardReply
 from distbelief.parameter_server.client.fetches import FetchResult
 from distbelief.parameter_server.client.pushes import PushResult
-from distbelief.protocol import role as rl
+from distbelief.protocol import push_fetch as pf, role as rl
 from distbelief.worker.member import new_peers
 
 
@@ -42,6 +44,7 @@ class StagedPush:
     samples: int
     sets: bool = False  # the server's values, instead of changing them
     in_turn: bool = False  # to one shard after the other
+    rates: pf.Rates = msgspec.UNSET  # at which the server applies it
 
 
 LoopMessage = wire.Peers | wire.HeartbeatAck | wire.StartTraining | wire.Stop | ShardReply
@@ -147,6 +150,7 @@ class LoopWorker:
                     samples=push.samples,
                     sets=push.sets,
                     in_turn=push.in_turn,
+                    rates=push.rates,
                     now=now,
                 )
             case "worker:enter", (int() | None) as staleness:

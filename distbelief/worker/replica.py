@@ -33,6 +33,7 @@ from distbelief.core.errors import (
 )
 from distbelief.parameter_server.client.client import ParameterClient, ShardReply
 from distbelief.parameter_server.client.fetches import FetchResult
+from distbelief.parameter_server.client.pushes import PushDraft
 from distbelief.protocol import role as rl
 from distbelief.worker.batches import READ, BatchIndices, BatchSlice, Limits, SlicePrefetch
 from distbelief.worker.execution.executor import Put, StepResult
@@ -47,6 +48,8 @@ RETRY: Final = "replica:retry"
 
 TORN_RETRY_SECONDS: Final = 1e-3  # before a fetch is repeated that met a half-applied update
 OTHER_RETRY_SECONDS: Final = 0.05  # before one that gave another version than the wanted one
+
+N_STATES_MAX: Final = 24  # of which time is counted, so that heartbeats stay small
 
 T = TypeVar("T")
 Waiting = Generator[None, rl.Computed | None, T]
@@ -367,6 +370,8 @@ class Steps:
             state = f"waiting for {waited}"
         elif is_running and self._is_over:
             state = Phase.ENDED.value
+        elif is_running and self._awaits_samples:
+            state = "reading"
         else:
             state = here.phase.value
         return state
@@ -380,6 +385,18 @@ class Steps:
     @property
     def _is_over(self) -> bool:
         return self.course.is_final and self.executor.step >= self.course.allowed
+
+    @property
+    def _awaits_samples(self) -> bool:
+        number, fetches = self.executor.step, self.here.fetching and not self.client.fetch_complete
+        may_step = number < self.course.allowed and not (self.waits or fetches)
+        return may_step and not self._slices.has(number)
+
+    def activity(self, awaited: str | None) -> str:
+        """Return the status word, but "waiting for shards" where it waits for several at once."""
+        state = self.state(awaited)
+        is_shard = state.startswith("waiting for shard")
+        return "waiting for shards" if is_shard and len(self.client.late_shards) > 1 else state
 
     def _look(self) -> None:
         self.number, self.is_over = self.executor.step, self._is_over
@@ -494,15 +511,25 @@ class Steps:
     # --- steps
 
     def begin_step(
-        self, put: Put, close: Close, *, n_bytes: float = 0.0, is_queued: bool = False
+        self,
+        put: Put,
+        close: Close,
+        *,
+        n_bytes: float = 0.0,
+        is_queued: bool = False,
+        early: PushDraft | None = None,
     ) -> None:
         """Begin a step on the samples taken; it `is_queued` behind the install of its parameters.
 
-        `put` takes its gradients, and `close` its result, as work.
+        `put` takes its gradients, and `close` its result, as work; of a whole model, `early` takes
+        each gradient while earlier layers still compute theirs.
         """
         assert self.slice is not None
-        number, parameters = self.number, self._parameters
-        work = self.executor.open(self.slice, parameters, put=put, close=close, n_bytes=n_bytes)
+        number, parameters, executor = self.number, self._parameters, self.executor
+        if isinstance(executor, LocalExecutor):
+            work = executor.open(self.slice, put=put, close=close, n_bytes=n_bytes, early=early)
+        else:
+            work = executor.open(self.slice, parameters, put=put, close=close, n_bytes=n_bytes)
         for each in work:
             self.start(self._unless_torn(each) if is_queued else each)
         if self.course.in_group:
@@ -514,6 +541,7 @@ class Steps:
             work=lambda: None if self._is_torn else step.work(),
             cost=step.cost,
             remaining=lambda: float(not self._is_torn),
+            notes=step.notes,
         )
 
     def taken(self) -> Waiting[Taken | None]:
@@ -718,6 +746,26 @@ ReplicaMessage = Command | ShardReply
 
 
 @final
+class TimeSpent:
+    """Seconds that a role was in each state, as counters `spent_STATE`."""
+
+    def __init__(self) -> None:
+        self._since: rl.Seconds | None = None
+        self._seconds: dict[str, rl.Seconds] = {}
+
+    def until(self, now: rl.Seconds, state: str) -> None:
+        """It was in this state since the last event."""
+        if self._since is not None:
+            known = state in self._seconds or len(self._seconds) < N_STATES_MAX
+            name = state if known else "waiting for others"
+            self._seconds[name] = self._seconds.get(name, 0.0) + now - self._since
+        self._since = now
+
+    def counters(self) -> dict[str, float]:
+        return {f"spent_{state}": seconds for state, seconds in self._seconds.items()}
+
+
+@final
 class Replica:
     """The role "replica-R", "replica-R.M" or "evaluator": runs a program, as its course allows."""
 
@@ -728,11 +776,15 @@ class Replica:
         self.accepts = self.accepts | self.program.accepts | self.course.accepts
         self._steps, self._client = steps, steps.client
         self._is_gone = False
+        self._spent = TimeSpent()
 
     def handle(self, event: rl.Event, now: rl.Seconds) -> Sequence[rl.Action]:
+        self._spent.until(now, self._steps.activity(self.course.awaited))
         if self._is_gone:
             return []
         is_quiet, steps, phase = False, self._steps, self._steps.here.phase
+        if isinstance(event, rl.Computed) and event.is_note:  # of the step that is being computed
+            return self._client.filled(event.result, now)
         if isinstance(event, rl.Computed):
             actions: Sequence[rl.Action] = steps.computed(event, now)
         elif self._client.owns(event):
@@ -798,4 +850,5 @@ class Replica:
     def status(self) -> tuple[str, Mapping[str, float]]:
         course = self.course
         metrics = {**self._client.counters(), **self.program.figures(), **course.figures()}
+        metrics |= self._spent.counters()
         return self._steps.state(course.awaited), metrics

@@ -29,7 +29,7 @@ from distbelief.parameter_server.client.client import ParameterClient
 from distbelief.parameter_server.client.fetches import FetchResult
 from distbelief.parameter_server.client.pushes import PushDraft, PushResult
 from distbelief.protocol import Evaluate, GrantSteps, Progress, StartTraining, Stop
-from distbelief.protocol.role import SUPERVISOR, Action, Compute, Cost, Report, Seconds, Send
+from distbelief.protocol.role import SUPERVISOR, Action, Compute, Cost, Notes, Report, Seconds, Send
 from distbelief.task.data import shown_samples
 from distbelief.worker.batches import (
     BatchIndices,
@@ -87,6 +87,7 @@ def clip(gradients: Gradients, square: float, *, norm_max: float) -> None:
 class Closed:
     is_finite: bool  # whether the gradient is finite on all ranks, as far as that was checked
     staged: PushResult | None = None  # the push, if gradients were staged
+    is_void: bool = False  # what was put into the draft is not the gradient
     blame: str | None = None  # a sentence on a bad sample, if one was found
 
 
@@ -98,15 +99,21 @@ class Step:
     counts: bool  # whether its gradient is needed: the shards do not have it yet
     draft: PushDraft | None  # the push that takes the gradients at once, if there is one
     steps_locally: bool  # unless a fetch overwrites that, or repeats it with the others
+    is_whole: bool  # gradients come at the end, and meanwhile if there is a draft
     batch_slice: BatchSlice
     n_bytes: float  # that it moves beside its computation
     gradients: Gradients = field(default_factory=dict)  # unless `draft` takes them
     staged: PushResult | None = None
+    touched: list[torch.Tensor | None] | None = None  # of the push; None: all
     after: dict[int, torch.Tensor] = field(default_factory=dict)  # running averages after the step
 
     @property
     def put(self) -> Put:
-        return self.gradients.__setitem__ if self.draft is None else self.draft.put
+        return self.gradients.__setitem__ if self.draft is None or self.is_whole else self.draft.put
+
+    @property
+    def early(self) -> PushDraft | None:
+        return self.draft if self.is_whole else None
 
 
 @final
@@ -339,7 +346,8 @@ class Training(Program):
         inner = None  # if deltas are sent
         if config.inner is not None and small is None:
             trained = {item: items.values[item] for item in sorted(items.trained)}
-            inner = InnerOptimizer(config.inner, trained, shapes=shapes)
+            names = [client.view.tensors[item].name for item in trained]
+            inner = InnerOptimizer(config.inner, trained, shapes=shapes, names=names)
         self._exchange = ExchangeState(
             items.values,
             client.view,
@@ -358,6 +366,8 @@ class Training(Program):
         self._push_due = False
         self._staging = False
         self._n_last = 0  # pushes at the end of this generation; the first may be refused
+        # Whether gradients may be put into a push while earlier layers still compute theirs.
+        self._passes_on = small is None and all(value.is_cpu for value in items.values)
         self._bad = BadGradients(config, self.counters)
 
     @property
@@ -383,7 +393,9 @@ class Training(Program):
                 self._begin_install(steps)
             step = self._open(steps)
             close = partial(self._close, step)
-            steps.begin_step(step.put, close, n_bytes=step.n_bytes, is_queued=is_queued)
+            steps.begin_step(
+                step.put, close, n_bytes=step.n_bytes, is_queued=is_queued, early=step.early
+            )
             if is_queued:
                 yield from self._installed(steps, step)
             else:
@@ -392,6 +404,8 @@ class Training(Program):
             self._step = None
             if taken is None:
                 self.counters.torn += 1
+                if step.draft is not None:
+                    self._client.abandon()
             else:
                 steps.actions += self._closed(step, taken, steps.now)
             yield
@@ -566,20 +580,26 @@ class Training(Program):
         batch, pace = steps.slice.samples, self._exchange.pace
         counts = bool(self.values) and batch.stop > self._pushed
         # Stage during the backward pass only if nothing can still reject or change the gradient.
-        # What is encoded cannot be taken back.
-        later = self._is_whole or pace.sums_gradients or self._exchange.encodes
+        # What is encoded cannot be taken back. A whole model's gradients come at the end, and
+        # earlier only if something of them may leave then.
+        later = pace.sums_gradients or self._exchange.encodes
+        later = later or (self._is_whole and not (self._passes_on and self._client.sends_early))
         drafts = not (later or self._config.clip_norm is not None)
-        at_once = counts and drafts and not self._exchange.n_unsent
-        draft = self._client.draft() if at_once and self._client.can_push else None
+        draft = None
+        if counts and drafts and not self._exchange.n_unsent and self._client.can_push:
+            notes = Notes() if self._is_whole else None
+            draft = self._client.draft(notes=notes, in_turn=pace.awaits_pushes)
         # Read w; a local step reads g and w, and writes w; an optimizer has two moments, at most.
         steps_locally = pace.sends_delta or (steps.number + 1) % pace.n_fetch != 0
         n_copies = 8 if pace.sends_delta else 4 if steps_locally else 1
+        n_copies += 2 if draft is not None and self._is_whole else 0
         self._step = step = Step(
             number=steps.number,
             scheduled=self._n_steps(0, batch.position) if pace.sends_delta else 0,
             counts=counts,
             draft=draft,
             steps_locally=steps_locally,
+            is_whole=self._is_whole,
             batch_slice=steps.slice,
             n_bytes=n_copies * self._items.n_bytes,
         )
@@ -598,6 +618,9 @@ class Training(Program):
         n, counters = len(batch.indices), self.counters
         counters.steps += 1
         self._position += n
+        if result.is_void:
+            self._client.abandon()
+            self._passes_on = False
         self._bad.loss = math.nan if step_result.loss is None else step_result.loss / n
         holds_nothing = not self.values  # such a rank may still know the loss
         if not step.counts and not holds_nothing:
@@ -613,8 +636,10 @@ class Training(Program):
         else:
             actions = self._skipped_in(step, n_skipped) if n_skipped else []
             counters.gradients += 1
-            if step.draft is not None:
+            if step.draft is not None and not result.is_void:
                 assert result.staged is not None
+                if step.is_whole:  # its parameters were not here when it began
+                    self._client.describe(self._client.clocks, step.touched)
                 return self._staged_at_once(result.staged, batch, now)
             self._exchange.count(self._client.clocks)
             counters.local_steps += step.steps_locally
@@ -835,7 +860,9 @@ class Training(Program):
     def _close(self, step: Step, step_result: StepResult) -> LocalNorm | Closed:
         """Return the local part of the norm reduction; with one rank, finish the step at once."""
         step.after = self._after(step_result)
-        if step.draft is not None:
+        if step.draft is not None and not step.draft.is_void:
+            if step.is_whole:
+                self._put_rest(step, step.draft)
             for item, value in self._exchange.buffers.to_push(step.after).items():
                 step.draft.put(item, value)
             step.staged = step.draft.finish()
@@ -853,6 +880,15 @@ class Training(Program):
         settle, cost = partial(self._settle, step), Cost(n_bytes=n_bytes)
         return LocalNorm(square=square, settle=settle, cost=cost, sample=sample)
 
+    def _put_rest(self, step: Step, draft: PushDraft) -> None:
+        for item, gradient in step.gradients.items():
+            if item not in draft:  # nothing has accumulated it
+                draft.put(item, gradient)
+        if not self._items.trained <= step.gradients.keys():
+            has = {*step.gradients, *self._exchange.buffers.all}
+            step.touched = [one if item in has else None for item, one in enumerate(self.values)]
+        step.gradients.clear()
+
     @property
     def _bound(self) -> float | None:
         """The bound of the norm, if it is not the executor that clips."""
@@ -866,8 +902,10 @@ class Training(Program):
         return 0.0 if not looks or is_finite(step.gradients) else math.nan
 
     def _settle(self, step: Step, square: float, sample: int | None) -> Closed:
+        is_void = step.draft is not None and step.draft.is_void
         if not math.isfinite(square):
-            return Closed(is_finite=False, staged=step.staged, blame=blame_of(sample))
+            blame = blame_of(sample)
+            return Closed(is_finite=False, staged=step.staged, is_void=is_void, blame=blame)
         # A running average that is not finite comes from a bad sample and is dropped.
         if step.after and is_finite(step.after):
             for item, value in step.after.items():
@@ -880,7 +918,7 @@ class Training(Program):
             rate = 0.0 if is_taken else self._local_rate()
             self._exchange.add(step.gradients, rates=rate, number=step.scheduled)
             step.gradients.clear()
-        return Closed(is_finite=True, staged=step.staged)
+        return Closed(is_finite=True, staged=step.staged, is_void=is_void)
 
     def _after(self, step_result: StepResult) -> dict[int, torch.Tensor]:
         after = {item: value.reshape(-1) for item, value in step_result.averages.items()}

@@ -30,6 +30,7 @@ from distbelief.parameter_server.codecs.threshold import Adaptive
 from distbelief.parameter_server.policy import ExchangePolicy, Round
 from distbelief.parameter_server.rules import TorchRule, UpdateRule
 from distbelief.parameter_server.schedules import Schedule
+from distbelief.task.initializers import InitialFile
 from distbelief.task.task import DataSpec, ModelSpec
 from distbelief.worker.downpour_settings import DownpourSettings, LockFree
 from sandblaster.settings import SandblasterSettings, WarmStart
@@ -47,6 +48,7 @@ def tag_of(struct: type[msgspec.Struct]) -> str:
 _RULES = [rule for rule in get_args(UpdateRule) if not issubclass(rule, TorchRule)]
 TABLES: dict[str, type[msgspec.Struct]] = {
     "model": ModelSpec,
+    "model.initial": InitialFile,
     "data.train": DataSpec,
     "data.test": DataSpec,
     "algorithm (downpour)": DownpourSettings,

@@ -231,7 +231,6 @@ def figures_of_presets(
     figures: dict[str, float] = {}
     samples, in_step, in_16 = runs.gradients * BATCH, found[IN_STEP], found[IN_STEP_16]
     least, n_least = in_step.loss(samples), in_step.slow[0].bytes_per_sample
-    target = in_16.loss(samples)
     for preset, one in found.items():
         if preset in (IN_STEP, IN_STEP_16, ALONE):
             continue
@@ -239,9 +238,11 @@ def figures_of_presets(
         figures[f"{name}_loss"] = one.loss(samples) / least
         figures[f"{name}_bytes"] = one.slow[0].bytes_per_sample / n_least
         for link, courses, others in (("", one.slow, in_16.slow), ("_fast", one.fast, in_16.fast)):
-            reached, usual = time_to(courses, [target] * len(courses)), time_to(others, [target])
-            if len(reached) == len(courses) and usual:
-                figures[f"{name}_time{link}"] = median(reached) / median(usual)
+            target = fmean(course.loss_at(samples) for course in others)
+            reached = time_to(courses, [target] * len(courses))
+            if len(reached) == len(courses):
+                usual = median(course.seconds for course in others)
+                figures[f"{name}_time{link}"] = median(reached) / usual
         if uneven and preset in UNEVEN:
             courses = [
                 runs.course(task, preset, rate=one.rate, seed=seed, is_uneven=True)
@@ -319,7 +320,7 @@ def draw(task: str, found: Mapping[str, Found], path: Path) -> None:
         axes.spines[["top", "right"]].set_visible(False)
     losses = [loss for one in found.values() for _, _, loss in one.slow[0].points]
     panels[0].set(ylabel=f"{task}: held-out loss", ylim=(min(losses) - 0.05, min(losses) + 1.5))
-    panels[-1].legend(frameon=False, fontsize=8)
+    figure.legend(*panels[-1].get_legend_handles_labels(), loc="outside right center", fontsize=8)
     figure.savefig(path, format="png")
 
 

@@ -16,6 +16,13 @@ here, and encryption would be their limit at 1 Gbit/s: so each card has 250 Mbit
 
     shards_N         samples per second, as a share of what the busiest card allows
     forecast_error   of those foretold before the run, the largest
+
+A blocking exchange of one replica with shards on another host, 250 Mbit/s: the layers of its net
+sleep, and a push takes 0.3 of a step. Steps whose blocks leave while they compute, and others, take
+turns of three within one job. Without other costs they take 1.3 and 1.3 + 0.3 / N times as long
+as without an exchange (`docs/explanation/exchanges.md`).
+
+    overlap_N        steps per second with N shards if blocks leave early, over those if they do not
 """
 
 import argparse
@@ -25,6 +32,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Final, NamedTuple
@@ -44,6 +52,7 @@ from distbelief.simulation.forecast.run import run_simulated
 from distbelief.simulation.machines import ClusterOptions
 from distbelief.simulation.trace import Traffic
 from distbelief.supervisor.view import JobView
+from experiments.benchmarks.bare import paced_layers
 from experiments.benchmarks.measuring import measurement
 from experiments.benchmarks.network import jobs
 from experiments.benchmarks.network.hosts import Lan, obstacle, switched
@@ -93,7 +102,7 @@ def links_of(lan: Lan, case: Case) -> Sequence[Link]:
 
 
 def _run(
-    folder: Path, lan: Lan, case: Case, stack: ExitStack, *options: str
+    folder: Path, lan: Lan, case: Case, stack: ExitStack, *options: str, imports: str = TASK
 ) -> tuple[Mapping[Address, int], Sequence[tuple[int, int]], JobView]:
     """Return the hosts of roles that are not on the first one, and the last view of the job.
 
@@ -102,7 +111,7 @@ def _run(
     hosts = lan.hosts
     jobs.lay_out(folder, case.text, n_hosts=len(hosts))
     words = [*options, *(word for override in case.overrides for word in ("--set", override))]
-    job, *_ = jobs.start(folder, hosts, *words, imports=TASK, stack=stack)
+    job, *_ = jobs.start(folder, hosts, *words, imports=imports, stack=stack)
     run = RunDirectory(folder / "0" / "runs" / "simulation", lock=None)
     readings: list[Reading] = []
     began = math.inf
@@ -147,6 +156,72 @@ def ready_after(view: JobView) -> float:
 def reading_before(readings: Sequence[Reading], at: float) -> Reading:
     """Return the last reading of the links until then."""
     return max((one for one in readings if one.at <= at), default=readings[0])
+
+
+# ------------------------------------------------------------------- overlap of a step
+
+PACED: Final = "experiments.benchmarks.bare.paced_layers"
+N_LAYERS: Final = 4
+N_PARAMETERS: Final = 1 << 23  # in all
+PUSH_SHARE: Final = 0.3  # of the seconds of a step
+N_TURNS: Final = 8
+_BLOCKING: Final = (
+    f"model.factory='{PACED}:net'",
+    f"algorithm.loss='{PACED}:mean'",
+    "algorithm.batch_size=4",
+    "algorithm.blocking=true",
+    "algorithm.rule={ name = 'sgd', learning_rate = 1.0 }",
+    f"data.train={{ factory = '{PACED}:samples', arguments = {{ n_samples = 64 }} }}",
+    "cluster.replicas=1",
+)
+
+
+def _overlaps(case: str, n_shards: int, *, small: bool) -> dict[str, float]:
+    """Return how many times as fast the steps of a job are whose blocks leave early."""
+    n_parameters = N_PARAMETERS // (64 if small else 1)
+    push_seconds = 32 * n_parameters / BITS_PER_SECOND
+    step_seconds = push_seconds / PUSH_SHARE
+    n_steps = 2 * paced_layers.TURN * (1 if small else N_TURNS // 2) + 1
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(TemporaryDirectory(prefix="distbelief-")))
+        said = folder / "said"
+        said.mkdir()
+        arguments = {
+            "n_layers": N_LAYERS,
+            "n_parameters": n_parameters // N_LAYERS,
+            "seconds": step_seconds / N_LAYERS,
+            "said": f"'{said}'",
+        }
+        table = ", ".join(f"{key} = {value}" for key, value in arguments.items())
+        overrides = (
+            *_BLOCKING,
+            f"model.arguments={{ {table} }}",
+            f"algorithm.max_steps={n_steps}",
+            f"cluster.shards={n_shards}",
+        )
+        lan = stack.enter_context(switched(2, bits_per_second=BITS_PER_SECOND))
+        used = stack.enter_context(measurement.usage(lambda: 0.0))
+        paced = Case(name=case, overrides=overrides)
+        _run(folder, lan, paced, stack, "--cores", "0", imports=PACED)
+        texts = [path.read_text().splitlines() for path in said.iterdir()]
+        lines = [line.split() for line in max(texts, key=len)]
+    seconds: dict[str, list[float]] = {"0": [], "1": []}
+    for (begun, how), (ended, _) in pairwise(lines):
+        seconds[how].append((float(ended) - float(begun)) / step_seconds)
+    without, early = (measurement.Spread.of(seconds[how]) for how in "01")
+    bounds = 1.0 + PUSH_SHARE * (1.0 + 1.0 / n_shards), 1.0 + PUSH_SHARE
+    rows = {
+        name: {"steps": spread.show(3), "bound": f"{bound:.3f}"}
+        for name, spread, bound in zip(
+            ("blocks leave after the step", "while it computes"),
+            (without, early),
+            bounds,
+            strict=True,
+        )
+    }
+    title = f"{case}: seconds of a step of {step_seconds:.2f} s, over those without an exchange"
+    measurement.show(f"{title}; {used.others:.1f} processors busy", rows)
+    return {case: without.median / early.median}
 
 
 # -------------------------------------------------------------------- in virtual time
@@ -287,21 +362,27 @@ SPEEDS: Final[Mapping[str, Case]] = {
     for n in (1, 2, 4)
 }
 
-SMALL: Final = {"only": ("downpour", "shards_2")}  # with a tiny net
+OVERLAPS: Final = {f"overlap_{n}": n for n in (1, 4)}
+SMALL: Final = {"only": ("downpour", "shards_2", "overlap_4")}  # with a tiny net
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--only", action="append", choices=[*CASES, *SPEEDS])
+    parser.add_argument("--only", action="append", choices=[*CASES, *SPEEDS, *OVERLAPS])
     options = measurement.options_of(parser, arguments, small=SMALL)
     if (why := obstacle()) is not None:
         raise SystemExit(why)
-    names = options.only or [*CASES, *SPEEDS]
+    names = options.only or [*CASES, *SPEEDS, *OVERLAPS]
     tiny = _TINY if options.small else ()
     known = {**CASES, **SPEEDS}
-    chosen = {n: replace(known[n], overrides=(*known[n].overrides, *tiny)) for n in names}
+    chosen = {
+        n: replace(known[n], overrides=(*known[n].overrides, *tiny)) for n in names if n in known
+    }
     figures = _beyond_of({name: case for name, case in chosen.items() if name in CASES})
     figures |= _shares_of({name: case for name, case in chosen.items() if name in SPEEDS})
+    for name in names:
+        if name in OVERLAPS:
+            figures |= _overlaps(name, OVERLAPS[name], small=options.small)
     measurement.conclude("lan", figures)
 
 

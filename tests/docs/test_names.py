@@ -37,7 +37,12 @@ BLOCK = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 ELSEWHERE = {
     *("ProcessPortion", "startAsynchronouslyFetchingParameters"),  # algorithms of the paper
     *("startAsynchronouslyPushingGradients", "dcsrch"),
-    *("n_x", "waits_NAME", "seconds_waited_for_NAME"),  # with a name in place of a word
+    *(
+        "n_x",
+        "waits_NAME",
+        "seconds_waited_for_NAME",
+        "spent_STATE",
+    ),  # with a name in place of a word
     *("__getitems__", "_call_impl", "DistributedDataParallel"),  # torch's
     *("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "gcsfs", "adlfs", "defaultMode"),
     *("mkdocs", "pyproject", "sbatch", "toml", "yml"),

@@ -127,7 +127,7 @@ def n_rounds(command: Command) -> float:
 
 @pytest.mark.untraced
 @pytest.mark.parametrize("name", ["lasso", "factors"])
-def test_whoever_is_killed_a_program_ends_with_the_bits_of_one_process(
+def test_a_program_with_killed_processes_ends_with_the_bits_of_one_process(
     folder: Path, name: str
 ) -> None:
     with train(folder, job=(f"{name}.toml",)) as command:

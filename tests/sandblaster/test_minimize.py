@@ -14,14 +14,19 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import sandblaster
+from distbelief.config.load import plain
 from distbelief.core import files
 from distbelief.core.errors import JobError, StorageError
 from distbelief.job.run.directory import RunDirectory
 from distbelief.supervisor.view import JobView
+from distbelief.task import tensor_pairs
 from distbelief.task.data import read_batch
 from experiments.digits.digits import images, net
 from sandblaster import problem_files as pf
 from sandblaster.api import CallbackWatch, MinimizeResult, minimize
+
+
+as_pair = partial(tensor_pairs.as_pair, user="minimize")
 
 
 class Scaled(nn.Module):
@@ -65,9 +70,9 @@ def test_functions_go_by_import_path_and_partials_with_their_arguments() -> None
 
 def test_empty_inputs_of_numpy_have_a_fingerprint() -> None:
     """Regression: torch refuses to view zero bytes of numpy's as another type."""
-    pair = pf.as_pair((np.zeros((4, 0), np.float32), np.zeros(4, np.float32)))
+    pair = as_pair((np.zeros((4, 0), np.float32), np.zeros(4, np.float32)))
     assert pair is not None
-    assert "(4, 0)" in pf.TensorPairs(*pair).fingerprint
+    assert "(4, 0)" in tensor_pairs.TensorPairs(*pair).fingerprint
 
 
 def test_what_cannot_be_imported_is_refused_with_what_to_do() -> None:
@@ -104,7 +109,7 @@ def test_numbers_of_numpy_are_numbers() -> None:
         minimize(make, "cross_entropy", data, tolerance=np.float64(-0.5))
     with pytest.raises(JobError, match="max_iterations is 0; use 1 or more"):
         minimize(make, "cross_entropy", data, max_iterations=np.int32(0))
-    assert pf.plain({"a": (np.int8(1), [np.float32(0.5)]), "b": "c"}) == {"a": [1, [0.5]], "b": "c"}
+    assert plain({"a": (np.int8(1), [np.float32(0.5)]), "b": "c"}) == {"a": [1, [0.5]], "b": "c"}
 
 
 # --------------------------------------------------------------------------- recipes
@@ -221,7 +226,7 @@ def test_a_module_made_of_other_modules_is_refused() -> None:
 
 def test_tensors_go_through_a_file(tmp_path: Path) -> None:
     inputs, targets = torch.randn(7, 2), torch.arange(7)
-    pair = pf.as_pair(TensorDataset(inputs, targets))
+    pair = as_pair(TensorDataset(inputs, targets))
     assert pair is not None
     file = tmp_path / "pairs.safetensors"
     pf.write_pairs(file, pair)
@@ -239,7 +244,7 @@ def test_tensors_go_through_a_file(tmp_path: Path) -> None:
 
 def test_arrays_are_data_too_and_one_may_be_both(tmp_path: Path) -> None:
     array = np.linspace(0.0, 1.0, 6).reshape(3, 2)
-    pair = pf.as_pair([array, array])
+    pair = as_pair([array, array])
     assert pair is not None
     file = tmp_path / "pairs.safetensors"
     pf.write_pairs(file, pair)
@@ -250,13 +255,13 @@ def test_arrays_are_data_too_and_one_may_be_both(tmp_path: Path) -> None:
 def test_arrays_that_are_no_numbers_are_refused() -> None:
     """It was a TypeError of torch, which did not name the cause."""
     with pytest.raises(JobError, match="data is an array of <U1, which torch does"):
-        pf.as_pair((np.array(["a", "b"]), np.zeros(2)))
+        as_pair((np.array(["a", "b"]), np.zeros(2)))
 
 
 def test_arrays_of_another_byte_order_are_data_too() -> None:
     """Regression: a bare ValueError of torch."""
     array = np.arange(6, dtype=np.float32).reshape(3, 2)
-    pair = pf.as_pair((array.astype(">f4"), array.astype("<i8")))
+    pair = as_pair((array.astype(">f4"), array.astype("<i8")))
     assert pair is not None
     assert torch.equal(pair[0], torch.from_numpy(array))
 
@@ -266,17 +271,17 @@ def test_data_that_are_no_pair_of_dense_tensors_are_refused() -> None:
     x = torch.ones(3, 2)
     for data in (x.numpy(), (x, x, x), (x, [1, 2, 3]), TensorDataset(x)):
         with pytest.raises(JobError, match=r"data are of .*: give inputs and targets, as two"):
-            pf.as_pair(data)
+            as_pair(data)
     for wrong in (x.to("meta"), x.to_sparse()):
         with pytest.raises(JobError, match="give a dense tensor"):
-            pf.as_pair((wrong, x))
+            as_pair((wrong, x))
 
 
 def test_what_is_no_pair_of_tensors_is_left_to_others() -> None:
-    assert pf.as_pair("a:b") is None
-    assert pf.as_pair((1, 2)) is None
+    assert as_pair("a:b") is None
+    assert as_pair((1, 2)) is None
     with pytest.raises(JobError, match=r"shape \(3, 1\) and targets of shape \(2,\)"):
-        pf.as_pair((torch.zeros(3, 1), torch.zeros(2)))
+        as_pair((torch.zeros(3, 1), torch.zeros(2)))
 
 
 # ------------------------------------------------------------------------------ files

@@ -10,8 +10,8 @@ from torch import nn
 
 from distbelief.config.load import parse_job
 from distbelief.core.errors import JobError
+from distbelief.job.run.result import Run
 from distbelief.job.run.summary import Summary
-from distbelief.job.trainer import Run
 from sandblaster.api import result_of
 from sandblaster.optimizers.termination import Reason
 

@@ -10,7 +10,7 @@ from distbelief.core.vectors import Vector
 from distbelief.parameter_server.command_log import CommandExecutor
 from distbelief.parameter_server.replication import Primary
 from distbelief.parameter_server.savepoints import Savepoints, SavepointState
-from distbelief.parameter_server.sessions import PushInProgress
+from distbelief.parameter_server.session import PushInProgress
 from distbelief.protocol import ReplicateCommand
 from distbelief.protocol.role import Action, Address, Computed, Seconds
 from sandblaster.coordinator.shard_commands import CommandBroadcast

@@ -21,7 +21,8 @@ from distbelief.parameter_server.client.client import ParameterClient, ShardLink
 from distbelief.parameter_server.codecs import Threshold, TopK
 from distbelief.parameter_server.policy import ExchangePolicy
 from distbelief.parameter_server.replication import Backup, Primary, Replicated
-from distbelief.parameter_server.sessions import Session, Sessions
+from distbelief.parameter_server.session import Session
+from distbelief.parameter_server.sessions import Sessions
 from distbelief.parameter_server.shard import Shard
 from distbelief.parameter_server.store import ShardStore
 from distbelief.parameter_server.ticks import Floor, ShardTicks
@@ -476,6 +477,7 @@ def late_push_is_dropped(
         return whole(self, client, message)
     client.watermark = max(client.watermark, message.sequence)
     client.count_confirmed(message, staleness=0)
+    self._note(client)
     return [self._push_applied(client)]
 
 

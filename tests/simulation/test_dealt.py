@@ -16,6 +16,7 @@ from distbelief.parameter_server.store import ShardStore
 from distbelief.protocol import membership
 from distbelief.protocol.role import SUPERVISOR, Address, Snapshot
 from distbelief.simulation.faults import Drop, Fault, Kill, Pause, Slow
+from distbelief.supervisor import membership as membership_module, supervisor as supervisor_module
 from distbelief.supervisor.dealer import Dealer
 from distbelief.supervisor.membership import RoleRecord
 from distbelief.worker.downpour_settings import LockFree
@@ -64,6 +65,18 @@ def test_pushes_of_a_slow_replica_end_where_a_round_waits_for_it(
     assert job.job.view.samples == 1300
     applied = {str(applied) for applied, _ in job._last.values()}
     assert applied == {str(Spans([(0, 1300)]))}
+
+
+@pytest.mark.parametrize("faults", [[], [Kill(at=2.0, role=REPLICAS[1])]])
+def test_a_supervisor_of_many_looks_at_all_roles_only_now_and_then(
+    faults: Sequence[Fault], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(membership_module, "FEW", 1)
+    monkeypatch.setattr(supervisor_module, "FEW", 1)
+    job = DealtJob(n_epochs=10, faults=faults)
+    job.run()
+    assert job.job.view.samples == 500
+    assert job.job.view.stop_reason == "10 epochs done"
 
 
 @pytest.mark.parametrize(

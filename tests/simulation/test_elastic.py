@@ -235,13 +235,13 @@ def copies_on_one_host(patch: Patch) -> None:
 def ranges_of_those_who_left_are_not_dealt_again(patch: Patch) -> None:
     """What a replica holds stays with it when it is gone, and when it begins anew."""
     patch.setattr(Dealer, "began", lambda *_: None)
-    pool = Dealer._pool
+    pool = Dealer._pooled
 
     def keep(self: Dealer) -> Spans:
         held = [span for hand in self.hands.values() for span in hand.held.values()]
         return pool(self) - Spans(held)
 
-    patch.setattr(Dealer, "_pool", keep)
+    patch.setattr(Dealer, "_pooled", keep)
 
 
 def host_leaves_with_the_last_samples(patch: Patch) -> None:

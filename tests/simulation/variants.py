@@ -30,7 +30,8 @@ from distbelief.parameter_server.client.primary import ShardPrimary
 from distbelief.parameter_server.client.pushes import ShardPush
 from distbelief.parameter_server.pinned_versions import PinnedVersions, Version
 from distbelief.parameter_server.replication import Backup, Primary
-from distbelief.parameter_server.sessions import PushInProgress, Session, Sessions
+from distbelief.parameter_server.session import PushInProgress, Session
+from distbelief.parameter_server.sessions import Sessions
 from distbelief.parameter_server.shard import ClientMessage, ReplicationMessage, Shard
 from distbelief.parameter_server.shard_config import ShardConfig
 from distbelief.parameter_server.tensor_copies import (

@@ -14,6 +14,9 @@ Meanwhile another supervisor may connect to the socket `DOOR` beside their spec,
 from then on. The fork server has one thread and never computes, so every fork is clean; if an
 import starts a thread or a GPU, the server starts again without it. A command that has imported the
 modules already forks the server instead, while it is as clean.
+
+`distbelief.fit` forks it from the user's program, whose objects it holds (`holds`): model and data
+need no file. Of that program's threads it has none, and it never starts again.
 """
 
 import gc
@@ -124,7 +127,7 @@ Request = Import | Start | Kill | Leave
 Report = Begun | Ended | Alive
 
 
-def main() -> None:
+def main(*, holds: bool = False) -> None:
     # A terminal or service manager sends these to every process of a job. Stopping children is the
     # supervisor's task.
     for number in (signal.SIGINT, signal.SIGHUP):
@@ -137,7 +140,7 @@ def main() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # an import must not print into the reports
     import_frozen(MODULES)
     unread = os.fsencode(sys.argv[2]) if len(sys.argv) > 2 else b""
-    if not ForkServer(requests=0, reports=reports, unread=unread).serve():
+    if not ForkServer(requests=0, reports=reports, unread=unread, holds=holds).serve():
         # Imported already in this process; importers of this module do not need it.
         from distbelief.transport.shared_memory import FileMemory  # noqa: PLC0415
 
@@ -152,12 +155,15 @@ def main() -> None:
 class ForkServer:
     """The children, and the file descriptors of the connection to the parent."""
 
-    def __init__(self, *, requests: int, reports: int, unread: bytes = b"") -> None:
+    def __init__(
+        self, *, requests: int, reports: int, unread: bytes = b"", holds: bool = False
+    ) -> None:
         self._requests = requests
         self._reports = reports
         self._children: dict[int, Start] = {}
         self._held: int | None = None  # lock of the directory of the spec, which children share
         self._unread = unread
+        self._holds = holds
         self._may_leave = False
         self._decoder: msgspec.json.Decoder[Request] = msgspec.json.Decoder(Request)
 
@@ -261,7 +267,7 @@ class ForkServer:
                 case Import(modules=modules) if not self._children:
                     with _silenced():
                         import_frozen(modules)
-                    if not is_clean():
+                    if not (self._holds or is_clean()):
                         self._start_again()
                 case Import():
                     pass  # each child imports for itself
@@ -366,10 +372,31 @@ def is_clean() -> bool:
 
     A child has none of its parent's threads, and cannot use a GPU that its parent has opened.
     """
-    process = Path("/proc/self")
-    opened = [str(link.readlink()) for link in (process / "fd").iterdir() if link.is_symlink()]
-    is_alone = len(list((process / "task").iterdir())) == 1
-    return is_alone and not any(file.startswith("/dev/nvidia") for file in opened)
+    return len(list(Path("/proc/self/task").iterdir())) == 1 and not has_gpu()
+
+
+def has_gpu() -> bool:
+    """Whether this process has opened a GPU."""
+    files = [str(link.readlink()) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+    return any(file.startswith("/dev/nvidia") for file in files)
+
+
+def leave_program() -> None:
+    """Make a fork of a user's program, with all its objects, a process of its own.
+
+    Its threads are gone. What it had opened would be shared with it, positions in files included:
+    whatever reads or writes there fails from now on.
+    """
+    gc.freeze()  # garbage of the program is the program's to end
+    null = os.open(os.devnull, os.O_WRONLY)
+    for name in os.listdir("/proc/self/fd"):  # noqa: PTH208 -- numbers
+        if int(name) > 2:
+            os.dup2(null, int(name))
+    # The program may have replaced them, as notebooks do.
+    sys.stdin, sys.stdout, sys.stderr = (
+        os.fdopen(number, mode, closefd=False) for number, mode in enumerate(("r", "w", "w"))
+    )
+    os.environ.update(ONE_THREAD)
 
 
 def door_in(directory: int) -> str:

@@ -12,9 +12,12 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack, closing, contextmanager, suppress
 from io import RawIOBase
 from pathlib import Path
@@ -88,30 +91,66 @@ def _spawned() -> subprocess.Popen[bytes]:
         raise StorageError(f"cannot start {sys.executable}: {error.strerror}") from error
 
 
-def _forked() -> _Server:
-    """Fork it from this process, which must be clean: so nothing is imported twice."""
+def _forked(*, holds: bool = False) -> _Server:
+    """Fork it from this process, which must be clean: so nothing is imported twice.
+
+    If it `holds` the objects of a user's program, that need not be clean.
+    """
     requests, ours = os.pipe()
     theirs, reports = os.pipe()
     parent = os.getpid()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    with _held_signals():
-        try:
+
+    def fork() -> int:
+        with _held_signals():
             pid = os.fork()
-        except OSError as error:
-            raise StorageError(f"cannot start the fork server: {error.strerror}") from error
-        if pid == 0:
-            try:
-                os.dup2(requests, 0)
-                os.dup2(reports, 1)
-                os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # locks, and our own ends of pipes
-                sys.argv[1:] = [str(parent)]
-                forkserver.main()
-            finally:
-                os._exit(0)  # the stack and the exit handlers are the parent's
+            if pid == 0:
+                try:
+                    os.dup2(requests, 0)
+                    os.dup2(reports, 1)
+                    if holds:
+                        forkserver.leave_program()
+                    else:
+                        os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # locks, our own ends of pipes
+                    sys.argv[1:] = [str(parent)]
+                    forkserver.main(holds=holds)
+                finally:
+                    os._exit(0)  # the stack and the exit handlers are the parent's
+        return pid
+
+    try:
+        pid = _in_new_thread(fork) if holds else fork()
+    except OSError as error:
+        raise StorageError(f"cannot start the fork server: {error.strerror}") from error
     os.close(requests)
     os.close(reports)
     return _Server(pid, os.fdopen(ours, "wb", buffering=0), os.fdopen(theirs, "rb", buffering=0))
+
+
+def _in_new_thread(fork: Callable[[], int]) -> int:
+    """Fork from a thread that has computed nothing.
+
+    It is the child's only thread, and must not believe that it has OpenMP's threads, which the
+    child lacks: it would wait for them for ever.
+    """
+    found: Future[int] = Future()
+
+    def run() -> None:
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of threads
+                pid = fork()
+        except OSError as error:
+            found.set_exception(error)
+            return
+        found.set_result(pid)
+        # For the kernel the child's parent is this thread, whose end it would be told.
+        with suppress(ChildProcessError):
+            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+
+    threading.Thread(target=run, daemon=True).start()
+    return found.result()
 
 
 @final
@@ -121,14 +160,22 @@ class LocalLauncher:
     `events` tells of each process that it has begun (`PeerJoined`), once the imports are done.
     `forks`: this process has imported what roles need, and nothing of the user's, so that the fork
     server may be forked from it as long as it has one thread.
+    `holds`: roles need the objects of this process, so the server is forked from it anyway. They
+    end with this process: another one would not have these objects.
     """
 
     def __init__(
-        self, *, spec: Path = Path(), log_of: Callable[[str], Path] = Path, forks: bool = False
+        self,
+        *,
+        spec: Path = Path(),
+        log_of: Callable[[str], Path] = Path,
+        forks: bool = False,
+        holds: bool = False,
     ) -> None:
         self._spec = spec
         self._log_of = log_of
         self._forks = forks
+        self._holds = holds
         self._modules: tuple[str, ...] = ()
         self._patience: float | None = None
         self._n_adopted = 0
@@ -157,7 +204,10 @@ class LocalLauncher:
         """Start the fork server, unless it runs; it imports modules in the background."""
         if self._server is not None:
             return
-        self._use(_forked() if self._forks and forkserver.is_clean() else _spawned())
+        if self._holds:
+            self._use(_forked(holds=True))
+        else:
+            self._use(_forked() if self._forks and forkserver.is_clean() else _spawned())
         self._ask(forkserver.Import(modules=self._modules))
 
     def adopt(self, directory: Path) -> dict[Address, int] | None:
@@ -200,7 +250,8 @@ class LocalLauncher:
         Ranks of split replicas need more modules; the server imports all of them once. `patience`:
         how long they wait for another supervisor if this one is killed; None: they end at once.
         """
-        self._spec, self._log_of, self._patience = spec, log_of, patience
+        self._spec, self._log_of = spec, log_of
+        self._patience = None if self._holds else patience
         self._modules = (*modules, *(forkserver.MODULES_OF_RANKS if has_ranks else ()))
         self._ask(forkserver.Import(modules=self._modules))
 

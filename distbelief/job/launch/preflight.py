@@ -13,7 +13,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Final
+from typing import Final, cast
 
 import msgspec
 import numpy as np
@@ -27,6 +27,7 @@ from distbelief.core import files
 from distbelief.core.errors import DistBeliefError, JobError, StorageError
 from distbelief.core.formatting import size
 from distbelief.core.tensor_files import TensorFile
+from distbelief.core.torch_optimizers import check_names
 from distbelief.graph.graph import as_real
 from distbelief.job.launch.likeness import Likeness, likeness_of
 from distbelief.job.launch.role_process import (
@@ -49,7 +50,7 @@ from distbelief.task import dry_run, task as tasks
 from distbelief.task.data import Dataset, DataSource, first_of, marks_of, read_batch
 from distbelief.task.forward import Sample
 from distbelief.task.imports import place
-from distbelief.task.initializers import reader, recorded_initials
+from distbelief.task.initializers import InitialFile, partial_values, reader, recorded_initials
 from distbelief.task.losses import higher_is_better
 from distbelief.task.validation import (
     check,
@@ -231,7 +232,7 @@ def answer_to(job: Job, *, initial_file: str, plan: str, proves: bool = True) ->
     sample = check_data(task, job.batch_size, n_readers=n_readers, datasets=datasets)
     captured = tasks.capture_for(task, sample)
     check_evaluation(task, sample)
-    if task.model.initial == "module":
+    if task.model.needs_module:
         check(task, job.batch_size, datasets)  # its values are needed, so the module is built
         model = FlatModel(tasks.build_model(task.model))
     else:
@@ -354,13 +355,16 @@ def _found(
 ) -> PreflightResult:
     task, tensors, specs = job.task, model.named_tensors(), tuple(model.specs())
     facts = facts_of(job)
-    for rule in (facts.rule, facts.warm_start_rule):
-        try:
+    names = [spec.name for spec in specs if spec.kind == "parameter"]
+    try:
+        for rule in (facts.rule, facts.warm_start_rule):
             if rule is not None:
-                check_groups(rule, (spec.name for spec in specs if spec.kind == "parameter"))
-        except ValueError as error:
-            raise JobError(f"[algorithm] {error}") from None
-    is_double = any(t.dtype == torch.float64 for t in tensors.values() if t.requires_grad)
+                check_groups(rule, names)
+        patterns = cast("Mapping[str, object]", (facts.inner or {}).get("groups", {}))
+        check_names(patterns, names, where="inner.groups")
+    except ValueError as error:
+        raise JobError(f"[algorithm] {error}") from None
+    is_double = model.element_type == "float64"
     for name, tensor in tensors.items():
         _check_kept(name, tensor, n_whole_max=2**53 if is_double else 2**24)
     initials: dict[str, Initial] = {}
@@ -368,9 +372,12 @@ def _found(
     match task.model.initial:
         case "seed":
             initials = dict(recorded_initials(lambda: tasks.build_model(task.model), list(tensors)))
-        case "module":
+        case "module" | InitialFile() as initial:
             initial_file = written
-            save_file({n: as_real(tensor.detach()) for n, tensor in tensors.items()}, initial_file)
+            values = {n: as_real(tensor.detach()) for n, tensor in tensors.items()}
+            if isinstance(initial, InitialFile):
+                values |= partial_values(initial, values, aliases=model.aliases())
+            save_file(values, initial_file)
         case path:
             initial_file = path
             _check_weights(path, specs)
@@ -379,7 +386,7 @@ def _found(
     metric, *others = tasks.metric_names(task, sample)
     return PreflightResult(
         tensors=specs,
-        dtype="float64" if is_double else "float32",
+        dtype=model.element_type,
         dtypes={name: str(t.dtype).removeprefix("torch.") for name, t in tensors.items()},
         aliases=dict(model.aliases()),
         initials=initials,

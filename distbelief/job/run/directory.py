@@ -6,6 +6,7 @@
     snapshots/ROLE/, logs/ROLE.log    checkpoints of shards; log of each role
     snapshots/place                   where checkpoints are instead, with [cluster] checkpoints
     model.safetensors, summary.json, curve.png
+    ema.safetensors                   their running average, with `ema` of the rule
     best.safetensors                  the values of the best evaluation, with [output] keep = "best"
     aside-N/                          earlier files of a run that used --from-scratch
     address                           job address with its secret, readable by its user only
@@ -59,6 +60,7 @@ class RunDirectory:
         self.summary_file = path / "summary.json"
         self.model_file = path / "model.safetensors"
         self.best_file = path / "best.safetensors"
+        self.ema_file = path / "ema.safetensors"
         self.memory_file = path / "memory"
         self.snapshots = path / "snapshots"
         self.place_file = self.snapshots / "place"

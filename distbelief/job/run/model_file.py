@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from distbelief.config.algorithms import coordinator_of
+from distbelief.config.algorithms import coordinator_of, facts_of
 from distbelief.config.job import Job
 from distbelief.core import files
 from distbelief.core.errors import JobError, StorageError
@@ -20,6 +20,7 @@ from distbelief.core.tensor_files import DamagedError, TensorFile, header_of
 from distbelief.job.run.checkpoints import CheckpointStore, agreed_label
 from distbelief.job.run.directory import RunDirectory
 from distbelief.parameter_server.layout import Layout, Segment
+from distbelief.parameter_server.rules import EMA
 from distbelief.worker.evaluator import Kept, kept_in
 from distbelief.worker.group import EVALUATORS
 
@@ -47,18 +48,23 @@ def write_model_file(
     snapshots: Sequence[TensorFile],
     *,
     dtypes: Mapping[str, str] | None = None,
-    aliases: Mapping[str, str] | None = None,
+    names: Mapping[str, str] | None = None,
+    averaged: bool = False,
 ) -> None:
     """Write the model that is in these checkpoints, one per shard, to `path`, replaced atomically.
 
-    `dtypes` are torch's names of types that are not that of the shards, `aliases` other names of
-    shared tensors, which `load_state_dict` needs: each name has its own data in the file.
+    If `averaged`, the parameters are the running averages that a rule with `ema` keeps.
+
+    `dtypes` are torch's names of types that are not that of the shards. `names` are those of the
+    file, with the names in the layout; by default the same. Tensors that are shared have several,
+    as `load_state_dict` needs them: each name has its own data in the file.
     """
     usual = "float64" if layout.dtype.itemsize == 8 else "float32"
     kinds = {t.name: TYPES[(dtypes or {}).get(t.name, usual)] for t in layout.tensors}
-    names = {t.name: t.name for t in layout.tensors} | dict(aliases or {})
+    if names is None:
+        names = {t.name: t.name for t in layout.tensors}
     try:
-        files.write_by(path, lambda draft: _write(draft, layout, snapshots, kinds, names))
+        files.write_by(path, lambda draft: _write(draft, layout, snapshots, kinds, names, averaged))
     except DamagedError as error:
         raise StorageError(f"a checkpoint cannot be read: {error}") from error
 
@@ -69,6 +75,7 @@ def _write(
     snapshots: Sequence[TensorFile],
     kinds: Mapping[str, tuple[torch.dtype, str]],
     names: Mapping[str, str],
+    averaged: bool,  # noqa: FBT001 -- of `write_model_file`, by name there
 ) -> None:
     specs = {spec.name: spec for spec in layout.tensors}
     sizes = {n: kinds[own][0].itemsize * (1 + (kinds[own][1] == "C64")) for n, own in names.items()}
@@ -87,10 +94,12 @@ def _write(
         file.write(header)
         for name in order:
             dtype, _ = kinds[names[name]]
+            is_average = averaged and specs[names[name]].kind == "parameter"
+            array = f"state.{EMA}" if is_average else "values"
             for shard, segment in parts[names[name]]:
                 stop = segment.offset + segment.n_elements
                 for start in range(segment.offset, stop, PIECE):
-                    values = snapshots[shard].array("values", start, min(start + PIECE, stop))
+                    values = snapshots[shard].array(array, start, min(start + PIECE, stop))
                     piece = torch.from_numpy(values)
                     if not dtype.is_floating_point:
                         piece = piece.round()  # averages of counters are not whole numbers
@@ -116,31 +125,55 @@ class ModelSource:
     dtypes: Mapping[str, str]
     aliases: Mapping[str, str]
 
-    def write(self, path: Path, layout: Layout, snapshots: Sequence[TensorFile]) -> None:
-        write_model_file(path, layout, snapshots, dtypes=self.dtypes, aliases=self.aliases)
+    def write(
+        self, path: Path, layout: Layout, snapshots: Sequence[TensorFile], *, averaged: bool = False
+    ) -> None:
+        names = {t.name: t.name for t in layout.tensors} | dict(self.aliases)
+        write_model_file(
+            path, layout, snapshots, dtypes=self.dtypes, names=names, averaged=averaged
+        )
 
 
-def write_model(job: Job, run: RunDirectory, source: ModelSource) -> None:
-    """Write the trained model, from the newest intact checkpoints of all shards."""
-    layout, store = source.layout, source.store
-    shards = [f"shard-{k}" for k in range(layout.n_shards)]
-    drives = coordinator_of(job) is not None
+def newest_snapshots(
+    store: CheckpointStore, n_shards: int, *, of_one_label: bool = False
+) -> list[TensorFile]:
+    """Return the newest intact checkpoint of each shard, or raise StorageError.
+
+    Under a coordinator only checkpoints `of_one_label` belong to one point.
+    """
+    shards = [f"shard-{k}" for k in range(n_shards)]
     labels: dict[str, str | None] = {}
     for name in shards:
         snapshot = store.newest(name)  # it reports damaged ones
         labels[name] = None if snapshot is None else snapshot.label
-    if drives:
+    if of_one_label:
         labels = dict.fromkeys(shards, agreed_label(store, shards))
     snapshots = [store.file(name, label) for name, label in labels.items() if label is not None]
-    if len(snapshots) < layout.n_shards:
+    if len(snapshots) < n_shards:
         names = ", ".join(name for name, label in labels.items() if label is None)
-        # Under a coordinator only checkpoints of one label belong to one point.
-        moment = " of one label" if drives else ""
-        why = f"there is no intact checkpoint of {names}{moment} in {store.place}"
+        moment = " of one label" if of_one_label else ""
+        raise StorageError(f"there is no intact checkpoint of {names}{moment} in {store.place}")
+    return snapshots
+
+
+def write_model(job: Job, run: RunDirectory, source: ModelSource) -> None:
+    """Write the trained model, from the newest intact checkpoints of all shards.
+
+    If the rule averages the values, also that model.
+    """
+    layout, drives = source.layout, coordinator_of(job) is not None
+    try:
+        snapshots = newest_snapshots(source.store, layout.n_shards, of_one_label=drives)
+    except StorageError as error:
         if run.model_file.is_file():
-            why += f", and {run.model_file} is from an earlier session"
-        raise StorageError(why)
+            raise StorageError(
+                f"{error}, and {run.model_file} is from an earlier session"
+            ) from None
+        raise
     source.write(run.model_file, layout, snapshots)
+    rule = facts_of(job).rule
+    if rule is not None and rule.ema is not None:
+        source.write(run.ema_file, layout, snapshots, averaged=True)
 
 
 def write_best(run: RunDirectory, source: ModelSource) -> list[Kept]:

@@ -497,7 +497,9 @@ def _plain(value: object) -> str:
 def start_from_scratch(job: Job, run: RunDirectory) -> str:
     """Move aside everything that a run has saved; return a line for the user."""
     # Checkpoints last: while any are left, the run can still resume.
-    place = run.put_aside(run.status_file, run.metrics_file, run.best_file, run.snapshots)
+    place = run.put_aside(
+        run.status_file, run.metrics_file, run.best_file, run.ema_file, run.snapshots
+    )
     cluster = job.cluster
     cut = CheckpointSet(n_shards=cluster.shards, n_replicas=cluster.n_replicas)
     _choose_place(job, run)

@@ -27,6 +27,7 @@ from distbelief.parameter_server.client.factored import FactoredPushes, FactorSo
 from distbelief.parameter_server.client.fetches import FetchResult, ShardFetch, ShardReader, install
 from distbelief.parameter_server.client.primary import ShardMemory, ShardPrimary
 from distbelief.parameter_server.client.pushes import (
+    FullBlocks,
     PushDraft,
     PushResult,
     SendOrder,
@@ -406,6 +407,7 @@ class ParameterClient:
         self._ticks = WorkerTicks([link.ticks for link in self._links.values()])
         # Whether the last event may have removed what the role waits for.
         self.has_news = False
+        self.sends_early = False  # whether parts of a push may leave before it is complete
 
     # ---------------------------------------------------------------------- events
 
@@ -458,6 +460,8 @@ class ParameterClient:
         if self._order.held:
             actions += self._send_held(now)
         self.has_news = link.state != before
+        if self.has_news:
+            self.sends_early = any(one.pushing.sends_early for one in self._links.values())
         return actions
 
     def _link_of(self, event: rl.Event) -> ShardLink | None:
@@ -603,8 +607,13 @@ class ParameterClient:
         fetched_clocks: Sequence[int] | None = None,
         touched: Sequence[torch.Tensor | None] | None = None,
         is_last: bool = False,
+        notes: rl.Notes | None = None,
+        in_turn: bool = False,
     ) -> PushDraft:
         """Return a push to fill in the executor; call `staged` with its result.
+
+        With `notes` of that work, pass each to `filled`: then blocks leave as they get full, to
+        one shard after the other if `in_turn` (see `staged`).
 
         Gradients are sums of raw gradients (DB-7). `fetched_clocks`, of the parameters of the
         oldest gradient, are by default those of the last install. With `touched`, tensors that are
@@ -628,16 +637,45 @@ class ParameterClient:
             sequence = max(one.push.sequence for one in self._staging)
             touched = None if is_rest else touched
             encode = partial(self._encoder.encode, sequence, is_last=is_last, touched=touched)
-        return PushDraft(self._staging, self._specs, encode)
+        if notes is not None:
+            self._order.is_used = in_turn
+        return PushDraft(self._staging, self._specs, encode, notes)
+
+    def filled(self, note: object, now: rl.Seconds) -> list[rl.Action]:
+        """Send the blocks that a draft has noted as full."""
+        assert isinstance(note, FullBlocks), note
+        if note.targets is not self._staging:
+            return []  # of a draft that was abandoned
+        actions: list[rl.Action] = []
+        links = zip(self._links.values(), note.targets, note.blocks, strict=True)
+        for link, target, blocks in links:
+            if blocks:
+                messages = link.pushing.filled(target, blocks, is_open=link.is_open)
+                actions += [*link.send(messages, now), *link.wait(now)]
+        return actions
+
+    def describe(
+        self, fetched_clocks: Sequence[int], touched: Sequence[torch.Tensor | None] | None
+    ) -> None:
+        """Say of a draft, as in `draft`, what was not known when it began."""
+        if self._staging is None:
+            raise LocalProtocolError("describe without a draft")
+        links = zip(self._links.values(), self._staging, fetched_clocks, strict=True)
+        self._staging = [
+            link.pushing.described(target, fetched_clock=min(clock, link.clock), touched=touched)
+            for link, target, clock in links
+        ]
 
     def abandon(self) -> None:
         """Drop what was drafted; its work must have ended."""
         if self._staging is None:
             raise LocalProtocolError("abandon without a draft")
         self._staging = None
+        for link in self._links.values():
+            link.pushing.abandon()
         self._release()
 
-    def staged(
+    def staged(  # noqa: PLR0913 -- what a push says of itself
         self,
         outcome: PushResult,
         *,
@@ -647,6 +685,7 @@ class ParameterClient:
         commit_token: int = 0,  # of a chunk, whose sum is committed later, not applied
         dealt: pf.Dealt = msgspec.UNSET,  # positions of its samples
         sets: bool = False,  # values, not gradients
+        rates: pf.Rates = msgspec.UNSET,
         in_turn: bool = False,  # to one shard after the other, for a fetch that follows
     ) -> list[rl.Action]:
         """Push what was staged if it is finite; otherwise count and report it.
@@ -662,7 +701,7 @@ class ParameterClient:
             return [rl.Report(text=text, level="warning")]
         self.fetches_own_pushes, self._order.is_used = False, in_turn
         counts = {"n_gradients": n_gradients, "samples": samples, "commit_token": commit_token}
-        issue = partial(self._issue, outcome.encoded, counts, dealt=dealt, sets=sets)
+        issue = partial(self._issue, outcome.encoded, counts, dealt=dealt, sets=sets, rates=rates)
         if self._residuals is None or not self._durable:
             return issue(now)
         self._unsaved = issue  # it stays staged until then
@@ -678,6 +717,7 @@ class ParameterClient:
         *,
         dealt: pf.Dealt,
         sets: bool,
+        rates: pf.Rates = msgspec.UNSET,
     ) -> list[rl.Action]:
         targets, self._staging = self._staging, None
         self._n_pushed += 1
@@ -688,7 +728,7 @@ class ParameterClient:
         actions: list[rl.Action] = []
         for link, target in zip(self._links.values(), targets or (), strict=True):
             messages = link.pushing.issue(
-                target, encoded, is_open=link.is_open, dealt=dealt, sets=sets, **counts
+                target, encoded, is_open=link.is_open, dealt=dealt, sets=sets, rates=rates, **counts
             )
             actions += [*link.send(messages, now), *link.wait(now)]
         if self._factored is not None and self._factored.news is not None:
@@ -771,10 +811,14 @@ class ParameterClient:
     def waiting_for(self) -> rl.Address | None:
         if self._ticks.waits_since is not None and self._ticks.waits_since[0]:
             return self._ticks.waits_since[0]  # another worker
-        for link in self._links.values():
-            if not (link.is_open and link.fetching.complete and link.has_room):
-                return link.copies[0]
-        return None
+        return next(iter(self.late_shards), None)
+
+    @property
+    def late_shards(self) -> list[rl.Address]:
+        """The shards of which a fetch, an acknowledgement or the session is missing."""
+        links = self._links.values()
+        late = (li for li in links if not (li.is_open and li.fetching.complete and li.has_room))
+        return [link.copies[0] for link in late]
 
     @property
     def progress(self) -> Sequence[tuple[int, int, int]]:

@@ -11,12 +11,16 @@ acknowledged but missing in the values of the next primary.
 
 Each number is copied once: from the gradients into the push buffer, which in shared memory is the
 shard's own. Pushes that are encoded are put together in `residuals`; their words go in blocks.
+
+Blocks of a dense push may leave while its gradient is still being computed, as they get full
+(PO-1). The last one, and `Push`, stay here until all of it is found finite. Otherwise what has left
+is void: the next attempt has the same sequence, and a higher number.
 """
 
 import math
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import final
 
@@ -41,6 +45,7 @@ from distbelief.parameter_server.tensor_copies import (
 )
 from distbelief.parameter_server.ticks import ShardTicks
 from distbelief.protocol import push_fetch as pf
+from distbelief.protocol.role import Notes
 
 
 @final
@@ -50,6 +55,8 @@ class StageTarget:
     copier: TensorCopier
     values: Vector  # (n_elements,)
     push: pf.Push  # without its counts
+    blocks: Mapping[int, range]  # that have some of a tensor
+    n_blocks: int
 
 
 @final
@@ -102,6 +109,11 @@ class ShardPush:
         self._own_buffers: PushBuffers | None = None  # for pushes in blocks, created when needed
         self._by_blocks = False
         self.in_flight: deque[Transfer[pf.Push]] = deque()
+        # The last of them, while only blocks of it may be sent: it is not issued yet.
+        self.early: Transfer[pf.Push] | None = None
+        self.sends_early = False  # whether some blocks may leave before all are full
+        self._attempt = 0  # at pushes of one sequence; it never falls
+        self._blocks_of: Mapping[int, range] = {}
         self._n_issued = 0
         self.issued = 0  # the last used sequence
         self.settled = 0  # no push up to it awaits anything
@@ -137,12 +149,15 @@ class ShardPush:
             self._first_clock = self.clock = opened.clock
         self.clock = max(self.clock, opened.clock)
         self._settle(opened.watermark)
-        n_settled, n_before = self._n_issued - len(self.in_flight), n_lost([self.lost])
+        n_issued_here = len(self.in_flight) - (self.early is not None)
+        n_settled, n_before = self._n_issued - n_issued_here, n_lost([self.lost])
         self.lost = lost_after(self.lost, seen=n_settled, kept=opened.applied)
         if self._is_dealt and n_lost([self.lost]) > n_before:
             self._forget_rest()
         self._push_buffers = self._memory.push_buffers
         self._by_blocks = self._push_buffers is None
+        has_more = len(self._slice.bounds) > 1
+        self.sends_early = self._by_blocks and has_more and self._residuals is None
         if self._push_buffers is None:
             if self._own_buffers is None:
                 n = 0 if self._residuals else self._slice.n_elements
@@ -150,9 +165,11 @@ class ShardPush:
                 self._own_buffers = one, other
             self._push_buffers = self._own_buffers
         for in_flight in self.in_flight:
-            self._move(in_flight)
+            if in_flight is not self.early:  # which is still being filled where it lies
+                self._move(in_flight)
             # The shard may have released the old buffers of a client that it believed gone.
-            in_flight.blocks = self._window(in_flight.values)
+            held = in_flight.blocks.held
+            in_flight.blocks = self._window(in_flight.values, held=held)
 
     def stage_target(
         self, *, fetched_clock: int, touched: Sequence[object | None] | None
@@ -162,19 +179,51 @@ class ShardPush:
         values = self._push_buffers[(self.issued + 1) % N_PUSH_BUFFERS]
         if self._residuals is not None:
             values = self._residuals.staging(self.index)
-        return StageTarget(
+        elif not self._blocks_of:
+            self._blocks_of = self._view.blocks_of(self.index)
+        push = pf.Push(
+            sequence=self.issued + 1,
+            term=self._term,
+            fetched_clock=fetched_clock,
+            n_gradients=0,
+            samples=0,
+            attempt=self._attempt or msgspec.UNSET,
+        )
+        target = StageTarget(
             index=self.index,
             copier=self._copier,
             values=values,
-            push=pf.Push(
-                sequence=self.issued + 1,
-                term=self._term,
-                fetched_clock=fetched_clock,
-                n_gradients=0,
-                samples=0,
-                touches=None if touched is None else self._view.stripes_of(self.index, touched),
-            ),
+            push=push,
+            blocks=self._blocks_of,
+            n_blocks=len(self._slice.bounds),
         )
+        return self.described(target, fetched_clock=fetched_clock, touched=touched)
+
+    def described(
+        self, target: StageTarget, *, fetched_clock: int, touched: Sequence[object | None] | None
+    ) -> StageTarget:
+        touches = None if touched is None else self._view.stripes_of(self.index, touched)
+        changed = {"fetched_clock": fetched_clock, "touches": touches}
+        return replace(target, push=msgspec.structs.replace(target.push, **changed))
+
+    def filled(
+        self, staged: StageTarget, blocks: Sequence[int], *, is_open: bool
+    ) -> list[pf.PushBlock | pf.Push]:
+        """These blocks of what is being staged are full: send them, but never the last one."""
+        if self.early is None:
+            self.early = Transfer(staged.push, staged.values, self._window(staged.values), order=[])
+            self.in_flight.append(self.early)
+        early, n = self.early, staged.n_blocks
+        early.order = [*(early.order or ()), *blocks]
+        early.blocks.held = n - min(len(early.order), n - 1)
+        return self._send(early) if is_open else []
+
+    def abandon(self) -> None:
+        """Nothing of what was staged is pushed: blocks that have left are void."""
+        if self.early is not None:
+            self.in_flight.remove(self.early)
+            self.early = None
+            self._attempt += 1
 
     def issue(
         self,
@@ -182,7 +231,7 @@ class ShardPush:
         encoded: EncodedPush | None,
         *,
         is_open: bool,
-        **counts: pf.Ticks | pf.Dealt,
+        **counts: pf.Ticks | pf.Dealt | pf.Rates,
     ) -> list[pf.PushBlock | pf.Push]:
         """Send what was staged; if the session is not open, that waits for `session_opened`."""
         self.issued += 1
@@ -192,8 +241,15 @@ class ShardPush:
         if encoded is not None:
             values = encoded.words[self.index]
             push = msgspec.structs.replace(push, form=encoded.form, n_words=len(values))
-        in_flight = Transfer(push, values, self._window(values))
-        self.in_flight.append(in_flight)
+        in_flight, self.early = self.early, None
+        if in_flight is None:
+            in_flight = Transfer(push, values, self._window(values))
+            self.in_flight.append(in_flight)
+        else:
+            # A number stands for the same block as long as this attempt lasts.
+            in_flight.message, order, n = push, in_flight.order or (), in_flight.blocks.n
+            in_flight.order = [*order, *sorted({*range(n)}.difference(order))]
+            in_flight.blocks.held = 0
         self._move(in_flight)
         if not self._by_blocks:
             self.bytes_out += staged.values.nbytes
@@ -201,7 +257,8 @@ class ShardPush:
 
     def blocks_acked(self, message: pf.PushBlockAck) -> list[pf.PushBlock | pf.Push]:
         for in_flight in self.in_flight:
-            if in_flight.message.sequence == message.sequence:
+            push = in_flight.message
+            if push.sequence == message.sequence and push.attempt == message.attempt:
                 is_news = in_flight.blocks.acked(message.received)
                 return self._send(in_flight) if is_news and self._by_blocks else []
         return []
@@ -243,11 +300,9 @@ class ShardPush:
         if not self._by_blocks:
             return 0
         each = self._per_answer  # the last ones, if fewer, are only acknowledged with the push
-        return sum(
-            max(one.blocks.n // each * each - one.blocks.received, 0)
-            for one in self.in_flight
-            if one.message.sequence <= until
-        )
+        windows = [one.blocks for one in self.in_flight if one.message.sequence <= until]
+        ends = [one.n - one.held if one.held else one.n // each * each for one in windows]
+        return sum(max(n - one.received, 0) for n, one in zip(ends, windows, strict=True))
 
     def _settle(self, sequence: int) -> None:
         self.settled = max(self.settled, sequence)
@@ -271,6 +326,8 @@ class ShardPush:
 
     def _send(self, in_flight: Transfer[pf.Push]) -> list[pf.PushBlock | pf.Push]:
         if not self._by_blocks:
+            if in_flight is self.early:
+                return []
             in_flight.is_sent = True
             return [in_flight.message]
         credit, blocks = self._config.credit_blocks, in_flight.blocks
@@ -278,25 +335,30 @@ class ShardPush:
         if n_ahead:  # the last ones keep the link busy until these come
             credit = 0 if n_ahead > self._per_answer else max(credit - n_ahead, self._per_answer)
         messages = in_flight.due(partial(self._block, in_flight), credit=credit)
-        if blocks.sent == blocks.received < blocks.n:
+        if blocks.sent == blocks.received < blocks.n - blocks.held:
             self._order.held.add(self.index)
         self.bytes_out += sum(
             one.values.nbytes for one in messages if isinstance(one, pf.PushBlock)
         )
         return messages
 
-    def _window(self, values: Vector) -> Window:
+    def _window(self, values: Vector, *, held: int = 0) -> Window:
         if values.dtype == self._slice.dtype:
-            return Window(len(self._slice.bounds))
+            return Window(len(self._slice.bounds), held=held)
         return Window(n_blocks(len(values), itemsize=values.itemsize))
 
-    def _block(self, in_flight: Transfer[pf.Push], index: int) -> pf.PushBlock:
+    def _block(self, in_flight: Transfer[pf.Push], number: int) -> pf.PushBlock:
+        push, order, blocks = in_flight.message, in_flight.order, in_flight.blocks
+        # The next ones may be full much later: until then the shard owes nothing.
+        is_last = blocks.held > 0 and number + 1 == blocks.n - blocks.held
         return push_block(
             in_flight.values,
-            index,
-            sequence=in_flight.message.sequence,
+            number if order is None else order[number],
+            sequence=push.sequence,
             term=self._term,
-            answer=(index + 1) % self._per_answer == 0,
+            answer=is_last or (number + 1) % self._per_answer == 0,
+            number=msgspec.UNSET if order is None else number,
+            attempt=push.attempt,
         )
 
 
@@ -312,17 +374,28 @@ class PushResult:
 
 
 @final
+@dataclass(frozen=True, slots=True)
+class FullBlocks:
+    """A note of a draft: which blocks have got full, and can be sent."""
+
+    targets: Sequence[StageTarget]  # of the draft
+    blocks: Sequence[Sequence[int]]  # of each
+
+
+@final
 @dataclass(slots=True, eq=False)
 class PushDraft:
     """A push that is filled tensor by tensor, in one executor, while backward continues.
 
-    All tensors are copied and checked before any message goes out, so a push with NaN reaches no
-    shard.
+    All tensors are copied and checked before a push is closed, so one with NaN is applied nowhere.
     """
 
     _targets: Sequence[StageTarget]  # one per shard
     _specs: Sequence[TensorSpec]  # all tensors of the push
     _encode: Callable[[], EncodedPush | list[int]] | None  # how it is encoded, if it is
+    notes: Notes | None = None  # where it tells which blocks are full; None: nobody asks
+    is_void: bool = False  # a gradient has changed after it was put
+    _n_missing: list[list[int]] = field(default_factory=list)  # tensors, by target and block
     _put: set[int] = field(default_factory=set)
     _culprits: list[int] = field(default_factory=list)
 
@@ -341,12 +414,37 @@ class PushDraft:
                     f"tensor {index} of {len(self._specs)} is put twice: sum gradients first"
                 )
         sums = [one.copier.put_all(tensors, one.values) for one in self._targets]
+        if self.notes is not None:
+            self._tell(self.notes, tensors)
         self._put.update(tensors)
         for place, (index, tensor) in enumerate(tensors.items()):
             # A sum of finite numbers may overflow, so look at each element then.
             is_finite = math.isfinite(sum(one[place] for one in sums))
             if not (is_finite or bool(torch.isfinite(tensor).all())):
                 self._culprits.append(index)
+
+    def __contains__(self, index: int) -> bool:
+        """Return whether a tensor was put."""
+        return index in self._put
+
+    def _tell(self, notes: Notes, tensors: Iterable[int]) -> None:
+        if not self._n_missing:
+            for target in self._targets:
+                target.copier.zero_padding(target.values)
+                counts = Counter(block for blocks in target.blocks.values() for block in blocks)
+                self._n_missing.append([counts[block] for block in range(target.n_blocks)])
+        full: list[list[int]] = []
+        for target, missing in zip(self._targets, self._n_missing, strict=True):
+            full.append([])
+            for index in tensors:
+                for block in target.blocks.get(index, ()):
+                    missing[block] -= 1
+                    if not missing[block]:
+                        full[-1].append(block)
+        if any(full):
+            n = sum(self._specs[index].n_elements for index in (*self._put, *tensors))
+            n_all = sum(spec.n_elements for spec in self._specs)
+            notes.tell(FullBlocks(self._targets, full), n / n_all)
 
     def put_all(
         self, gradients: Sequence[torch.Tensor | None], values: Sequence[torch.Tensor]

@@ -11,7 +11,9 @@ leaves the residual as it was.
 
 The last push of an orderly end is of bfloat16: at most 2^-9 of each number is left behind. Not of
 `threshold`: its steps put no bound on what waits, which as one step may throw the model far off
-(from 83.9 to 40.6 % of digits right, where tau was too small). It is left, and counted.
+(from 83.9 to 40.6 % of digits right, where tau was too small). It is left, and counted. Nor of
+`top-k` with a decay: each round of local steps says again what waits, as a memory and not a debt
+(preset `sparseloco`: at once, it took the held-out loss of a text from 2.55 to 4.46).
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -113,7 +115,8 @@ class Residuals:
     def __init__(self, codec: Codec, view: PartialView) -> None:
         warm_up()
         self._codec, self._view = codec, view
-        self._last = codec if isinstance(codec, Bfloat16 | Threshold) else Bfloat16()
+        decays = isinstance(codec, TopK) and codec.decay < 1.0
+        self._last = codec if decays or isinstance(codec, Bfloat16 | Threshold) else Bfloat16()
         self._pieces = view.placed_parameters()
         self._history = History()
         self._shards = {index: _shard(codec, held) for index, held in view.slices.items()}

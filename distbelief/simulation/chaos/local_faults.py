@@ -18,7 +18,7 @@ import msgspec
 from rich.console import Console
 
 from distbelief.config.job import Job
-from distbelief.job.trainer import train
+from distbelief.job.trainer import run_job
 from distbelief.protocol.role import Action, Event, PeerLost, Role, Seconds
 from distbelief.simulation.chaos.chaos_report import (
     ChaosReport,
@@ -250,7 +250,7 @@ def run_local_chaos(job: Job, *, seed: int, console: Console) -> ChaosReport:
         return SupervisorUnderChaos(supervisor, injector, iterations)
 
     with injector:
-        run = train(job, show=False, callbacks=[injector.watch], around=around)
+        run = run_job(job, show=False, callbacks=[injector.watch], around=around)
     where = f"run directory: {run.directory}"
     console.print(where, highlight=False, soft_wrap=True, markup=False)
     report = ChaosReport(

@@ -65,6 +65,7 @@ class Timeline:
 
 N_EVENTS_MAX: Final = 10**10
 N_EVENTS_BETWEEN: Final = 2000  # between two reports of progress
+N_EVENTS_OF_ROLE: Final = 20  # or so many for each role, which each report shows
 
 
 Tell = Callable[[JobView], None]
@@ -80,13 +81,15 @@ def report_until_over(simulation: SimulatedCluster, tell: Tell | None) -> Callab
 
     It calls `tell` with the view of the job after every N_EVENTS_BETWEEN events.
     """
-    n_events = 0
+    n_events, n_between = 0, N_EVENTS_BETWEEN
 
     def is_over() -> bool:
-        nonlocal n_events
+        nonlocal n_events, n_between
         n_events += 1
-        if tell is not None and n_events % N_EVENTS_BETWEEN == 0:
-            tell(view_of(simulation))
+        if tell is not None and n_events >= n_between:
+            view = view_of(simulation)
+            n_events, n_between = 0, max(N_EVENTS_BETWEEN, N_EVENTS_OF_ROLE * len(view.roles))
+            tell(view)
         # `halted` goes through all roles; the first condition keeps it out of most events.
         return not simulation.is_alive(SUPERVISOR) and SUPERVISOR in simulation.halted
 

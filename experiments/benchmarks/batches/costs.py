@@ -30,7 +30,8 @@ from distbelief.config import toml
 from distbelief.config.load import parse_job
 from distbelief.job.callbacks import Watch
 from distbelief.job.run.metrics_file import Measurement, read_metrics
-from distbelief.job.trainer import Run, train
+from distbelief.job.run.result import Run
+from distbelief.job.trainer import run_job
 from distbelief.supervisor.view import JobView
 from experiments.benchmarks.measuring import measurement
 from experiments.benchmarks.measuring.workers import Workers, module, send
@@ -100,7 +101,7 @@ def job(
             },
         }
         job = parse_job(toml.write(tables), path="sandblaster.toml")
-        run = train(job, show=False, callbacks=[] if watch is None else [watch])
+        run = run_job(job, show=False, callbacks=[] if watch is None else [watch])
         lines = read_metrics(Path(folder) / "run" / "metrics.jsonl")
         if run.summary.error is not None:
             raise RuntimeError(run.summary.error)

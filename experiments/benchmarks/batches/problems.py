@@ -20,8 +20,8 @@ from torch.utils.data import TensorDataset
 from typing_extensions import override
 
 from distbelief.task.losses import Loss
+from distbelief.task.tensor_pairs import TensorPairs
 from experiments.benchmarks.measuring.workload import Workload
-from sandblaster.problem_files import TensorPairs
 
 
 Doubles = np.ndarray[tuple[int], np.dtype[np.float64]]

@@ -27,7 +27,7 @@ from distbelief.config.job import Job
 from distbelief.config.load import parse_job
 from distbelief.core.files import scratch
 from distbelief.job.launch.local import LocalLauncher
-from distbelief.job.trainer import train
+from distbelief.job.trainer import run_job
 from distbelief.protocol.role import Address, Seconds
 from distbelief.simulation.chaos.local_faults import PERIOD_SECONDS, FaultInjector
 from distbelief.simulation.chaos.schedule import FaultEvent, faults_of
@@ -204,7 +204,7 @@ def real_side(job: Job, *, blows: Sequence[FaultEvent] = (), horizon: Seconds = 
         output = msgspec.structs.replace(_reporting(job).output, directory=str(folder / "run"))
         job = msgspec.structs.replace(job, output=output)
         with LocalLauncher() as launcher:
-            run = train(job, show=False, launcher=launcher, callbacks=[look])
+            run = run_job(job, show=False, launcher=launcher, callbacks=[look])
     return side_of(views[-1], job, error=run.summary.error)
 
 

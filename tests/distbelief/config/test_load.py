@@ -316,7 +316,7 @@ def test_a_plan_and_a_cluster_file_are_found_beside_the_job() -> None:
         ("stop.accuracy=60", "[stop] accuracy = 60: wants a number, at most 1"),
         ("stop.epochs=0", "[stop] epochs = 0: wants a number, above 0"),
         ("algorithm.batch_size=0", "[algorithm] batch_size is 0; use "),
-        (f"cluster.replicas={10**22}", "0000: wants a whole number, at most 4096"),
+        (f"cluster.replicas={10**22}", "0000: wants a whole number, at most 16384"),
         ("cluster.shards=10000000", "wants a whole number, at most 4096"),
         ("cluster.threads=1000000", "wants a whole number, at most 1024"),
         (f"model.seed={10**22}", "seed = 10000000000000000000000: wants a whole number"),

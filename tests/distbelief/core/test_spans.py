@@ -29,6 +29,17 @@ def test_spans_are_sets_of_positions(seed: int) -> None:
         start = draw(30)
         span = start, start + 1 + draw(6)
         assert a.overlaps(span) == bool(positions(a) & positions(Spans([span])))
+        assert a.contains(span) == (not positions(Spans([span])) - positions(a))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_few_spans_less_many(seed: int) -> None:
+    stream = np.random.default_rng(seed)
+    many = Spans((at, at + int(stream.integers(1, 4))) for at in range(0, 400, 4))
+    for _ in range(50):
+        starts = stream.integers(0, 400, size=3).tolist()
+        few = Spans((start, start + int(stream.integers(9))) for start in starts)
+        assert positions(few - many) == positions(few) - positions(many)
 
 
 def test_spans_need_memory_for_their_ends_alone() -> None:

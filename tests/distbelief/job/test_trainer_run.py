@@ -19,8 +19,9 @@ from distbelief.job.hosts.join_server import JoinServer
 from distbelief.job.launch.local import LocalLauncher
 from distbelief.job.run.checkpoints import CheckpointStore
 from distbelief.job.run.directory import RunDirectory
+from distbelief.job.run.result import Run
 from distbelief.job.run.summary import Summary, final_table
-from distbelief.job.trainer import Run, Trainer
+from distbelief.job.trainer import Trainer
 from distbelief.parameter_server.layout import Layout
 from distbelief.protocol.role import Snapshot
 from distbelief.transport.keys import new_secret

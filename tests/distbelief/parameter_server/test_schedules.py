@@ -9,6 +9,7 @@ from distbelief.parameter_server.schedules import (
     Cosine,
     Exponential,
     InverseTime,
+    Linear,
     Schedule,
     Step,
 )
@@ -37,6 +38,9 @@ def factors(schedule: Schedule, n_pushes: int) -> list[float]:
                                                 .5 - math.sqrt(.125), 0,   0   ]),
         (Cosine(n_pushes=2, floor=0.5,
                 n_warm_up=2),               [0.5,  1,    1,    0.75, 0.5,  0.5 ]),
+        (Linear(n_pushes=4),                [1,    0.75, 0.5,  0.25, 0,    0   ]),
+        (Linear(n_pushes=2, floor=0.5,
+                n_warm_up=2),               [0.5,  1,    1,    0.75, 0.5,  0.5 ]),
     ],
 )  # fmt: skip
 def test_factors_are_those_of_the_table(schedule: Schedule, expected: list[float]) -> None:
@@ -53,12 +57,14 @@ def schedules() -> st.SearchStrategy[Schedule]:
         st.builds(Exponential, n_warm_up=warm_up, n_pushes=n_pushes, decay=decay),
         st.builds(InverseTime, n_warm_up=warm_up, n_pushes=n_pushes),
         st.builds(Cosine, n_warm_up=warm_up, n_pushes=n_pushes, floor=st.floats(0.0, 1.0)),
+        st.builds(Linear, n_warm_up=warm_up, n_pushes=n_pushes, floor=st.floats(0.0, 1.0)),
     )
 
 
 @given(schedule=schedules())
 def test_a_factor_rises_to_1_in_the_warm_up_and_never_after(schedule: Schedule) -> None:
     n_warm_up = schedule.n_warm_up
+    assert isinstance(n_warm_up, int)  # it is text only in a job
     seen = factors(schedule, n_warm_up + 200)
     assert all(0.0 <= factor <= 1.0 for factor in seen)
     assert seen[: n_warm_up + 1] == sorted(seen[: n_warm_up + 1])

@@ -13,7 +13,8 @@ from distbelief.parameter_server.layout import Layout, TensorSpec
 from distbelief.parameter_server.policy import ExchangePolicy, Round
 from distbelief.parameter_server.ranges import IndexRanges
 from distbelief.parameter_server.rules import SGD
-from distbelief.parameter_server.sessions import Session, Sessions
+from distbelief.parameter_server.session import Session
+from distbelief.parameter_server.sessions import Sessions
 from distbelief.parameter_server.shard_config import ShardConfig
 from distbelief.parameter_server.slices import ShardSlice
 from distbelief.parameter_server.staleness import PartialPushes, Staleness

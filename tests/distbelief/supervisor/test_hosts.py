@@ -78,6 +78,26 @@ def test_a_restarted_role_goes_back_to_its_host_as_long_as_that_takes_roles() ->
 @given(
     here=st.integers(0, 4),
     slots=st.lists(st.integers(0, 5), max_size=4),
+    grades=st.lists(st.none() | st.integers(-3, 0), min_size=4, max_size=4),
+    groups=st.lists(st.integers(1, 4), max_size=8),
+)
+def test_roles_that_are_placed_together_get_the_hosts_that_they_get_one_by_one(
+    here: int, slots: list[int], grades: list[int | None], groups: list[int]
+) -> None:
+    one_by_one, together = (table(here, *slots, grades=tuple(grades)) for _ in range(2))
+    with together.placing():
+        for k, n in enumerate(groups):
+            members = [f"replica-{k}.{m}" for m in range(n)]
+            found = find(one_by_one, *members)
+            assert find(together, *members) == found
+            for name, room in zip(members, found or [], strict=False):
+                put(one_by_one, name, room)
+                put(together, name, room)
+
+
+@given(
+    here=st.integers(0, 4),
+    slots=st.lists(st.integers(0, 5), max_size=4),
     groups=st.lists(st.integers(1, 4), max_size=8),
 )
 def test_no_room_takes_more_than_its_slots(here: int, slots: list[int], groups: list[int]) -> None:

@@ -18,6 +18,7 @@ from experiments.benchmarks import (
     async_peers,
     codecs,
     lockfree,
+    many_clients,
     parameter_server,
     planner,
     ray_hosts,
@@ -67,7 +68,7 @@ FIGURES: dict[str, set[str]] = {
         *("kill_steps", "kill_wait", "kill_wait_undisturbed"),
     },
     "hostile": {"throughput_kept", "kept_flood", "kept_burn"},
-    "lan": {"beyond_downpour", "beyond_worst", "shards_2", "forecast_error"},
+    "lan": {"beyond_downpour", "beyond_worst", "shards_2", "forecast_error", "overlap_4"},
     "links": {
         *(f"local_100mbit_share_{name}" for name in ("exchange", "downpour", "ddp")),
         *("local_100mbit_fewer_exchange", "ring_over_ddp_2", "ring_over_ddp_4"),
@@ -197,6 +198,13 @@ def test_codecs_are_measured_and_their_bits_are_those_of_plain_c(
 def test_threads_without_locks_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
     lockfree.main(["--small"])
     assert FIGURES["lockfree"] <= figures_in(capsys.readouterr().out, "lockfree").keys()
+
+
+@pytest.mark.slow
+def test_messages_of_many_clients_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    many_clients.main(["--small", "--only", "messages"])
+    figures = figures_in(capsys.readouterr().out, "many_clients")
+    assert {"growth_push", "growth_enter", "growth_leave", "bytes_local"} <= figures.keys()
 
 
 @pytest.mark.processes

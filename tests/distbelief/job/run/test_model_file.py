@@ -56,7 +56,8 @@ def kinds(module: nn.Module) -> dict[str, Mapping[str, str]]:
     model = FlatModel(module)
     tensors = model.named_tensors().items()
     dtypes = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in tensors}
-    return {"dtypes": dtypes, "aliases": model.aliases()}
+    names = {name: name for name, _ in tensors} | dict(model.aliases())
+    return {"dtypes": dtypes, "names": names}
 
 
 @pytest.mark.parametrize("n_shards", [1, 2, 3, 7])
@@ -69,7 +70,7 @@ def test_the_written_model_loads_into_the_plain_module(
     trained.norm(torch.randn(8, 20))  # moves the statistics and the counter
     layout, snapshots = saved(tmp_path, trained, n_shards)
     path = tmp_path / "model.safetensors"
-    write_model_file(path, layout, snapshots, **kinds(Net()))
+    write_model_file(path, layout, snapshots, **kinds(Net()), averaged=False)
     fresh = Net()
     fresh.load_state_dict(load_file(path), strict=True)
     for name, tensor in trained.state_dict().items():
@@ -80,7 +81,7 @@ def test_the_written_model_loads_into_the_plain_module(
 def test_averaged_counts_are_written_as_the_nearest_integer(tmp_path: Path) -> None:
     layout, snapshots = saved(tmp_path, Net(), 1, shift=0.6)
     path = tmp_path / "model.safetensors"
-    write_model_file(path, layout, snapshots, **kinds(Net()))
+    write_model_file(path, layout, snapshots, **kinds(Net()), averaged=False)
     assert load_file(path)["seen"].tolist() == [8, 9]
 
 

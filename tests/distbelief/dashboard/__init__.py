@@ -1,0 +1,1 @@
+"""The page, over plain HTTP and in a browser."""

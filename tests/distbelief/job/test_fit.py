@@ -1,0 +1,159 @@
+"""What `fit` refuses before anything starts, and what a copy of a model must be."""
+
+import io
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import distbelief
+from distbelief.core.errors import JobError
+from distbelief.job.given import copy_of, given
+from distbelief.task.imports import OBJECTS, named
+
+
+X, Y = torch.randn(12, 4), torch.zeros(12, dtype=torch.int64)
+RULE = {"name": "sgd", "learning_rate": 0.1}
+
+
+class Frame(dict[str, object]):
+    """As far as `fit` looks, a frame of pandas."""
+
+
+Frame.__module__ = "pandas.core.frame"
+
+
+class Learns(nn.Module):
+    """A loss with a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+
+
+net = nn.Linear(4, 2)
+
+
+def with_the_net(outputs: Tensor, _targets: Tensor) -> Tensor:
+    return torch.add(outputs.mean(), net.weight.norm())
+
+
+def by_another(outputs: Tensor, targets: Tensor) -> Tensor:
+    return with_the_net(outputs, targets)
+
+
+def half_evaluating() -> nn.Module:
+    module = nn.Sequential(nn.Linear(4, 2), nn.Dropout())
+    module[1].eval()
+    return module
+
+
+def with_itself(make: Callable[[nn.Sequential], object]) -> nn.Module:
+    module = nn.Sequential(nn.Linear(4, 2))
+    module.extra = make(module)  # type: ignore[assignment] # as users do
+    return module
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({"model": nn.Linear}, "model is the class Linear, not an nn.Module: call it"),
+        ({"model": "nets:make"}, "not an nn.Module: give the module itself"),
+        ({"model": nn.LazyLinear(2)}, "has no shape yet"),
+        ({"model": nn.Linear(4, 2, device="meta")}, "'weight' of the model is on the meta device"),
+        ({"model": half_evaluating()}, "'1' is in evaluation mode"),
+        ({"model": with_itself(lambda m: lambda: m[0])}, "attribute 'extra' of the model refers"),
+        ({"model": with_itself(lambda m: partial(print, m[0].weight))}, "'extra' of the model ref"),
+        ({"model": with_itself(lambda _: io.StringIO().readline)}, None),
+        ({"model": with_itself(lambda _: (n for n in range(3)))}, "the model cannot be copied"),
+        ({"data": Frame()}, r"data is .*: give arrays, as \(frame\[columns\].to_numpy"),
+        ({"data": {"x": X}}, "or a data set whose items are dictionaries"),
+        ({"data": (n for n in range(3))}, r"data is a generator: give \(x, y\)"),
+        ({"data": "frames.csv"}, r"data is .*: give \(x, y\)"),
+        ({"data": (X, Y[:5])}, r"shape \(12, 4\) and targets of shape \(5,\): give as many"),
+        ({"data": X}, "data are of Tensor: give inputs and targets"),
+        ({"data": (X, np.array(["a"] * 12))}, "an array of <U1"),
+        ({"test": (X, Y[:5])}, "fit, test: data are inputs of shape"),
+        ({"loss": nn.MSELoss}, "loss is the class MSELoss: give a name"),
+        ({"loss": Learns()}, "loss has parameters, which nobody trains"),
+        ({"loss": with_the_net}, "loss refers to the model itself"),
+        ({"loss": by_another}, "loss refers to the model itself"),
+        ({"loss": lambda out, _: with_the_net(out, out)}, "loss refers to the model itself"),
+        ({"loss": net.forward}, "loss refers to the model itself"),
+        ({"metrics": [3]}, "a metric is 3: give a name, a function or an object"),
+        ({"metrics": with_the_net}, "a metric refers to the model itself"),
+        ({"rule": None}, "has neither rule nor preset"),
+        ({"rule": {"name": "adagrd"}}, "Did you mean 'adagrad'"),
+        ({"preset": "dilocco"}, "Did you mean 'diloco'"),
+        ({"lr": 0.1}, "fit has no option 'lr': it is rule="),
+        ({"patience": 3}, 'overrides={"stop.patience": 5}'),
+        ({"overrides": {"stop.epoch": 3}}, "overrides, 'stop.epoch': .* Did you mean 'epochs'"),
+        ({"overrides": {"cluster.partitions": 2}}, "hold whole models on the CPU"),
+        ({"batch_size": "8"}, r'batch_size = "8": wants a whole number'),
+        ({"replicas": 0}, "replicas = 0"),
+        ({"callbacks": [3]}, "callback 3 has none of them"),
+    ],
+)
+def test_it_refuses_in_one_sentence_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch, changed: Mapping[str, Any], why: str | None
+) -> None:
+    class NoLauncher:
+        def __init__(self, **_options: object) -> None:
+            if why != "callback 3 has none of them":
+                raise AssertionError
+
+        def __enter__(self) -> None:
+            pass
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+    monkeypatch.setattr("distbelief.job.fit.LocalLauncher", NoLauncher)
+    arguments: dict[str, Any] = {"loss": "mse", "batch_size": 4, "rule": RULE, **changed}
+    model, data = arguments.pop("model", net), arguments.pop("data", (X, Y))
+    with pytest.raises(JobError if why else AssertionError, match=why) as raised:
+        distbelief.fit(model, data, show=False, **arguments)
+    assert "\n" not in str(raised.value)
+    assert not OBJECTS
+
+
+def test_what_is_missing_is_named() -> None:
+    with pytest.raises(JobError, match="fit: missing a required argument: 'loss'"):
+        distbelief.fit(net, (X, Y), batch_size=3)  # type: ignore[call-arg] # so it says
+
+
+def test_a_copy_has_the_values_and_trains_whatever_the_given_one_does() -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)).eval()
+    module.named = len  # type: ignore[assignment] # a function that refers to nothing
+    first = cast("Any", module[0])
+    first.method = first.extra_repr
+    copy = cast("Any", copy_of(module, user="fit"))
+    assert all(part.training for part in copy.modules())
+    assert not any(part.training for part in module.modules())
+    for one, other in zip(module.parameters(), copy.parameters(), strict=True):
+        assert torch.equal(one, other)
+        assert one is not other
+    assert copy[0].method.__self__ is copy[0]
+
+
+def test_a_name_without_a_module_is_an_object_of_the_program_while_that_runs_its_job() -> None:
+    with given({"model": net}):
+        assert named(":model", table="model") is net
+        with (
+            pytest.raises(JobError, match="another fit is running in this program"),
+            given({"model": net}),
+        ):
+            pass
+        assert named(":model", table="model") is net
+    with pytest.raises(JobError, match=r"object of the program that called distbelief\.fit"):
+        named(":model", table="model")
+
+
+def test_a_program_that_has_used_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("distbelief.job.launch.forkserver.has_gpu", lambda: True)
+    with pytest.raises(JobError, match="has used a GPU"), given({}):
+        pass
