@@ -5,6 +5,7 @@ to the replicas (Dean et al. 2012, section 4.2).
 """
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Final, final
 
 from distbelief.config.algorithms import Facts, Verdict
@@ -14,7 +15,7 @@ from distbelief.parameter_server.rules import SGD
 from distbelief.protocol.role import Role
 from distbelief.task.task import BuildContext
 from distbelief.worker import build as wb
-from sandblaster.build import build_coordinator, build_rank, build_replica
+from sandblaster.build import build_coordinator, build_rank, build_replica, check_model
 from sandblaster.chunks import COORDINATOR
 from sandblaster.coordinator.workers import SHARES
 from sandblaster.optimizers.termination import Reason
@@ -63,6 +64,7 @@ class SandblasterAlgorithm:
             n_vectors=n_vectors_of(config),
             warm_start_rule=None if config.warm_start is None else config.warm_start.rule,
             ends_by_itself=True,  # a method has its own bounds
+            check=partial(check_model, config),
             verdict=verdict,
         )
 

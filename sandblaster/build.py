@@ -7,6 +7,7 @@ from typing import Final
 import msgspec
 import numpy as np
 import torch
+from torch import nn
 
 from distbelief.core.errors import JobError
 from distbelief.parameter_server.client.client import ParameterClient
@@ -15,7 +16,7 @@ from distbelief.parameter_server.policy import DOWNPOUR
 from distbelief.parameter_server.shard_config import other_copy
 from distbelief.protocol.role import Address, Role
 from distbelief.task.data import DataShard, Samples
-from distbelief.task.task import BuildContext, build_model
+from distbelief.task.task import BuildContext, TaskSpec, build_model
 from distbelief.worker import build as wb
 from distbelief.worker.batches import SlicePrefetch
 from distbelief.worker.downpour_settings import DownpourSettings
@@ -29,7 +30,7 @@ from sandblaster.group_tasks import ChunkBatchPlan, GroupTasks, WorkerConfig
 from sandblaster.optimizers import AnyMethod
 from sandblaster.optimizers.base import Runnable
 from sandblaster.settings import PROGRAM, SandblasterSettings
-from sandblaster.strads.jobs import program_of
+from sandblaster.strads.jobs import check_data, has_program, program_in, program_of
 from sandblaster.strads.method import Scheduled
 from sandblaster.strads.worker import BlockWorker
 from sandblaster.warm_start_worker import WarmStartWorker
@@ -53,6 +54,26 @@ _FREE: Final = frozenset(
     }
 )
 """Settings of methods that may change when a run resumes."""
+
+
+def check_model(
+    config: SandblasterSettings, module: nn.Module, task: TaskSpec, n_replicas: int
+) -> None:
+    """Raise JobError if this method cannot train this module, or not with so many replicas."""
+    if config.method != PROGRAM:
+        if has_program(module):
+            raise JobError(
+                f"[model] {task.model.factory} is a program, which method {config.method!r} does "
+                f'not run: use [algorithm] method = "{PROGRAM}"'
+            )
+        return
+    n_blocks = program_in(module, task.model).n_blocks
+    check_data(task)
+    if n_replicas > n_blocks:
+        raise JobError(
+            f"[cluster] replicas is {n_replicas}, and the program has {n_blocks} blocks: "
+            "use no more replicas, or more n_blocks"
+        )
 
 
 def build_coordinator(config: SandblasterSettings, *, context: BuildContext) -> Role:
@@ -81,11 +102,6 @@ def _method_of(config: SandblasterSettings, context: BuildContext) -> tuple[Runn
     model = context.task.model
     if config.method == PROGRAM:
         program = program_of(model)
-        if context.n_replicas > program.n_blocks:
-            raise JobError(
-                f"[cluster] replicas is {context.n_replicas}, and the program has "
-                f"{program.n_blocks} blocks: use no more replicas, or more n_blocks"
-            )
         goal = {"program": model.factory, **model.arguments}
         return Scheduled(program), json.dumps(goal, sort_keys=True, default=str)
     rounding = float(np.finfo(context.layout.dtype).eps) / 2.0
@@ -106,6 +122,7 @@ def goal_of(method: AnyMethod, *, loss: str) -> str:
 
 def build_replica(config: SandblasterSettings, *, index: int, context: BuildContext) -> Role:
     if config.method == PROGRAM:
+        context.train_data()  # it refuses a host whose files are others
         return BlockWorker(
             program_of(context.task.model), layout=context.layout, await_begin=context.await_begin
         )

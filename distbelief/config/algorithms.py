@@ -15,12 +15,14 @@ from distbelief.core.formatting import nearest
 
 
 if TYPE_CHECKING:  # these import torch
+    from torch import nn
+
     from distbelief.config.job import ClusterTable, Job
     from distbelief.core.spans import Epochs
     from distbelief.parameter_server.policy import ExchangePolicy
     from distbelief.parameter_server.rules import UpdateRule
     from distbelief.protocol.role import Role
-    from distbelief.task.task import BuildContext
+    from distbelief.task.task import BuildContext, TaskSpec
 
 
 Config = TypeVar("Config", bound=msgspec.Struct)
@@ -68,6 +70,8 @@ class Facts:
     # are left.
     warm_start_left: Callable[[int, int, int], int] = lambda *_: 0
     ends_by_itself: bool = False  # so that [stop] may be empty
+    # Of the module, the task and n_replicas: raises JobError if that cannot be trained.
+    check: "Callable[[nn.Module, TaskSpec, int], None]" = lambda *_: None
     verdict: Callable[[Mapping[str, float]], Verdict] = done  # by a coordinator's last counters
 
 

@@ -344,6 +344,8 @@ class MatrixFactorization(Estimator):
         check_numbers(user, regularization=self.regularization, tol=self.tol)
         if self.implicit_strength is not None:
             check_numbers(user, implicit_strength=self.implicit_strength)
+        if not isinstance(cast("object", self.biases), bool | np.bool_):
+            raise SettingError(f"{user}: biases is {self.biases!r}; use true or false")
         entries = self._checked(X)
         if not entries.nnz:
             raise SettingError(f"{user}: X has no entries; give at least one")

@@ -16,7 +16,7 @@ an attribute `program` whose tables have the names and shapes of its parameters,
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeVar, cast, final
+from typing import Final, TypeVar, cast, final
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ from torch import nn
 from typing_extensions import override
 
 from distbelief.core.errors import JobError, SettingError
-from distbelief.task.task import ModelSpec, build_model
+from distbelief.task.task import ModelSpec, TaskSpec, build_model
 from sandblaster.strads.columns import Matrix
 from sandblaster.strads.descent import Descent
 from sandblaster.strads.estimator import Estimator
@@ -37,24 +37,57 @@ from sandblaster.strads.method import AnyProgram
 
 Kind = TypeVar("Kind", bound=Estimator)
 
+_FACTORIES: Final = tuple(f"{__name__}:{name}" for name in ("samples", "entries"))
+_OF_FIT: Final = {
+    "workers": "use [cluster] replicas",
+    "warm_start": "remove it; train --resume goes on from a checkpoint",
+}
+
 
 def program_of(spec: ModelSpec) -> AnyProgram:
     """Return the program of a model, or raise JobError."""
+    return program_in(build_model(spec), spec)
+
+
+def has_program(module: nn.Module) -> bool:
+    return getattr(getattr(module, "program", None), "types", None) is not None
+
+
+def program_in(module: nn.Module, spec: ModelSpec) -> AnyProgram:
+    """Return the program of the module that was built by this, or raise JobError."""
     if spec.initial != "module":
         raise JobError(
             f"[model] initial is {spec.initial!r}: a program begins at its own values; remove it"
         )
-    module = build_model(spec)
-    program = cast("AnyProgram | None", getattr(module, "program", None))
-    if program is None or program.types is None:
+    if not has_program(module):
         raise JobError(
             f'[model] {spec.factory} is no program: with method = "strads" use '
             '"sandblaster.strads.jobs:lasso", or a module with an attribute program'
         )
+    program = cast("AnyProgram", module.program)
     shapes = {name: tuple(tensor.shape) for name, tensor in module.named_parameters()}
     if shapes != {name: values.shape for name, values in program.tables.items()}:
         raise JobError(f"[model] {spec.factory}: parameters {shapes} are not its program's tables")
     return program
+
+
+def check_data(task: TaskSpec) -> None:
+    """Raise JobError if [data.train] names other data than the program computes from."""
+    given, data = task.model.arguments, task.train
+    if data.limit is not None:
+        raise JobError(
+            f"[data.train] limit is {data.limit}, but a program computes from the files of "
+            "[model.arguments], all of them: remove it"
+        )
+    if data.factory not in _FACTORIES:
+        return
+    for name, value in data.arguments.items():
+        own = str(given.get(name, value))
+        if Path(str(value)).resolve() != Path(own).resolve():
+            raise JobError(
+                f"[data.train] {name} is {value!r}, but the program computes from {own!r}: give "
+                f"[model.arguments] {name} the same file"
+            )
 
 
 class _Tables(nn.Module):
@@ -95,18 +128,22 @@ def lasso(x: str, y: str, *, n_blocks: int = 8, **arguments: object) -> Linear:
         arguments: Other arguments of `Lasso`.
     """
     estimator = _made(Lasso, n_blocks, arguments)
-    return Linear(_linear_program(estimator, x, y))
+    return Linear(_linear_program(estimator, x, _read_vector(y)))
 
 
 def sparse_logistic(x: str, y: str, *, n_blocks: int = 8, **arguments: object) -> Linear:
     """Return the same for `sandblaster.SparseLogisticRegression`; y is of two classes."""
     estimator = _made(SparseLogisticRegression, n_blocks, arguments)
-    return Linear(_linear_program(estimator, x, y))
+    labels = _read_vector(y)
+    # Whatever evaluates takes them as they are.
+    if not np.isin(labels, (0, 1)).all():
+        raise JobError(f"[model] {y} has other labels than 0 and 1: save y == class")
+    return Linear(_linear_program(estimator, x, labels))
 
 
-def _linear_program(estimator: Lasso | SparseLogisticRegression, x: str, y: str) -> Descent:
+def _linear_program(estimator: Lasso | SparseLogisticRegression, x: str, y: Floats) -> Descent:
     try:
-        return estimator.program(read_matrix(x), _read_vector(y))
+        return estimator.program(read_matrix(x), y)
     except SettingError as error:
         raise JobError(f"[model] {error}") from None
 
@@ -121,7 +158,7 @@ class Samples:
         self._x: Floats | sparse.csr_array[np.float64] = (
             x if isinstance(x, np.ndarray) else sparse.csr_array(x)
         )
-        self._y = np.asarray(y, np.float64)
+        self._y = y.astype(np.float64)
 
     def __len__(self) -> int:
         return len(self._y)
@@ -133,7 +170,7 @@ class Samples:
     def __getitems__(self, indices: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         some = self._x[list(indices)]
         dense = some if isinstance(some, np.ndarray) else some.toarray()
-        return torch.from_numpy(np.array(dense)), torch.from_numpy(self._y[list(indices)])
+        return torch.from_numpy(dense.astype(np.float64)), torch.from_numpy(self._y[list(indices)])
 
 
 def samples(x: str, y: str) -> Samples:
@@ -204,7 +241,10 @@ def entries(ratings: str) -> Entries:
 
 
 def _made(kind: type[Kind], n_blocks: int, arguments: dict[str, object]) -> Kind:
-    """Return an estimator; JobError if it has no such argument."""
+    """Return an estimator; JobError if it has no such argument, or a job no use for it."""
+    for name, use in _OF_FIT.items():
+        if name in arguments:
+            raise JobError(f"[model.arguments] {name} is of fit, not of a job: {use}")
     estimator = kind()
     try:
         estimator.set_params(n_blocks=n_blocks, **arguments)
@@ -219,7 +259,12 @@ def read_matrix(path: str) -> Matrix:
 
 
 def _read_vector(path: str) -> Floats:
-    return cast("Floats", _read(path, (".npy",)))
+    vector = cast("Floats", _read(path, (".npy",)))
+    if vector.dtype.kind not in "biuf":
+        raise JobError(f"{path} is of {vector.dtype}: save numbers")
+    if vector.ndim != 1:
+        raise JobError(f"{path} has shape {vector.shape}: save one number per sample, y.ravel()")
+    return vector
 
 
 def _read(path: str, kinds: Sequence[str]) -> Matrix:

@@ -168,6 +168,8 @@ class _Settings:
         check_numbers(self.user, max_iter=self.max_iter, workers=self.workers)
         if self.n_blocks is not None:
             check_numbers(self.user, n_blocks=self.n_blocks)
+        if not isinstance(cast("object", self.centred), bool | np.bool_):
+            raise SettingError(f"{self.user}: fit_intercept is {self.centred!r}; use true or false")
         tol: object = self.tol
         if not isinstance(tol, int | float | np.number) or not tol >= 0.0:
             raise SettingError(f"{self.user}: tol is {tol!r}; use a number of at least 0")

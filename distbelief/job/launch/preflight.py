@@ -214,7 +214,9 @@ def answer_to(job: Job, *, initial_file: str, plan: str, proves: bool = True) ->
         check(task, job.batch_size, datasets, takes_sparse=facts_of(job).takes_sparse)
         if coordinator_of(job) is not None:
             check_fixed(task, job.batch_size, datasets)
-        found = _found(job, initial_file, FlatModel(tasks.build_model(task.model)), datasets)
+        module = tasks.build_model(task.model)
+        facts_of(job).check(module, task, cluster.n_replicas)
+        found = _found(job, initial_file, FlatModel(module), datasets)
         proof = ""
         if facts_of(job).threads is not None and proves and cluster.proof:
             proof = _proof_of_threads(job, datasets["data.train"])

@@ -1,0 +1,167 @@
+"""Programs as models of a job: files of data, and what the check refuses before the start."""
+
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from scipy import sparse
+
+from distbelief.config.load import parse_job
+from distbelief.core.errors import JobError
+from distbelief.core.memory import PrivateMemory
+from distbelief.job.launch.preflight import PreflightResult, answer_to
+from distbelief.parameter_server.layout import Layout, TensorSpec
+from distbelief.task.data import marks_of
+from distbelief.task.task import BuildContext, build_dataset
+from sandblaster.build import build_replica
+from sandblaster.settings import SandblasterSettings
+from sandblaster.strads import jobs
+
+
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(30, 6))
+Y = X[:, 0] - X[:, 1]
+RATINGS = sparse.csr_array(np.where(RNG.random((8, 7)) < 0.5, RNG.normal(size=(8, 7)), 0.0))
+
+LINEAR: Final = """
+[model]
+factory = "sandblaster.strads.jobs:lasso"
+arguments = { x = "x.npy", y = "y.npy", alpha = 0.1, n_blocks = 3 }
+
+[data.train]
+factory = "sandblaster.strads.jobs:samples"
+arguments = { x = "x.npy", y = "y.npy" }
+
+[algorithm]
+name = "sandblaster"
+method = "strads"
+loss = "mse"
+"""
+
+FACTORS: Final = """
+[model]
+factory = "sandblaster.strads.jobs:factors"
+arguments = { ratings = "r.npz", n_components = 2, n_blocks = 3 }
+
+[data.train]
+factory = "sandblaster.strads.jobs:entries"
+arguments = { ratings = "r.npz" }
+
+[algorithm]
+name = "sandblaster"
+method = "strads"
+loss = "mse"
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    np.save("x.npy", X)
+    np.save("y.npy", Y)
+    sparse.save_npz("r.npz", RATINGS)
+    return tmp_path
+
+
+def checked(folder: Path, job: str, *overrides: str) -> PreflightResult:
+    parsed = parse_job(job, path=folder / "job.toml", overrides=overrides)
+    return answer_to(parsed, initial_file=str(folder / "i.safetensors"), plan="")
+
+
+@pytest.mark.parametrize("job", [LINEAR, FACTORS])
+def test_a_program_passes_the_check_in_double_precision(folder: Path, job: str) -> None:
+    assert checked(folder, job).dtype == "float64"
+
+
+@pytest.mark.parametrize(
+    ("job", "overrides", "text"),
+    [
+        # It began processes, and wrote "no model was written" before it said why.
+        (LINEAR, ["cluster.replicas=4"], "replicas is 4, and the program has 3 blocks"),
+        (FACTORS, ["cluster.replicas=4"], "replicas is 4, and the program has 3 blocks"),
+        # These trained on the files of [model] without a word.
+        (LINEAR, ["data.train.arguments.x=x2.npy"], r"\[data.train\] x is '.*x2.npy', but"),
+        (FACTORS, ["data.train.arguments.ratings=r2.npz"], "ratings is '.*r2.npz', but"),
+        (LINEAR, ["data.train.limit=10"], "limit is 10, but a program computes from"),
+        # The default method minimized the loss without the penalty, and said it had converged.
+        (LINEAR, ["algorithm.method=l-bfgs"], "is a program, which method 'l-bfgs' does not run"),
+        # These did nothing, without a word.
+        (LINEAR, ["model.arguments.workers=2"], r"workers is of fit, .* \[cluster\] replicas"),
+        (LINEAR, ["model.arguments.warm_start=true"], "warm_start is of fit, not of a job"),
+        (FACTORS, ["model.arguments.workers=2"], "workers is of fit, not of a job"),
+        # Replicas failed with numpy's TypeError, until all were lost; "biases" stood for true.
+        (LINEAR, ["model.arguments.fit_intercept=no"], "fit_intercept is 'no'; use true or false"),
+        (FACTORS, ["model.arguments.biases=no"], "biases is 'no'; use true or false"),
+    ],
+)
+def test_what_the_program_would_not_do_is_refused_before_the_start(
+    folder: Path, job: str, overrides: list[str], text: str
+) -> None:
+    np.save("x2.npy", X + 1.0)
+    sparse.save_npz("r2.npz", RATINGS[:4])
+    with pytest.raises(JobError, match=text):
+        checked(folder, job, *overrides)
+
+
+def test_the_same_file_by_another_path_is_the_same(folder: Path) -> None:
+    checked(folder, LINEAR, "data.train.arguments.x=./x.npy")
+
+
+def test_a_host_with_other_data_is_refused(folder: Path) -> None:
+    """Its replica computed from them, and the result was of no data at all."""
+    job = parse_job(LINEAR, path=folder / "job.toml")
+    config = msgspec.convert({"loss": "mse", "method": "strads"}, SandblasterSettings)
+    program = jobs.program_of(job.task.model)
+    specs = [TensorSpec(name=name, shape=rows.shape) for name, rows in program.tables.items()]
+    context = BuildContext(
+        task=job.task,
+        layout=Layout.of(specs, n_shards=2, dtype="float64"),
+        n_replicas=2,
+        n_shards=2,
+        seed=0,
+        memory=PrivateMemory(),
+        n_train=len(X),
+        marks=marks_of(build_dataset(job.task.train)),
+    )
+    build_replica(config, index=0, context=context)
+    np.save("x.npy", X + 0.1)
+    with pytest.raises(JobError, match=r"30 other samples here .* same data on all hosts"):
+        build_replica(config, index=0, context=context)
+
+
+@pytest.mark.parametrize("kind", ["<f4", ">f8", "<i8", "|b1"])
+def test_data_of_any_numbers_are_evaluated_in_double_precision(folder: Path, kind: str) -> None:
+    """These were refused: "let the data set return float64", and the data set is not the user's."""
+    x, y = (10 * X).astype(kind), (10 * Y).astype(kind)
+    np.save("x.npy", x)
+    np.save("y.npy", y)
+    checked(folder, LINEAR)
+    taken, targets = jobs.samples("x.npy", "y.npy")[3]
+    assert taken.dtype == targets.dtype == torch.float64
+    assert taken.numpy().tolist() == x[3].tolist()
+    assert targets.item() == y[3]
+
+
+@pytest.mark.parametrize("labels", [np.array([-1, 1]), np.array([1.0, 2.0])])
+def test_labels_are_0_and_1_for_whatever_evaluates(folder: Path, labels: "np.ndarray") -> None:
+    """With -1 and 1 the held-out loss was -0.66, without a word."""
+    np.save("y.npy", labels[(Y > 0).astype(int)])
+    logistic = "model.factory=sandblaster.strads.jobs:sparse_logistic"
+    with pytest.raises(JobError, match=r"y\.npy has other labels than 0 and 1"):
+        checked(folder, LINEAR, logistic, "algorithm.loss=binary_cross_entropy_with_logits")
+
+
+@pytest.mark.parametrize(
+    ("y", "text"),
+    [
+        (Y[:, None], r"y.npy has shape \(30, 1\): save one number per sample"),
+        (np.where(Y > 0, "a", "b"), "y.npy is of <U1: save numbers"),
+    ],
+)
+def test_targets_are_one_number_per_sample(folder: Path, y: "np.ndarray", text: str) -> None:
+    np.save("y.npy", y)
+    with pytest.raises(JobError, match=text):
+        checked(folder, LINEAR)
