@@ -66,8 +66,10 @@ def test_the_same_for_more_seeds(seeds: range) -> None:
     play_seeds(seeds, played, file=FILE, seldom=SELDOM if len(seeds) >= 50 else ())
 
 
+# Of 100 seeds as few as one has a backup task: too few to tell whether it is seldom.
 @pytest.mark.soak
-@pytest.mark.parametrize("seeds", chunks(range(174, 2174), 100), ids=name)
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("seeds", chunks(range(174, 2174), 500), ids=name)
 def test_the_same_for_two_thousand_seeds(seeds: range) -> None:
     play_seeds(seeds, played, file=FILE, seldom=SELDOM)
 
