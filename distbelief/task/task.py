@@ -208,7 +208,9 @@ def build_model(spec: ModelSpec) -> nn.Module:
             "let it return the model, as in Net(...)"
         )
     check_shapes(module, f"[model] {spec.factory}")
-    check_memory(module, f"[model] {spec.factory}")
+    # Not where it is built to see how tensors are drawn: a question is noted as the user's.
+    if torch.get_default_device().type != "meta":
+        check_memory(module, f"[model] {spec.factory}")
     return module
 
 

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from distbelief.core.memory import PrivateMemory
+from distbelief.parameter_server.layout import Layout, TensorSpec
 from distbelief.parameter_server.policy import ExchangePolicy
 from distbelief.parameter_server.replication import (
     REPORT_SECONDS,
@@ -17,7 +18,7 @@ from distbelief.parameter_server.tensor_copies import push_buffer_views
 from distbelief.protocol import Message, Stop, push_fetch as pf, replication as rp
 from distbelief.protocol.role import SUPERVISOR, Action, Exit, PeerLost
 from tests.distbelief.parameter_server.pair import CLIENT, LARGE, OTHER, layout_of, sent
-from tests.distbelief.parameter_server.shard_copies import A, B, N, OneCopy, kinds, only
+from tests.distbelief.parameter_server.shard_copies import LAYOUT, A, B, N, OneCopy, kinds, only
 
 
 def credit(
@@ -33,9 +34,9 @@ def acknowledge(copy: OneCopy, clock: int, *, term: int = 2, life: int = 1) -> l
     return copy.receive(message, B, life=life)
 
 
-def leader(*, host: str = "", whole: bool = True) -> OneCopy:
+def leader(*, host: str = "", whole: bool = True, layout: Layout = LAYOUT) -> OneCopy:
     """A primary with a client, and a backup that answers nothing by itself."""
-    copy = OneCopy(A, memory=PrivateMemory(host=host) if host else None)
+    copy = OneCopy(A, memory=PrivateMemory(host=host) if host else None, layout=layout)
     copy.lead(1)
     copy.hello(host=host)
     copy.lead(2, B)
@@ -352,9 +353,12 @@ def test_a_stopping_primary_does_not_wait_for_its_backup() -> None:
 
 
 def test_the_backup_averages_buffers_over_as_many_clients() -> None:
-    copy = leader()
-    copy.hello(sender=OTHER)
-    assert only(pushed(copy, 1), rp.ReplicatePush).n_pushing == 2
+    mean = TensorSpec(name="mean", shape=(64,), kind="buffer")
+    with_buffers = Layout.of([*LAYOUT.tensors, mean], n_shards=1)
+    for layout, n_pushing in ((with_buffers, 2), (LAYOUT, 1)):  # 1: there is nothing to average
+        copy = leader(layout=layout)
+        copy.hello(sender=OTHER)
+        assert only(pushed(copy, 1), rp.ReplicatePush).n_pushing == n_pushing
 
 
 def test_state_blocks_begin_at_multiples_of_64_elements(monkeypatch: pytest.MonkeyPatch) -> None:
