@@ -1,0 +1,25 @@
+"""Programs by the roles of a job: short ones, whatever else tests/simulation tries."""
+
+from dataclasses import replace
+from typing import get_args
+
+import pytest
+
+from distbelief.protocol.role import Address
+from distbelief.simulation.faults import Kill, Slow
+from tests.simulation.programs import Rounds, Which
+
+
+@pytest.mark.parametrize("which", get_args(Which))
+def test_a_worker_that_is_killed_changes_no_bit(which: Which) -> None:
+    scene = Rounds(which=which)
+    end = scene.moments(lambda _: True)[-1]
+    kill = Kill(at=0.6 * end, role=Address("replica-0"), restart_after=0.01)
+    again = replace(scene, faults=(kill,), saves=(0.3 * end,))
+    again.play()
+    assert again.cluster.incarnation(Address("replica-0")) == 2
+
+
+def test_a_slow_worker_changes_no_bit() -> None:
+    slow = Slow(at=0.005, role=Address("replica-1"), factor=400.0, seconds=10.0)
+    Rounds(which="lasso", faults=(slow,)).play()
