@@ -134,11 +134,11 @@ class DistBeliefClassifier(ClassifierMixin, _Estimator):  # type: ignore[misc] #
             raise ValueError("y has 1 class: a classifier needs two")
         return self._fit(x, numbers, loss="cross_entropy", n_outputs=len(self.classes_))
 
-    def predict_proba(self, X: object) -> Floats:  # noqa: N803
+    def predict_proba(self, X: object) -> Floats:  # noqa: N803 -- scikit-learn's name
         """Return the softmax of the module's scores, (n_samples, n_classes)."""
         return cast("Floats", self._scores(X).softmax(1).numpy())
 
-    def predict(self, X: object) -> Labels:  # noqa: N803
+    def predict(self, X: object) -> Labels:  # noqa: N803 -- scikit-learn's name
         """Return the class of the largest score, (n_samples,)."""
         largest = self._scores(X).argmax(1).numpy()
         return cast("Labels", self.classes_[largest])
@@ -170,7 +170,7 @@ class DistBeliefRegressor(RegressorMixin, _Estimator):  # type: ignore[misc] # a
         columns = targets.astype(np.float32).reshape(len(x), -1)
         return self._fit(x, columns, loss="mse", n_outputs=columns.shape[1])
 
-    def predict(self, X: object) -> NDArray[np.float64]:  # noqa: N803
+    def predict(self, X: object) -> NDArray[np.float64]:  # noqa: N803 -- scikit-learn's name
         """Return what the module returns, in the shape of y."""
         outputs = cast("NDArray[np.float64]", self._outputs(X).double().numpy())
         return outputs[:, 0] if self._is_flat else outputs

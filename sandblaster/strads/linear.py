@@ -314,15 +314,15 @@ class Lasso(_Linear):
         self.coef_, self.intercept_ = self._solve(*_checked(X, y), Squares())
         return self
 
-    def program(self, X: object, y: object) -> Descent:  # noqa: N803
+    def program(self, X: object, y: object) -> Descent:  # noqa: N803 -- scikit-learn's name
         """Return what `fit` runs; SettingError as there."""
         return self._program(*_checked(X, y), Squares())
 
-    def predict(self, X: object) -> Floats:  # noqa: N803
+    def predict(self, X: object) -> Floats:  # noqa: N803 -- scikit-learn's name
         """Return X w + b, (n_samples,)."""
         return self._predictor(X)
 
-    def score(self, X: object, y: object) -> float:  # noqa: N803
+    def score(self, X: object, y: object) -> float:  # noqa: N803 -- scikit-learn's name
         """Return the coefficient of determination, R^2: 1 is perfect, 0 that of the mean."""
         predicted = self.predict(X)
         targets = checked_targets(y, len(predicted), user="Lasso")
@@ -361,26 +361,26 @@ class SparseLogisticRegression(_Linear):
         self.coef_, self.intercept_ = coefficients[np.newaxis], np.array([intercept])
         return self
 
-    def program(self, X: object, y: object) -> Descent:  # noqa: N803
+    def program(self, X: object, y: object) -> Descent:  # noqa: N803 -- scikit-learn's name
         """Return what `fit` runs; SettingError as there."""
         matrix, targets, _ = _classified(X, y)
         return self._program(matrix, targets, Logistic())
 
-    def decision_function(self, X: object) -> Floats:  # noqa: N803
+    def decision_function(self, X: object) -> Floats:  # noqa: N803 -- scikit-learn's name
         """Return X w + b, (n_samples,): above 0 where `classes_[1]` is predicted."""
         return self._predictor(X)
 
-    def predict_proba(self, X: object) -> Floats:  # noqa: N803
+    def predict_proba(self, X: object) -> Floats:  # noqa: N803 -- scikit-learn's name
         """Return the probabilities of both classes, (n_samples, 2)."""
         f = self._predictor(X)
         return np.stack([expit(-f), expit(f)], axis=1)
 
-    def predict(self, X: object) -> Labels:  # noqa: N803
+    def predict(self, X: object) -> Labels:  # noqa: N803 -- scikit-learn's name
         """Return the more probable class of each sample."""
         is_second = self._predictor(X) > 0.0
         return self.classes_[is_second.astype(np.intp)]
 
-    def score(self, X: object, y: object) -> float:  # noqa: N803
+    def score(self, X: object, y: object) -> float:  # noqa: N803 -- scikit-learn's name
         """Return the share of samples whose class is predicted."""
         predicted = self.predict(X)
         labels = checked_labels(y, len(predicted), user="SparseLogisticRegression")

@@ -253,7 +253,7 @@ class Sized(Items):
 
 
 class Epochal(Sized):
-    """In another order in each epoch, which it is told."""
+    """It is told the epoch, and has another order in each."""
 
     def set_epoch(self, epoch: int) -> None:
         self.epochs.append(epoch)

@@ -1,4 +1,4 @@
-"""Training over a ring by the roles of a job: short, whatever else tests/simulation tries."""
+"""Training over a ring by the roles of a job: a short one, in which coverage is measured."""
 
 from distbelief.protocol.role import Address
 from distbelief.simulation.faults import Kill

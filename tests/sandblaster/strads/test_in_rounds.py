@@ -1,4 +1,4 @@
-"""Programs by the roles of a job: short ones, whatever else tests/simulation tries."""
+"""Programs run by the roles of a job: short jobs, in which coverage is measured."""
 
 from dataclasses import replace
 from typing import get_args
