@@ -73,10 +73,12 @@ class SandblasterAlgorithm:
         if cluster.is_split and config.warm_start is not None:
             raise JobError(
                 "[algorithm.warm_start] needs replicas of one process: remove it or [cluster] "
-                'partitions, plan and device; or train with algorithm "downpour" before, and set '
+                'partitions and plan; or train with algorithm "downpour" before, and set '
                 "[model] initial to its model.safetensors"
             )
-        if config.method == PROGRAM and (cluster.is_split or cluster.shard_copies > 1):
+        if config.method == PROGRAM and (
+            cluster.is_split or cluster.is_on_device or cluster.shard_copies > 1
+        ):
             what = "partitions, plan and device" if cluster.is_split else "shard_copies"
             raise JobError(
                 f"[algorithm] method {PROGRAM!r} has workers of one process and shards of one "

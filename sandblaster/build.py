@@ -129,7 +129,7 @@ def build_replica(config: SandblasterSettings, *, index: int, context: BuildCont
     context, task = wb.with_data(context), context.task
     module = build_model(task.model)
     module.train()
-    model = FlatModel(module)
+    model = FlatModel(module, device=context.device)
     n_examples = len(context.train_data())
     client = wb.build_client(context, exchange=DOWNPOUR, frozen=())
     warm = config.warm_start

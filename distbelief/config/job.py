@@ -182,7 +182,12 @@ class ClusterTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     @property
     def is_split(self) -> bool:
-        return self.plan is not None or self.partitions_max > 1 or self.device != DEVICES[0]
+        return self.plan is not None or self.partitions_max > 1
+
+    @property
+    def is_on_device(self) -> bool:
+        """Whether replicas compute elsewhere than on the processor of their host."""
+        return self.device != DEVICES[0]
 
 
 class Passes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

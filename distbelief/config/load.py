@@ -128,7 +128,7 @@ def _check_held_out(job: Job) -> None:
         raise TableError(
             ("output", "keep"),
             '[output] keep = "best" needs an evaluator that holds the whole model, and '
-            "[cluster] partitions, plan or device split it: leave keep out, and end the job near "
+            "[cluster] partitions or plan split it: leave keep out, and end the job near "
             "its best by [stop] patience",
         )
 

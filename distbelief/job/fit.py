@@ -50,10 +50,11 @@ _ELSEWHERE: Final = {
     ),
     **dict.fromkeys(("seed", "random_state"), 'give overrides={"algorithm.seed": 1}'),
     **dict.fromkeys(
-        ("device", "accelerator", "partitions", "plan"),
-        "the processes of fit hold whole models on the CPU; a job file has it in [cluster]",
+        ("partitions", "plan"),
+        "the processes of fit hold whole models; a job file has it in [cluster]",
     ),
     **dict.fromkeys(("num_workers", "workers"), 'give overrides={"data.train.num_workers": 2}'),
+    **dict.fromkeys(("device", "accelerator"), 'give overrides={"cluster.device": "cuda"}'),
     "threads": 'give overrides={"cluster.threads": 2}',
     "verbose": "it is show",
 }
@@ -150,8 +151,7 @@ def fit(  # noqa: PLR0913 -- the keys of a job that most jobs have
         overrides=overrides or {},
     )
     if job.cluster.is_split:
-        culprit = "device" if job.cluster.device != "cpu" else "partitions"
-        raise JobError(f"fit has no option {culprit!r}: {_ELSEWHERE[culprit]}")
+        raise JobError(f"fit has no option 'partitions': {_ELSEWHERE['partitions']}")
     with given(objects):
         run = run_job(
             job,

@@ -149,10 +149,32 @@ class Batch(NamedTuple):
             case _:
                 return (self.inputs,), {}
 
+    def to(self, device: torch.device) -> "Batch":
+        """Return the batch with its tensors on this device."""
+        inputs = _moved(self.inputs, device)
+        return Batch(inputs, inputs if self.is_dictionary else _moved(self.targets, device))
+
     def run(self, module: nn.Module) -> object:
         arguments, keywords = self.arguments(module)
         result: object = module(*arguments, **keywords)
         return result
+
+
+def _moved(value: object, device: torch.device) -> object:
+    match value:
+        case torch.Tensor():
+            return value.to(device, non_blocking=True)
+        case dict():
+            return {key: _moved(part, device) for key, part in value.items()}
+        case tuple() if hasattr(value, "_make"):
+            return value._make(_moved(part, device) for part in value)
+        case tuple() | list():
+            return type(value)(_moved(part, device) for part in value)
+        case _ if callable(move := getattr(value, "to", None)):  # an object of some library
+            found: object = move(device)
+            return found
+        case _:
+            return value
 
 
 def n_samples_of(value: object) -> int:
@@ -269,6 +291,8 @@ class Readers(Protocol):
 def reseed(seed: int) -> None:
     """Seed the generators that users' code draws from."""
     torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(seed)
     np.random.seed(seed % 2**32)  # noqa: NPY002 -- the generator of users' code, none of ours
     random.seed(seed)
 

@@ -152,7 +152,7 @@ class BuildContext:
     # Path of the plan that partitions replicas and evaluator; None: one process each.
     plan: str | None = None
     sample: Sample | None = None  # description of the data, for the layer graph of that plan
-    device: str = "cpu"  # on which the ranks of such a plan compute
+    device: str = "cpu"  # on which this process computes: "cpu", "cuda:1"
     n_train: int | None = None  # number of training samples, where it is known
     marks: tuple[float, ...] | None = None  # of these samples (`marks_of`), where they may differ
     # Data sets that exist already, by table ("data.train"): roles that share a process share them.

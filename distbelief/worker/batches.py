@@ -354,6 +354,8 @@ class Draws:
 def _states() -> object:
     _, keys, *rest = np.random.get_state()  # noqa: NPY002 -- the generator of users' code
     numbers = torch.default_generator.get_state().numpy().tobytes()
+    if torch.cuda.is_initialized():
+        numbers += torch.cuda.get_rng_state().numpy().tobytes()
     return numbers, np.asarray(keys).tobytes(), rest, random.getstate()
 
 

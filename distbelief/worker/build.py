@@ -165,7 +165,7 @@ def build_evaluator(context: BuildContext) -> Role:
     sample = tk.sample_of(dataset, table="data.test")
     loss, metrics = tk.build_loss(task), tk.build_metrics(task, sample)
     names = dry_run.Names(model=task.model.factory, loss=task.loss, data="data.test")
-    model = FlatModel(tk.build_model(task.model))
+    model = FlatModel(tk.build_model(task.model), device=context.device)
     return whole_evaluator(
         LocalExecutor(
             model,
@@ -295,7 +295,7 @@ def build_replica(index: int, *, config: DownpourSettings, context: BuildContext
     context = with_data(context, index)
     module = tk.build_model(context.task.model)
     module.train()
-    model = FlatModel(module)
+    model = FlatModel(module, device=context.device)
     if config.exchange.route == "ring":
         return ring_replica(index, config=config, context=context, model=model)
     exchange, small = config.exchange, None

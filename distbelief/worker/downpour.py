@@ -87,7 +87,7 @@ class DownpourAlgorithm:
             )
         if isinstance(cluster.replicas, Elastic) and cluster.is_split:
             raise JobError(
-                "[cluster] replicas has min and max, and partitions, plan or device splits each "
+                "[cluster] replicas has min and max, and partitions or plan splits each "
                 "into ranks: give replicas a number, or split nothing"
             )
         if config.order == "dealt" and cluster.is_split and config.exchange.staleness is not None:
@@ -102,10 +102,10 @@ class DownpourAlgorithm:
                 "splits replicas differently, so that shards do not know which samples each part "
                 'of the parameters has: use order = "parts", or equal partitions'
             )
-        if config.lockfree is not None and cluster.is_split:
+        if config.lockfree is not None and (cluster.is_split or cluster.is_on_device):
             raise JobError(
-                "[algorithm] lockfree is given, and [cluster] partitions, plan or device splits "
-                "replicas: threads share the parameters of a whole model on the CPU: leave one out"
+                "[algorithm] lockfree is given, and [cluster] partitions, plan or device is, too: "
+                "threads share the parameters of a whole model on the CPU: leave one out"
             )
         if cluster.is_split:
             self._check_codecs(config.exchange)
@@ -126,7 +126,7 @@ class DownpourAlgorithm:
             )
         if exchange.durable:
             raise JobError(
-                "[algorithm.exchange] durable is true, and [cluster] partitions, plan or device "
+                "[algorithm.exchange] durable is true, and [cluster] partitions or plan "
                 "splits replicas, whose ranks save nothing: leave durable out"
             )
         fetched = exchange.fetched
@@ -139,7 +139,7 @@ class DownpourAlgorithm:
     def _check_ring(self, config: DownpourSettings, cluster: ClusterTable) -> None:
         unfit = {
             "[cluster] splits replicas into ranks": cluster.is_split
-            and "leave partitions, plan and device out",
+            and "leave partitions and plan out",
             "[cluster] replicas has min and max": isinstance(cluster.replicas, Elastic)
             and "give replicas a number",
             '[algorithm] order is "dealt"': config.order == "dealt" and 'use order = "parts"',
@@ -162,7 +162,9 @@ class DownpourAlgorithm:
             "[algorithm] has clip_norm, which changes gradients": config.clip_norm is not None
             and "leave clip_norm out, or clip by value at the shards (rule.clip_value)",
             "[cluster] splits replicas into ranks, which compute without layers": cluster.is_split
-            and "leave partitions, plan and device out",
+            and "leave partitions and plan out",
+            "[cluster] has device, where inputs of layers are not kept": cluster.is_on_device
+            and "leave device out",
             '[cluster] has rounding = "any", so that shards may round otherwise': cluster.rounding
             == "any"
             and 'use rounding = "same"',

@@ -52,16 +52,19 @@ class FlatModel:
 
     Attributes:
         module: The user's model; this object owns its tensors from now on.
-        values: Flat views of all tensors, in the order of `specs()`.
+        values: All tensors, flat, in the order of `specs()`: views of those of the module, or on
+            another device, copies in the host's memory, from which each step begins.
         trained: Items with a gradient.
         frozen: Names of parameters without one.
         shapes: Of all tensors.
         n_parameters: Number of trained elements.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, *, device: str = "cpu") -> None:
         self.module = module
-        tensors = _tensors_of(module)
+        # None: the module's tensors are in the host's memory, where they are exchanged.
+        self._device = None if device == "cpu" else torch.device(device)
+        tensors = _tensors_of(module if self._device is None else module.to(self._device))
         self._names = sorted(tensors)
         self._tensors = [tensors[name] for name in self._names]
         for name, tensor in zip(self._names, self._tensors, strict=True):
@@ -78,13 +81,18 @@ class FlatModel:
             # A transposed or expanded tensor has no flat view; a fresh one has.
             if not tensor.is_contiguous():
                 tensor.data = tensor.detach().clone(memory_format=torch.contiguous_format)
-        self.values = [as_real(tensor.detach()).view(-1) for tensor in self._tensors]
+        self._views = [as_real(tensor.detach()).view(-1) for tensor in self._tensors]
+        self.values = self._views
+        if self._device is not None:
+            self.values = [_in_memory(view) for view in self._views]
+            self._wait()
         self._trained = [
             index for index, tensor in enumerate(self._tensors) if tensor.requires_grad
         ]
         self._bindings = bindings_of(module)
         self.trained = frozenset(self._trained)
         self.frozen = frozen_of(module)
+        self._buffers = {*self._names} - {name for name, _ in module.named_parameters()}
         self.shapes = [as_real(tensor).shape for tensor in self._tensors]
         self.n_parameters = sum(self.values[index].numel() for index in self._trained)
 
@@ -124,16 +132,41 @@ class FlatModel:
     @property
     def gradients(self) -> list[torch.Tensor | None]:
         """Flat gradients of the last batch; None for buffers and unused parameters."""
-        return [_flat_gradient(tensor) for tensor in self._tensors]
+        found = [_flat_gradient(tensor) for tensor in self._tensors]
+        if self._device is None:
+            return found
+        copies = [None if gradient is None else _in_memory(gradient) for gradient in found]
+        self._wait()
+        return copies
+
+    def here(self, batch: Batch) -> Batch:
+        """Return the batch on the module's device, which now computes with `values`."""
+        if self._device is None:
+            return batch
+        for view, value in zip(self._views, self.values, strict=True):
+            view.copy_(value, non_blocking=True)
+        return batch.to(self._device)
+
+    def _wait(self) -> None:
+        # Copies into pinned memory are done when the device is.
+        if self._device is not None and self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
 
     def gradient(self, batch: Batch, loss: Loss) -> float:
-        """Compute the gradient of the loss on this batch; return the loss."""
+        """Compute the gradient of the loss on this batch; return the loss.
+
+        On another device, the batch is there already (`here`).
+        """
         for index in self._trained:
             self._tensors[index].grad = None
         value = loss(batch.run(self.module), batch.targets)
         value.backward()
         if self._bindings:
             bind_again(self._bindings)
+        if self._device is not None:  # buffers may have moved
+            for name, view, own in zip(self._names, self._views, self.values, strict=True):
+                if name in self._buffers:
+                    own.copy_(view)
         return float(value.detach())
 
     @contextmanager
@@ -142,7 +175,7 @@ class FlatModel:
 
         The draft is void if one has changed later: in a second pass, or by a hook of the user's.
         """
-        if draft is None:
+        if draft is None or self._device is not None:  # there they are copied at once, at the end
             yield
             return
 
@@ -184,6 +217,13 @@ def _tensors_of(module: nn.Module, *, shared: bool = False) -> dict[str, torch.T
 def frozen_of(module: nn.Module) -> frozenset[str]:
     """Return the names of the parameters that do not train."""
     return frozenset(name for name, one in module.named_parameters() if not one.requires_grad)
+
+
+def _in_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy in the host's memory, which may not be complete yet."""
+    # Pinned memory is copied without a detour, and torch keeps what is free of it.
+    room = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+    return room.copy_(tensor, non_blocking=True)
 
 
 def _flat_gradient(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -287,6 +327,7 @@ class LocalExecutor:
 
     def _gradient(self, model: FlatModel, batch: Batch, samples: BatchIndices) -> float:
         indices = [int(index) for index in samples.indices]
+        batch = model.here(batch)
         try:
             loss = self._draws.run(
                 lambda: model.gradient(batch, self._loss),
@@ -312,7 +353,7 @@ class LocalExecutor:
 
     def _evaluate(self, measures: Measures, batch: BatchSlice) -> Sequence[float]:
         indices = [int(index) for index in batch.samples.indices]
-        given = batch.batch or self._reader.read(batch.samples)
+        given = self.model.here(batch.batch or self._reader.read(batch.samples))
         names = replace(self._names, indices=indices)
         module = self.model.module
         explain = partial(

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Protocol, Self, final
 
 import msgspec
+import torch
 
 from distbelief.config.algorithms import cores_of
 from distbelief.config.job import Job
@@ -68,6 +69,8 @@ class JoinServer:
         )
 
     def slots_here(self, job: Job) -> int:
+        if job.cluster.is_on_device:
+            return torch.cuda.device_count()
         cores = len(os.sched_getaffinity(0)) if self.cores is None else self.cores
         return cores // cores_of(job)
 

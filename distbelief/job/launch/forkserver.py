@@ -27,9 +27,10 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from itertools import count
 from pathlib import Path
 from types import FrameType
 from typing import Final, Literal, NoReturn
@@ -63,6 +64,7 @@ SAVE_SECONDS_MAX: Final = 30.0  # for children without a supervisor; normally th
 # For children to end by themselves, once they have waited long enough for another supervisor
 END_SECONDS_MAX: Final = 400.0
 DOOR: Final = ".forkserver"
+_COMPUTING: Final = ("replica", "evaluator")  # how the names of processes that compute begin
 _REAP_SECONDS: Final = 0.02
 _N_SWEEPS: Final = 30
 _SWEEP_SECONDS: Final = 0.1
@@ -84,6 +86,7 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     name: str
     incarnation: int
     ranks: int = 1  # of the role's group
+    slot: int = 0  # among the processes here that compute: the fork server numbers them
     spec: str  # file with everything else
     log: str  # file that its output is appended to
     # How long it waits for another supervisor if this one is killed; None: it ends at once.
@@ -286,6 +289,7 @@ class ForkServer:
 
     def _start(self, start: Start) -> None:
         parent = os.getpid()
+        start = in_a_slot(start, self._children.values())
         if start.patience is not None and self._held is None:
             self._held = files.lock(Path(start.spec).parent, shared=True)
         try:
@@ -399,6 +403,14 @@ def leave_program() -> None:
     os.environ.update(ONE_THREAD)
 
 
+def in_a_slot(start: Start, alive: Iterable[Start]) -> Start:
+    """Return the request with the lowest number that no process here that computes has."""
+    if not start.name.startswith(_COMPUTING):
+        return start
+    taken = {other.slot for other in alive if other.name.startswith(_COMPUTING)}
+    return msgspec.structs.replace(start, slot=next(n for n in count() if n not in taken))
+
+
 def door_in(directory: int) -> str:
     """Return where a fork server without parent listens; `directory` is a descriptor."""
     return f"/proc/self/fd/{directory}/{DOOR}"  # the path of a socket has 107 bytes at most
@@ -425,7 +437,7 @@ def _program(start: Start) -> Callable[[str, int, str], int]:
     from distbelief.job.launch import preflight, role_process  # noqa: PLC0415 -- imported long ago
 
     if start.program == "role":
-        return partial(role_process.main, ranks=start.ranks)
+        return partial(role_process.main, ranks=start.ranks, slot=start.slot)
     return preflight.check_main if start.program == "check" else preflight.prepare_main
 
 

@@ -87,8 +87,9 @@ def likeness_of(job: Job, modules: Sequence[str]) -> Likeness:
     """Compute the likeness of this host; `modules` are those that the job names."""
     dataset = tasks.build_dataset(job.task.train)
     marks, numbers = marks_of(dataset), Likeness(build="", sources={})
-    # The parts of a split model may be too large for one process.
-    if marks is not None and not job.cluster.is_split:
+    # The parts of a split model may be too large for one process; GPUs of one kind round alike,
+    # and are not compared.
+    if marks is not None and not (job.cluster.is_split or job.cluster.is_on_device):
         n_samples = min(job.batch_size, N_SAMPLES, len(dataset))
         batch = read_batch(dataset, first_of(dataset, n_samples))
         first, second = (_computed(job, batch) for _ in range(2))

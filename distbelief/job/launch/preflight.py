@@ -130,7 +130,12 @@ def check_main(name: str, incarnation: int, path: str) -> int:
         torch.set_num_threads(job.cluster.threads)
         tasks.prepare_data(job.task)
         prepared_mark(Path(path)).touch()
-        answer = answer_to(job, initial_file=request.initial_file, plan=request.plan)
+        answer = answer_to(
+            job,
+            initial_file=request.initial_file,
+            plan=request.plan,
+            computes_here=not request.has_hosts,
+        )
         like = likeness_of(job, modules_of(job)) if request.has_hosts else None
         return msgspec.structs.replace(answer, likeness=like)
 
@@ -202,12 +207,17 @@ def read_result(request: Path) -> PreflightResult | None:
         return None
 
 
-def answer_to(job: Job, *, initial_file: str, plan: str, proves: bool = True) -> PreflightResult:
+def answer_to(
+    job: Job, *, initial_file: str, plan: str, proves: bool = True, computes_here: bool = True
+) -> PreflightResult:
     """Try model and data in this process; the files are those of a `PreflightRequest`.
 
     If it `proves`, split replicas are compared with one process, unless the job leaves that out.
+    Unless replicas compute on this host, it needs no GPU.
     """
     task, cluster = job.task, job.cluster
+    if computes_here:
+        check_device(cluster.device, "leave device out, or let hosts join that have one (--listen)")
     if not cluster.is_split:
         datasets = tasks.datasets_of(task)
         num_workers = _check_sources(job, datasets)
@@ -225,7 +235,6 @@ def answer_to(job: Job, *, initial_file: str, plan: str, proves: bool = True) ->
     # jobs must not wait for that.
     from distbelief.plans.planner.job_plan import cost_of, draw, plans_for_job  # noqa: PLC0415 -- split jobs only
 
-    check_device(cluster.device, "leave device out, or use device = 'cpu'")
     datasets = tasks.datasets_of(task)
     num_workers = _check_sources(job, datasets)
     n_readers = cluster.partitions_max if cluster.plan is None else 2  # at least

@@ -126,6 +126,7 @@ class RoleSpec(msgspec.Struct, frozen=True, kw_only=True):
     # File of the plan for each number of ranks that a replica has; none if replicas are not split
     plans: dict[int, str] = {}
     ranks: int = 1  # of the group of this role
+    slot: int = 0  # of this process, among those of its host that compute
     sample: Sample | None = None  # shapes and types of the data, for these plans
     n_train: int | None = None  # training samples
     num_workers: dict[str, int] = {}  # processes that read for a role, by table
@@ -142,9 +143,9 @@ def read_spec(path: str) -> RoleSpec:
         return msgspec.json.decode(file.read(SPEC_BYTES_MAX), type=RoleSpec)
 
 
-def main(name: str, incarnation: int, path: str, *, ranks: int = 1) -> int:
+def main(name: str, incarnation: int, path: str, *, ranks: int = 1, slot: int = 0) -> int:
     """Run the role `name`, of a group of so many ranks, until it ends; return the exit status."""
-    spec = msgspec.structs.replace(read_spec(path), ranks=ranks)
+    spec = msgspec.structs.replace(read_spec(path), ranks=ranks, slot=slot)
     job = job_from_json(bytes(spec.job))
     import_from(job)
     torch.set_num_threads(job.cluster.threads if name.startswith("replica") else 1)
@@ -310,10 +311,19 @@ def context_of(
         shard_copies=job.cluster.shard_copies,
         plan=spec.plans.get(spec.ranks),
         sample=spec.sample,
-        device=job.cluster.device,
         n_train=spec.n_train,
         marks=None if spec.allowed is None else spec.marks,  # only hosts that join have other data
     )
+
+
+def device_of(name: str, device: str, *, slot: int) -> str:
+    """Return on what a role computes: the processes of a host take its GPUs in turn."""
+    n_devices = torch.cuda.device_count() if device == "cuda" else 0
+    if n_devices:
+        return f"cuda:{slot % n_devices}"
+    if device == "cuda" and name.startswith("replica"):
+        raise JobError(f"[cluster] device is 'cuda', and the host of {name} has no GPU left")
+    return "cpu"  # an evaluator needs no GPU
 
 
 def _build(
@@ -327,7 +337,11 @@ def _build(
     if spec.allowed is not None:  # here, since it imports: heartbeats are sent meanwhile
         check_allowed(job, spec.allowed)
     algorithm = algorithms.algorithm_of(job)
-    context = replace(context_of(spec, job, memory, remote), together=in_threads)
+    context = replace(
+        context_of(spec, job, memory, remote),
+        together=in_threads,
+        device=device_of(name, job.cluster.device, slot=spec.slot),
+    )
     if readers is not None:
         context = replace(context, readers={readers.table: readers})
     try:

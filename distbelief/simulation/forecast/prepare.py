@@ -15,6 +15,7 @@ import torch
 
 from distbelief.config.algorithms import Algorithm, find, load, settled
 from distbelief.config.job import Job
+from distbelief.core.errors import JobError
 from distbelief.core.files import Scratch
 from distbelief.core.memory import Memory, PrivateMemory
 from distbelief.job.launch.preflight import PreflightResult, answer_to
@@ -159,6 +160,12 @@ class Preparation:
     def _preflight(self, job: Job) -> PreflightResult:
         key = msgspec.json.encode((job.task, job.batch_size, _splits(job)))
         if key not in self._preflights:
+            if job.cluster.is_on_device:
+                raise JobError(
+                    f"[cluster] device is {job.cluster.device!r}, and a forecast measures the "
+                    "processor of this host: leave device out, and give machines the flops of "
+                    "a GPU"
+                )
             prepare_data(job.task)
             stem = self._folder.path / f"job-{len(self._preflights)}"
             self._preflights[key] = answer_to(

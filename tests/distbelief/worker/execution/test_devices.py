@@ -52,11 +52,15 @@ class Elsewhere(TorchFunctionMode):
         args: Sequence[object] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
-        (given, *_) = [*args, None]
+        given, other = [*args, None, None][:2]
+        if func is torch.Tensor.copy_ and isinstance(other, torch.Tensor) and other.is_meta:
+            return given
         if isinstance(given, torch.Tensor) and given.is_meta:
             if func is torch.Tensor.cpu:
                 return torch.zeros(given.shape, dtype=given.dtype)
-            if func in {torch.Tensor.__float__, torch.Tensor.__int__}:
+            if func is torch.Tensor.__float__:
+                return 0.0
+            if func is torch.Tensor.__int__:
                 return 0
         return func(*args, **(kwargs or {}))
 
