@@ -79,7 +79,7 @@ class SandblasterAlgorithm:
         if config.method == PROGRAM and (
             cluster.is_split or cluster.is_on_device or cluster.shard_copies > 1
         ):
-            what = "partitions, plan and device" if cluster.is_split else "shard_copies"
+            what = "shard_copies" if cluster.shard_copies > 1 else "partitions, plan and device"
             raise JobError(
                 f"[algorithm] method {PROGRAM!r} has workers of one process and shards of one "
                 f"copy: remove [cluster] {what}"

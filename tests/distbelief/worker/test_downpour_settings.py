@@ -87,7 +87,7 @@ def test_replicas_that_come_and_go_need_dealt_data() -> None:
     ):
         DOWNPOUR.settled(settings(order="parts"), elastic)
     split = ClusterTable(replicas=Elastic(min=2, max=4), partitions=2)
-    with pytest.raises(JobError, match=r"replicas has min and max, and partitions, .* give"):
+    with pytest.raises(JobError, match=r"replicas has min and max, and partitions or plan .* give"):
         DOWNPOUR.settled(settings(order="dealt"), split)
 
 
