@@ -7,6 +7,7 @@
 """
 
 import os
+import shlex
 import sys
 from contextlib import closing
 from functools import partial
@@ -26,6 +27,7 @@ from distbelief.cli.simulate import chaos, simulate
 from distbelief.cli.slurm import slurm
 from distbelief.cli.status import status
 from distbelief.core.errors import JobError
+from distbelief.core.signals import EXIT_CODES
 
 
 app = typer.Typer(
@@ -193,6 +195,8 @@ def train(  # noqa: PLR0913 -- options
             hosting=hosting,
             beside=beside,
         )
+    if run.exit_code in EXIT_CODES.values():
+        typer.echo(f"go on: distbelief train --resume {shlex.quote(str(run.directory))}", err=True)
     if run.exit_code == FAILED and not sys.stdout.isatty():
         # On a terminal the screen shows the failure; a file or pipe needs this line.
         why = run.summary.error or "see its log"

@@ -88,7 +88,16 @@ def reported(command: Callable[_P, int | None]) -> Callable[_P, None]:
     parameters = [*signature.parameters.values(), added]
     run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {each.name: each.annotation for each in parameters}
+    run.__doc__ = "\n\n".join(map(_example, (inspect.getdoc(command) or "").split("\n\n")))
     return run
+
+
+def _example(paragraph: str) -> str:
+    # An example of several lines must not be filled, and is one command for a shell, too.
+    lines = paragraph.split("\n")
+    if len(lines) == 1 or not lines[0].startswith("[dim]$[/dim]"):
+        return paragraph
+    return "\b\n" + " \\\n".join([lines[0], *(f"    {line}" for line in lines[1:])])
 
 
 def flag(name: str, text: str) -> bool:

@@ -16,7 +16,7 @@ from distbelief.job.display.progress import status_line
 from distbelief.job.launch.local import LocalLauncher
 from distbelief.plans.planner import plan_report
 from distbelief.plans.planner.planner import Request, planning_request
-from distbelief.plans.planner.planning_result import WIDTH, planning_result
+from distbelief.plans.planner.planning_result import planning_result
 from distbelief.task.task import ModelSpec, build_on_meta
 
 
@@ -81,6 +81,7 @@ def run(
     for path, write in ((out, result.save), (timeline, result.trace), (picture, result.draw)):
         if path is not None:
             write(path)
+            console.print(f"written: {path}", markup=False, soft_wrap=True)
     return result.fits and (trial is None or trial.passed)
 
 
@@ -88,7 +89,7 @@ def _console(*, stderr: bool = False) -> Console:
     # Without a terminal nothing says how wide a line may be: use a fixed width.
     console = Console(stderr=stderr, highlight=False)
     if not console.is_terminal:
-        console.width = WIDTH
+        console.width = plan_report.WIDTH
     return console
 
 

@@ -3,6 +3,7 @@
 A preset fills the keys that a job does not give. `distbelief presets` lists them.
 """
 
+import textwrap
 from collections.abc import Mapping
 from typing import Final, cast
 
@@ -133,44 +134,52 @@ ABOUT: Final[Mapping[str, str]] = {
 }
 
 
+_CHOICES: Final = {
+    "Fast links, equal machines": "horovod; plain asynchrony: downpour",
+    "Slow links, or replicas of unequal speed": "local-rounds; large batches: muloco",
+    "Replicas that may be lost for long": "decoupled-diloco",
+    "As in a paper": "the others, below",
+}
+
+
 def table() -> str:
-    """Return the presets as lines of text: what each is, and what it chooses."""
-    heads = [
-        "preset",
-        "threads",
-        "every",
-        "send",
-        "ahead",
-        "round",
-        "weight",
-        "push",
-        "fetch",
-        "route",
-    ]
-    rows = [[*heads, "rule", "inner"]]
+    """Return the presets as lines of at most 80 characters: which to use, and what each is."""
+    rows = [["preset", "every", "send", "ahead", "round", "push", "fetch", "inner"]]
     for name, preset in PRESETS.items():
         exchange = cast("Table", preset.get("exchange", {}))
         folded = cast("Table | None", exchange.get("round"))
-        rule, inner = (cast("Table", preset.get(key, {})) for key in ("rule", "inner"))
-        usual = {"every": 1, "send": "gradient", "staleness": "any", "weight": "sum"}
+        usual = {"every": 1, "send": "gradient", "staleness": "any"}
         numbers = exchange.get("numbers", "float32")
-        chosen = {**usual, "route": "server", **exchange}
+        chosen = {**usual, **exchange}
         for key in ("push", "fetch"):
             way = exchange.get(key, numbers)
             chosen[key] = way["codec"] if isinstance(way, Mapping) else way
         chosen["round"] = "-" if folded is None else f"{folded.get('quorum', 1.0):.0%}"
-        keys = ("every", "send", "staleness", "round", "weight", "push", "fetch", "route")
-        threads = cast("Table", preset.get("lockfree", {})).get("threads", 1)
-        chosen_keys = (chosen[key] for key in keys)
-        cells = [name, threads, *chosen_keys, rule["name"], inner.get("name", "-")]
-        rows.append([str(cell) for cell in cells])
+        keys = ("every", "send", "staleness", "round", "push", "fetch")
+        inner = cast("Table", preset.get("inner", {})).get("name", "-")
+        rows.append([str(cell) for cell in (name, *(chosen[key] for key in keys), inner)])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
-    lines += ["", *(f"{name.ljust(widths[0])}  {about}" for name, about in ABOUT.items())]
-    return "\n".join(lines)
+    return "\n".join(
+        [
+            *(f"{when + ':':42}{which}" for when, which in _CHOICES.items()),
+            "",
+            *(
+                textwrap.fill(f"{name:16}  {about}", 80, subsequent_indent=" " * 18)
+                for name, about in ABOUT.items()
+            ),
+            "",
+            *(
+                "  ".join(
+                    cell.ljust(width) for cell, width in zip(row, widths, strict=True)
+                ).rstrip()
+                for row in rows
+            ),
+            "",
+            "every: steps between two exchanges; ahead: how many steps a replica may be",
+            "before the slowest; round: the share of replicas that closes one.",
+            "All keys of a preset, as in a job file: distbelief presets NAME",
+        ]
+    )
 
 
 def expand(table: Table) -> dict[str, object]:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import runpy
 import signal
 import sys
@@ -109,6 +110,7 @@ def test_ctrl_c_ends_everything_and_resume_goes_on(folder: Path) -> None:
         command.signal(signal.SIGINT)
         assert poll(lambda: not alive(command.all_pids()) and not command.shared_memory()) < 2.0
         assert command.wait() == 130, command.output
+        assert re.search("go on: distbelief train --resume .*tiny", command.output)
     first = command.summary()
     assert first["stop_reason"] == "Ctrl+C"
     assert first["error"] is None

@@ -7,7 +7,7 @@ more expensive, or lost in the simulation.
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from rich.box import SIMPLE
 from rich.table import Table
@@ -22,37 +22,57 @@ from distbelief.plans.planner.search import PlanningRequest
 
 # --- table, JSON and remarks ---
 
+WIDTH: Final = 130  # characters of a line without a terminal
+
 Plain = dict[str, object]
 
 
-def table(rows: Sequence[Planned], *, title: str) -> Table:
-    """Return one row per number of machines; rows that do not fit are red.
+# What the columns of the table mean, as far as their names do not say it.
+MEANINGS: Final = {
+    "used": "machines that have work",
+    "eff.": "speed-up over used",
+    "comp/comms/sync/wait": "% of the used machines' time",
+    "bound": "no plan takes less",
+    "gap": "how far it may be from the best of the candidates",
+    "by": "solver",
+}
+# The first to be left out where lines are short.
+_LEFT_OUT: Final = ("by", "p10-p90", "bound", "used", "gap", "comp/comms/sync/wait", "eff.")
 
-    `bound` is a lower bound for every plan; `gap` is how far the plan may be from the best of the
-    candidates, in the solver's model.
+
+def table(rows: Sequence[Planned], *, title: str, width: int = WIDTH) -> Table:
+    """Return one row per number of machines, with the columns that fit in `width` characters.
+
+    Rows that do not fit into the machines' memory are red.
     """
+    columns = {
+        "machines": [str(done.n_machines) for done in rows],
+        "used": [str(len(done.used)) for done in rows],
+        "step p50": [seconds(done.best.seconds[1]) for done in rows],
+        "p10-p90": [_range(done.best.seconds[0], done.best.seconds[2]) for done in rows],
+        "speed-up": [f"{done.speed_up:.2f}x" for done in rows],
+        "eff.": [f"{done.speed_up / len(done.used):.0%}" for done in rows],
+        "comp/comms/sync/wait": [
+            " ".join(f"{abs(100 * share):.0f}" for share in done.shares) + " %" for done in rows
+        ],
+        "memory": [
+            size(max(done.best.cost.memory_bytes)) + ("!" if done.lacking else "") for done in rows
+        ],
+        "bound": [seconds(done.lower_bound) for done in rows],
+        "gap": ["-" if done.gap is None else f"{done.gap:.1%}" for done in rows],
+        "by": [
+            done.best.method.replace("elimination", "exact").replace(" + ", "+") for done in rows
+        ],
+    }
+    for name in _LEFT_OUT:
+        if sum(max(map(len, [name, *cells])) + 3 for name, cells in columns.items()) <= width:
+            break
+        del columns[name]
     shown = Table(title=Text(title), box=SIMPLE, pad_edge=False, title_justify="left")
-    for column in (
-        *("machines", "used", "step p50", "p10-p90", "speed-up", "eff.", "comp/comms/sync/wait"),
-        *("memory", "bound", "gap", "by"),
-    ):
-        shown.add_column(column, justify="left" if column == "by" else "right", no_wrap=True)
-    for done in rows:
-        p10, p50, p90 = done.best.seconds
-        shown.add_row(
-            str(done.n_machines),
-            str(len(done.used)),
-            seconds(p50),
-            _range(p10, p90),
-            f"{done.speed_up:.2f}x",
-            f"{done.speed_up / len(done.used):.0%}",
-            " ".join(f"{abs(100 * share):.0f}" for share in done.shares) + " %",
-            size(max(done.best.cost.memory_bytes)) + ("!" if done.lacking else ""),
-            seconds(done.lower_bound),
-            "-" if done.gap is None else f"{done.gap:.1%}",
-            done.best.method.replace("elimination", "exact").replace(" + ", "+"),
-            style="red" if done.lacking else "",
-        )
+    for name in columns:
+        shown.add_column(name, justify="left" if name == "by" else "right", no_wrap=True)
+    for done, *cells in zip(rows, *columns.values(), strict=True):
+        shown.add_row(*cells, style="red" if done.lacking else "")
     return shown
 
 

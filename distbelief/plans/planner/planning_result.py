@@ -13,7 +13,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, final
+from typing import final
 
 import torch
 from rich.console import Console
@@ -113,8 +113,6 @@ def _wrong(name: str, value: object, fix: str) -> GraphError:
 
 # --- planning result ---
 
-WIDTH: Final = 130  # characters of a line without a terminal
-
 
 @final
 @dataclass(frozen=True)
@@ -137,13 +135,14 @@ class PlanningResult:
             remarks.insert(0, f"{counts} machines: left out, a pin needs more")
         return remarks
 
-    def table(self) -> Table:
+    def table(self, width: int = plan_report.WIDTH) -> Table:
+        """Return the rows as a table, with the columns that fit in `width` characters."""
         request = self.request
         title = (
             f"{request.model}: {request.graph.n_parameters:,} parameters, batch "
             f"{request.batch}, cluster {request.cluster.name}"
         )
-        return plan_report.table(self.planned, title=title)
+        return plan_report.table(self.planned, title=title, width=width)
 
     def plain(self) -> plan_report.Plain:
         return {
@@ -156,7 +155,12 @@ class PlanningResult:
         }
 
     def show(self, console: Console) -> None:
-        console.print(self.table())
+        shown = self.table(console.width)
+        console.print(shown)
+        meanings = plan_report.MEANINGS
+        heads = [str(column.header) for column in shown.columns]
+        told = "; ".join(f"{name}: {meanings[name]}" for name in heads if name in meanings)
+        console.print(f" {told}", style="dim")
         for remark in self.remarks:
             console.print(f" {remark}", style="dim", markup=False, soft_wrap=True)
 
@@ -215,7 +219,7 @@ class PlanningResult:
 
     @override
     def __str__(self) -> str:
-        console = Console(width=WIDTH, highlight=False, color_system=None)
+        console = Console(width=plan_report.WIDTH, highlight=False, color_system=None)
         with console.capture() as written:
             self.show(console)
         return written.get().rstrip()

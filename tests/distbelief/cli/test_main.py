@@ -299,3 +299,20 @@ def test_output_that_is_not_taken_is_one_message_or_none(options: list[str]) -> 
         done = elsewhere.ended(STATUS, "status", *options, stdout=full)
     said = "cannot write to standard output: No space left on device\n"
     assert (done.stderr, done.returncode) == (said, FAILED)
+
+
+@pytest.mark.parametrize("command", ["train", "partition", "simulate", "serve", "join", "slurm"])
+@pytest.mark.parametrize("width", [80, 120])
+def test_examples_of_several_lines_can_be_copied(
+    monkeypatch: pytest.MonkeyPatch, command: str, width: int
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    lines = [
+        line.rstrip() for line in CliRunner().invoke(app, [command, "--help"]).output.splitlines()
+    ]
+    assert all(len(line) <= width for line in lines)
+    begins = [at for at, line in enumerate(lines) if line.startswith(" $ distbelief")]
+    assert begins
+    assert any(lines[at].endswith("\\") for at in begins)
+    for at in begins:
+        assert lines[at].endswith("\\") == lines[at + 1].startswith("     ")

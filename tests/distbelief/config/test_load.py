@@ -225,6 +225,7 @@ def test_groups_of_a_rule_keep_their_order_where_the_job_is_stored() -> None:
 
 def test_the_command_lists_presets_and_prints_one_as_it_would_be_written() -> None:
     listed = CliRunner().invoke(app, ["presets"])
+    assert max(map(len, listed.stdout.splitlines())) <= 80
     assert all(f"\n{name} " in f"\n{listed.output}" for name in PRESETS)
     printed = CliRunner().invoke(app, ["presets", "diloco"])
     table = tomllib.loads(printed.output)["algorithm"]

@@ -70,6 +70,18 @@ def test_the_table_and_the_json_have_a_row_for_each() -> None:
         assert row["bytes"] == sum(done.best.cost.link_bytes.values())
 
 
+@pytest.mark.parametrize("width", [80, 100, 120, 130])
+def test_columns_are_left_out_and_no_number_is_cut(width: int) -> None:
+    shown = table(planned(*COUNTS), title="a net", width=width)
+    console = Console(width=width)
+    with console.capture() as text:
+        console.print(shown)
+    lines = text.get().splitlines()
+    assert all(len(line) <= width and "…" not in line for line in lines)
+    assert {"machines", "step p50", "speed-up", "memory"} <= {str(c.header) for c in shown.columns}
+    assert len(table(planned(*COUNTS), title="", width=130).columns) == 11
+
+
 # --- remarks ---
 
 
