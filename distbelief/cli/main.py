@@ -18,6 +18,7 @@ import typer
 
 from distbelief.cli import options as o
 from distbelief.cli.dashboard import dashboard
+from distbelief.cli.demo import demo
 from distbelief.cli.export import export
 from distbelief.cli.join import join
 from distbelief.cli.keys import keys
@@ -205,6 +206,7 @@ def train(  # noqa: PLR0913 -- options
     return run.exit_code
 
 
+app.command()(demo)
 app.command()(status)
 app.command()(dashboard)
 app.command()(export)
