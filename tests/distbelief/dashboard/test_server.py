@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import re
 import socket
 import threading
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ from distbelief.dashboard.server import (
 )
 from distbelief.supervisor.view import Message, RoleView
 from tests.distbelief.dashboard import made_runs
+from tests.docs.pages import ROOT
 
 
 PAGE = Path(server_module.__file__).parent / "page"
@@ -295,6 +297,8 @@ def test_prometheus_gets_base_units(tmp_path: Path) -> None:
     assert f'distbelief_metric{{run="{path}",metric="accuracy"}} ' in text
     families = [line.split()[2] for line in lines if line.startswith("# TYPE")]
     assert len(families) == len(set(families))
+    shown = re.findall(r"distbelief_[a-z_]+", (ROOT / "docs" / "grafana.json").read_text())
+    assert {*shown} <= {*families}
     for line in lines:
         if line.startswith("# TYPE"):
             _, _, name, kind = line.split()
