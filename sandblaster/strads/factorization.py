@@ -28,7 +28,13 @@ from distbelief.parameter_server.rows import Rows, Values
 from distbelief.protocol.vector_commands import Pull
 from sandblaster.optimizers.termination import Reason
 from sandblaster.strads.columns import of_sklearn
-from sandblaster.strads.estimator import Estimator, blocks_of, check_numbers, checked_entries
+from sandblaster.strads.estimator import (
+    Estimator,
+    blocks_of,
+    check_numbers,
+    check_workers,
+    checked_entries,
+)
 from sandblaster.strads.factor_kernel import stepper, subtract
 from sandblaster.strads.program import Mark, Program, Pushed, Steps, Task, Types, run
 
@@ -295,6 +301,7 @@ class MatrixFactorization(Estimator):
             all rows if these are fewer.
         workers: Threads.
         random_state: The seed, 0 or more.
+        warm_start: Whether `fit` begins at the factors of the fit before.
 
     Attributes:
         row_factors_: (n_rows, n_components)
@@ -320,6 +327,7 @@ class MatrixFactorization(Estimator):
         n_blocks: int | None = None,
         workers: int = 1,
         random_state: int = 0,
+        warm_start: bool = False,
     ) -> None:
         self.n_components = n_components
         self.regularization = regularization
@@ -331,6 +339,7 @@ class MatrixFactorization(Estimator):
         self.n_blocks = n_blocks
         self.workers = workers
         self.random_state = random_state
+        self.warm_start = warm_start
 
     def program(self, X: object, *, held_out: object = None) -> Factors:  # noqa: N803 -- scikit-learn's name
         """Return what `fit` runs.
@@ -350,6 +359,8 @@ class MatrixFactorization(Estimator):
         if not entries.nnz:
             raise SettingError(f"{user}: X has no entries; give at least one")
         n_blocks = blocks_of(user, self.n_blocks, rows=entries.shape[0])
+        if self.n_blocks is not None:
+            check_workers(user, self.workers, n_blocks)
         evaluated = sparse.csr_array(entries.shape) if held_out is None else self._checked(held_out)
         if evaluated.shape != entries.shape:
             raise SettingError(
@@ -359,7 +370,7 @@ class MatrixFactorization(Estimator):
         if held_out is not None and not evaluated.nnz:
             raise SettingError(f"{user}: held_out has no entries; give some or none")
         mean = 0.0 if self.implicit_strength else float(entries.data.mean())
-        return Factors(
+        program = Factors(
             mean=mean,
             targets=self._with(entries, _targets(entries.data, mean, self.implicit_strength)),
             weights=self._with(entries, _weights(entries.data, self.implicit_strength)),
@@ -374,6 +385,16 @@ class MatrixFactorization(Estimator):
             held_out=self._with(evaluated, evaluated.data - mean),
             patience=self.patience,
         )
+        before = cast("Mapping[str, Mapping[str, Values]]", vars(self)).get("_tables", {})
+        for name, values in before.items() if self.warm_start else ():
+            if values.shape != program.tables[name].shape:
+                raise SettingError(
+                    f"{user}: warm_start needs the rows, columns and ranks of the fit before, and "
+                    f"X has shape {entries.shape}: set warm_start=False"
+                )
+        if self.warm_start and before:
+            program.tables = before
+        return program
 
     def fit(
         self,
@@ -401,6 +422,7 @@ class MatrixFactorization(Estimator):
                 f"{type(self).__name__}: the factors are not finite: scale X, or use a larger "
                 "regularization"
             )
+        self._tables = tables
         self._fitted = self.biases, self.implicit_strength, self.regularization
         self.mean_ = program.mean
         u = tables["rows"].reshape(program.n_ranks, -1)
