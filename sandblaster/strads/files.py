@@ -53,7 +53,8 @@ def read_matrix(path: str, y: str = "", *, n_features: int | None = None) -> Mat
 
 def read_columns(path: str, y: str = "", *, n_features: int | None = None) -> "Matrix | Mapped":
     """Return the same, but of files that can be read in part what reads their columns."""
-    if Path(path).suffix == ".npz" and (mapped := _tried(path, lambda: _mapped(path))) is not None:
+    is_sparse = Path(path).suffix == ".npz" and n_features is None
+    if is_sparse and (mapped := _tried(path, lambda: _mapped(path))) is not None:
         return cast("Mapped", mapped)
     matrix = read_matrix(path, y, n_features=n_features)
     if isinstance(matrix, np.memmap) and matrix.ndim == 2 and matrix.dtype.kind in "biuf":
@@ -164,18 +165,14 @@ def _mapped(path: str) -> Mapped | None:
         members = {info.filename: info for info in archive.infolist()}
         if any(one.compress_type != zipfile.ZIP_STORED for one in members.values()):
             return None
-        with archive.open("format.npy") as member:
-            if np.lib.format.read_array(member).item() != b"csc":
-                return None
-        with archive.open("shape.npy") as member:
-            shape = np.lib.format.read_array(member)
-        with archive.open("indptr.npy") as member:
-            starts: Ids = np.lib.format.read_array(member)
         arrays = [_map(file, members[f"{name}.npy"]) for name in ("data", "indices")]
     values, rows = cast("tuple[Floats | None, Ids | None]", tuple(arrays))
-    if values is None or rows is None or values.dtype != np.float64:
-        return None
-    return Mapped((int(shape[0]), int(shape[1])), values, rows, starts.astype(np.int64))
+    with np.load(path) as small:
+        is_csc = small["format"].item() == b"csc"
+        if not is_csc or values is None or rows is None or values.dtype != np.float64:
+            return None
+        n_rows, n_columns = small["shape"].tolist()
+        return Mapped((n_rows, n_columns), values, rows, small["indptr"].astype(np.int64))
 
 
 def _map(file: BinaryIO, member: zipfile.ZipInfo) -> "Floats | Ids | None":
