@@ -19,6 +19,7 @@ objective (`plan`). Several alphas make a path: each begins at the solution of t
 """
 
 import math
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal, TypeAlias, TypeVar, cast, final
@@ -64,6 +65,7 @@ class Score(_Packed, frozen=True):
 
     alpha: float
     n_offers: int
+    held_out: int  # checksum of these data: a host with other ones is refused
 
 
 class Measure(_Packed, frozen=True):
@@ -248,6 +250,10 @@ class Descent(Program[Block, Argument, Report, Sequence[Solution]]):
         self._gather_max = max(gather * n_samples, _N_GATHERED) if gather else 0.0
         self._n_samples = n_samples
         self.types = Types(argument=Argument, report=Report, state=State)
+        self._checksum = 0
+        for one in () if held_out is None else held_out:
+            values = one if isinstance(one, np.ndarray) else one.data
+            self._checksum = zlib.crc32(values.tobytes(), self._checksum)
         self._which = cut(n_features, n_blocks)
         self._ends = np.array([which.stop for which in self._which])
         constant = loss.constant(y, centred=centred)
@@ -285,7 +291,7 @@ class Descent(Program[Block, Argument, Report, Sequence[Solution]]):
             scheduler = cast("State", state)
         solutions = scheduler.solutions
         if self._relative and not scheduler.unit:
-            score = Score(alpha=1.0, n_offers=1)
+            score = Score(alpha=1.0, n_offers=1, held_out=self._checksum)
             scored = yield [self._task(block, score) for block in range(self.n_blocks)]
             largest = max(one.largest for one in scored if isinstance(one, Scored))
             if not largest > 0.0:
@@ -318,7 +324,7 @@ class Descent(Program[Block, Argument, Report, Sequence[Solution]]):
     def _solve(self, scheduler: "State", alpha: float) -> "_Steps[Solution]":
         while True:
             n_offers = max(_FIRST_SIZE, 2 * scheduler.n_used)
-            score = Score(alpha=alpha, n_offers=n_offers)
+            score = Score(alpha=alpha, n_offers=n_offers, held_out=self._checksum)
             scored = yield [self._task(block, score) for block in range(self.n_blocks)]
             largest = max(one.largest for one in scored if isinstance(one, Scored))
             (measured,) = yield [self._task(0, Measure(alpha=alpha, largest=largest))]
@@ -468,6 +474,8 @@ class Descent(Program[Block, Argument, Report, Sequence[Solution]]):
         return known
 
     def _score(self, columns: Columns, argument: Score, f: Floats) -> Scored:
+        if argument.held_out != self._checksum:
+            raise SettingError("held-out data are others here: give all hosts the same files")
         vector = self._loss.dual_vector(self._y, f, centred=self._centred)
         sizes = np.abs(columns.products(vector))
         sizes[columns.norms == 0.0] = 0.0

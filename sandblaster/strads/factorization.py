@@ -130,6 +130,20 @@ class Factors(Program[Block, Turn, Report, History]):
         self._ends = np.searchsorted(ends, shares)
         self._ends[[0, -1]] = 0, n_rows
 
+    def start_at(self, tables: Mapping[str, Values]) -> None:
+        """Begin at other factors; SettingError if they are not of such a matrix, and as many."""
+        u, v = (tables.get(name, np.zeros(0)) for name in self.tables)
+        fits = [u.shape, v.shape] == [values.shape for values in self.tables.values()]
+        if fits and self.biases:  # what is held stays what it is
+            n_rows, n_columns = self.targets.shape
+            fits = bool((u[n_rows : 2 * n_rows] == 1).all() and (v[:n_columns, 0] == 1).all())
+        if not fits or not (np.isfinite(u).all() and np.isfinite(v).all()):
+            raise SettingError(
+                f"the factors to start at are not of {self.n_ranks} ranks, biases among them, of "
+                f"{self.targets.shape} rows and columns: start without them"
+            )
+        self.tables = {"rows": u, "columns": v}
+
     @override
     def load(self, block: int) -> Block:
         first, end = self._ends[block : block + 2]
@@ -385,15 +399,9 @@ class MatrixFactorization(Estimator):
             held_out=self._with(evaluated, evaluated.data - mean),
             patience=self.patience,
         )
-        before = cast("Mapping[str, Mapping[str, Values]]", vars(self)).get("_tables", {})
-        for name, values in before.items() if self.warm_start else ():
-            if values.shape != program.tables[name].shape:
-                raise SettingError(
-                    f"{user}: warm_start needs the rows, columns and ranks of the fit before, and "
-                    f"X has shape {entries.shape}: set warm_start=False"
-                )
-        if self.warm_start and before:
-            program.tables = before
+        before = cast("Mapping[str, Mapping[str, Values]]", vars(self)).get("_tables")
+        if self.warm_start and before is not None:
+            program.start_at(before)
         return program
 
     def fit(

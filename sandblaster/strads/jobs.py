@@ -191,28 +191,26 @@ def _linear(  # type: ignore[explicit-any] # of a job file
             )
         if "start" in given:
             n = matrix.shape[1]
-            tables = _start(str(given["start"]), coefficients=(n,), intercept=(1,))
-            fitted = {"coef_": tables["coefficients"], "intercept_": tables["intercept"]}
+            tables = _start(str(given["start"]))
+            found = tables.get("coefficients", np.zeros(0))
+            if found.shape != (n,) or not np.isfinite(found).all():
+                raise JobError(
+                    f"[model.arguments] start has {len(found)} coefficients, and X {n} columns: "
+                    "give the model of a run on such data"
+                )
+            fitted = {"coef_": found, "intercept_": tables["intercept"]}
             vars(estimator).update(fitted, n_features_in_=n, warm_start=True)
         return Linear(estimator.program(matrix, targets))
     except SettingError as error:
         raise JobError(f"[model] {error}") from None
 
 
-def _start(path: str, **shapes: tuple[int, ...]) -> Mapping[str, Floats]:
-    """Return tables of another run, of these shapes."""
+def _start(path: str) -> Mapping[str, Floats]:
+    """Return the tables of another run."""
     try:
-        found = load_file(path)
+        return cast("Mapping[str, Floats]", load_file(path))
     except (OSError, SafetensorError) as error:
         raise JobError(f"[model.arguments] start: {path} cannot be read: {error}") from None
-    for name, shape in shapes.items():
-        if name not in found or found[name].shape != shape:
-            there = found[name].shape if name in found else "not there"
-            raise JobError(
-                f"[model.arguments] start: {name} in {path} is {there}, and the data need {shape}: "
-                "give the model of a run on such data"
-            )
-    return cast("Mapping[str, Floats]", found)
 
 
 @final
@@ -287,8 +285,7 @@ def factors(
     try:
         program = estimator.program(matrix, held_out=others[0] if others else None)
         if start:
-            shapes = {name: values.shape for name, values in program.tables.items()}
-            program.tables = _start(start, **shapes)
+            program.start_at(_start(start))
     except SettingError as error:
         raise JobError(f"[model] {error}") from None
     return FactorModel(program, shape=program.targets.shape, mean=program.mean)

@@ -280,10 +280,7 @@ def test_a_job_of_a_path_predicts_by_its_best_solution() -> None:
         ({"held_out_x": "x.npy"}, "x.npy has no targets: give y, a .npy file"),
         ({"n_features": 40}, "n_features is 40, but the file says it: leave it out"),
         ({"start": "none.safetensors"}, "start: none.safetensors cannot be read"),
-        (
-            {"start": "other.safetensors"},
-            r"coefficients in .* is \(3,\), and the data need \(40,\)",
-        ),
+        ({"start": "other.safetensors"}, "start has 3 coefficients, and X 40 columns"),
     ],
 )
 def test_what_a_job_has_no_use_for_is_refused(arguments: dict[str, Any], says: str) -> None:
@@ -326,10 +323,29 @@ def test_factors_start_at_those_of_another_run() -> None:
     half.fit(X)
     # Every fourth pass begins anew anyway: the same bits.
     assert half.objectives_ == whole.objectives_[4:] == [objective for objective, _ in history]
-    with pytest.raises(JobError, match="warm_start needs the rows, columns and ranks"):
+    with pytest.raises(JobError, match=r"to start at are not of 4 ranks, .* of \(50, 40\) rows"):
         half.fit(X[:50])
-    with pytest.raises(JobError, match=r"rows in model.safetensors is \(240,\)"):
+    with pytest.raises(JobError, match="to start at are not of 3 ranks"):
         jobs.factors("x.npz", start="model.safetensors", n_components=3)
+
+
+def test_factors_without_biases_are_no_start_for_some_with_biases() -> None:
+    """As many ranks, and what stands for 1 was some other number, to the end."""
+    tables = run(jobs.factors("x.npz", n_components=4, max_iter=2).program)[1]
+    save_file({name: rows.copy() for name, rows in tables.items()}, "model.safetensors")
+    with pytest.raises(JobError, match="to start at are not of 4 ranks, biases among them"):
+        jobs.factors("x.npz", start="model.safetensors", n_components=2, biases=True)
+
+
+def test_a_host_with_other_held_out_data_is_refused() -> None:
+    here, there = path_of(), path_of()
+    np.save("held_y.npy", Y[HELD] + 1.0)
+    held = {"held_out_x": "held.npy", "held_out_y": "held_y.npy"}
+    other = jobs.lasso("train.npy", "train_y.npy", n_blocks=4, **held).program
+    here.push = other.push  # type: ignore[method-assign] # of a worker elsewhere
+    with pytest.raises(JobError, match="held-out data are others here: give all hosts the same"):
+        run(here)
+    run(there)
 
 
 def test_held_out_ratings_end_a_job_of_factors() -> None:
