@@ -173,7 +173,6 @@ def _linear(  # type: ignore[explicit-any] # of a job file
     held_x, held_y = (str(given.get(f"held_out_{name}", "")) for name in ("x", "y"))
     matrix = read_columns(x, y, n_features=given.get("n_features"))
     try:
-        check_memory(matrix, 1.0 / n_blocks, user=kind.__name__)
         if held_x:
             for name in {"alpha", "start"} & given.keys():
                 raise JobError(
@@ -183,7 +182,9 @@ def _linear(  # type: ignore[explicit-any] # of a job file
             held_y = held_y or ("" if y.endswith(".npy") else y)
             width = matrix.shape[1] if is_text(held_x) else None
             pair = read_matrix(held_x, held_y, n_features=width), read_targets(held_x, held_y)
-            return Linear(estimator.path_program(matrix, targets, held_out=pair, **path))
+            program = estimator.path_program(matrix, targets, held_out=pair, **path)
+            check_memory(matrix, 1.0 / program.n_blocks, user=kind.__name__)
+            return Linear(program)
         for name in [*path, *(["held_out_y"] if held_y else [])]:
             raise JobError(
                 f"[model.arguments] {name} is of a path, whose best model held-out data decide: "
@@ -200,7 +201,9 @@ def _linear(  # type: ignore[explicit-any] # of a job file
                 )
             fitted = {"coef_": found, "intercept_": tables["intercept"]}
             vars(estimator).update(fitted, n_features_in_=n, warm_start=True)
-        return Linear(estimator.program(matrix, targets))
+        program = estimator.program(matrix, targets)
+        check_memory(matrix, 1.0 / program.n_blocks, user=kind.__name__)
+        return Linear(program)
     except SettingError as error:
         raise JobError(f"[model] {error}") from None
 

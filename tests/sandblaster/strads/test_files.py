@@ -278,6 +278,7 @@ def test_a_job_of_a_path_predicts_by_its_best_solution() -> None:
         ({"held_out_y": "y.npy"}, "held_out_y is of a path"),
         ({"held_out_x": "x.npy", "held_out_y": "y.npy", "alpha": 0.1}, "alpha is not of a path"),
         ({"held_out_x": "x.npy"}, "x.npy has no targets: give y, a .npy file"),
+        ({"n_blocks": 0}, "n_blocks is 0; use a whole number, 1 or more"),
         ({"n_features": 40}, "n_features is 40, but the file says it: leave it out"),
         ({"start": "none.safetensors"}, "start: none.safetensors cannot be read"),
         ({"start": "other.safetensors"}, "start has 3 coefficients, and X 40 columns"),
