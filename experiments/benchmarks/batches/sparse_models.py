@@ -204,7 +204,8 @@ def _job(folder: Path, alpha: float, replicas: int) -> float:
     job: Mapping[str, object] = {
         "model": {"factory": "sandblaster.strads.jobs:lasso", "arguments": {**files, **options}},
         "data": {"train": {"factory": "sandblaster.strads.jobs:samples", "arguments": files}},
-        "algorithm": {"name": "sandblaster", "method": "strads", "loss": "mse"},
+        # Rows are dense, where they are evaluated.
+        "algorithm": {"name": "sandblaster", "method": "strads", "loss": "mse", "portion": 8},
         "cluster": {"replicas": replicas, "shards": 1},
         "output": {"directory": str(folder / f"run-{replicas}")},
     }
