@@ -301,14 +301,15 @@ class Descent(Program[Block, Argument, Report, Sequence[Solution]]):
             alpha = self._alphas[len(solutions)] * (scheduler.unit or 1.0)
             solutions.append((yield from self._solve(scheduler, alpha)))
             scheduler.begin()
-        last = solutions[-1]
+        found = solutions[-1]
         if self._keeps_best:
-            last = min(solutions, key=lambda one: one.held_out)
-            yield [self._task(0, scheduler.close(last, self.tables[PATH].shape))]
-        end = Reason.CONVERGED_GAP if last.converged else Reason.MAX_ITERATIONS
+            # From here on the state is that of the best one, as the tables are.
+            found = min(solutions, key=lambda one: one.held_out)
+            yield [self._task(0, scheduler.close(found, self.tables[PATH].shape))]
+        end = Reason.CONVERGED_GAP if found.converged else Reason.MAX_ITERATIONS
         if len(solutions) < len(self._alphas):
             end = Reason.HELD_OUT
-        yield self._mark(scheduler, last.objective, end)
+        yield self._mark(scheduler, found.objective, end)
         return solutions
 
     def _is_over(self, solutions: "Sequence[Solution]") -> bool:
