@@ -30,7 +30,7 @@ from sandblaster.group_tasks import ChunkBatchPlan, GroupTasks, WorkerConfig
 from sandblaster.optimizers import AnyMethod
 from sandblaster.optimizers.base import Runnable
 from sandblaster.settings import PROGRAM, SandblasterSettings
-from sandblaster.strads.jobs import check_data, has_program, program_in, program_of
+from sandblaster.strads.jobs import check_blocks, check_data, has_program, program_in, program_of
 from sandblaster.strads.method import Scheduled
 from sandblaster.strads.worker import BlockWorker
 from sandblaster.warm_start_worker import WarmStartWorker
@@ -67,13 +67,15 @@ def check_model(
                 f'not run: use [algorithm] method = "{PROGRAM}"'
             )
         return
-    n_blocks = program_in(module, task.model).n_blocks
+    program = program_in(module, task.model)
+    n_blocks = program.n_blocks
     check_data(task)
     if n_replicas > n_blocks:
         raise JobError(
             f"[cluster] replicas is {n_replicas}, and the program has {n_blocks} blocks: "
             "use no more replicas, or more n_blocks"
         )
+    check_blocks(program)
 
 
 def build_coordinator(config: SandblasterSettings, *, context: BuildContext) -> Role:

@@ -1,4 +1,4 @@
-"""Groups of columns of a matrix: dense in either order, memory-mapped, or scipy.sparse.
+"""Groups of columns of a matrix: dense in either order, in a file, or scipy.sparse.
 
 A block holds its columns as they are when that is column by column in float64, and else a copy.
 """
@@ -7,6 +7,7 @@ import sys
 import warnings
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Final, TypeAlias, TypeVar, cast, final
 
 import numpy as np
@@ -25,7 +26,77 @@ Labels: TypeAlias = NDArray[np.float64 | np.int64 | np.bool_ | np.str_ | np.obje
 Given = TypeVar("Given", bound=Exception)
 
 
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class Mapped:
+    """A matrix in a file, of which blocks read their columns. `Columns.of` checks these."""
+
+    shape: tuple[int, int]
+    values: NDArray[np.float64]  # of any numbers, (n_rows, n_columns); or (n_entries,)
+    rows: Ids | None = None  # (n_entries,), if it is sparse
+    starts: Ids | None = None  # (n_columns + 1,)
+
+
 _PRECISE: Final = 1e-9  # of |x|^2 that must be left when a column is centred: the rest is rounding
+
+
+def columns_of(matrix: "Matrix | Mapped", which: "range | Ids") -> Matrix:
+    """Return some columns; of a file as float64, in memory."""
+    some = slice(which.start, which.stop) if isinstance(which, range) else which
+    if not isinstance(matrix, Mapped):
+        return cast("Floats", matrix)[:, some]  # both kinds take such indices
+    if matrix.rows is None or matrix.starts is None:
+        # Fancy indices of a map read column by column, a slice of it row by row.
+        return np.asarray(matrix.values[:, some], dtype=np.float64)
+    ids = np.asarray(which, dtype=np.int64)
+    lengths = np.diff(matrix.starts)[ids]
+    ends = np.concatenate([[0], np.cumsum(lengths)])
+    places: Ids | slice[int, int, None] = np.arange(ends[-1]) + np.repeat(
+        matrix.starts[ids] - ends[:-1], lengths
+    )
+    if isinstance(which, range):
+        places = slice(int(matrix.starts[which.start]), int(matrix.starts[which.stop]))
+    entries = np.array(matrix.values[places]), np.array(matrix.rows[places])
+    columns: Csc = sparse.csc_array((*entries, ends), shape=(matrix.shape[0], len(ids)))
+    columns.sum_duplicates()
+    return columns
+
+
+def n_entries(matrix: "Matrix | Mapped", which: Ids) -> int:
+    """Return the entries of some columns: all elements of dense ones."""
+    if isinstance(matrix, np.ndarray) or (isinstance(matrix, Mapped) and matrix.starts is None):
+        return len(which) * int(matrix.shape[0])
+    starts = matrix.starts if isinstance(matrix, Mapped) else matrix.indptr
+    return int(np.sum(np.diff(cast("Ids", starts))[which]))
+
+
+def check_memory(matrix: "Matrix | Mapped", share: float, *, user: str) -> None:
+    """Refuse a matrix of which blocks copy a share that does not fit into this host's memory.
+
+    Raises:
+        SettingError: it does not; nothing is refused where the free memory is not known.
+    """
+    if not isinstance(matrix, np.ndarray | Mapped):
+        return  # it is in memory, and stays there
+    if isinstance(matrix, np.ndarray) and matrix.flags.f_contiguous:
+        return
+    n_bytes = share * 8 * n_entries(matrix, np.arange(matrix.shape[1]))
+    free = free_bytes()
+    if free is not None and n_bytes > free:
+        raise SettingError(
+            f"{user}: blocks of X, {matrix.shape[0]:,} x {matrix.shape[1]:,}, take "
+            f"{n_bytes / 1e9:,.1f} GB here, and {free / 1e9:,.1f} GB of memory are free: use more "
+            "hosts, or a sparse X"
+        )
+
+
+def free_bytes() -> int | None:
+    """Return the memory that programs of this host may still take; None: not known."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    return next((int(one.split()[1]) << 10 for one in lines if one.startswith("MemAvail")), None)
 
 
 def checked_matrix(x: object, *, user: str) -> Matrix:
@@ -150,13 +221,16 @@ class Columns:
     sums: Floats  # (n,); zeros if nothing is centred
 
     @classmethod
-    def of(cls, matrix: Matrix, which: range, *, centred: bool) -> "Columns":
+    def of(cls, matrix: "Matrix | Mapped", which: range, *, centred: bool) -> "Columns":
         """Cut these columns out of a matrix.
 
         Raises:
-            SettingError: a column varies so little about its mean that float64 loses it.
+            SettingError: a column has NaN or infinity, or varies so little about its mean that
+                float64 loses it.
         """
-        n_rows = matrix.shape[0]
+        n_rows, first = matrix.shape[0], which.start
+        if isinstance(matrix, Mapped):
+            matrix, which = columns_of(matrix, which), range(len(which))
         ones = np.ones(n_rows)
         if isinstance(matrix, np.ndarray):
             rows = np.ascontiguousarray(matrix[:, which.start : which.stop].T)
@@ -169,8 +243,8 @@ class Columns:
             squares = sparse.csc_array((own.data**2, own.indices, own.indptr), own.shape).T @ ones
         with np.errstate(all="ignore"):
             norms = squares - sums * sums / n_rows if centred else squares
-        norms[_constant(own, squares, norms, first=which.start, centred=centred)] = 0.0
-        return cls(which.start, own, norms, sums if centred else np.zeros(len(which)))
+        norms[_constant(own, squares, norms, first=first, centred=centred)] = 0.0
+        return cls(first, own, norms, sums if centred else np.zeros(len(which)))
 
     def products(self, vector: Floats) -> Floats:
         """Return each column times a vector that has no mean, if columns are centred."""
@@ -224,11 +298,13 @@ def _constant(own: Matrix, squares: Floats, norms: Floats, *, first: int, centre
     else:
         some = own[:, odd]
         least, most = (cast("Csc", one).toarray().ravel() for one in (some.min(0), some.max(0)))
-    says_nothing = (least == most) & (centred | (most == 0.0))
+    says_nothing = (least == most) & np.isfinite(most) & (centred | (most == 0.0))
     for place in np.flatnonzero(~says_nothing)[:1]:
         column = odd[place]
         why = "has numbers so small or large that their squares are lost: scale it"
-        if 0.0 < squares[column] < np.inf:
+        if not np.isfinite([least[place], most[place]]).all():
+            why = "contains NaN or infinity: replace or drop these samples"
+        elif 0.0 < squares[column] < np.inf:
             why = "varies by less than 1 in 30,000 of its mean: subtract the mean from it first"
         raise SettingError(f"column {first + column} of X {why}")
     return cast("Ids", odd[says_nothing])

@@ -12,11 +12,14 @@
                 residual, and adds what it has changed to the predictor X w. A working set with so
                 few entries that predictors take longer is updated by the block that gathered it
 
+    close       of a path that keeps its best: one block returns to it, and notes the path
+
 For squares and for the logistic loss, by the same quadratic bound (`losses`). No round raises the
 objective (`plan`). Several alphas make a path: each begins at the solution of the one before.
 """
 
 import math
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal, TypeAlias, TypeVar, cast, final
@@ -30,7 +33,7 @@ from distbelief.core.errors import SettingError
 from distbelief.parameter_server.rows import Rows, Values
 from sandblaster.optimizers.termination import Reason
 from sandblaster.strads import plan
-from sandblaster.strads.columns import Columns, Csc, Ids, Matrix, cut
+from sandblaster.strads.columns import Columns, Csc, Ids, Mapped, Matrix, columns_of, cut, n_entries
 from sandblaster.strads.kernels import Floats
 from sandblaster.strads.losses import Loss, Squares
 from sandblaster.strads.program import Mark, Program, Pushed, Steps, Task, Types
@@ -41,6 +44,7 @@ Schedule = Literal["priority", "round_robin"]
 PREDICTOR: Final = "predictor"
 INTERCEPT: Final = "intercept"
 COEFFICIENTS: Final = "coefficients"
+PATH: Final = "path"
 
 _ALL: Final = slice(None)
 _FIRST_SIZE: Final = 100  # of a working set
@@ -61,6 +65,7 @@ class Score(_Packed, frozen=True):
 
     alpha: float
     n_offers: int
+    held_out: int  # checksum of these data: a host with other ones is refused
 
 
 class Measure(_Packed, frozen=True):
@@ -89,7 +94,16 @@ class Descend(_Packed, frozen=True):
     gathered: bool = False  # the block gathered their columns: not all are its own
 
 
-Argument: TypeAlias = Score | Measure | Plan | Descend
+class Close(_Packed, frozen=True):
+    """Set the coefficients to these, and note the path: (n_alphas, 4)."""
+
+    ids: Ids
+    values: Floats
+    intercept: float
+    path: Floats
+
+
+Argument: TypeAlias = Score | Measure | Plan | Descend | Close
 
 
 class Scored(_Packed, frozen=True):
@@ -177,10 +191,11 @@ class Descent(Program[Block, Argument, Report, Sequence[Solution]]):
     """Solutions for alphas, from the first to the last.
 
     Args:
-        x: (n_samples, n_features), by `checked_matrix`.
+        x: (n_samples, n_features), by `checked_matrix`, or in a file.
         y: (n_samples,)
         loss: `Squares` or `Logistic`.
-        alphas: Weights of the penalty.
+        alphas: Weights of the penalty; or with `relative`, shares of the smallest one with which
+            all coefficients are 0.
         n_blocks: Groups of columns that are updated at the same time.
         centred: Whether there is an intercept.
         tolerance: Duality gap at which an alpha is solved, relative to the loss of a constant.
@@ -193,15 +208,18 @@ class Descent(Program[Block, Argument, Report, Sequence[Solution]]):
         start: Coefficients and intercept of the start; None: 0, and the best constant.
         held_out: Samples and targets that are only evaluated.
         patience: After so many alphas without a better held-out loss the path ends.
+        keeps_best: Whether the tables end at the solution with the least held-out loss, with one
+            more of alpha, objective, gap and held-out loss of each.
     """
 
     def __init__(  # noqa: PLR0913 -- one problem, and how it is solved
         self,
-        x: Matrix,
+        x: "Matrix | Mapped",
         y: Floats,
         loss: Loss,
         *,
         alphas: Sequence[float],
+        relative: bool = False,
         n_blocks: int = 1,
         centred: bool = True,
         tolerance: float = 1e-4,
@@ -212,6 +230,7 @@ class Descent(Program[Block, Argument, Report, Sequence[Solution]]):
         start: tuple[Floats, float] | None = None,
         held_out: "tuple[Matrix, Floats] | None" = None,
         patience: int | None = None,
+        keeps_best: bool = False,
     ) -> None:
         n_samples, n_features = x.shape
         if not 1 <= n_blocks <= n_features:
@@ -225,11 +244,16 @@ class Descent(Program[Block, Argument, Report, Sequence[Solution]]):
         self.n_blocks = n_blocks
         self._x, self._y, self._loss, self._held_out = x, y, loss, held_out
         self._alphas, self._centred, self._patience = alphas, centred, patience
+        self._relative, self._keeps_best = relative, keeps_best
         self._max_iterations, self._schedule = max_iterations, schedule
         self._interference = interference
         self._gather_max = max(gather * n_samples, _N_GATHERED) if gather else 0.0
         self._n_samples = n_samples
         self.types = Types(argument=Argument, report=Report, state=State)
+        self._checksum = 0
+        for one in () if held_out is None else held_out:
+            values = one if isinstance(one, np.ndarray) else one.data
+            self._checksum = zlib.crc32(values.tobytes(), self._checksum)
         self._which = cut(n_features, n_blocks)
         self._ends = np.array([which.stop for which in self._which])
         constant = loss.constant(y, centred=centred)
@@ -240,13 +264,15 @@ class Descent(Program[Block, Argument, Report, Sequence[Solution]]):
         self._gap_max = tolerance * scale
         coefficients, intercept = (np.zeros(n_features), constant) if start is None else start
         matrices = [x] if held_out is None else [x, held_out[0]]
-        self.tables: Mapping[str, Values] = {
-            PREDICTOR: np.concatenate([np.asarray(one @ coefficients) for one in matrices])
-            if coefficients.any()
-            else np.zeros(sum(one.shape[0] for one in matrices)),
+        used = np.flatnonzero(coefficients)
+        parts = [np.asarray(columns_of(one, used) @ coefficients[used]) for one in matrices]
+        self.tables: dict[str, Values] = {
+            PREDICTOR: np.concatenate(parts),
             INTERCEPT: np.array([intercept]),
             COEFFICIENTS: coefficients,
         }
+        if keeps_best:
+            self.tables[PATH] = np.zeros((len(alphas), 4))
 
     @override
     def load(self, block: int) -> Block:
@@ -264,11 +290,26 @@ class Descent(Program[Block, Argument, Report, Sequence[Solution]]):
         if state is not None:
             scheduler = cast("State", state)
         solutions = scheduler.solutions
+        if self._relative and not scheduler.unit:
+            score = Score(alpha=1.0, n_offers=1, held_out=self._checksum)
+            scored = yield [self._task(block, score) for block in range(self.n_blocks)]
+            largest = max(one.largest for one in scored if isinstance(one, Scored))
+            if not largest > 0.0:
+                raise SettingError("no column varies with the targets; give others")
+            scheduler.unit = largest / self._n_samples
         while len(solutions) < len(self._alphas) and not self._is_over(solutions):
-            solutions.append((yield from self._solve(scheduler, self._alphas[len(solutions)])))
+            alpha = self._alphas[len(solutions)] * (scheduler.unit or 1.0)
+            solutions.append((yield from self._solve(scheduler, alpha)))
             scheduler.begin()
-        end = Reason.CONVERGED_GAP if solutions[-1].converged else Reason.MAX_ITERATIONS
-        yield self._mark(scheduler, solutions[-1].objective, end)
+        found = solutions[-1]
+        if self._keeps_best:
+            # From here on the state is that of the best one, as the tables are.
+            found = min(solutions, key=lambda one: one.held_out)
+            yield [self._task(0, scheduler.close(found, self.tables[PATH].shape))]
+        end = Reason.CONVERGED_GAP if found.converged else Reason.MAX_ITERATIONS
+        if len(solutions) < len(self._alphas):
+            end = Reason.HELD_OUT
+        yield self._mark(scheduler, found.objective, end)
         return solutions
 
     def _is_over(self, solutions: "Sequence[Solution]") -> bool:
@@ -284,7 +325,7 @@ class Descent(Program[Block, Argument, Report, Sequence[Solution]]):
     def _solve(self, scheduler: "State", alpha: float) -> "_Steps[Solution]":
         while True:
             n_offers = max(_FIRST_SIZE, 2 * scheduler.n_used)
-            score = Score(alpha=alpha, n_offers=n_offers)
+            score = Score(alpha=alpha, n_offers=n_offers, held_out=self._checksum)
             scored = yield [self._task(block, score) for block in range(self.n_blocks)]
             largest = max(one.largest for one in scored if isinstance(one, Scored))
             (measured,) = yield [self._task(0, Measure(alpha=alpha, largest=largest))]
@@ -365,8 +406,10 @@ class Descent(Program[Block, Argument, Report, Sequence[Solution]]):
         takes: dict[str, Rows] = {PREDICTOR: _ALL, INTERCEPT: _ALL}
         if isinstance(argument, Plan):
             takes = {}
-        if isinstance(argument, Descend):
+        if isinstance(argument, Descend | Close):
             takes[COEFFICIENTS] = argument.ids
+        if isinstance(argument, Close):
+            takes[PATH] = _ALL
         return Task(block=int(block), argument=argument, takes=takes)
 
     # --- at a worker ---
@@ -384,18 +427,33 @@ class Descent(Program[Block, Argument, Report, Sequence[Solution]]):
                 return Pushed(
                     adds={}, report=self._measure(argument, f, float(taken[INTERCEPT][0]))
                 )
+            case Close():
+                return Pushed(adds=self._closed(argument, taken), report=Planned(rounds=None))
             case Descend():
                 return self._update(block, argument, f[: self._n_samples], taken[COEFFICIENTS])
 
+    def _closed(
+        self, argument: Close, taken: Mapping[str, Values]
+    ) -> "dict[str, tuple[Rows, Values]]":
+        ids, changes = argument.ids, argument.values - taken[COEFFICIENTS]
+        matrices = [self._x, *([] if self._held_out is None else [self._held_out[0]])]
+        parts = [np.asarray(columns_of(one, ids) @ changes) for one in matrices]
+        return {
+            PREDICTOR: (_ALL, np.concatenate(parts)),
+            INTERCEPT: (_ALL, argument.intercept - taken[INTERCEPT]),
+            COEFFICIENTS: (ids, changes),
+            PATH: (_ALL, argument.path - taken[PATH]),
+        }
+
     def _planned(self, block: Block, argument: Plan) -> Planned:
         ids, x = argument.ids, self._x
-        if not isinstance(x, np.ndarray) and np.diff(x.indptr)[ids].sum() > _N_ENTRIES_MAX:
+        if not isinstance(x, np.ndarray) and n_entries(x, ids) > _N_ENTRIES_MAX:
             return Planned(rounds=argument.blocks)
         columns = self._gathered(block, ids).columns
-        n_entries = cast("Csc", columns.matrix).nnz
-        if n_entries > _N_ENTRIES_MAX:
+        n_gathered = cast("Csc", columns.matrix).nnz
+        if n_gathered > _N_ENTRIES_MAX:
             return Planned(rounds=argument.blocks)
-        if n_entries <= self._gather_max:
+        if n_gathered <= self._gather_max:
             return Planned(rounds=None)
         sizes = plan.correlations(columns)
         bound = self._interference
@@ -405,7 +463,8 @@ class Descent(Program[Block, Argument, Report, Sequence[Solution]]):
         known = block.gathered
         if known is None or not np.array_equal(known.ids, ids):
             all_of_them = np.arange(len(ids))
-            columns = Columns.of(self._x[:, ids], range(len(ids)), centred=self._centred)
+            some = columns_of(self._x, ids)
+            columns = Columns.of(some, range(len(ids)), centred=self._centred)
             known = block.gathered = Gathered(
                 ids=ids,
                 columns=columns.some(all_of_them),
@@ -416,6 +475,8 @@ class Descent(Program[Block, Argument, Report, Sequence[Solution]]):
         return known
 
     def _score(self, columns: Columns, argument: Score, f: Floats) -> Scored:
+        if argument.held_out != self._checksum:
+            raise SettingError("held-out data are others here: give all hosts the same files")
         vector = self._loss.dual_vector(self._y, f, centred=self._centred)
         sizes = np.abs(columns.products(vector))
         sizes[columns.norms == 0.0] = 0.0
@@ -511,6 +572,7 @@ class State:
     coefficients: Floats
     round_of: Ids  # (n_features,) or -1: in the last working set
     solutions: list[Solution] = field(default_factory=list)
+    unit: float = 0.0  # of alphas that are relative
     # Of the present alpha.
     n_iterations: int = 0
     n_updates: int = 0
@@ -532,6 +594,17 @@ class State:
         self.penalty = float(np.abs(self.coefficients).sum())
         self.losses = []
         self.best_dual, self.last_gap, self.tightness = -math.inf, math.inf, 0.1
+
+    def close(self, best: Solution, shape: tuple[int, ...]) -> Close:
+        """Return to a solution; the path is what is known of all, with 0 for alphas not tried."""
+        path = np.zeros(shape)
+        rows = [(one.alpha, one.objective, one.gap, one.held_out) for one in self.solutions]
+        path[: len(rows)] = rows
+        wanted = np.zeros_like(self.coefficients)
+        wanted[best.ids] = best.values
+        ids = np.flatnonzero((wanted != 0.0) | (self.coefficients != 0.0))
+        self.coefficients = wanted
+        return Close(ids=ids, values=wanted[ids], intercept=best.intercept, path=path)
 
     @property
     def n_used(self) -> int:

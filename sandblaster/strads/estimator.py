@@ -88,6 +88,15 @@ def blocks_of(user: str, given: int | None, **sizes: int) -> int:
     return given
 
 
+def check_workers(user: str, workers: int, n_blocks: int) -> None:
+    """Refuse workers that would have nothing to do."""
+    if workers > n_blocks:
+        raise SettingError(
+            f"{user}: workers is {workers}, and there are {n_blocks} blocks: use no more workers, "
+            "or more n_blocks"
+        )
+
+
 def checked_entries(x: object, *, user: str) -> "sparse.csr_array[np.float64]":
     """Return a matrix by rows, its columns sorted, each entry once; zeros that are stored stay.
 

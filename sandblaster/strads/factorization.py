@@ -28,7 +28,13 @@ from distbelief.parameter_server.rows import Rows, Values
 from distbelief.protocol.vector_commands import Pull
 from sandblaster.optimizers.termination import Reason
 from sandblaster.strads.columns import of_sklearn
-from sandblaster.strads.estimator import Estimator, blocks_of, check_numbers, checked_entries
+from sandblaster.strads.estimator import (
+    Estimator,
+    blocks_of,
+    check_numbers,
+    check_workers,
+    checked_entries,
+)
 from sandblaster.strads.factor_kernel import stepper, subtract
 from sandblaster.strads.program import Mark, Program, Pushed, Steps, Task, Types, run
 
@@ -123,6 +129,20 @@ class Factors(Program[Block, Turn, Report, History]):
         shares = np.arange(self.n_blocks + 1) * (ends[-1] / self.n_blocks)
         self._ends = np.searchsorted(ends, shares)
         self._ends[[0, -1]] = 0, n_rows
+
+    def start_at(self, tables: Mapping[str, Values]) -> None:
+        """Begin at other factors; SettingError if they are not of such a matrix, and as many."""
+        u, v = (tables.get(name, np.zeros(0)) for name in self.tables)
+        fits = [u.shape, v.shape] == [values.shape for values in self.tables.values()]
+        if fits and self.biases:  # what is held stays what it is
+            n_rows, n_columns = self.targets.shape
+            fits = bool((u[n_rows : 2 * n_rows] == 1).all() and (v[:n_columns, 0] == 1).all())
+        if not fits or not (np.isfinite(u).all() and np.isfinite(v).all()):
+            raise SettingError(
+                f"the factors to start at are not of {self.n_ranks} ranks, biases among them, of "
+                f"{self.targets.shape} rows and columns: start without them"
+            )
+        self.tables = {"rows": u, "columns": v}
 
     @override
     def load(self, block: int) -> Block:
@@ -295,6 +315,7 @@ class MatrixFactorization(Estimator):
             all rows if these are fewer.
         workers: Threads.
         random_state: The seed, 0 or more.
+        warm_start: Whether `fit` begins at the factors of the fit before.
 
     Attributes:
         row_factors_: (n_rows, n_components)
@@ -320,6 +341,7 @@ class MatrixFactorization(Estimator):
         n_blocks: int | None = None,
         workers: int = 1,
         random_state: int = 0,
+        warm_start: bool = False,
     ) -> None:
         self.n_components = n_components
         self.regularization = regularization
@@ -331,6 +353,7 @@ class MatrixFactorization(Estimator):
         self.n_blocks = n_blocks
         self.workers = workers
         self.random_state = random_state
+        self.warm_start = warm_start
 
     def program(self, X: object, *, held_out: object = None) -> Factors:  # noqa: N803 -- scikit-learn's name
         """Return what `fit` runs.
@@ -350,6 +373,8 @@ class MatrixFactorization(Estimator):
         if not entries.nnz:
             raise SettingError(f"{user}: X has no entries; give at least one")
         n_blocks = blocks_of(user, self.n_blocks, rows=entries.shape[0])
+        if self.n_blocks is not None:
+            check_workers(user, self.workers, n_blocks)
         evaluated = sparse.csr_array(entries.shape) if held_out is None else self._checked(held_out)
         if evaluated.shape != entries.shape:
             raise SettingError(
@@ -359,7 +384,7 @@ class MatrixFactorization(Estimator):
         if held_out is not None and not evaluated.nnz:
             raise SettingError(f"{user}: held_out has no entries; give some or none")
         mean = 0.0 if self.implicit_strength else float(entries.data.mean())
-        return Factors(
+        program = Factors(
             mean=mean,
             targets=self._with(entries, _targets(entries.data, mean, self.implicit_strength)),
             weights=self._with(entries, _weights(entries.data, self.implicit_strength)),
@@ -374,6 +399,10 @@ class MatrixFactorization(Estimator):
             held_out=self._with(evaluated, evaluated.data - mean),
             patience=self.patience,
         )
+        before = cast("Mapping[str, Mapping[str, Values]]", vars(self)).get("_tables")
+        if self.warm_start and before is not None:
+            program.start_at(before)
+        return program
 
     def fit(
         self,
@@ -401,6 +430,7 @@ class MatrixFactorization(Estimator):
                 f"{type(self).__name__}: the factors are not finite: scale X, or use a larger "
                 "regularization"
             )
+        self._tables = tables
         self._fitted = self.biases, self.implicit_strength, self.regularization
         self.mean_ = program.mean
         u = tables["rows"].reshape(program.n_ranks, -1)

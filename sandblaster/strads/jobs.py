@@ -14,22 +14,25 @@ it predicts: what evaluates, loads and saves models needs nothing else. Your own
 an attribute `program` whose tables have the names and shapes of its parameters, in float64.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
-from typing import Final, TypeVar, cast, final
+from typing import Any, Final, TypeVar, cast, final
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
+from safetensors.numpy import load_file
 from scipy import sparse
 from torch import nn
 from typing_extensions import override
 
 from distbelief.core.errors import JobError, SettingError
 from distbelief.task.task import ModelSpec, TaskSpec, build_model
-from sandblaster.strads.columns import Matrix
-from sandblaster.strads.descent import Descent
+from sandblaster.strads.columns import check_memory
 from sandblaster.strads.estimator import Estimator
 from sandblaster.strads.factorization import MatrixFactorization
+from sandblaster.strads.files import is_text, read_columns, read_entries, read_matrix, read_targets
 from sandblaster.strads.kernels import Floats
 from sandblaster.strads.linear import Lasso, SparseLogisticRegression
 from sandblaster.strads.method import AnyProgram
@@ -37,10 +40,12 @@ from sandblaster.strads.method import AnyProgram
 
 Kind = TypeVar("Kind", bound=Estimator)
 
+_PATH: Final = ("alphas", "n_alphas", "smallest", "patience")
+_NOT_OF_FIT: Final = {*_PATH, "start", "n_features", "held_out_x", "held_out_y"}
 _FACTORIES: Final = tuple(f"{__name__}:{name}" for name in ("samples", "entries"))
 _OF_FIT: Final = {
     "workers": "use [cluster] replicas",
-    "warm_start": "remove it; train --resume goes on from a checkpoint",
+    "warm_start": "give start, the model.safetensors of another run",
 }
 
 
@@ -81,13 +86,22 @@ def check_data(task: TaskSpec) -> None:
         )
     if data.factory not in _FACTORIES:
         return
-    for name, value in data.arguments.items():
-        own = str(given.get(name, value))
+    for name in sorted({*data.arguments} | {"y", "n_features"} & {*given}):
+        value, own = data.arguments.get(name, ""), str(given.get(name, ""))
         if Path(str(value)).resolve() != Path(own).resolve():
             raise JobError(
                 f"[data.train] {name} is {value!r}, but the program computes from {own!r}: give "
                 f"[model.arguments] {name} the same file"
             )
+
+
+def check_blocks(program: AnyProgram) -> None:
+    """Load each block once; raise JobError for what cannot be computed with."""
+    for block in range(program.n_blocks):
+        try:
+            program.load(block)
+        except SettingError as error:
+            raise JobError(f"[model] {error}") from None
 
 
 class _Tables(nn.Module):
@@ -107,58 +121,117 @@ class _Tables(nn.Module):
 # --- linear models ---
 
 
+_USED: Final = {"coefficients", "intercept"}
+
+
 @final
 class Linear(_Tables):
-    """X w + b; of "predictor" only the program has need."""
+    """X w + b; of other tables only the program has need."""
 
     @override
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return (n_samples,) of (n_samples, n_features)."""
         found = x @ self.get_parameter("coefficients") + self.get_parameter("intercept")
-        return found + self._sum_of("predictor")
+        return found + sum(self._sum_of(name) for name in self.program.tables if name not in _USED)
 
 
-def lasso(x: str, y: str, *, n_blocks: int = 8, **arguments: object) -> Linear:
+def lasso(x: str, y: str = "", *, n_blocks: int = 8, **arguments: object) -> Linear:
     """Return the linear model that `sandblaster.Lasso` fits to X and y, of these files.
 
     Args:
-        x: X, (n_samples, n_features): .npy, which is mapped, not read; or scipy.sparse's .npz.
-        y: (n_samples,), .npy.
+        x: X, (n_samples, n_features): a file (`files`); of text it has y, too.
+        y: (n_samples,), .npy; or the column of a table x that has it.
         n_blocks: As of `Lasso`; no more replicas can take part.
-        arguments: Other arguments of `Lasso`.
+        arguments: Other arguments of `Lasso`. `start`: the model.safetensors of another run, whose
+            coefficients are the first ones. `n_features`, of text. With `held_out_x` and
+            `held_out_y`, files as x and y: a path, of arguments as of `sparse_path`; the model is
+            its best one, and "path" has alpha, objective, gap and held-out loss of each.
     """
-    estimator = _made(Lasso, n_blocks, arguments)
-    return Linear(_linear_program(estimator, x, _read_vector(y)))
+    return _linear(Lasso, n_blocks, x, y, read_targets(x, y), arguments)
 
 
-def sparse_logistic(x: str, y: str, *, n_blocks: int = 8, **arguments: object) -> Linear:
+def sparse_logistic(x: str, y: str = "", *, n_blocks: int = 8, **arguments: object) -> Linear:
     """Return the same for `sandblaster.SparseLogisticRegression`; y is of two classes."""
-    estimator = _made(SparseLogisticRegression, n_blocks, arguments)
-    labels = _read_vector(y)
+    labels = read_targets(x, y)
     # Whatever evaluates takes them as they are.
     if not np.isin(labels, (0, 1)).all():
-        raise JobError(f"[model] {y} has other labels than 0 and 1: save y == class")
-    return Linear(_linear_program(estimator, x, labels))
+        raise JobError(f"[model] {y or x} has other labels than 0 and 1: save y == class")
+    return _linear(SparseLogisticRegression, n_blocks, x, y, labels, arguments)
 
 
-def _linear_program(estimator: Lasso | SparseLogisticRegression, x: str, y: Floats) -> Descent:
+def _linear(  # type: ignore[explicit-any] # of a job file
+    kind: type[Lasso] | type[SparseLogisticRegression],
+    n_blocks: int,
+    x: str,
+    y: str,
+    targets: Floats,
+    given: Mapping[str, Any],
+) -> Linear:
+    own = {name: value for name, value in given.items() if name not in _NOT_OF_FIT}
+    estimator = _made(kind, n_blocks, own)
+    path = {name: given[name] for name in _PATH if name in given}
+    held_x, held_y = (str(given.get(f"held_out_{name}", "")) for name in ("x", "y"))
+    matrix = read_columns(x, y, n_features=given.get("n_features"))
     try:
-        return estimator.program(read_matrix(x), y)
+        if held_x:
+            for name in {"alpha", "start"} & given.keys():
+                raise JobError(
+                    f"[model.arguments] {name} is not of a path: remove held_out_x or it"
+                )
+            # A column has the same name in another table; a file of targets is of one x.
+            held_y = held_y or ("" if y.endswith(".npy") else y)
+            width = matrix.shape[1] if is_text(held_x) else None
+            pair = read_matrix(held_x, held_y, n_features=width), read_targets(held_x, held_y)
+            program = estimator.path_program(matrix, targets, held_out=pair, **path)
+            check_memory(matrix, 1.0 / program.n_blocks, user=kind.__name__)
+            return Linear(program)
+        for name in [*path, *(["held_out_y"] if held_y else [])]:
+            raise JobError(
+                f"[model.arguments] {name} is of a path, whose best model held-out data decide: "
+                "give held_out_x and held_out_y"
+            )
+        if "start" in given:
+            n = matrix.shape[1]
+            tables = _start(str(given["start"]))
+            found = tables.get("coefficients", np.zeros(0))
+            if found.shape != (n,) or not np.isfinite(found).all():
+                raise JobError(
+                    f"[model.arguments] start has {len(found)} coefficients, and X {n} columns: "
+                    "give the model of a run on such data"
+                )
+            fitted = {"coef_": found, "intercept_": tables["intercept"]}
+            vars(estimator).update(fitted, n_features_in_=n, warm_start=True)
+        program = estimator.program(matrix, targets)
+        check_memory(matrix, 1.0 / program.n_blocks, user=kind.__name__)
+        return Linear(program)
     except SettingError as error:
         raise JobError(f"[model] {error}") from None
+
+
+def _start(path: str) -> Mapping[str, Floats]:
+    """Return the tables of another run."""
+    try:
+        return cast("Mapping[str, Floats]", load_file(path))
+    except (OSError, SafetensorError) as error:
+        raise JobError(f"[model.arguments] start: {path} cannot be read: {error}") from None
 
 
 @final
 class Samples:
     """Rows of X, dense, and targets, for [data.train] and [data.test]."""
 
-    def __init__(self, x: Matrix, y: Floats) -> None:
-        if x.shape[0] != len(y):
-            raise JobError(f"[data] x has {x.shape[0]} samples and y {len(y)}: give as many")
-        self._x: Floats | sparse.csr_array[np.float64] = (
-            x if isinstance(x, np.ndarray) else sparse.csr_array(x)
-        )
-        self._y = y.astype(np.float64)
+    def __init__(self, x: str, y: str, n_features: int | None) -> None:
+        self._files = x, y, n_features
+        self._y = read_targets(x, y).astype(np.float64)
+
+    @cached_property
+    def _x(self) -> "Floats | sparse.csr_array[np.float64]":
+        # A worker asks for no sample.
+        path, y, n_features = self._files
+        x = read_matrix(path, y, n_features=n_features)
+        if x.shape[0] != len(self._y):
+            raise JobError(f"[data] x has {x.shape[0]} samples and y {len(self._y)}: give as many")
+        return x if isinstance(x, np.ndarray) else sparse.csr_array(x)
 
     def __len__(self) -> int:
         return len(self._y)
@@ -173,9 +246,9 @@ class Samples:
         return torch.from_numpy(dense.astype(np.float64)), torch.from_numpy(self._y[list(indices)])
 
 
-def samples(x: str, y: str) -> Samples:
+def samples(x: str, y: str = "", *, n_features: int | None = None) -> Samples:
     """Return the rows of X with their targets; the files are as of `lasso`."""
-    return Samples(read_matrix(x), _read_vector(y))
+    return Samples(x, y, n_features)
 
 
 # --- factors ---
@@ -197,18 +270,25 @@ class FactorModel(_Tables):
         return (u[:, pairs[:, 0]] * v[:, pairs[:, 1]]).sum(dim=0) + self._mean
 
 
-def factors(ratings: str, *, n_blocks: int = 8, **arguments: object) -> FactorModel:
+def factors(
+    ratings: str, *, held_out: str = "", start: str = "", n_blocks: int = 8, **arguments: object
+) -> FactorModel:
     """Return the factors that `sandblaster.MatrixFactorization` finds.
 
     Args:
-        ratings: Matrix of (n_rows, n_columns): scipy.sparse's .npz.
+        ratings: Matrix of (n_rows, n_columns): a file (`files`); a table has columns of row, column
+            and rating.
+        held_out: The same of entries that are only evaluated, for `patience`.
+        start: The model.safetensors of another run, whose factors are the first ones.
         n_blocks: As of the estimator; no more replicas can take part.
         arguments: Its other arguments.
     """
-    matrix = read_matrix(ratings)
     estimator = _made(MatrixFactorization, n_blocks, arguments)
+    matrix, *others = read_entries(ratings, *([held_out] if held_out else []))
     try:
-        program = estimator.program(matrix)
+        program = estimator.program(matrix, held_out=others[0] if others else None)
+        if start:
+            program.start_at(_start(start))
     except SettingError as error:
         raise JobError(f"[model] {error}") from None
     return FactorModel(program, shape=program.targets.shape, mean=program.mean)
@@ -234,10 +314,10 @@ class Entries:
 
 def entries(ratings: str) -> Entries:
     """Return the stored entries of a matrix; the file is as of `factors`."""
-    return Entries(sparse.coo_array(read_matrix(ratings)))
+    return Entries(sparse.coo_array(read_entries(ratings)[0]))
 
 
-# --- files ---
+# --- arguments ---
 
 
 def _made(kind: type[Kind], n_blocks: int, arguments: dict[str, object]) -> Kind:
@@ -251,29 +331,3 @@ def _made(kind: type[Kind], n_blocks: int, arguments: dict[str, object]) -> Kind
     except SettingError as error:
         raise JobError(f"[model.arguments] {error}") from None
     return estimator
-
-
-def read_matrix(path: str) -> Matrix:
-    """Return the matrix of a .npy or .npz file, of any format, or raise JobError."""
-    return _read(path, (".npy", ".npz"))
-
-
-def _read_vector(path: str) -> Floats:
-    vector = cast("Floats", _read(path, (".npy",)))
-    if vector.dtype.kind not in "biuf":
-        raise JobError(f"{path} is of {vector.dtype}: save numbers")
-    if vector.ndim != 1:
-        raise JobError(f"{path} has shape {vector.shape}: save one number per sample, y.ravel()")
-    return vector
-
-
-def _read(path: str, kinds: Sequence[str]) -> Matrix:
-    kind = Path(path).suffix
-    if kind not in kinds:
-        raise JobError(f"{path}: give a file of numpy or scipy.sparse, {' or '.join(kinds)}")
-    try:
-        if kind == ".npz":
-            return cast("Matrix", sparse.load_npz(path))
-        return cast("Floats", np.load(path, mmap_mode="r", allow_pickle=False))
-    except (OSError, ValueError, KeyError) as error:
-        raise JobError(f"{path} cannot be read: {error}") from None

@@ -10,7 +10,7 @@ They take and refuse what scikit-learn's estimators do, and need no scikit-learn
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Self, cast, final
+from typing import Any, Literal, Self, cast, final
 
 import numpy as np
 from scipy.special import expit
@@ -21,14 +21,17 @@ from sandblaster.strads import kernels
 from sandblaster.strads.columns import (
     Columns,
     Labels,
+    Mapped,
     Matrix,
+    check_memory,
     checked_labels,
     checked_matrix,
     checked_targets,
+    columns_of,
     of_sklearn,
 )
 from sandblaster.strads.descent import Descent, Solution
-from sandblaster.strads.estimator import Estimator, check_numbers
+from sandblaster.strads.estimator import Estimator, check_numbers, check_workers
 from sandblaster.strads.kernels import Floats
 from sandblaster.strads.losses import Logistic, Loss, Squares
 from sandblaster.strads.program import run
@@ -76,52 +79,19 @@ def sparse_path(  # noqa: PLR0913 -- of a problem, of a path, of a solver
         SettingError: an argument, or the data, cannot be computed with.
     """
     user = "sparse_path"
-    matrix = checked_matrix(x, user=user)
-    pair: object = held_out
-    if pair is not None and not (isinstance(pair, tuple) and len(pair) == 2):
-        raise SettingError(f"{user}: held_out is no pair; give (x, y)")
-    check_numbers(user, n_alphas=n_alphas, smallest=smallest)
-    if not smallest < 1.0:
-        raise SettingError(f"{user}: smallest is {smallest}; use a share of the first, below 1")
-    if patience is not None:
-        check_numbers(user, patience=patience)
     if loss not in {"squares", "logistic"}:
         raise SettingError(f"sparse_path: loss is {loss!r}; use 'squares' or 'logistic'")
-    kind = Squares() if loss == "squares" else Logistic()
-    targets = _path_targets(y, matrix, loss)
-    if targets.min() == targets.max():
-        raise SettingError(f"sparse_path: all targets are {targets[0]}; give different ones")
-    held = None
-    if held_out is not None:
-        others = checked_matrix(held_out[0], user="sparse_path: held_out")
-        _check_width(others, matrix.shape[1], "sparse_path: held_out")
-        held = (others, _path_targets(held_out[1], others, loss, user="sparse_path: held_out"))
-    elif patience is not None:
-        raise SettingError("sparse_path: patience needs samples to evaluate: give held_out=(x, y)")
-    if alphas is None:
-        first = largest_alpha(matrix, targets, kind, centred=fit_intercept)
-        alphas = cast("Sequence[float]", np.geomspace(first, first * smallest, n_alphas).tolist())
     settings = _Settings(user, fit_intercept, tol, max_iter, n_blocks, workers)
-    return settings.solved(
-        settings.program(matrix, targets, kind, [*alphas], held_out=held, patience=patience)
-    )
+    program = settings.path(
+        x, y, Squares() if loss == "squares" else Logistic(), alphas=alphas, n_alphas=n_alphas,
+        smallest=smallest, held_out=held_out, patience=patience,
+    )  # fmt: skip
+    return settings.solved(program)
 
 
-def largest_alpha(x: Matrix, y: Floats, loss: Loss, *, centred: bool) -> float:
-    """Return the smallest alpha with which no coefficient leaves 0."""
-    constant = np.full(len(y), loss.constant(y, centred=centred))
-    vector = loss.dual_vector(y, constant, centred=centred)
-    columns = Columns.of(x, range(x.shape[1]), centred=centred)
-    used = columns.norms > 0.0
-    largest = float(np.abs(columns.products(vector)[used]).max(initial=0.0)) / len(y)
-    if not largest > 0.0:
-        raise SettingError("sparse_path: no column varies with the targets; give others")
-    return largest
-
-
-def _path_targets(y: object, x: Matrix, loss: str, user: str = "sparse_path") -> Floats:
+def _path_targets(y: object, x: "Matrix | Mapped", loss: Loss, user: str) -> Floats:
     targets = checked_targets(y, x.shape[0], user=user)
-    if loss == "logistic" and not np.isin(targets, (0.0, 1.0)).all():
+    if isinstance(loss, Logistic) and not np.isin(targets, (0.0, 1.0)).all():
         raise SettingError(f"{user}: y of the logistic loss must be 0 or 1: give y == class")
     return targets
 
@@ -144,18 +114,20 @@ class _Settings:
     n_blocks: int | None
     workers: int
 
-    def program(
+    def program(  # noqa: PLR0913 -- one problem
         self,
-        x: Matrix,
+        x: "Matrix | Mapped",
         y: Floats,
         loss: Loss,
-        alphas: Sequence[float],
+        alphas: Sequence[float] | None,  # None: `shares` of the largest one
         *,
+        shares: Sequence[float] = (),
         start: tuple[Floats, float] | None = None,
         held_out: "tuple[Matrix, Floats] | None" = None,
         patience: int | None = None,
+        keeps_best: bool = False,
     ) -> Descent:
-        given: Sequence[object] = [*alphas]
+        given: Sequence[object] = [*(shares if alphas is None else alphas)]
         if not given:
             raise SettingError(f"{self.user}: alphas is empty; give at least one")
         for alpha in given:
@@ -168,6 +140,7 @@ class _Settings:
         check_numbers(self.user, max_iter=self.max_iter, workers=self.workers)
         if self.n_blocks is not None:
             check_numbers(self.user, n_blocks=self.n_blocks)
+            check_workers(self.user, self.workers, self.n_blocks)
         if not isinstance(cast("object", self.centred), bool | np.bool_):
             raise SettingError(f"{self.user}: fit_intercept is {self.centred!r}; use true or false")
         tol: object = self.tol
@@ -180,6 +153,7 @@ class _Settings:
             y,
             loss,
             alphas=[float(cast("float", alpha)) for alpha in given],
+            relative=alphas is None,
             n_blocks=n_blocks,
             centred=self.centred,
             tolerance=self.tol,
@@ -187,6 +161,50 @@ class _Settings:
             start=start,
             held_out=held_out,
             patience=patience,
+            keeps_best=keeps_best,
+        )
+
+    def path(  # noqa: PLR0913 -- of a path
+        self,
+        x: object,
+        y: object,
+        loss: Loss,
+        *,
+        alphas: Iterable[float] | None = None,
+        n_alphas: int = 100,
+        smallest: float = 1e-3,
+        held_out: tuple[object, object] | None = None,
+        patience: int | None = None,
+        keeps_best: bool = False,
+    ) -> Descent:
+        user, pair = self.user, cast("object", held_out)
+        matrix = _matrix(x, user)
+        if pair is not None and not (isinstance(pair, tuple) and len(pair) == 2):
+            raise SettingError(f"{user}: held_out is no pair; give (x, y)")
+        check_numbers(user, n_alphas=n_alphas, smallest=smallest)
+        if not smallest < 1.0:
+            raise SettingError(f"{user}: smallest is {smallest}; use a share of the first, below 1")
+        if patience is not None:
+            check_numbers(user, patience=patience)
+        targets = _path_targets(y, matrix, loss, user)
+        if targets.min() == targets.max():
+            raise SettingError(f"{user}: all targets are {targets[0]}; give different ones")
+        held = None
+        if held_out is not None:
+            others = checked_matrix(held_out[0], user=f"{user}: held_out")
+            _check_width(others, matrix.shape[1], f"{user}: held_out")
+            held = (others, _path_targets(held_out[1], others, loss, f"{user}: held_out"))
+        elif patience is not None:
+            raise SettingError(f"{user}: patience needs samples to evaluate: give held_out=(x, y)")
+        return self.program(
+            matrix,
+            targets,
+            loss,
+            None if alphas is None else [*alphas],
+            shares=np.geomspace(1.0, smallest, n_alphas).tolist(),
+            held_out=held,
+            patience=patience,
+            keeps_best=keeps_best,
         )
 
     def solved(self, program: Descent) -> Sequence[Solution]:
@@ -241,20 +259,32 @@ class _Linear(Estimator):
             self.workers,
         )
 
-    def _program(self, x: Matrix, y: Floats, loss: Loss) -> Descent:
+    def path_program(self, x: object, y: object, **options: Any) -> Descent:  # type: ignore[explicit-any]  # noqa: ANN401 -- of a path
+        """Return a path that ends at its best solution: options as of `sparse_path`, y 0 or 1.
+
+        Raises:
+            SettingError: as of `sparse_path`.
+        """
+        loss: Loss = Logistic() if isinstance(self, SparseLogisticRegression) else Squares()
+        return self._settings.path(x, y, loss, keeps_best=True, **options)
+
+    def _program(self, x: "Matrix | Mapped", y: Floats, loss: Loss) -> Descent:
         start = None
         fitted = cast("Mapping[str, object]", vars(self))
         if self.warm_start and "coef_" in fitted and self.n_features_in_ == x.shape[1]:
             coefficients = np.ravel(cast("Floats", fitted["coef_"])).copy()
             # What says nothing in these data would never be updated.
-            columns = Columns.of(x, range(x.shape[1]), centred=self.fit_intercept)
-            coefficients[columns.norms == 0.0] = 0.0
+            used = np.flatnonzero(coefficients)
+            some = columns_of(x, used)
+            columns = Columns.of(some, range(len(used)), centred=self.fit_intercept)
+            coefficients[used[columns.norms == 0.0]] = 0.0
             intercept = float(np.ravel(cast("Floats", fitted["intercept_"]))[0])
             start = coefficients, intercept if self.fit_intercept else 0.0
         return self._settings.program(x, y, loss, [self.alpha], start=start)
 
-    def _solve(self, x: Matrix, y: Floats, loss: Loss) -> tuple[Floats, float]:
+    def _solve(self, x: "Matrix | Mapped", y: Floats, loss: Loss) -> tuple[Floats, float]:
         """Fit; return coefficients, (n_features,), and intercept."""
+        check_memory(x, 1.0, user=type(self).__name__)
         (found,) = self._settings.solved(self._program(x, y, loss))
         self.n_features_in_ = x.shape[1]
         self.n_iter_, self.n_updates_ = found.n_iterations, found.n_updates
@@ -391,15 +421,20 @@ class SparseLogisticRegression(_Linear):
         return _tags("classifier")
 
 
-def _checked(x: object, y: object) -> tuple[Matrix, Floats]:
-    matrix = checked_matrix(x, user="Lasso")
+def _matrix(x: object, user: str) -> "Matrix | Mapped":
+    """Return data, checked; those of a file are as its blocks are cut."""
+    return x if isinstance(x, Mapped) else checked_matrix(x, user=user)
+
+
+def _checked(x: object, y: object) -> "tuple[Matrix | Mapped, Floats]":
+    matrix = _matrix(x, "Lasso")
     return matrix, checked_targets(y, matrix.shape[0], user="Lasso")
 
 
-def _classified(x: object, y: object) -> tuple[Matrix, Floats, Labels]:
+def _classified(x: object, y: object) -> "tuple[Matrix | Mapped, Floats, Labels]":
     """Return X, 1 for the second of two classes and else 0, and these."""
     user = "SparseLogisticRegression"
-    matrix = checked_matrix(x, user=user)
+    matrix = _matrix(x, user)
     labels = checked_labels(y, matrix.shape[0], user=user)
     if labels.dtype.kind == "f" and (labels.astype(np.float64) % 1.0).any():
         raise SettingError(f"Unknown label type: {user} needs classes, y is continuous")

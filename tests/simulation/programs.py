@@ -41,7 +41,7 @@ from tests.simulation.random_faults import random_faults
 from tests.simulation.scene import Check, Scene
 
 
-Which = Literal["lasso", "planned lasso", "factors"]
+Which = Literal["lasso", "planned lasso", "path", "factors"]
 
 HORIZON: Seconds = 0.1  # by then everything has healed
 
@@ -61,6 +61,18 @@ def program_of(which: Which) -> AnyProgram:
         model = MatrixFactorization(2, biases=True, regularization=0.3, max_iter=10, n_blocks=5)
         return model.program(entries)
     x, y = data()
+    if which == "path":
+        return Descent(
+            x[:100],
+            y[:100],
+            Squares(),
+            alphas=[1.0, 0.3, 0.1, 1e-4],
+            relative=True,
+            n_blocks=4,
+            tolerance=1e-6,
+            held_out=(x[100:], y[100:]),
+            keeps_best=True,
+        )
     return Descent(
         checked_matrix(x, user="test"),
         y,

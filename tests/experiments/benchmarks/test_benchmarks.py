@@ -21,6 +21,7 @@ from experiments.benchmarks import (
     many_clients,
     parameter_server,
     planner,
+    programs,
     ray_hosts,
     simulation,
 )
@@ -104,6 +105,12 @@ FIGURES: dict[str, set[str]] = {
         f"{figure}_speech" for figure in ("error", "rank", "regret", "plans", "void")
     },
     "ray_hosts": {*("start_over_local", "throughput_over_local", "ended_well", "away_seconds")},
+    "programs": {
+        *("lasso_small_10_seconds", "lasso_small_50_objective_difference"),
+        *("threads_gain", "threads_bound", "job_gain", "blocks_16_over_1_small"),
+        *("robin_over_priority_small", "topics_ours", "topics_over_gensim", "rmse_over_dense"),
+        *("feedback_4_over_implicit", "simulated_over_data_parallel", "simulated_factors_gain"),
+    },
     "readers": {
         *(f"{name}_{n}" for name in ("over_loader", "start") for n in (0, 1, 2)),
         *("gain_1", "gain_2"),
@@ -205,6 +212,21 @@ def test_threads_without_locks_are_measured(capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.slow
+def test_programs_are_measured_also_without_the_libraries_beside_them(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("celer", "tomotopy", "gensim", "implicit"):
+        monkeypatch.setitem(sys.modules, name, None)
+    programs.main(["--small", "--only", "lasso", "schedule", "factors", "simulated"])
+    told = capsys.readouterr().out
+    figures = figures_in(told, "programs")
+    assert {"lasso_small_10_seconds", "robin_over_priority_small", "feedback_4"} <= figures.keys()
+    assert {"rmse_over_dense", "simulated_over_data_parallel"} <= figures.keys()
+    assert "celer is not installed: pip install celer" in told
+    assert "implicit is not installed: pip install implicit" in told
+
+
+@pytest.mark.slow
 def test_messages_of_many_clients_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
     many_clients.main(["--small", "--only", "messages"])
     figures = figures_in(capsys.readouterr().out, "many_clients")
@@ -235,6 +257,8 @@ def test_a_benchmark_ends_and_its_figures_are_there(name: str) -> None:
         pytest.skip(why)
     if name == "ray_hosts":
         pytest.importorskip("ray", reason="ray, an extra, is missing")
+    if name == "programs":
+        pytest.importorskip("celer", reason="celer, an extra, is missing")
     if name == "zoo":
         pytest.importorskip("timm", reason="timm, an extra, is missing")
     figures = figures_of(name, "--small")
