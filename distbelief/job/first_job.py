@@ -47,8 +47,8 @@ def first_job(
     Args:
         model: Import path of the function, or class, that makes the model.
         train: Import path of the function that returns the training data.
-        test: That of held-out data; None: beside a function `train`, or `load_train`, the function
-            `test`, or `load_test`, if there is one.
+        test: That of held-out data; None: the function beside `train` whose name has "test" in
+            place of "train", if there is one.
         loss: As in a job file; None: what the outputs and targets tell.
         name: Of the job, and of its run directory.
 

@@ -336,12 +336,11 @@ class DownpourSGD(ServerLoop, torch.optim.Optimizer):
 
     def _are_served(self) -> bool:
         """Return whether the parameters are what the server has: a checkpoint of just now."""
-        if self._state.n_unsent:
-            return False
         with torch.no_grad(), self._session.uninterrupted, self._session.background:
+            if self._state.n_unsent or self._is_fetching or self._session.client.unacknowledged:
+                return False
             self._follow(self._parameters)
             given = [one.clone() for one in self._session.values]
-            self._settle()
             self._fetch_anew()
             n = len(self._parameters)
             same = all(map(torch.equal, given[:n], self._session.values[:n]))
