@@ -17,9 +17,18 @@ may be slow, unequal or fail. Models and data may be larger than one host.
     print(result)                                # what `distbelief partition` prints
 """
 
+import logging
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+
+if sys.platform != "linux":
+    raise ImportError(
+        f"distbelief runs on Linux, and this is {sys.platform}: its processes share memory and "
+        "descriptors as Linux has them. Use a Linux host, a container, or WSL 2 on Windows"
+    )
+logging.getLogger("distbelief").addHandler(logging.NullHandler())
 
 if TYPE_CHECKING:
     from distbelief.core.errors import (

@@ -20,6 +20,7 @@ from distbelief.cli import options as o
 from distbelief.cli.dashboard import dashboard
 from distbelief.cli.demo import demo
 from distbelief.cli.export import export
+from distbelief.cli.init import init
 from distbelief.cli.join import join
 from distbelief.cli.keys import keys
 from distbelief.cli.options import FAILED
@@ -34,7 +35,6 @@ from distbelief.core.signals import EXIT_CODES
 app = typer.Typer(
     name="distbelief",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -207,6 +207,7 @@ def train(  # noqa: PLR0913 -- options
 
 
 app.command()(demo)
+app.command()(init)
 app.command()(status)
 app.command()(dashboard)
 app.command()(export)
@@ -371,10 +372,18 @@ def partition(  # noqa: PLR0913 -- options
         return 0 if fits else FAILED
 
 
+def _preset_names(begun: str) -> list[str]:
+    from distbelief.config.presets import PRESETS  # noqa: PLC0415 -- start quickly
+
+    return [name for name in PRESETS if name.startswith(begun)]
+
+
 @app.command()
 @o.reported
 def presets(
-    name: str | None = o.argument("NAME", "Print this preset as a table of a job file.", None),
+    name: str | None = o.argument(
+        "NAME", "Print this preset as a table of a job file.", None, completed=_preset_names
+    ),
 ) -> None:
     """List the presets: ways in which replicas exchange what they learn.
 

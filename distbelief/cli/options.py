@@ -120,8 +120,16 @@ def option(
     return cast("_T", made)
 
 
-def argument(metavar: str, text: str, default: "_T | EllipsisType" = ...) -> _T:
-    made: object = typer.Argument(default, metavar=metavar, help=text, show_default=False)
+def argument(
+    metavar: str,
+    text: str,
+    default: "_T | EllipsisType" = ...,
+    *,
+    completed: Callable[[str], list[str]] | None = None,  # by the shell's tab key; else files
+) -> _T:
+    made: object = typer.Argument(
+        default, metavar=metavar, help=text, show_default=False, autocompletion=completed
+    )
     return cast("_T", made)
 
 

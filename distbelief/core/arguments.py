@@ -155,6 +155,20 @@ class NamedTable(
     """Base of the structs of which a table of a job file chooses one by its key "name"."""
 
 
+_T = TypeVar("_T", bound=msgspec.Struct)
+
+
+def documented(means: Mapping[str, str]) -> Callable[[type[_T]], type[_T]]:
+    """Add a section "Args" to the docstring of a struct: what its fields mean, by their names."""
+
+    def add(struct: type[_T]) -> type[_T]:
+        lines = [f"    {field}: {means[field]}" for field in struct.__struct_fields__]
+        struct.__doc__ = "\n".join([inspect.getdoc(struct) or "", "", "Args:", *lines])
+        return struct
+
+    return add
+
+
 def require(
     struct: msgspec.Struct, user: str, fields: str, fits: Callable[[float], bool], use: str
 ) -> None:

@@ -154,8 +154,12 @@ class DistBeliefClassifier(ClassifierMixin, _Estimator):  # type: ignore[misc] #
 class DistBeliefRegressor(RegressorMixin, _Estimator):  # type: ignore[misc] # as above
     """A regression by a torch module, trained by `distbelief.fit`.
 
-    Args and attributes are those of `DistBeliefClassifier`. The module returns (n_samples,
-    n_outputs), a function makes it of (n_features, n_outputs), and the loss is "mse" by default.
+    Args:
+        module: Of rows of features to (n_samples, n_outputs), or a function (n_features, n_outputs)
+            that makes one; for the others see `DistBeliefClassifier`.
+        loss: As of `fit`; None: "mse".
+
+    The attributes are those of `DistBeliefClassifier`.
     """
 
     def fit(self, X: object, y: object) -> Self:  # noqa: N803 -- scikit-learn's name

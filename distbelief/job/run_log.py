@@ -1,8 +1,10 @@
 """Log of a run or of a host: lines on the screen, and in a log file.
 
-Inside `in_threads`, threads write, so that the role waits for neither disk nor screen.
+Inside `in_threads`, threads write, so that the role waits for neither disk nor screen. What goes to
+the file goes to Python's `logging`, too, for programs that embed the library.
 """
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -18,6 +20,8 @@ DISK_SECONDS_MAX: Final = 10.0  # for the last writes when a run ends
 SCREEN_SECONDS_MAX: Final = 1.0
 
 SHOWN_MAX: Final = 8  # link warnings on the screen; more go to the log only
+
+_LOGGING: Final = logging.getLogger("distbelief.job")
 
 _AGAIN: Final = " (so far "  # begins the count in a repeated warning of the transport
 
@@ -38,6 +42,9 @@ class RunLog:
 
     def log(self, level: str, text: str) -> None:
         self.disk.write(partial(self._file.append, log_line(self._role, level, text)))
+        number = logging.getLevelNamesMapping()[level.upper()]
+        if _LOGGING.isEnabledFor(number):  # the program's handlers may be slow, too
+            self.disk.write(partial(_LOGGING.log, number, "%s: %s", self._role, text))
 
     def log_link(self, level: str, text: str) -> None:
         """Write a line into the log; show a warning on the screen as well, once.

@@ -33,7 +33,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from distbelief.core import torch_optimizers
-from distbelief.core.arguments import CheckedArguments, NamedTable, require
+from distbelief.core.arguments import CheckedArguments, NamedTable, documented, require
 from distbelief.core.errors import SettingError
 from distbelief.core.vectors import ALIGNMENT, Vector, padded
 from distbelief.parameter_server.layout import Layout
@@ -209,7 +209,30 @@ class _OwnRule(_Rule, frozen=True, kw_only=True):
     weight_decay: float = 0.0
 
 
+_documented = documented(
+    {
+        "learning_rate": "Rate of a push; a worker's own `lr` goes before it.",
+        "schedule": "How the rate changes with pushes, such as `Cosine(n_pushes=1000)`.",
+        "clip_value": "Bound of each element of a gradient as pushed; None: no bound.",
+        "ema": "Decay of a running average of the values, which jobs save; None: no average.",
+        "groups": "Rules of other tensors, by a pattern of their names, as '*.bias'; first match.",
+        "weight_decay": "This times the parameter is added to the gradient.",
+        "n_pushes": "Pushes whose mean is one step of momentum.",
+        "momentum": "Share of the velocity that stays, from 0 to below 1.",
+        "dampening": "Share of the gradient that the velocity leaves out.",
+        "nesterov": "Whether momentum is Nesterov's.",
+        "epsilon": "Added to the root that the gradient is divided by.",
+        "initial_accumulator": "Sum of squared gradients at the start.",
+        "smoothing": "Share of the mean square that stays at each push.",
+        "beta1": "Share of the mean gradient that stays at each push.",
+        "beta2": "Share of the mean square that stays at each push.",
+        "decoupled_weight_decay": "Whether decay shrinks parameters by themselves: AdamW.",
+    }
+)
+
+
 @final
+@_documented
 class SGD(_OwnRule, frozen=True, kw_only=True, tag="sgd"):
     """Stochastic gradient descent as in `torch.optim.SGD`, without state."""
 
@@ -219,6 +242,7 @@ class SGD(_OwnRule, frozen=True, kw_only=True, tag="sgd"):
 
 
 @final
+@_documented
 class Momentum(_OwnRule, frozen=True, kw_only=True, tag="momentum"):
     """Heavy-ball momentum (Polyak 1964) or Nesterov's, as in `torch.optim.SGD`.
 
@@ -249,6 +273,7 @@ class Momentum(_OwnRule, frozen=True, kw_only=True, tag="momentum"):
 
 
 @final
+@_documented
 class DelayedNesterov(_OwnRule, frozen=True, kw_only=True, tag="delayed_nesterov"):
     """Nesterov's momentum of the mean of `n_pushes` pushes (Liu et al. 2024, section 5, c = 0).
 
@@ -277,6 +302,7 @@ class DelayedNesterov(_OwnRule, frozen=True, kw_only=True, tag="delayed_nesterov
 
 
 @final
+@_documented
 class Adagrad(_OwnRule, frozen=True, kw_only=True, tag="adagrad"):
     """A rate per parameter that falls with the gradients seen (Duchi et al. 2011).
 
@@ -311,6 +337,7 @@ class Adagrad(_OwnRule, frozen=True, kw_only=True, tag="adagrad"):
 
 
 @final
+@_documented
 class RMSprop(_OwnRule, frozen=True, kw_only=True, tag="rmsprop", dict=True):
     """Adagrad with a decaying average (Tieleman & Hinton 2012), by `torch.optim.RMSprop`.
 
@@ -350,6 +377,7 @@ class RMSprop(_OwnRule, frozen=True, kw_only=True, tag="rmsprop", dict=True):
 
 
 @final
+@_documented
 class Adam(_OwnRule, frozen=True, kw_only=True, tag="adam"):
     """Adaptive moments (Kingma & Ba 2015, Algorithm 1), as in `torch.optim.Adam`.
 

@@ -25,7 +25,7 @@ from typing import Final, Self, final
 import msgspec
 from typing_extensions import override
 
-from distbelief.core.arguments import NamedTable, require
+from distbelief.core.arguments import NamedTable, documented, require
 from distbelief.core.errors import SettingError
 from distbelief.core.units import parse_count
 
@@ -71,7 +71,18 @@ class _Schedule(NamedTable, frozen=True, kw_only=True):
         raise NotImplementedError
 
 
+_documented = documented(
+    {
+        "n_warm_up": "Over which the rate first rises: pushes, or text such as '3 epochs'.",
+        "n_pushes": "Of all workers; or text such as '3 epochs', '1000 steps', '50000 samples'.",
+        "decay": "Factor of the rate, above 0 and at most 1.",
+        "floor": "Share of the rate that stays, from 0 to 1.",
+    }
+)
+
+
 @final
+@_documented
 class Constant(_Schedule, frozen=True, kw_only=True, tag="constant"):
     """The learning rate as it is, after the warm-up."""
 
@@ -81,6 +92,7 @@ class Constant(_Schedule, frozen=True, kw_only=True, tag="constant"):
 
 
 @final
+@_documented
 class Step(_Schedule, frozen=True, kw_only=True, tag="step"):
     """The rate falls by `decay` after every `n_pushes`."""
 
@@ -93,6 +105,7 @@ class Step(_Schedule, frozen=True, kw_only=True, tag="step"):
 
 
 @final
+@_documented
 class Exponential(_Schedule, frozen=True, kw_only=True, tag="exponential"):
     """The rate falls smoothly by `decay` over every `n_pushes`."""
 
@@ -105,6 +118,7 @@ class Exponential(_Schedule, frozen=True, kw_only=True, tag="exponential"):
 
 
 @final
+@_documented
 class InverseTime(_Schedule, frozen=True, kw_only=True, tag="inverse_time"):
     """Half the rate after `n_pushes`, a third after twice as many, and so on."""
 
@@ -116,6 +130,7 @@ class InverseTime(_Schedule, frozen=True, kw_only=True, tag="inverse_time"):
 
 
 @final
+@_documented
 class Cosine(_Schedule, frozen=True, kw_only=True, tag="cosine"):
     """Half a cosine wave down to `floor` over `n_pushes`, then `floor`."""
 
@@ -129,6 +144,7 @@ class Cosine(_Schedule, frozen=True, kw_only=True, tag="cosine"):
 
 
 @final
+@_documented
 class Linear(_Schedule, frozen=True, kw_only=True, tag="linear"):
     """A straight line down to `floor` over `n_pushes`, then `floor`."""
 

@@ -29,6 +29,7 @@ from distbelief.serve.server_loop import (
     ServerLoop,
     is_of_model,
     number_of_samples,
+    of_wrapped,
 )
 from distbelief.worker import loop_worker as lw
 from distbelief.worker.exchange import EVERY_MIN, Pace
@@ -165,13 +166,13 @@ class Exchange(ServerLoop, torch.optim.Optimizer):
 
     @override
     def step(  # type: ignore[override]  # torch's are overloads; this is their union
-        self, closure: Callable[[], float] | None = None, *, samples: int = 1
+        self, closure: Callable[[], float] | None = None, *, samples: int | None = None
     ) -> float | None:
         """Take a local step; exchange, if that is due.
 
         Args:
             closure: Computes the loss and the gradients again, as in torch.
-            samples: Number of samples of the gradient, for the server's count.
+            samples: Number of samples of the gradient, for the server's count; by default 1.
 
         Raises:
             PeerLostError: the server does not answer in time, or has ended.
@@ -188,7 +189,7 @@ class Exchange(ServerLoop, torch.optim.Optimizer):
                 "Exchange"
             )
         self._session.check()  # a local step would reach nobody
-        samples = number_of_samples(samples, "Exchange")
+        samples = number_of_samples(samples, "Exchange", self._policy)
         self._follow(self._parameters())
         if self._is_finished:
             self._refuse_changes()
@@ -211,6 +212,7 @@ class Exchange(ServerLoop, torch.optim.Optimizer):
             self._left_at = self._session.now()
         return loss
 
+    @of_wrapped
     def take_back(self) -> None:
         """Take back the local steps that are not pushed, and go on from the server's values.
 
@@ -264,10 +266,11 @@ class Exchange(ServerLoop, torch.optim.Optimizer):
             self._state.pace = replace(self._state.pace, n_push=every)
 
     @override
-    def counters(self) -> dict[str, float]:
-        return {**super().counters(), "every": float(self._state.pace.n_push)}
+    def _counted(self) -> dict[str, float]:
+        return {**super()._counted(), "every": self._state.pace.n_push}
 
     @override
+    @of_wrapped
     def finish(self) -> None:
         if self._session.closed:
             return
@@ -281,7 +284,7 @@ class Exchange(ServerLoop, torch.optim.Optimizer):
             self._fetch(self._fetched, exact=True)
             self._merge()
             self._write()
-        self._is_finished = True
+        self._note_finished()
 
     def _parameters(self) -> list[torch.nn.Parameter]:
         return self._given(self.inner.param_groups)

@@ -30,7 +30,13 @@ from distbelief.core.errors import JobError, PeerLostError
 from distbelief.core.formatting import nearest
 from distbelief.protocol import push_fetch as pf
 from distbelief.serve.address import ServerAddress, Tensors
-from distbelief.serve.server_loop import ELSEWHERE, ServerLoop, is_of_model, number_of_samples
+from distbelief.serve.server_loop import (
+    ELSEWHERE,
+    ServerLoop,
+    is_of_model,
+    number_of_samples,
+    of_wrapped,
+)
 from distbelief.worker import loop_worker as lw
 from distbelief.worker.exchange import Pace
 
@@ -63,7 +69,8 @@ class DownpourSGD(ServerLoop, torch.optim.Optimizer):
         buffers: The model, or its buffers, if the server has them: statistics of BatchNorm.
         lr: Rate at which the server's rule applies this worker's pushes, in place of its own
             `learning_rate`. It goes with each push, so torch's schedulers work on it, as on
-            `param_groups[0]["lr"]`. By default the rule's rate and schedule count.
+            `param_groups[0]["lr"]`. By default the rule's rate and schedule count, and a
+            scheduler, which reads 1.0 then, may not change it.
         n_fetch: Steps between fetches.
         n_push: Steps between pushes.
         learning_rate: Of this worker's own steps between fetches and pushes (the server's
@@ -159,13 +166,13 @@ class DownpourSGD(ServerLoop, torch.optim.Optimizer):
 
     @override
     def step(  # type: ignore[override]  # torch's are overloads; this is their union
-        self, closure: Callable[[], float] | None = None, *, samples: int = 1
+        self, closure: Callable[[], float] | None = None, *, samples: int | None = None
     ) -> float | None:
         """Push the gradients in `.grad` and fetch parameters, as due.
 
         Args:
             closure: Computes the loss and the gradients again, as in torch.
-            samples: Number of samples of the gradient, for the server's count.
+            samples: Number of samples of the gradient, for the server's count; by default 1.
 
         Raises:
             PeerLostError: the server does not answer in time, or has ended.
@@ -183,10 +190,10 @@ class DownpourSGD(ServerLoop, torch.optim.Optimizer):
                     f"DownpourSGD: parameter {place} has a gradient, but was frozen at first: call "
                     "finish(), and make a new DownpourSGD"
                 )
-        samples = number_of_samples(samples, "DownpourSGD")
+        n_samples = number_of_samples(samples, "DownpourSGD", self._policy)
         self._refuse_changes()
         try:
-            self._push_and_fetch(samples)
+            self._push_and_fetch(n_samples)
         finally:
             self._note_versions()
         return loss
@@ -227,6 +234,7 @@ class DownpourSGD(ServerLoop, torch.optim.Optimizer):
                     self._issue(push)
 
     @override
+    @of_wrapped
     def finish(self) -> None:
         if self._session.closed:
             return
@@ -242,7 +250,7 @@ class DownpourSGD(ServerLoop, torch.optim.Optimizer):
             self._state.merge(contains_pushes=True)
             self._is_fetching = False
         self._note_versions()
-        self._is_finished = True
+        self._note_finished()
 
     @override
     def add_param_group(self, param_group: dict[str, object]) -> None:
@@ -251,6 +259,14 @@ class DownpourSGD(ServerLoop, torch.optim.Optimizer):
                 "DownpourSGD: a group of parameters cannot be added: pass all of them at once"
             )
         _plain(super().add_param_group)(_Group(param_group))
+
+    @override
+    def state_dict(self) -> dict[str, object]:
+        """Return the rates, and the number of steps as "steps"; the parameters are the server's.
+
+        Call `finish` first: gradients that are not pushed are in no state.
+        """
+        return {**_plain(super().state_dict)(), "steps": self._n_steps}
 
     @override
     def load_state_dict(self, state_dict: dict[str, object]) -> None:
@@ -276,8 +292,14 @@ class DownpourSGD(ServerLoop, torch.optim.Optimizer):
                 "DownpourSGD: lr is given here and not in the state, or there and not here: make "
                 "both with lr, or both without"
             )
+        steps = state_dict.get("steps", self._n_steps)
+        if type(steps) is not int or steps < 0:
+            raise JobError(
+                f"DownpourSGD: steps of the state are {steps!r}: it is not of this class"
+            )
         _plain(super().load_state_dict)(state_dict)
         self.param_groups = [_Group(group) for group in self.param_groups]
+        self._n_steps = steps
 
     @override
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -304,13 +326,28 @@ class DownpourSGD(ServerLoop, torch.optim.Optimizer):
             if parameter.data_ptr() != known.data_ptr() and parameter.shape.numel() == len(known):
                 # Where the memory is new, the old one has the values.
                 is_changed |= not torch.equal(parameter.detach().reshape(-1), known)
-            if is_changed and place not in self._frozen:
+            if is_changed and place not in self._frozen and not self._are_served():
                 raise JobError(
                     f"DownpourSGD: {self._called(place)} was changed between two steps, and the "
                     "next fetch would undo that: the server has the values. To set them there, use "
                     "load_state_dict(net.state_dict()) of this optimizer; to clamp or decay in "
                     "each step, distbelief.Exchange; to go on without the change, finish()"
                 )
+
+    def _are_served(self) -> bool:
+        """Return whether the parameters are what the server has: a checkpoint of just now."""
+        with torch.no_grad(), self._session.uninterrupted, self._session.background:
+            if self._state.n_unsent or self._is_fetching or self._session.client.unacknowledged:
+                return False
+            self._follow(self._parameters)
+            given = [one.clone() for one in self._session.values]
+            self._fetch_anew()
+            n = len(self._parameters)
+            same = all(map(torch.equal, given[:n], self._session.values[:n]))
+            if not same:
+                torch._foreach_copy_(self._session.values, given)
+                self._write()
+        return same
 
     def _gradients(self) -> dict[int, torch.Tensor]:
         gradients: dict[int, torch.Tensor] = {}
@@ -376,14 +413,16 @@ class _Group(dict[str, object]):
             self._put(key, value)
 
     def __missing__(self, key: str) -> object:
-        if key in {"lr", "initial_lr"}:
-            raise JobError(_NO_RATE)
+        if key in _OF_SCHEDULERS:  # what a scheduler that changes nothing reads
+            return 1.0
         raise _refusal(key) if key in _OF_THE_RULE else KeyError(key)
 
     @override
     def __setitem__(self, key: str, value: object) -> None:
-        if key in _NOTES and "lr" not in self:
-            raise JobError(_NO_RATE)
+        if key in {"lr"} | _NOTES and "lr" not in self:
+            if value != 1.0 or key not in _OF_SCHEDULERS:
+                raise JobError(_NO_RATE)
+            return
         self._put(key, value)
 
     def _put(self, key: str, value: object) -> None:
@@ -396,7 +435,8 @@ class _Group(dict[str, object]):
     @override
     def setdefault(self, key: str, default: object = None, /) -> object:
         if key not in self:
-            self[key] = default
+            put = self._put if key == "lr" else self.__setitem__  # by torch, of a group without it
+            put(key, default)
         return self[key]
 
 
@@ -405,6 +445,7 @@ _NO_RATE = (
     "torch changes: give DownpourSGD(..., lr=...), or the rule schedule="
 )
 _RATES = {"lr", "learning_rate"}
+_OF_SCHEDULERS = {"lr", "initial_lr"}
 # What torch's schedulers note in a group
 _NOTES = {"initial_lr", "max_lr", "min_lr", "swa_lr"}
 _GROUP_KEYS = {"params", "param_names"} | _RATES | _NOTES

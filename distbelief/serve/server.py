@@ -1,5 +1,6 @@
 """`ParameterServer`: the handle of a parameter server in processes on this host."""
 
+import logging
 import math
 import os
 import select
@@ -37,6 +38,7 @@ from distbelief.task.imports import check_is_no_import
 from distbelief.transport.shared_memory import FileMemory
 
 
+LOGGING: Final = logging.getLogger("distbelief.server")
 CLOSE_SECONDS_MAX: Final = 10.0
 END_SECONDS_MAX: Final = 5.0  # of a process that has closed its output
 _RULE: Final = "Give the rule its options, as in rule=distbelief.SGD(learning_rate=0.1)."
@@ -192,6 +194,7 @@ class ParameterServer:
                 self._own_directory = Scratch.make()
                 directory, held = self._own_directory.path, self._own_directory.held
                 request = msgspec.structs.replace(request, directory=str(directory))
+            continues = request.has_checkpoints
             request.prepare(self._tensors)
             self._process = subprocess.Popen(  # noqa: S603 -- our own program
                 [sys.executable, "-P", "-m", "distbelief.serve.server_process", str(request.file)],
@@ -206,6 +209,8 @@ class ParameterServer:
         except BaseException:
             self.close()
             raise
+        begins = "goes on from the checkpoints in" if continues else "has started in"
+        LOGGING.info("the server %s %s", begins, directory)
         return self
 
     def load_state_dict(self, state_dict: Mapping[str, object]) -> None:
@@ -229,6 +234,7 @@ class ParameterServer:
         """Stop the shards; does nothing if they have stopped."""
         process, self._process, self._address = self._process, None, ""
         if process is not None:
+            LOGGING.info("the server ends")
             assert process.stdin is not None
             assert process.stdout is not None
             process.stdin.close()

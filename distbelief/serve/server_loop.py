@@ -14,20 +14,21 @@ import math
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
+from functools import partial, wraps
 from operator import index
 from pathlib import Path
 from types import TracebackType
-from typing import NoReturn, Self, cast
+from typing import Concatenate, NoReturn, ParamSpec, Self, TypeVar, cast
 
 import torch
 from typing_extensions import override
 
 from distbelief.core.errors import DistBeliefError, JobError
+from distbelief.core.formatting import nearest
 from distbelief.parameter_server.policy import ExchangePolicy
 from distbelief.protocol.role import Computed
 from distbelief.serve.address import ServerAddress, Tensors, named
-from distbelief.serve.session import ClientSession, in_order, set_values
+from distbelief.serve.session import LOGGING, ClientSession, in_order, set_values
 from distbelief.worker import loop_worker as lw
 from distbelief.worker.exchange import Bindings, ExchangeState, Pace, bind_again, bindings_of
 
@@ -48,6 +49,24 @@ ELSEWHERE = {
 
 Groups = Sequence[Mapping[str, object]]  # of an optimizer
 
+_L = TypeVar("_L", bound="ServerLoop")
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def of_wrapped(method: Callable[Concatenate[_L, _P], _R]) -> Callable[Concatenate[_L, _P], _R]:
+    """Let a method act on the loop itself where it is called of a wrapper.
+
+    Those of Lightning and Fabric are of a subclass of the optimizer's class, with no state: what
+    is set there, or has a default in the class, is not that of the loop.
+    """
+
+    @wraps(method)
+    def run(self: _L, /, *args: _P.args, **options: _P.kwargs) -> _R:
+        return method(cast("_L", self._itself() or self), *args, **options)
+
+    return run
+
 
 def _list_in(group: Mapping[str, object], key: str) -> list[object]:
     return cast("list[object]", group.get(key, []))
@@ -57,6 +76,7 @@ class ServerLoop:
     """What every loop does with its session: pushes, fetches, ticks, and its end."""
 
     _session: ClientSession
+    _itself: "weakref.ref[ServerLoop]"
     _policy: ExchangePolicy
     _is_in = False  # other workers may wait for this one
     _timeout_seconds: float
@@ -133,6 +153,7 @@ class ServerLoop:
             copies=pace.n_push > 1,  # otherwise gradients are staged before `step` returns
             fits_link=policy.every == "auto",
         )
+        self._itself = weakref.ref(self)
         # Not a bound method: that would keep this object alive.
         weakref.finalize(self, ClientSession.close, self._session)
         atexit.register(partial(_finish_at_exit, weakref.ref(self)))
@@ -188,6 +209,11 @@ class ServerLoop:
         """
         raise NotImplementedError
 
+    def _note_finished(self) -> None:
+        self._is_finished = True
+        LOGGING.info("%s has finished after %d steps", type(self).__name__, self._n_steps)
+
+    @of_wrapped
     def close(self, *, timeout_seconds: float | None = None) -> None:
         """Finish, unless that is done, then leave the server.
 
@@ -226,10 +252,34 @@ class ServerLoop:
             f"Copy the model and state_dict(), or make another {user}"
         )
 
-    def counters(self) -> dict[str, float]:
-        """Return metrics: pushes sent, acknowledged and lost, staleness, bytes."""
+    @of_wrapped
+    def counters(self, *names: str) -> dict[str, float]:
+        """Return what this loop has counted, for a log or a progress bar.
+
+            bar.set_postfix(optimizer.counters("pushes_sent", "staleness_mean"))
+
+        Args:
+            names: Which to return, in this order; by default all: `steps`, `samples`,
+                `pushes_sent`, `pushes_acknowledged`, `pushes_lost`, `bytes_in`, `bytes_out` (also
+                through shared memory), `staleness_mean`, `staleness_p95`, `staleness_max`
+                (of pushes, in pushes of others), `torn_reads`, `non_finite`, and those of ticks
+                and codecs, if the server has them.
+
+        Raises:
+            JobError: there is no counter of such a name.
+        """
         with self._session.background:
-            return self._session.client.counters()
+            counted = self._counted()
+        for name in names:
+            if name not in counted:
+                raise JobError(f"counters: {nearest(name, counted)}")
+        return {name: counted[name] for name in names or counted}
+
+    def _counted(self) -> dict[str, float]:
+        own = {"steps": float(self._n_steps), "samples": float(self._samples)}
+        counted = own | self._session.client.counters()
+        # Whole numbers, as a progress bar shows them
+        return {key: int(each) if each.is_integer() else each for key, each in counted.items()}
 
     def _wait(self, until: Callable[[], bool], what: str) -> None:
         self._session.wait(until, what, self._timeout_seconds)
@@ -387,7 +437,15 @@ def _seconds(timeout: object, user: str) -> float:
     return float(timeout)
 
 
-def number_of_samples(samples: int, user: str) -> int:
+def number_of_samples(samples: int | None, user: str, policy: ExchangePolicy) -> int:
+    if samples is None:
+        if policy.weight == "samples":
+            raise JobError(
+                f"{user}: the server weights pushes by their samples (weight), and step was not "
+                "told how many: step(samples=len(targets)); where a trainer calls step, give "
+                'ParameterServer weight="mean"'
+            )
+        return 1
     try:
         number = index(samples)
     except TypeError:

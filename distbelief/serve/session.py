@@ -1,5 +1,6 @@
 """The session of a process with a parameter server: its role, its transport, what it waits for."""
 
+import logging
 import os
 import secrets
 import time
@@ -26,6 +27,7 @@ from distbelief.transport.zmq_transport import ANOTHER, REFUSED
 from distbelief.worker import loop_worker as lw
 
 
+LOGGING = logging.getLogger("distbelief.loop")
 RETRY_SECONDS = 2.0  # the blocks under way take 1.4 s at 100 Mbit/s
 
 
@@ -105,10 +107,12 @@ class ClientSession:
 
     def _note(self, level: str, text: str) -> None:
         if level in {"warning", "error"}:
+            LOGGING.warning("%s: %s", self._user, text)
             self._log = [*self._log[-9:], text]
 
     def join(self, timeout_seconds: float) -> None:
         self.wait(lambda: self._worker.has_joined, "a first answer", timeout_seconds)
+        LOGGING.info("%s has joined the server at %s", self._user, self.address.endpoint)
 
     def command(self, command: Computed, timeout_seconds: float) -> None:
         """Perform one command of the worker's role, or raise PeerLostError."""
@@ -175,6 +179,7 @@ class ClientSession:
         if self.closed:
             return
         self._is_closed = True
+        LOGGING.info("%s has left the server", self._user)
         if self._thread is None:
             self._leave()
         else:

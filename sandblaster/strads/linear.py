@@ -371,8 +371,13 @@ class SparseLogisticRegression(_Linear):
 
         minimize over w, b    mean of log(1 + exp(-s (x w + b))) + alpha |w|_1,  s = -1 or 1
 
-    scikit-learn's C is 1 / (alpha n_samples). Arguments and attributes are those of `Lasso`, with
-    `classes_`, (2,), `coef_`, (1, n_features), and `intercept_`, (1,).
+    scikit-learn's C is 1 / (alpha n_samples).
+
+    Args:
+        alpha: Weight of the penalty, above 0; the others are those of `Lasso`.
+
+    Attributes are those of `Lasso`, with `classes_`, (2,), `coef_`, (1, n_features), and
+    `intercept_`, (1,).
     """
 
     coef_: Floats

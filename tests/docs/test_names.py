@@ -45,6 +45,8 @@ ELSEWHERE = {
     ),  # with a name in place of a word
     *("__getitems__", "_call_impl", "DistributedDataParallel"),  # torch's
     *("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "gcsfs", "adlfs", "defaultMode"),
+    *("lr_find", "load_state", "resume_from_checkpoint", "optimizer_cls_and_kwargs"),  # trainers'
+    *("on_train_begin", "on_train_end", "on_train_epoch_end"),
     *("mkdocs", "pyproject", "sbatch", "toml", "yml"),
 }
 """Names of others, and names that stand for several."""

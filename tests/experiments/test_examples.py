@@ -3,6 +3,7 @@
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +16,15 @@ LINES_MAX = 40
 SAYS = {
     "cross_val_score": r"accuracy 9\d\.\d% \+- ",
     "fit": r"<Run .*held-out accuracy 0\.9.*\nbest 9\d\.\d",
+    "accelerate_loop": r"accuracy 9\d\.\d%",
+    "image_loop": r"held out 9\d\.\d%",
+    "lightning_module": r"accuracy 9\d\.\d%",
+    "transformers_trainer": r"loss 0\.\d",
+}
+NEEDS = {
+    "accelerate_loop": "accelerate",
+    "lightning_module": "lightning",
+    "transformers_trainer": "transformers",
 }
 EXAMPLES = [FOLDER / f"{name}.py" for name in SAYS]
 
@@ -29,6 +39,23 @@ def test_it_is_short(example: Path) -> None:
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_it_runs(example: Path, tmp_path: Path) -> None:
+    needs = NEEDS.get(example.stem)
+    if needs is not None:
+        pytest.importorskip(needs, reason=f"{needs} is not installed")
     done = ended(tmp_path, sys.executable, example)
     assert done.returncode == 0, done.stderr
     assert re.search(SAYS[example.stem], done.stdout), done.stdout
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_the_notebook_runs() -> None:
+    why = "nbclient or a kernel is not installed"
+    nbclient: Any = pytest.importorskip("nbclient", reason=why)
+    pytest.importorskip("ipykernel", reason=why)
+    nbformat: Any = pytest.importorskip("nbformat", reason=why)
+    notebook = nbformat.read(FOLDER / "digits.ipynb", as_version=4)
+    nbclient.NotebookClient(notebook, timeout=120).execute()
+    (printed,) = notebook.cells[-1]["outputs"]
+    assert re.fullmatch(r"held out [89]\d\.\d%\n", printed["text"]), printed

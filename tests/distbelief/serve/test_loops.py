@@ -296,6 +296,7 @@ def optimizer(monkeypatch: pytest.MonkeyPatch, model: nn.Module) -> distbelief.D
     return server.optimizer(monkeypatch, model.parameters())
 
 
+Plateau = lr_scheduler.ReduceLROnPlateau
 SCHEDULERS: list[Callable[[torch.optim.Optimizer], object]] = [
     lambda optimizer: lr_scheduler.StepLR(optimizer, 10),
     lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, 10),
@@ -306,6 +307,13 @@ SCHEDULERS: list[Callable[[torch.optim.Optimizer], object]] = [
 ]
 
 
+def follow(schedule: Callable[[torch.optim.Optimizer], object], optimizer: Any) -> None:  # noqa: ANN401 -- torch's step has overloads
+    scheduler: Any = schedule(optimizer)  # most change the rate at once
+    for loss in range(12):
+        optimizer.step()
+        scheduler.step(loss) if isinstance(scheduler, Plateau) else scheduler.step()
+
+
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_schedulers_of_torch_are_rejected_without_a_rate_that_they_could_change(
     optimizer: distbelief.DownpourSGD, scheduler: Callable[[torch.optim.Optimizer], object]
@@ -314,8 +322,84 @@ def test_schedulers_of_torch_are_rejected_without_a_rate_that_they_could_change(
     with pytest.raises(
         distbelief.JobError, match=r"no lr is given.*give DownpourSGD\(\.\.\., lr="
     ) as error:
-        scheduler(optimizer)
+        follow(scheduler, optimizer)
     assert str(error.value).endswith("or the rule schedule=")
+
+
+def test_a_scheduler_that_changes_nothing_needs_no_rate(
+    model: nn.Module, optimizer: distbelief.DownpourSGD
+) -> None:
+    constant = lr_scheduler.LambdaLR(optimizer, lambda _step: 1.0)
+    optimizer.load_state_dict(optimizer.state_dict())
+    take_steps(model, optimizer, 2)
+    constant.step()
+    assert constant.get_last_lr() == [1.0]
+    assert "lr" not in optimizer.param_groups[0]
+
+
+class Wrapper:
+    """As those of Lightning: of the optimizer's class, without its state."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self.__class__ = type("Wrapped", (Wrapper, type(optimizer)), {})
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._optimizer, name)
+
+    def step(self) -> None:
+        self._optimizer.step()
+
+
+@pytest.mark.parametrize("host", ["host-0", ""])
+def test_what_is_called_of_a_wrapper_acts_on_the_loop(
+    monkeypatch: pytest.MonkeyPatch, model: nn.Module, host: str
+) -> None:
+    """Regression: `close` did not finish, and a step after `finish` was refused."""
+    server = Server(list(model.parameters()), rule=distbelief.SGD(learning_rate=RATE), host=host)
+    optimizer = server.optimizer(
+        monkeypatch, model.parameters(), n_push=3, n_fetch=3, learning_rate=RATE
+    )
+    wrapped: Any = Wrapper(optimizer)
+    take_steps(model, wrapped, 2)
+    wrapped.finish()
+    assert_served(server, model)
+    take_steps(model, wrapped, 3)  # two of them not pushed
+    wrapped.close()
+    assert_served(server, model)
+    assert wrapped.counters("steps", "pushes_acknowledged") == {
+        "steps": 5,
+        "pushes_acknowledged": optimizer.counters()["pushes_sent"],
+    }
+    with pytest.raises(distbelief.JobError, match="Did you mean 'steps'"):
+        wrapped.counters("step")
+
+
+def assert_served(server: Server, model: nn.Module) -> None:
+    for value, parameter in zip(server.values(), model.parameters(), strict=True):
+        assert torch.equal(value, parameter.detach().reshape(-1))
+
+
+def test_a_checkpoint_of_just_now_is_no_change(
+    monkeypatch: pytest.MonkeyPatch, model: nn.Module
+) -> None:
+    server, optimizer = served(monkeypatch, model, blocking=True)
+    take_steps(model, optimizer, 2)
+    saved = copy.deepcopy(model.state_dict())
+    model.load_state_dict(saved)
+    take_steps(model, optimizer, 2)
+    optimizer.finish()
+    assert_served(server, model)
+    model.load_state_dict(saved)  # the server has gone on since
+    with pytest.raises(distbelief.JobError, match="was changed between two steps"):
+        take_steps(model, optimizer, 1)
+    assert_same_state(model, saved)
+    optimizer.finish()
+    assert_served(server, model)
+
+
+def assert_same_state(model: nn.Module, state: dict[str, Any]) -> None:
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
 
 
 @pytest.mark.parametrize("key", ["weight_decay", "momentum", "betas"])
@@ -368,8 +452,13 @@ def test_a_state_dict_is_restored_and_another_optimizers_is_rejected(
 ) -> None:
     optimizer.load_state_dict(optimizer.state_dict())
     take_steps(model, optimizer, 2)
+    assert optimizer.state_dict()["steps"] == 2
+    optimizer.load_state_dict({**optimizer.state_dict(), "steps": 5})
+    assert optimizer.counters("steps") == {"steps": 5}
+    with pytest.raises(distbelief.JobError, match="steps of the state are -1"):
+        optimizer.load_state_dict({**optimizer.state_dict(), "steps": -1})
     with pytest.raises(distbelief.JobError, match="no lr is given"):
-        lr_scheduler.StepLR(optimizer, 10)
+        lr_scheduler.LinearLR(optimizer)
     torchs = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     with pytest.raises(distbelief.JobError, match="groups have no 'momentum'"):
         optimizer.load_state_dict(torchs.state_dict())
