@@ -484,9 +484,10 @@ def _difference(was: str, now: str) -> str:
     before, after = (
         msgspec.json.decode(text or "{}", type=dict[str, object]) for text in (was, now)
     )
-    changed = [key for key in after if before.get(key) != after[key]]
+    changed = [key for key in before | after if before.get(key) != after.get(key)]
     return ", ".join(
-        f"another {key} ({_plain(before.get(key))}, now {_plain(after[key])})" for key in changed
+        f"another {key} ({_plain(before.get(key))}, now {_plain(after.get(key))})"
+        for key in changed
     )
 
 
@@ -549,6 +550,9 @@ def resume_run(
         notes += (f"the best metric and [stop] patience begin anew: they were of {what}",)
     if previous.trained:
         _check_data(job, run, was=was.train or train, now=train)
+        loss = load_job(run.job_file).loss
+        if loss != job.loss:
+            notes += (f"[algorithm] loss: {loss} before, {job.loss} now; what was learned goes on",)
         if train.has_parts and was.n_replicas != now.n_replicas:
             raise JobError(
                 f"--resume {run.path}: [data.train] makes a part for each replica, and there were "
