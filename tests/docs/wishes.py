@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import ClassVar, cast
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ from torch.utils.data import Dataset
 from typer.testing import CliRunner
 from typing_extensions import override
 
-from distbelief import ParameterServer
+from distbelief import ParameterServer, Run
 from distbelief.cli.main import app
 from distbelief.core.errors import JobError
 from distbelief.supervisor.view import JobView
@@ -74,6 +74,16 @@ class Slow(Dataset[tuple[Tensor, Tensor]]):
         return self.x[index], self.y[index]
 
 
+class Notes:
+    """A callback, as of a user."""
+
+    seen: ClassVar[list[str]] = []
+
+    def on_end(self, run: Run) -> None:
+        assert run.summary.samples
+        self.seen.append("on_end")
+
+
 class Logger:
     def __init__(self) -> None:
         self.figures: list[float] = []
@@ -88,7 +98,7 @@ def program(page: Path) -> Names:
     names: Names = {"__name__": "__main__"}
     (block,) = (one for one in blocks(page) if one.title == "names.py")
     torch.manual_seed(0)
-    exec(block.text, names)  # noqa: S102 -- of the page
+    exec(block.text, names)
     net, x, y = (cast("nn.Module", names["net"]), *(cast("Tensor", names[n]) for n in "xy"))
     terminated: list[int] = []
 
@@ -99,7 +109,7 @@ def program(page: Path) -> Names:
 
     def train(optimizer: torch.optim.Optimizer, *schedulers: object) -> None:
         loss = nn.functional.cross_entropy
-        before = float(loss(net(x), y))
+        before = loss(net(x), y).item()
         for inputs, targets in zip(x.split(20), y.split(20), strict=True):
             optimizer.zero_grad()
             loss(net(inputs), targets).backward()
@@ -107,7 +117,7 @@ def program(page: Path) -> Names:
             for scheduler in schedulers:
                 scheduler.step()  # type: ignore[attr-defined]  # one of torch
         optimizer.finish()  # type: ignore[attr-defined]  # of own loops
-        names["gain"] = before - float(loss(net(x), y))
+        names["gain"] = before - loss(net(x), y).item()
 
     def command(*arguments: str) -> None:
         names["shown"] = CliRunner().invoke(app, arguments, catch_exceptions=False).stdout
@@ -119,6 +129,7 @@ def program(page: Path) -> Names:
         "frame": frame,
         "writer": Logger(),
         "Slow": lambda: Slow(x, y),
+        "Notes": Notes,
         "terminate": terminate,
         "train": train,
         "command": command,
@@ -138,11 +149,12 @@ def run(row: Row, names: Names, check: Callable[[Names], object] | None) -> None
     """Run the code of a row, and check what it did; a refused one says so."""
     if row.refused is not None:
         with pytest.raises(JobError, match=re.escape(row.refused)):
-            exec(row.code, names)  # noqa: S102 -- of the page
+            exec(row.code, names)
         return
-    exec(row.code, names)  # noqa: S102 -- of the page
+    exec(row.code, names)
     assert check is not None, f"{row.wish}: how is it checked?"
     assert check(names) is not False, row.wish
 
 
 PAGE = ROOT / "docs" / "howto" / "wishes.md"
+COMING_FROM = PAGE.with_name("coming-from.md")

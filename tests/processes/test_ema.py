@@ -74,7 +74,9 @@ def test_an_average_is_saved_and_goes_on(tmp_path: Path, monkeypatch: pytest.Mon
     inputs, targets = averaged_data()
     for name in ("ema_model", "best_model"):
         with torch.no_grad():
-            loss = float(torch.nn.functional.cross_entropy(getattr(runs[-1], name)(inputs), targets))
+            loss = float(
+                torch.nn.functional.cross_entropy(getattr(runs[-1], name)(inputs), targets)
+            )
         assert runs[-1].summary.held_out_loss == pytest.approx(loss, rel=1e-5)
     assert torch.equal(saved["0.weight"], model["0.weight"])  # frozen
     assert not torch.equal(saved["2.weight"], model["2.weight"])

@@ -37,7 +37,13 @@ def settings(
 
 
 def accumulated(
-    optimizer_of: type[Optimizer], lr: float, k: int, n_steps: int, *, norm: float | None = None
+    optimizer_of: type[Optimizer],
+    lr: float,
+    k: int,
+    n_steps: int,
+    *,
+    norm: float | None = None,
+    bound: float | None = None,
 ) -> dict[str, torch.Tensor]:
     """Return what torch's own accumulation learns: k backward passes of loss / k, and a step."""
     module = build_model(LEARNING.model)
@@ -58,6 +64,8 @@ def accumulated(
         if step % k == k - 1 or step == n_steps - 1:
             if norm is not None:
                 torch.nn.utils.clip_grad_norm_(module.parameters(), norm)
+            if bound is not None:
+                torch.nn.utils.clip_grad_value_(module.parameters(), bound)
             optimizer.step()
             optimizer.zero_grad()
     return {name: value.detach().view(-1) for name, value in parameters.items()}
@@ -97,6 +105,17 @@ def test_the_norm_of_the_mean_is_bounded_as_torch_bounds_it() -> None:
         torch.testing.assert_close(value, expected[name], rtol=1e-6, atol=1e-6)
     unbounded = accumulated(torch.optim.SGD, 0.05, 4, 4 * N_PUSHES)
     assert not same(expected, unbounded)
+
+
+@pytest.mark.parametrize("k", [1, 4])
+def test_values_are_bounded_as_torch_bounds_them(k: int) -> None:
+    table: dict[str, object] = {"name": "SGD", "lr": 0.05, "clip_value": 0.05}
+    job = msgspec.structs.replace(settings(k, table, max_steps=k * N_PUSHES), blocking=True)
+    cluster = Cluster(LEARNING, job)
+    cluster.run()
+    expected = accumulated(torch.optim.SGD, 0.05, k, k * N_PUSHES, bound=0.05)
+    assert same(cluster.values(), expected)
+    assert not same(expected, accumulated(torch.optim.SGD, 0.05, k, k * N_PUSHES))
 
 
 def test_several_replicas_and_shards_lose_nothing() -> None:

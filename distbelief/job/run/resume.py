@@ -543,16 +543,13 @@ def resume_run(
     previous = read_previous_run(
         run, store, n_shards=was.n_shards, coordinator=coordinator, in_ring=in_ring
     )
-    notes += previous.notes
+    notes += previous.notes + _loss_note(job, run, previous)
     known = previous.before.view
     if known.n_evaluations and known.judged_by != judged_by:
         what = _difference(known.judged_by, judged_by)
         notes += (f"the best metric and [stop] patience begin anew: they were of {what}",)
     if previous.trained:
         _check_data(job, run, was=was.train or train, now=train)
-        loss = load_job(run.job_file).loss
-        if loss != job.loss:
-            notes += (f"[algorithm] loss: {loss} before, {job.loss} now; what was learned goes on",)
         if train.has_parts and was.n_replicas != now.n_replicas:
             raise JobError(
                 f"--resume {run.path}: [data.train] makes a part for each replica, and there were "
@@ -760,6 +757,12 @@ def _check_data(job: Job, run: RunDirectory, *, was: DataFacts, now: DataFacts) 
 
 def _shown(part: object) -> str:
     return part if isinstance(part, str) else toml.excerpt(msgspec.to_builtins(part), n_max=200)
+
+
+def _loss_note(job: Job, run: RunDirectory, previous: PreviousRun) -> tuple[str, ...]:
+    was, now = load_job(run.job_file).loss if previous.trained else job.loss, job.loss
+    note = f"[algorithm] loss: {was} before, {now} now; what was learned goes on"
+    return () if was == now else (note,)
 
 
 def _seed_note(job: Job, run: RunDirectory) -> Iterator[str]:
