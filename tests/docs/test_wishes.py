@@ -5,6 +5,7 @@ from typing import Any, Final
 
 import pytest
 import torch
+from _pytest.mark import ParameterSet
 from safetensors.torch import load_file
 
 from distbelief import ParameterServer
@@ -171,16 +172,22 @@ def server() -> Iterator[ParameterServer]:
         yield server
 
 
-SLOW: Final = {"a compiled model", "scikit-learn's conventions"}  # what they import takes seconds
+# What they import takes seconds, or they run twice; other tests have most of them, too.
+SLOW: Final = {
+    *("a compiled model", "scikit-learn's conventions"),
+    *("random augmentation, the same bits again", "local steps by any optimizer, in your own loop"),
+    *("workers of a loader", "a seed", "checkpoints by time"),
+}
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
+def parameters(rows: list[Row]) -> list[ParameterSet]:
+    return [
         pytest.param(row, id=row.wish, marks=pytest.mark.soak if row.wish in SLOW else ())
-        for row in ROWS
-    ],
-)
+        for row in rows
+    ]
+
+
+@pytest.mark.parametrize("row", parameters(ROWS))
 def test_a_wish_comes_true_or_is_refused_with_the_way(
     row: Row, request: pytest.FixtureRequest
 ) -> None:
@@ -191,7 +198,7 @@ def test_a_wish_comes_true_or_is_refused_with_the_way(
 
 
 @pytest.mark.parametrize(
-    "row", [row for row in ROWS_OF_OTHERS if row.code not in RUN_ABOVE], ids=lambda row: row.wish
+    "row", parameters([row for row in ROWS_OF_OTHERS if row.code not in RUN_ABOVE])
 )
 def test_what_users_of_other_libraries_have_works_here(row: Row) -> None:
     names = program(PAGE)
