@@ -179,15 +179,15 @@ class PinnedVersions:
         n = max(version.n_copied, PIECE_BYTES // values.itemsize)
         piece = slice(version.n_copied, version.n_copied + n)
         source = values[piece]
-        if version.averaged:  # of parameters, which come first; buffers have none
-            average = self._values.state[EMA][piece]
-            source = np.concatenate([average, source[len(average) :]])
         whole, stop = self._values.slice_table.whole, piece.start + len(source)
         target = version.values[
             slice(*whole.sent_range(piece.start, stop, dtype=version.values.dtype))
         ]
         n_parameters = whole.n_parameters_within(piece.start, stop)
         work = partial(convert, source, target, n_parameters=n_parameters)
+        if version.averaged:
+            average = self._values.state[EMA][piece]
+            work = partial(_convert_averages, average, source, target, n_parameters=n_parameters)
         return work, Cost(n_bytes=float(source.nbytes + target.nbytes))
 
     def _logged(self, client: Session, message: pf.Fetch) -> ToWords | None:
@@ -334,3 +334,9 @@ class PinnedVersions:
             if version.n_readers == 0 and version is not self.copying:
                 return version
         return None
+
+
+def _convert_averages(average: Vector, source: Vector, target: Vector, *, n_parameters: int) -> int:
+    """Convert averages in place of the parameters, which come first; buffers have none."""
+    both = np.concatenate([average, source[len(average) :]])
+    return convert(both, target, n_parameters=n_parameters)

@@ -146,6 +146,10 @@ def with_itself(make: Callable[[nn.Sequential], object]) -> nn.Module:
         ({"metrics": [3]}, "a metric is 3: give a name, a function or an object"),
         ({"metrics": with_the_net}, "a metric refers to the model itself"),
         ({"rule": None}, "has neither rule nor preset"),
+        ({"accumulate_grad_batches": 4}, 'give overrides={"algorithm.accumulate": 4}'),
+        ({"fast_dev_run": 2}, 'in samples: give overrides={"data.train.limit": 64}'),
+        ({"max_time": 60}, 'give overrides={"stop.seconds": "10 min"}'),
+        ({"precision": "bf16-mixed"}, "let forward compute under torch.autocast"),
         ({"rule": torch.optim.SGD}, "rule is the class SGD: give its name and options"),
         (
             {"rule": torch.optim.SGD(net.parameters(), lr=1)},
