@@ -23,8 +23,7 @@ pytestmark = [
 
 N_WORKING_MIN: Final = 46
 
-Of = Any  # the names of a row, which are of any type
-"""Names of a row and of its program."""
+Of = Any  # what a row or its program has named
 
 
 def trained(n_samples: int) -> Callable[[dict[str, Of]], bool]:
@@ -53,24 +52,25 @@ def same_bits(of: dict[str, Of]) -> bool:
     return all(torch.equal(one[name], other[name]) for name in one)
 
 
-def kept_sum(of: dict[str, Of]) -> bool:
+def bounded_by_value(of: dict[str, Of]) -> bool:
     """Clipped by value, each element of the 10 pushes moves at most rate x bound."""
     values, before = of["run"].model.state_dict(), of["before"]
-    return all(float((values[n] - before[n]).abs().max()) <= 10 * 0.1 * 0.01 + 1e-6 for n in before)
+    bound = 10 * 0.1 * 0.01 + 1e-6
+    return all(float((values[n] - before[n]).abs().max()) <= bound for n in before)
 
 
 def clipped(of: dict[str, Of]) -> bool:
     """Each of the five pushes moves the values by at most rate x bound."""
     values, before = of["run"].model.state_dict(), of["before"]
     square = sum(float((values[name] - before[name]).square().sum()) for name in before)
-    return 0.0 < square**0.5 <= 5 * 0.1 * 0.5 + 1e-5
+    return bool(0.0 < square**0.5 <= 5 * 0.1 * 0.5 + 1e-5)
 
 
 def averaged(of: dict[str, Of]) -> bool:
     x, y = of["held_out"]
     with torch.no_grad():
         loss = float(torch.nn.functional.cross_entropy(of["run"].ema_model(x), y))
-    return of["run"].summary.held_out_loss == pytest.approx(loss, rel=1e-5)
+    return bool(of["run"].summary.held_out_loss == pytest.approx(loss, rel=1e-5))
 
 
 def same_file(of: dict[str, Of]) -> bool:
@@ -80,7 +80,7 @@ def same_file(of: dict[str, Of]) -> bool:
 
 def resumed(of: dict[str, Of]) -> bool:
     half = of["half"].summary
-    return 40 < half.samples < 400 and of["run"].summary.samples == 400
+    return bool(40 < half.samples < 400 and of["run"].summary.samples == 400)
 
 
 CHECKS: dict[str, Callable[[dict[str, Of]], object]] = {
@@ -122,7 +122,7 @@ CHECKS: dict[str, Callable[[dict[str, Of]], object]] = {
     ),
     "accumulate gradients": lambda of: trained(200)(of) and of["run"].summary.pushes_applied == 5,
     "clip by norm, also of the accumulated mean": clipped,
-    "clip by value": kept_sum,
+    "clip by value": bounded_by_value,
     "an average of the weights, evaluated during the run": averaged,
     "sparse gradients of an embedding": lambda of: moved(of, "0.weight", "bag"),
     "gradients that are NaN": lambda of: (
