@@ -211,6 +211,7 @@ class EvaluationTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     subset: AtLeastOne | None = None
     every: Period | Passes = 10.0
     seed: Annotated[int, msgspec.Meta(ge=0)] = 0  # for the choice of the subset
+    averaged: bool = False  # evaluate the running averages that `ema` of the rule keeps
 
     def __post_init__(self) -> None:
         names = self.metric

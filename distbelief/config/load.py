@@ -124,6 +124,13 @@ def _check_held_out(job: Job) -> None:
             raise TableError(
                 path, f"[{path[0]}] {key} needs held-out data: add a table [data.test]"
             )
+    rule = algorithms.facts_of(job).rule
+    if job.evaluation.averaged and (rule is None or rule.ema is None):
+        raise TableError(
+            ("evaluation", "averaged"),
+            "[evaluation] averaged is true, and no average is kept: give the rule in [algorithm] "
+            "ema = 0.999, or leave averaged out",
+        )
     if keeps_best and job.cluster.is_split:
         raise TableError(
             ("output", "keep"),

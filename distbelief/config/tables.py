@@ -82,9 +82,10 @@ _SCHEDULE = (
     'schedule = { name = "cosine", n_pushes = 10000, n_warm_up = 100 } }.'
 )
 _PRECISION = (
-    'Models compute in their own types; numbers = "bfloat16" in [algorithm.exchange] halves what '
-    "hosts send."
+    "Models compute in their own types, and under torch.autocast where their forward says so; "
+    'numbers = "bfloat16" in [algorithm.exchange] halves what hosts send.'
 )
+_STEPS = "It is samples of [stop]: steps times batch_size."
 _TEST = "Held-out data are the table [data.test]."
 _RESUME = "It is a flag: distbelief train --resume RUN_DIR."
 _HOSTS = "Hosts join a job: distbelief train JOB --listen tcp://0.0.0.0:7700 --hosts N."
@@ -119,6 +120,8 @@ _ELSEWHERE = {
         ("limit_train_batches", "limit_val_batches", "overfit_batches", "fast_dev_run"),
         "It is limit of [data.train] and [data.test], in samples: limit = 64.",
     ),
+    **dict.fromkeys(("max_steps", "n_steps", "num_steps"), _STEPS),
+    "gradient_clip_algorithm": "By norm it is clip_norm; by value it is clip_value of the rule.",
     **dict.fromkeys(("max_time", "time_limit"), 'It is seconds of [stop]: seconds = "10 min".'),
     **dict.fromkeys(
         ("log_every_n_steps", "logging_steps", "log_every"),

@@ -12,9 +12,12 @@ objects of the program (`given`).
 import os
 import secrets
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Final
+from zlib import crc32
 
 import torch
 from torch import nn
@@ -29,6 +32,7 @@ from distbelief.job.trainer import run_job
 from distbelief.task.data import Dataset
 from distbelief.task.dry_run import shown
 from distbelief.task.imports import check_is_no_import, places
+from distbelief.task.losses import LOSS_METRIC
 from distbelief.task.tensor_pairs import TensorPairs, as_pair
 
 
@@ -56,6 +60,23 @@ _ELSEWHERE: Final = {
     **dict.fromkeys(("num_workers", "workers"), 'give overrides={"data.train.num_workers": 2}'),
     **dict.fromkeys(("device", "accelerator"), 'give overrides={"cluster.device": "cuda"}'),
     "threads": 'give overrides={"cluster.threads": 2}',
+    **dict.fromkeys(
+        ("accumulate", "accumulate_grad_batches", "gradient_accumulation_steps"),
+        'give overrides={"algorithm.accumulate": 4}',
+    ),
+    **dict.fromkeys(
+        ("limit", "limit_train_batches", "overfit_batches", "fast_dev_run"),
+        'it is in samples: give overrides={"data.train.limit": 64}',
+    ),
+    **dict.fromkeys(("max_time", "seconds"), 'give overrides={"stop.seconds": "10 min"}'),
+    **dict.fromkeys(("max_steps", "samples"), 'give overrides={"stop.samples": 64000}'),
+    **dict.fromkeys(
+        ("val_check_interval", "eval_steps", "eval_every"),
+        'give overrides={"evaluation.every": "500 steps"}',
+    ),
+    **dict.fromkeys(
+        ("precision", "mixed_precision", "autocast"), "let forward compute under torch.autocast"
+    ),
     "verbose": "it is show",
 }
 
@@ -128,13 +149,17 @@ def fit(  # noqa: PLR0913 -- the keys of a job that most jobs have
     if test is not None:
         objects["test"] = giving(_dataset(test, "test"))
         tables["test"] = {"factory": path_of("test")}
-    names = [_named(each, model, objects) for each in _listed(metrics)]
+    listed = _listed(metrics)
+    # Results name metrics by these: two must not share one.
+    taken = {LOSS_METRIC, *(each for each in listed if isinstance(each, str))}
+    names = [_named(each, model, objects, taken) for each in listed]
     if isinstance(rule, str | type | torch.optim.Optimizer):
         raise JobError(
             f"fit: rule is {shown(rule)}: give its name and options, as in "
             '{"name": "AdamW", "lr": 0.001}'
         )
-    algorithm = {"name": "downpour", "loss": _loss(loss, model, objects), "batch_size": batch_size}
+    named_loss = _loss(loss, model, objects)
+    algorithm = {"name": "downpour", "loss": named_loss, "batch_size": batch_size}
     job = job_of(
         {
             "name": "fit",
@@ -198,23 +223,51 @@ def _loss(loss: object, model: nn.Module, objects: dict[str, object]) -> str:
             "(outputs, targets) -> mean, or a loss module, as in nn.CrossEntropyLoss()"
         )
     check_apart(loss, model, what="loss", user="fit")
-    objects["loss"] = loss
-    return path_of("loss")
+    return _given(loss, _name_of(loss) + _settings_of(loss), objects)
 
 
 def _listed(metrics: object) -> list[object]:
     return [*metrics] if isinstance(metrics, list | tuple) else [metrics]
 
 
-def _named(metric: object, model: nn.Module, objects: dict[str, object]) -> str:
+def _named(
+    metric: object, model: nn.Module, objects: dict[str, object], taken: Collection[str]
+) -> str:
     """Return the name of a metric; one that is an object is given by the name of its function."""
     if isinstance(metric, str):
         return metric
     if not (callable(metric) or hasattr(metric, "update")):
         raise JobError(f"fit: a metric is {shown(metric)}: give a name, a function or an object")
     check_apart(metric, model, what="a metric", user="fit")
-    name = str(getattr(metric, "__name__", type(metric).__name__)).strip("<>").lstrip("_")
-    names = (f"{name}{number or ''}" for number in range(len(objects) + 1))
-    name = next(each for each in names if each not in objects)
-    objects[name] = metric
+    return _given(metric, _name_of(metric), objects, taken)
+
+
+def _given(
+    thing: object, name: str, objects: dict[str, object], taken: Collection[str] = ()
+) -> str:
+    """Give an object by this name, or with a number behind it where that is taken."""
+    names = (f"{name}{number or ''}" for number in count())
+    name = next(each for each in names if each not in objects and each not in taken)
+    objects[name] = thing
     return path_of(name)
+
+
+def _name_of(thing: object) -> str:
+    function = thing.func if isinstance(thing, partial) else thing
+    name = str(getattr(function, "__name__", type(function).__name__)).strip("<>").lstrip("_")
+    code = getattr(function, "__code__", None)
+    if name == "lambda" and code is not None:  # known by what it does
+        plain = [one for one in code.co_consts if not hasattr(one, "co_code")]
+        return f"lambda_{crc32(repr((code.co_code, plain, code.co_names)).encode()):x}"
+    return name
+
+
+def _settings_of(thing: object) -> str:
+    """Return the plain values of a loss, which tell a resumed run of another one."""
+    found = thing.keywords if isinstance(thing, partial) else getattr(thing, "__dict__", {})
+    plain = [
+        f"{key}={value}"
+        for key, value in sorted(found.items())
+        if isinstance(value, str | int | float) and not key.startswith("_") and key != "training"
+    ]
+    return f"[{', '.join(plain)}]" if plain else ""

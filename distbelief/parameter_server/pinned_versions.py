@@ -29,6 +29,7 @@ from distbelief.core.reliable import Window
 from distbelief.core.vectors import Element, Vector, block_of, n_blocks
 from distbelief.parameter_server.bfloat16 import WORD
 from distbelief.parameter_server.fetch_logs import ToWords
+from distbelief.parameter_server.rules import EMA
 from distbelief.parameter_server.sessions import Session, Sessions
 from distbelief.parameter_server.shard_config import ShardConfig
 from distbelief.parameter_server.slices import ShardSlice, payload_of
@@ -56,6 +57,7 @@ class Version:
     n_readers: int = 0
     n_copied: int = 0  # elements [0, n_copied) are in it
     of: pf.Fetch | None = None  # for which it has words of changes or moves; None: all elements
+    averaged: bool = False  # it has the running averages of parameters
     in_flight: bool = False  # blocks may be under way to a reader whose pin was ended here
 
 
@@ -91,8 +93,8 @@ class PinnedVersions:
 
     def fetch(self, client: Session, message: pf.Fetch, now: Seconds) -> list[Action]:
         """Start a fetch, or handle a repeated request."""
-        name, dtype = client.name, self._dtype(message)
-        self._held(client, message)  # raises if it is invalid
+        name = client.name
+        self._dtype(message), self._held(client, message)  # they raise if it is invalid
         if message.request < client.request:
             return []
         if message.request > client.request:
@@ -101,7 +103,7 @@ class PinnedVersions:
             others = [] if self._logged(client, message) is not None else self._versions
             for version in others:
                 is_current = version.n_readers and version.clock == self._values.clock
-                if is_current and version.values.dtype == dtype:
+                if is_current and self._fits(version, message):
                     return self._pin(client, message, version, now)
             self.waiting[name] = client, message
             return []
@@ -170,6 +172,7 @@ class PinnedVersions:
             first = next(iter(self.waiting.values()))[1]
             words = first.payload == "bfloat16"
             version.values = self._values.slice_table.whole.room(version.memory, words=words)
+            version.averaged = first.payload == "averaged"
             version.clock, version.n_copied = self._values.clock, 0
             self.copying = version
         # Each piece is as large as all before it: sending keeps pace, and few pieces are begun.
@@ -182,6 +185,9 @@ class PinnedVersions:
         ]
         n_parameters = whole.n_parameters_within(piece.start, stop)
         work = partial(convert, source, target, n_parameters=n_parameters)
+        if version.averaged:
+            average = self._values.state[EMA][piece]
+            work = partial(_convert_averages, average, source, target, n_parameters=n_parameters)
         return work, Cost(n_bytes=float(source.nbytes + target.nbytes))
 
     def _logged(self, client: Session, message: pf.Fetch) -> ToWords | None:
@@ -221,8 +227,7 @@ class PinnedVersions:
         if version.n_copied == len(version.memory):
             self.copying = None
         sent = [self._blocks(pin) for pin in readers]
-        dtype = version.values.dtype
-        ready = [one for one in self.waiting.values() if self._dtype(one[1]) == dtype]
+        ready = [one for one in self.waiting.values() if self._fits(version, one[1])]
         if version.of is not None:
             ready = [one for one in self.waiting.values() if one[1] is version.of]
         for client, fetch in ready:
@@ -310,8 +315,14 @@ class PinnedVersions:
             return client.shard_slice
         return self._values.slice_table.get(message.holds)
 
+    def _fits(self, version: Version, message: pf.Fetch) -> bool:
+        is_averaged = message.payload == "averaged"
+        return version.averaged == is_averaged and version.values.dtype == self._dtype(message)
+
     def _dtype(self, message: pf.Fetch) -> np.dtype[Element]:
         dtype = self._values.vector.dtype
+        if message.payload == "averaged" and EMA not in self._values.state:
+            raise RemoteProtocolError("a fetch asks for running averages, and the rule has no ema")
         if message.payload != "bfloat16":
             return dtype
         if dtype != np.float32:
@@ -323,3 +334,9 @@ class PinnedVersions:
             if version.n_readers == 0 and version is not self.copying:
                 return version
         return None
+
+
+def _convert_averages(average: Vector, source: Vector, target: Vector, *, n_parameters: int) -> int:
+    """Convert averages in place of the parameters, which come first; buffers have none."""
+    both = np.concatenate([average, source[len(average) :]])
+    return convert(both, target, n_parameters=n_parameters)

@@ -59,6 +59,7 @@ class ClientConfig:
     push: Codec | None = None  # of pushes; None: as they are
     fetch: Fetched = "float32"  # as fetched from another host
     durable: bool = False  # what pushes hold back is saved before they go
+    averaged: bool = False  # fetch the running averages of parameters: `ema` of the rule
 
     @classmethod
     def of(cls, policy: ExchangePolicy, *, retry_seconds: Seconds = 0.5) -> "ClientConfig":

@@ -26,12 +26,13 @@ from distbelief.core.vectors import Vector
 from distbelief.protocol.fields import Amount, AnyMessage, Count, Name, Text
 
 
-Payload = Literal["dense", "bfloat16", "changed", "moved"] | msgspec.UnsetType
+Payload = Literal["dense", "bfloat16", "changed", "moved", "averaged"] | msgspec.UnsetType
 """What fetched values are. "dense": a number of the layout's type for each element that the client
 holds. "bfloat16": words of 16 bits, one for each parameter, and two for each buffer, which stays
 float32. "changed": words of 32 bits, the elements that have changed since the client's last fetch,
 by rising index, and then the bits of their values. "moved": the words of each move since then, and
 the bits of the buffers. The shard sends all instead if that is less, or if it does not know.
+"averaged": dense, but of parameters the running average that a rule with `ema` keeps.
 
 Unset means dense, and takes no bytes. What lies in shared memory is dense.
 """

@@ -283,7 +283,7 @@ def parameter_specs(
                 "replace its Lazy module by one with its sizes given"
             )
         if parameter.dtype != torch.float32:
-            way = "use net.float()"
+            way = "use net.float(), and torch.autocast to compute in fewer bits"
             if parameter.is_complex():
                 way = "keep its real and imaginary parts in a float32 (torch.view_as_real)"
             elif not parameter.is_floating_point():

@@ -52,6 +52,8 @@ def tensors_of(value: object, path: Path = ()) -> dict[Path, torch.Tensor]:
 
 def _leaves(value: object, path: Path, *, lists: bool = False) -> dict[Path, object]:
     parts: Iterable[tuple[str | int, object]]
+    if isinstance(value, torch.Tensor | int):  # most are: the other questions take longer
+        return {path: value}
     if isinstance(value, Mapping):
         parts = [(str(key), part) for key, part in value.items()]
     elif hasattr(value, "_fields"):  # a named tuple

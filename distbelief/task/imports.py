@@ -36,6 +36,11 @@ class Importable(Protocol):
     def __call__(self, **arguments: object) -> object: ...
 
 
+def shown_name(path: str) -> str:
+    """Return how results name what a path names: an object of the program by its own name."""
+    return path.removeprefix(":")
+
+
 def resolve(path: str, *, table: str = "job") -> Importable:
     """Return the function that "package.module:name" names, or raise JobError.
 
@@ -55,7 +60,7 @@ def named(path: str, *, table: str) -> object:
     module_name, colon, name = path.partition(":")
     if not module_name and name in OBJECTS:
         return OBJECTS[name]
-    if not module_name and name.isidentifier():
+    if not module_name and name.partition("[")[0].isidentifier():
         raise JobError(
             f"[{table}] {path!r} is an object of the program that called distbelief.fit: call fit "
             "there again, with resume, or load model.safetensors into the module"

@@ -329,17 +329,19 @@ def _of_loader(loader: "DataLoader[object]", table: _Table) -> DataSource:
     user, limit, collate, again = table
     batches, batch_size = loader.batch_sampler, loader.batch_size
     drop_last, sampler = loader.drop_last, loader.sampler
-    if type(batches) is BatchSampler:
+    if _is_torchs(batches, BatchSampler):
+        assert isinstance(batches, BatchSampler)
         batch_size, drop_last, sampler = batches.batch_size, batches.drop_last, batches.sampler
     is_own = loader.collate_fn is not default_collate
     unfit = {
         "has an __iter__ of its own": (
             type(loader).__iter__ is not DataLoader.__iter__
+            and not _is_torchs(loader, DataLoader)
             and "a job reads its data set: return that, or torch's DataLoader of it"
         ),
         "chooses batches by a batch_sampler of its own": (
             batches is not None
-            and type(batches) is not BatchSampler
+            and not _is_torchs(batches, BatchSampler)
             and "a job cuts batches of [algorithm] batch_size: give it a sampler"
         ),
         "has batch_size = None": (
@@ -408,6 +410,15 @@ def _order_of(
     if limit is not None:
         raise JobError(f"{user}: its {kind} chooses samples, and so does limit: leave limit out")
     return DrawnOrder(cast("Iterable[object]", sampler), n_data, user=user), f"by {kind}"
+
+
+def _is_torchs(given: object, kind: type) -> bool:
+    """Whether this is of a class of torch, or torchdata's of it, whose state a job does not need.
+
+    Other subclasses may choose other samples, in another order.
+    """
+    is_stateful = type(given).__module__.startswith("torchdata.stateful_dataloader")
+    return type(given) is kind or (isinstance(given, kind) and is_stateful)
 
 
 def _shuffle_of(n_samples: int) -> SampleOrder:

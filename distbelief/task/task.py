@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Final, Literal, NamedTuple, cast, final
+from weakref import WeakSet
 
 import msgspec
 import torch
@@ -145,6 +146,7 @@ class BuildContext:
     # written by the job for "module", else the user's own.
     initial_file: TensorFile | None = None
     evaluation_subset: int | None = None  # held-out samples of a usual evaluation; None: all
+    averaged: bool = False  # whether the evaluator measures running averages of the parameters
     keeps_best: bool = False  # whether the evaluator saves the values of its best evaluation
     shard_copies: int = 1  # processes that keep each shard, 1 or 2
     # Replicas wait for `StartTraining`, which a supervisor sends to each incarnation.
@@ -192,12 +194,14 @@ class BuildContext:
 
 # --- objects ---
 
+_built: Final = WeakSet[nn.Module]()  # with their parts
+
 
 def build_model(spec: ModelSpec) -> nn.Module:
     """Return the module that the factory makes from this seed.
 
     The same spec gives the same values in every process. JobError if the factory cannot be found or
-    called, or returns something else.
+    called, or returns something else, or what it had returned before.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(spec.seed)
@@ -207,6 +211,13 @@ def build_model(spec: ModelSpec) -> nn.Module:
             f"[model] {spec.factory} returned {dry_run.shown(module)}, not an nn.Module: "
             "let it return the model, as in Net(...)"
         )
+    parts = [*module.modules()]
+    if not _built.isdisjoint(parts):  # trial steps have moved it
+        raise JobError(
+            f"[model] {spec.factory} returned a module, or a part of one, that it had returned "
+            "before: let each call make new modules"
+        )
+    _built.update(parts)
     check_shapes(module, f"[model] {spec.factory}")
     # Not where it is built to see how tensors are drawn: a question is noted as the user's.
     if torch.get_default_device().type != "meta":
@@ -322,13 +333,15 @@ def metric_names(task: TaskSpec, sample: Sample | None = None) -> tuple[str, ...
     return (losses.usual_metric(task.loss, labels=labels),)
 
 
-def judged_by(task: TaskSpec, metric: str, *, subset: int | None, seed: int) -> str:
+def judged_by(
+    task: TaskSpec, metric: str, *, subset: int | None, seed: int, averaged: bool = False
+) -> str:
     """Return, as JSON, what two evaluations must have in common for their metrics to compare."""
     found = {
         "[evaluation] metric": f"loss ({task.loss})" if metric == losses.LOSS_METRIC else metric,
         "[evaluation] subset": None if subset is None else f"{subset} of seed {seed}",
         "[data.test]": task.test and task.test.source,
-    }
+    } | ({"[evaluation] averaged": True} if averaged else {})
     return msgspec.json.encode(found, order="deterministic").decode()
 
 

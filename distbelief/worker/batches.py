@@ -313,6 +313,17 @@ def step_seed(seed: Sequence[int], position: int) -> int:
     return int(sequence.generate_state(1, np.uint64)[0])
 
 
+_WORD: Final = (1 << 64) - 1
+
+
+def mixed(seed: int, index: int) -> int:
+    """Return a seed for each index: splitmix64 (Steele, Lea & Flood 2014), ten times as fast."""
+    z = (seed + (index + 1) * 0x9E3779B97F4A7C15) & _WORD
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _WORD
+    return z ^ (z >> 31)
+
+
 # --- random numbers of the user's code ---
 
 # torch, numpy and Python's `random` have one generator each, for all threads, and samples are read
@@ -352,11 +363,15 @@ class Draws:
 
 
 def _states() -> object:
-    _, keys, *rest = np.random.get_state()  # noqa: NPY002 -- the generator of users' code
     numbers = torch.default_generator.get_state().numpy().tobytes()
     if torch.cuda.is_initialized():
         numbers += torch.cuda.get_rng_state().numpy().tobytes()
-    return numbers, np.asarray(keys).tobytes(), rest, random.getstate()
+    return numbers, _states_beside_torch()
+
+
+def _states_beside_torch() -> object:
+    _, keys, *rest = np.random.get_state()  # noqa: NPY002 -- the generator of users' code
+    return np.asarray(keys).tobytes(), rest, random.getstate()
 
 
 @final
@@ -382,6 +397,7 @@ class BatchReader:
         # A stream that draws for the first time in its second pass must not do so unseen: each
         # replica would have an order of its own, and train some samples twice and others never.
         self._draws = Draws(always=isinstance(dataset, DataSource) and dataset.is_stream)
+        self._draws_beside_torch = False  # of numpy or Python's random, once that was seen
         self._readers = readers
         self.n_ahead = 0 if readers is None else readers.n_ahead
 
@@ -394,17 +410,31 @@ class BatchReader:
             return self._readers.read(self._wanted(samples), [self._wanted(one) for one in ahead])
         indices = [int(index) for index in samples.indices]
 
-        def seed(index: int) -> int:
-            return step_seed((self._seed, samples.epoch, index), OF_SAMPLES)
+        of_epoch = step_seed((self._seed, samples.epoch), OF_SAMPLES)
 
-        were_seen = self._draws.are_seen
-        before = (lambda index: reseed(seed(index))) if were_seen else None
-        batch = self._draws.run(
-            lambda: read_batch(self._dataset, indices, table=self._table, before=before),
-            seed=lambda: seed(indices[0]),
-        )
+        def seed(index: int) -> int:
+            return mixed(of_epoch, index)
+
+        were_seen = self._draws.are_seen, self._draws_beside_torch
+
+        def read() -> Batch:
+            generator = torch.default_generator
+            before: Callable[[int], object] | None = None
+            if all(were_seen):
+                before = lambda index: reseed(seed(index))  # noqa: E731 -- read at once
+            elif any(were_seen):
+                before = lambda index: generator.manual_seed(seed(index))  # noqa: E731
+            # To seed the others takes as long as many transforms of a sample: look once a batch.
+            looks = before is not None and not self._draws_beside_torch
+            others = _states_beside_torch() if looks else None
+            batch = read_batch(self._dataset, indices, table=self._table, before=before)
+            self._draws_beside_torch |= looks and _states_beside_torch() != others
+            return batch
+
+        batch = self._draws.run(read, seed=lambda: seed(indices[0]))
         # What was drawn when that was seen for the first time was of one stream.
-        return batch if self._draws.are_seen == were_seen else self.read(samples)
+        is_same = were_seen == (self._draws.are_seen, self._draws_beside_torch)
+        return batch if is_same else self.read(samples)
 
     def _wanted(self, samples: BatchIndices) -> Wanted:
         indices = np.asarray(samples.indices, np.int64).tobytes()

@@ -183,7 +183,11 @@ def build_evaluator(context: BuildContext) -> Role:
 
 def _best_values(context: BuildContext, metric: str) -> BestValues:
     judged_by = tk.judged_by(
-        context.task, metric, subset=context.evaluation_subset, seed=context.seed
+        context.task,
+        metric,
+        subset=context.evaluation_subset,
+        seed=context.seed,
+        averaged=context.averaged,
     )
     return BestValues(
         context.layout, higher_is_better=higher_is_better(metric), judged_by=judged_by
@@ -320,7 +324,9 @@ def build_replica(index: int, *, config: DownpourSettings, context: BuildContext
     return whole_replica(
         config,
         client=build_client(context, exchange=exchange, frozen=model.frozen, factors=factors),
-        executor=local_executor(model, context, clip_norm=config.clip_norm, seed=seed, small=small),
+        executor=local_executor(
+            model, context, clip_norm=config.clip_norm_of_step, seed=seed, small=small
+        ),
         data_shard=data_shard_of(index, config=config, context=context),
         await_begin=context.await_begin,
         progress_seconds=progress_seconds(context),
@@ -424,13 +430,13 @@ def progress_seconds(context: BuildContext) -> Seconds:
 def build_client(
     context: BuildContext,
     *,
-    exchange: ExchangePolicy | None,  # of pushes; None: it only fetches
+    exchange: ExchangePolicy | None,  # of pushes; None: it only fetches, to evaluate
     frozen: Collection[str],  # parameters that do not train
     flow: Dataflow | None = None,
     factors: FactorSource | None = None,
 ) -> ParameterClient:
     """Return a client of all shards, or of those that hold what a rank keeps."""
-    layout, config = context.layout, ClientConfig(pushes=False)
+    layout, config = context.layout, ClientConfig(pushes=False, averaged=context.averaged)
     if exchange is not None:
         config = ClientConfig.of(exchange)
     is_rounded = config.push is not None or config.fetch != "float32"

@@ -109,6 +109,12 @@ class DownpourAlgorithm:
             )
         if cluster.is_split:
             self._check_codecs(config.exchange)
+        if config.pace.norm_max is not None and cluster.is_split:
+            raise JobError(
+                f"[algorithm] accumulate is {config.accumulate}, there is clip_norm, and [cluster] "
+                "partitions, plan or device splits replicas, whose ranks know the norm of single "
+                "gradients only: leave one out (rule.clip_value bounds the mean)"
+            )
         if inner is not None and inner["name"] in OF_WHOLE_TENSORS and cluster.is_split:
             raise JobError(
                 f"[algorithm] inner.name is {inner['name']!r}, whose steps depend on whole "

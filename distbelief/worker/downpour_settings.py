@@ -73,7 +73,8 @@ class DownpourSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     # the rule's. With an adaptive rule it is required if n_fetch > 1; if only n_push > 1, a replica
     # without it takes no steps of its own and only sums gradients.
     local_learning_rate: float | None = None
-    clip_norm: float | None = None  # bound of each mini-batch gradient's 2-norm; None: no bound
+    # Bound of the 2-norm of each gradient, or of the mean that `accumulate` pushes; None: no bound
+    clip_norm: float | None = None
     max_steps: int | None = None  # of each incarnation of a replica; None: until a Stop
     # Gradients in a row with NaN or Inf, each skipped and logged, before a replica gives up.
     non_finite_limit: int = 10
@@ -132,13 +133,11 @@ class DownpourSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
             "lockfree": self.lockfree is not None,
             "local_learning_rate": self.local_learning_rate is not None,
             "overwrite_local_steps": self.overwrite_local_steps,
-            "clip_norm, which bounds each mini-batch": self.clip_norm is not None,
         }
         for what, is_given in unfit.items():
             if is_given:
                 raise ValueError(
-                    f"accumulate is {self.accumulate}, and there is {what}: leave one of them out "
-                    "(rule.clip_value bounds what is pushed)"
+                    f"accumulate is {self.accumulate}, and there is {what}: leave one of them out"
                 )
 
     def _check_pairs(self) -> None:
@@ -272,11 +271,17 @@ class DownpourSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
             n_fetch=self.n_fetch if every == 1 else every,
             n_push=self.n_push * self.accumulate if every == 1 else every,
             means=self.accumulate > 1,
+            norm_max=self.clip_norm if self.accumulate > 1 else None,
             # A worker that waits for others waits for its own push, too, and reads what it wrote.
             blocking=self.blocking or exchange.staleness is not None,
             overwrite_local_steps=self.overwrite_local_steps,
             sends_delta=exchange.send == "delta",
         )
+
+    @property
+    def clip_norm_of_step(self) -> float | None:
+        """The bound of each gradient by itself."""
+        return None if self.accumulate > 1 else self.clip_norm
 
     @property
     def local_rate(self) -> float:

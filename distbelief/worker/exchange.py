@@ -61,6 +61,7 @@ class Pace:
     sends_delta: bool = False
     # A push is the mean of n_push gradients of one version of the parameters, and a fetch follows.
     means: bool = False
+    norm_max: float | None = None  # bound of the 2-norm of such a mean; None: no bound
 
     # Whether a bad gradient could spoil a sum, or the local copy of the parameters.
     sums_gradients: bool = field(init=False)
@@ -518,7 +519,13 @@ class ExchangeState:
 
     def _means(self) -> Iterable[tuple[int, torch.Tensor]]:
         # Not in place: two sums may share memory, and a push that fails is put once more.
-        return ((item, total / self.n_unsent) for item, total in self._sum.changes())
+        means = ((item, total / self.n_unsent) for item, total in self._sum.changes())
+        if self.pace.norm_max is None:
+            return means
+        found = dict(means)
+        norm = torch.nn.utils.get_total_norm(found.values())
+        factor = (self.pace.norm_max / (norm + 1e-6)).clamp(max=1.0)  # of clip_grad_norm_
+        return ((item, mean * factor) for item, mean in found.items())
 
     def staged(self, *, finite: bool = True, is_rest: bool = False) -> None:
         """All that was put is pushed. If it is refused, local steps are taken back."""

@@ -28,6 +28,12 @@ def points():
 """
 
 
+def averaged_data() -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(1)
+    inputs = torch.randn(64, 4)
+    return inputs, inputs[:, :3].argmax(1)
+
+
 def test_an_average_is_saved_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "averaged.py").write_text(MODULE)
     monkeypatch.chdir(tmp_path)
@@ -38,8 +44,10 @@ def test_an_average_is_saved_and_goes_on(tmp_path: Path, monkeypatch: pytest.Mon
             "blocking": True,
             "batch_size": 64,  # an epoch is one push
         },
+        "data": {"test": {"factory": "averaged:points"}},
+        "evaluation": {"averaged": True, "metric": "loss"},
         "cluster": {"shards": 2, "shard_copies": 2},
-        "output": {"directory": "run"},
+        "output": {"directory": "run", "keep": "best"},
     }
 
     def run(epochs: int) -> distbelief.Run:
@@ -62,6 +70,14 @@ def test_an_average_is_saved_and_goes_on(tmp_path: Path, monkeypatch: pytest.Mon
     assert saved.keys() == average.keys() == model.keys()
     for name, value in saved.items():
         torch.testing.assert_close(value, average[name], rtol=1e-6, atol=1e-6)
+    # Averages are evaluated, and kept where they are the best.
+    inputs, targets = averaged_data()
+    for name in ("ema_model", "best_model"):
+        with torch.no_grad():
+            loss = float(
+                torch.nn.functional.cross_entropy(getattr(runs[-1], name)(inputs), targets)
+            )
+        assert runs[-1].summary.held_out_loss == pytest.approx(loss, rel=1e-5)
     assert torch.equal(saved["0.weight"], model["0.weight"])  # frozen
     assert not torch.equal(saved["2.weight"], model["2.weight"])
 

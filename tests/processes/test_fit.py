@@ -393,8 +393,10 @@ def test_ctrl_c_ends_it_in_order_and_resume_goes_on(tmp_path: Path) -> None:
         problem(),
         resume=first.directory,
         epochs=goal / 1600,
-        **common,  # type: ignore[arg-type] # options
+        **common | {"loss": nn.CrossEntropyLoss(label_smoothing=0.1)},  # type: ignore[arg-type] # options
     )
+    log = "".join(file.read_text() for file in first.directory.rglob("*.log"))
+    assert "loss: cross_entropy before, :CrossEntropyLoss[ignore_index=-100, label_smoo" in log
     assert again.directory == first.directory
     assert again.summary.samples >= goal
     with pytest.raises(JobError, match="data"):

@@ -29,13 +29,21 @@ def rule_of(table: dict[str, object]) -> UpdateRule:
     return rule
 
 
-def settings(accumulate: int, table: dict[str, object], *, max_steps: int) -> DownpourSettings:
+def settings(
+    accumulate: int, table: dict[str, object], *, max_steps: int, norm: float | None = None
+) -> DownpourSettings:
     plain = downpour(rule=rule_of(table), max_steps=max_steps)
-    return msgspec.structs.replace(plain, accumulate=accumulate)
+    return msgspec.structs.replace(plain, accumulate=accumulate, clip_norm=norm)
 
 
 def accumulated(
-    optimizer_of: type[Optimizer], lr: float, k: int, n_steps: int
+    optimizer_of: type[Optimizer],
+    lr: float,
+    k: int,
+    n_steps: int,
+    *,
+    norm: float | None = None,
+    bound: float | None = None,
 ) -> dict[str, torch.Tensor]:
     """Return what torch's own accumulation learns: k backward passes of loss / k, and a step."""
     module = build_model(LEARNING.model)
@@ -54,6 +62,10 @@ def accumulated(
         n = min(k, n_steps - step // k * k)  # the last mean may be of fewer
         (functional.cross_entropy(module(inputs), targets) / n).backward()
         if step % k == k - 1 or step == n_steps - 1:
+            if norm is not None:
+                torch.nn.utils.clip_grad_norm_(module.parameters(), norm)
+            if bound is not None:
+                torch.nn.utils.clip_grad_value_(module.parameters(), bound)
             optimizer.step()
             optimizer.zero_grad()
     return {name: value.detach().view(-1) for name, value in parameters.items()}
@@ -83,6 +95,29 @@ def test_of_three_batches_it_differs_in_the_last_digits() -> None:
         torch.testing.assert_close(value, expected[name], rtol=1e-6, atol=1e-6)
 
 
+def test_the_norm_of_the_mean_is_bounded_as_torch_bounds_it() -> None:
+    """Some means are within the bound, and some are not."""
+    job = settings(4, {"name": "SGD", "lr": 0.05}, max_steps=4 * N_PUSHES, norm=0.3)
+    cluster = Cluster(LEARNING, job, n_shards=2)
+    cluster.run()
+    expected = accumulated(torch.optim.SGD, 0.05, 4, 4 * N_PUSHES, norm=0.3)
+    for name, value in cluster.values().items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-6, atol=1e-6)
+    unbounded = accumulated(torch.optim.SGD, 0.05, 4, 4 * N_PUSHES)
+    assert not same(expected, unbounded)
+
+
+@pytest.mark.parametrize("k", [1, 4])
+def test_values_are_bounded_as_torch_bounds_them(k: int) -> None:
+    table: dict[str, object] = {"name": "SGD", "lr": 0.05, "clip_value": 0.05}
+    job = msgspec.structs.replace(settings(k, table, max_steps=k * N_PUSHES), blocking=True)
+    cluster = Cluster(LEARNING, job)
+    cluster.run()
+    expected = accumulated(torch.optim.SGD, 0.05, k, k * N_PUSHES, bound=0.05)
+    assert same(cluster.values(), expected)
+    assert not same(expected, accumulated(torch.optim.SGD, 0.05, k, k * N_PUSHES))
+
+
 def test_several_replicas_and_shards_lose_nothing() -> None:
     """Each sample's gradient is its inputs: the sum of means over four, four times, is exact."""
     found = []
@@ -100,7 +135,6 @@ def test_several_replicas_and_shards_lose_nothing() -> None:
         {"n_push": 2},
         {"exchange": {"send": "delta", "every": 4}, "inner": {"name": "SGD", "lr": 0.1}},
         {"lockfree": {"threads": 2}},
-        {"clip_norm": 1.0},
         {"local_learning_rate": 0.1},
     ],
 )

@@ -49,7 +49,7 @@ from distbelief.plans.step_cost import PlanCost
 from distbelief.task import dry_run, task as tasks
 from distbelief.task.data import Dataset, DataSource, first_of, marks_of, read_batch
 from distbelief.task.forward import Sample
-from distbelief.task.imports import place
+from distbelief.task.imports import place, shown_name
 from distbelief.task.initializers import InitialFile, partial_values, reader, recorded_initials
 from distbelief.task.losses import higher_is_better
 from distbelief.task.validation import (
@@ -400,11 +400,15 @@ def _found(
         aliases=dict(model.aliases()),
         initials=initials,
         initial_file=initial_file,
-        metric_name=metric,
-        other_metrics=tuple(others),
+        metric_name=shown_name(metric),
+        other_metrics=tuple(map(shown_name, others)),
         higher_is_better=task.test is None or higher_is_better(metric),
         judged_by=tasks.judged_by(
-            task, metric, subset=job.evaluation.subset, seed=job.evaluation.seed
+            task,
+            metric,
+            subset=job.evaluation.subset,
+            seed=job.evaluation.seed,
+            averaged=job.evaluation.averaged,
         ),
         task=TaskFacts(
             n_parameters=model.n_parameters,

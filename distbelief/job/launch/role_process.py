@@ -307,6 +307,7 @@ def context_of(
         initials=spec.initials,
         initial_file=initial,
         evaluation_subset=job.evaluation.subset,
+        averaged=job.evaluation.averaged,
         keeps_best=job.output.keep == "best",
         shard_copies=job.cluster.shard_copies,
         plan=spec.plans.get(spec.ranks),

@@ -484,9 +484,10 @@ def _difference(was: str, now: str) -> str:
     before, after = (
         msgspec.json.decode(text or "{}", type=dict[str, object]) for text in (was, now)
     )
-    changed = [key for key in after if before.get(key) != after[key]]
+    changed = [key for key in before | after if before.get(key) != after.get(key)]
     return ", ".join(
-        f"another {key} ({_plain(before.get(key))}, now {_plain(after[key])})" for key in changed
+        f"another {key} ({_plain(before.get(key))}, now {_plain(after.get(key))})"
+        for key in changed
     )
 
 
@@ -542,7 +543,7 @@ def resume_run(
     previous = read_previous_run(
         run, store, n_shards=was.n_shards, coordinator=coordinator, in_ring=in_ring
     )
-    notes += previous.notes
+    notes += previous.notes + _loss_note(job, run, previous)
     known = previous.before.view
     if known.n_evaluations and known.judged_by != judged_by:
         what = _difference(known.judged_by, judged_by)
@@ -756,6 +757,12 @@ def _check_data(job: Job, run: RunDirectory, *, was: DataFacts, now: DataFacts) 
 
 def _shown(part: object) -> str:
     return part if isinstance(part, str) else toml.excerpt(msgspec.to_builtins(part), n_max=200)
+
+
+def _loss_note(job: Job, run: RunDirectory, previous: PreviousRun) -> tuple[str, ...]:
+    was, now = load_job(run.job_file).loss if previous.trained else job.loss, job.loss
+    note = f"[algorithm] loss: {was} before, {now} now; what was learned goes on"
+    return () if was == now else (note,)
 
 
 def _seed_note(job: Job, run: RunDirectory) -> Iterator[str]:

@@ -117,7 +117,7 @@ class ShardFetch:
         if self._memory.published is not None and self._copier is None:
             self._copier = self._view.copier(self._index)
         if self.wanted and not (self.is_held or (self._by_blocks and self.complete)):
-            return self._begin(by_blocks=self._memory.published is None)
+            return self._begin(by_blocks=self._wants_blocks)
         return []
 
     def lost(self) -> None:
@@ -130,13 +130,15 @@ class ShardFetch:
         self.wanted, self.is_held = True, is_held
         exact |= self._view is not self._later  # frozen ones come once
         self._payload = msgspec.UNSET
-        if self._config.fetch == "bfloat16" and not exact:
+        if self._config.averaged:
+            self._payload = "averaged"
+        elif self._config.fetch == "bfloat16" and not exact:
             self._payload = "bfloat16"
         elif self._keeps_known:
             self._payload = "moved" if isinstance(self._config.fetch, Int8 | Int4) else "changed"
         self._torn_since = None
         if is_open and not is_held:
-            return self._begin(by_blocks=self._memory.published is None)
+            return self._begin(by_blocks=self._wants_blocks)
         self._request += 1  # late blocks of the fetch before are not of this one
         self._restart(by_blocks=True)
         return []
@@ -144,7 +146,7 @@ class ShardFetch:
     def release(self) -> list[pf.Fetch]:
         """Ask the shard, whose session is open, for what was held."""
         self.is_held = False
-        return self._begin(by_blocks=self._memory.published is None)
+        return self._begin(by_blocks=self._wants_blocks)
 
     def take(self, block: pf.ParameterBlock) -> list[pf.FetchAck]:
         """Keep a block if it is the next one; return the acknowledgement, if one is due."""
@@ -215,6 +217,11 @@ class ShardFetch:
         assert self._copier is not None
         copy_all = partial(self._copier.scatter, published.values)
         return ShardReader(copy_all, published, 0, self._term)
+
+    @property
+    def _wants_blocks(self) -> bool:
+        """Whether fetches go by blocks: what is published are the values, not their averages."""
+        return self._config.averaged or self._memory.published is None
 
     @property
     def _keeps_known(self) -> bool:

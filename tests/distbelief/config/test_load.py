@@ -556,11 +556,13 @@ def test_a_wrong_rule_of_torch_is_refused_with_the_way_out(rule: str, said: str)
         ("algorithm.shuffle=true", "Each epoch has an order of its own"),
         ("data.train.collate_fn='a:b'", "Did you mean 'collate'?"),
         ("data.train.drop_last=true", "return a torch DataLoader that has it"),
-        ("algorithm.accumulate_grad_batches=4", "Did you mean 'n_push'?"),
+        ("algorithm.accumulate_grad_batches=4", "Did you mean 'accumulate'?"),
+        ("stop.max_steps=100", "It is samples of [stop]: steps times batch_size"),
+        ("algorithm.gradient_clip_algorithm='value'", "clip_value of the rule"),
+        ("algorithm.precision='bf16-mixed'", "under torch.autocast"),
         ("algorithm.gradient_clip_val=1.0", "Did you mean 'clip_norm'?"),
         ("algorithm.scheduler='cosine'", "It is the schedule of the rule"),
         ("algorithm.warmup_steps=10", "n_warm_up"),
-        ("algorithm.precision='bf16-mixed'", "Models compute in their own types"),
         ("algorithm.rule.nesterov=true", 'It is an option of rule = { name = "momentum"'),
         ("cluster.devices=2", "Did you mean 'replicas'?"),
         ("cluster.accelerator='gpu'", "Did you mean 'device'?"),
@@ -581,6 +583,13 @@ def test_keys_of_other_libraries_are_answered_with_what_is_here(override: str, s
     text = mistake(override)
     assert "has no key '" in text
     assert said in text
+
+
+def test_averages_that_nobody_keeps_cannot_be_evaluated() -> None:
+    text = mistake("evaluation.averaged=true")
+    assert "no average is kept: give the rule in [algorithm] ema" in text
+    ema = "algorithm.rule={name='sgd', learning_rate=0.1, ema=0.9}"
+    assert speech("evaluation.averaged=true", ema).evaluation.averaged
 
 
 @pytest.mark.parametrize(

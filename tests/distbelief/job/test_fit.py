@@ -13,6 +13,7 @@ from typing_extensions import override
 
 import distbelief
 from distbelief.core.errors import JobError
+from distbelief.job.fit import _loss, _named
 from distbelief.job.given import copy_of, given
 from distbelief.task.imports import OBJECTS, named
 
@@ -145,6 +146,10 @@ def with_itself(make: Callable[[nn.Sequential], object]) -> nn.Module:
         ({"metrics": [3]}, "a metric is 3: give a name, a function or an object"),
         ({"metrics": with_the_net}, "a metric refers to the model itself"),
         ({"rule": None}, "has neither rule nor preset"),
+        ({"accumulate_grad_batches": 4}, 'give overrides={"algorithm.accumulate": 4}'),
+        ({"fast_dev_run": 2}, 'in samples: give overrides={"data.train.limit": 64}'),
+        ({"max_time": 60}, 'give overrides={"stop.seconds": "10 min"}'),
+        ({"precision": "bf16-mixed"}, "let forward compute under torch.autocast"),
         ({"rule": torch.optim.SGD}, "rule is the class SGD: give its name and options"),
         (
             {"rule": torch.optim.SGD(net.parameters(), lr=1)},
@@ -225,3 +230,36 @@ def test_a_program_that_has_used_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("distbelief.job.launch.forkserver.has_gpu", lambda: True)
     with pytest.raises(JobError, match="has used a GPU"), given({}):
         pass
+
+
+def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
+    return torch.eq(outputs.argmax(1), targets).float().mean()
+
+
+class F1:
+    def update(self, outputs: Tensor, targets: Tensor) -> None: ...
+
+
+def test_results_name_metrics_by_class_or_function_and_none_twice() -> None:
+    objects: dict[str, object] = {}
+    taken = {"loss", "accuracy"}
+    names = [_named(each, net, objects, taken) for each in ("accuracy", F1(), F1(), accuracy)]
+    assert names == ["accuracy", ":F1", ":F11", ":accuracy1"]
+    assert [*objects] == ["F1", "F11", "accuracy1"]
+
+
+def test_a_loss_is_named_by_what_it_does() -> None:
+    """So a run that is resumed with another one says so."""
+    cross_entropy = nn.functional.cross_entropy
+    losses = [
+        nn.CrossEntropyLoss(),
+        nn.CrossEntropyLoss(label_smoothing=0.1),
+        cross_entropy,
+        partial(cross_entropy, label_smoothing=0.1),
+        lambda outputs, targets: 3 * cross_entropy(outputs, targets),
+        lambda outputs, targets: 2 * cross_entropy(outputs, targets),
+    ]
+    names = [_loss(loss, net, {}) for loss in losses]
+    assert len({*names}) == len(names)
+    assert names == [_loss(loss, net, {}) for loss in losses]
+    assert names[3] == ":cross_entropy[label_smoothing=0.1]"

@@ -725,6 +725,27 @@ def test_fetches_share_a_version_of_the_current_clock() -> None:
     assert len(alone.shard._versions._versions) == 1
 
 
+def test_averages_and_values_of_the_same_clock_are_two_versions() -> None:
+    alone = opened(layout_of(LARGE), rule=SGD(learning_rate=1.0, ema=0.5))
+    alone.hello(READER, pushes=False)
+    for sequence in (1, 2):
+        alone.work_all(alone.push(sequence))
+    averages = replace(fetch(), payload="averaged")
+    own = sent(alone.work(alone.receive(averages, READER)), pf.ParameterBlock)
+    values = sent(alone.work(alone.receive(fetch())), pf.ParameterBlock)
+    assert {one.clock for one in (*own, *values)} == {2}
+    store = alone.shard._values
+    for found, expected in ((own, store.state["ema"]), (values, store.vector)):
+        numbers = np.concatenate([block.values for block in found])
+        assert np.array_equal(numbers[: len(expected)], expected)
+    assert not np.array_equal(own[0].values, values[0].values)
+
+
+def test_averages_that_nobody_keeps_are_refused() -> None:
+    with pytest.raises(RemoteProtocolError, match="has no ema"):
+        opened().receive(replace(fetch(), payload="averaged"))
+
+
 def test_a_fetch_waits_if_no_version_is_free_and_all_waiting_share_the_next() -> None:
     alone = large(n_copies=1)
     alone.hello(OTHER)

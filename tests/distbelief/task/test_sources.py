@@ -24,7 +24,7 @@ from typing_extensions import override
 from distbelief.core.errors import JobError
 from distbelief.core.spans import Epochs
 from distbelief.task.data import ENDLESS, Dataset, DataShard, DataSource, read_batch
-from distbelief.task.sources import DrawnOrder, source_of
+from distbelief.task.sources import DrawnOrder, as_it_stands, source_of
 from distbelief.worker.batches import BatchIndices, BatchReader, DealtPlan, TrainingPlan
 
 
@@ -486,6 +486,22 @@ def drop(samples: list[object]) -> object:
 )
 def test_what_cannot_be_dealt_is_refused_with_the_way(given: object, message: str) -> None:
     fails(message, lambda: source(given))
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_loader_with_a_state_is_read_as_torchs(shuffle: bool) -> None:  # noqa: FBT001
+    stateful = pytest.importorskip(
+        "torchdata.stateful_dataloader", reason="torchdata is not installed"
+    )
+    found = source(stateful.StatefulDataLoader(numbers(), 4, shuffle=shuffle))
+    if shuffle:
+        order = found.order
+        assert isinstance(order, DrawnOrder)
+        order.check(3)
+        assert sorted(order(0, np.arange(len(found)), 3)) == [*range(len(found))]
+    else:
+        assert found.order is as_it_stands
 
 
 def test_options_that_contradict_a_loader_are_refused() -> None:

@@ -15,7 +15,7 @@ from distbelief.core.errors import JobError
 from distbelief.job.run.summary import DataFacts
 from distbelief.task import dry_run
 from distbelief.task.data import Batch, read_batch
-from distbelief.task.imports import installed_imports
+from distbelief.task.imports import OBJECTS, installed_imports
 from distbelief.task.losses import (
     MeanMetric,
     StatefulMetric,
@@ -170,6 +170,19 @@ def test_a_factory_that_makes_no_model_is_named_with_the_reason(
 ) -> None:
     with pytest.raises(JobError, match=claim):
         build_model(ModelSpec(factory=factory, arguments=arguments))
+
+
+@pytest.mark.parametrize("part", [False, True])
+def test_a_module_that_a_factory_returns_twice_is_refused(
+    part: bool,  # noqa: FBT001
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Trial steps before the start would have moved it: also if it is a part of a new one."""
+    shared = nn.Linear(2, 2)
+    monkeypatch.setitem(OBJECTS, "same", lambda: nn.Sequential(shared) if part else shared)
+    build_model(ModelSpec(factory=":same"))
+    with pytest.raises(JobError, match="that it had returned before: let each call make new"):
+        build_model(ModelSpec(factory=":same"))
 
 
 def test_a_factory_without_data_names_what_it_returned() -> None:

@@ -88,6 +88,21 @@ def test_samples_of_which_only_some_draw_are_found_out(source: str) -> None:
     assert rows(BatchReader(Noisy(SOURCES[source])), 7, 2)[0] == late[1]
 
 
+@pytest.mark.parametrize("source", ["numpy", "random"])
+def test_a_second_generator_that_is_drawn_from_later_is_found_out(source: str) -> None:
+    """Only torch's is seeded for each sample, until others are seen to be drawn from."""
+
+    def draw() -> float:
+        noise = SOURCES["torch"]()
+        return noise + SOURCES[source]() if noise > 0.8 else noise
+
+    one, other = (BatchReader(Noisy(draw), seed=3) for _ in range(2))
+    found = [row for k in range(0, N, 3) for row in rows(one, *range(k, k + 3), epoch=1)]
+    order = [*reversed(range(N))]
+    again = [row for k in range(0, N, 4) for row in rows(other, *order[k : k + 4], epoch=1)]
+    assert found == again[::-1]
+
+
 def test_data_that_draw_nothing_leave_the_generators_alone() -> None:
     reader = BatchReader(Noisy(lambda: 0.0))
     for _ in range(2):
