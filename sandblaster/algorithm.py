@@ -76,11 +76,10 @@ class SandblasterAlgorithm:
                 'partitions, plan and device; or train with algorithm "downpour" before, and set '
                 "[model] initial to its model.safetensors"
             )
-        if config.method == PROGRAM and (cluster.is_split or cluster.shard_copies > 1):
-            what = "partitions, plan and device" if cluster.is_split else "shard_copies"
+        if config.method == PROGRAM and cluster.is_split:
             raise JobError(
-                f"[algorithm] method {PROGRAM!r} has workers of one process and shards of one "
-                f"copy: remove [cluster] {what}"
+                f"[algorithm] method {PROGRAM!r} has workers of one process: remove [cluster] "
+                "partitions, plan and device"
             )
         return config
 

@@ -124,7 +124,10 @@ def build_replica(config: SandblasterSettings, *, index: int, context: BuildCont
     if config.method == PROGRAM:
         context.train_data()  # it refuses a host whose files are others
         return BlockWorker(
-            program_of(context.task.model), layout=context.layout, await_begin=context.await_begin
+            program_of(context.task.model),
+            layout=context.layout,
+            shard_copies=context.shard_copies,
+            await_begin=context.await_begin,
         )
     context, task = wb.with_data(context), context.task
     module = build_model(task.model)

@@ -159,7 +159,7 @@ def played(
     for k, message in messages:
         shards.rows[k].stage(message)
     shards.commit(range(7, 7 + len(tasks)))
-    assert not any(rows.n_staged for rows in shards.rows)
+    assert not any(rows.staged for rows in shards.rows)
     return {name: shards.take(name, slice(None)) for name in SHAPES}
 
 
