@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from distbelief.config.algorithms import refuse_programs
 from distbelief.core.errors import JobError
 from distbelief.parameter_server.client.client import ParameterClient
 from distbelief.parameter_server.layout import PartialView
@@ -30,7 +31,7 @@ from sandblaster.group_tasks import ChunkBatchPlan, GroupTasks, WorkerConfig
 from sandblaster.optimizers import AnyMethod
 from sandblaster.optimizers.base import Runnable
 from sandblaster.settings import PROGRAM, SandblasterSettings
-from sandblaster.strads.jobs import check_data, has_program, program_in, program_of
+from sandblaster.strads.jobs import check_data, program_in, program_of
 from sandblaster.strads.method import Scheduled
 from sandblaster.strads.worker import BlockWorker
 from sandblaster.warm_start_worker import WarmStartWorker
@@ -61,11 +62,7 @@ def check_model(
 ) -> None:
     """Raise JobError if this method cannot train this module, or not with so many replicas."""
     if config.method != PROGRAM:
-        if has_program(module):
-            raise JobError(
-                f"[model] {task.model.factory} is a program, which method {config.method!r} does "
-                f'not run: use [algorithm] method = "{PROGRAM}"'
-            )
+        refuse_programs(module, task, n_replicas)
         return
     n_blocks = program_in(module, task.model).n_blocks
     check_data(task)
@@ -102,7 +99,8 @@ def _method_of(config: SandblasterSettings, context: BuildContext) -> tuple[Runn
     model = context.task.model
     if config.method == PROGRAM:
         program = program_of(model)
-        goal = {"program": model.factory, **model.arguments}
+        kept = {key: one for key, one in model.arguments.items() if key not in program.bounds}
+        goal = {"program": model.factory, **kept}
         return Scheduled(program), json.dumps(goal, sort_keys=True, default=str)
     rounding = float(np.finfo(context.layout.dtype).eps) / 2.0
     chosen = config.chosen()

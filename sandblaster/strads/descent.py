@@ -18,7 +18,7 @@ objective (`plan`). Several alphas make a path: each begins at the solution of t
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, Literal, TypeAlias, TypeVar, cast, final
 
 import msgspec
@@ -230,6 +230,7 @@ class Descent(Program[Block, Argument, Report, Sequence[Solution]]):
         self._gather_max = max(gather * n_samples, _N_GATHERED) if gather else 0.0
         self._n_samples = n_samples
         self.types = Types(argument=Argument, report=Report, state=State)
+        self.bounds = ("max_iter", "tol")
         self._which = cut(n_features, n_blocks)
         self._ends = np.array([which.stop for which in self._which])
         constant = loss.constant(y, centred=centred)
@@ -263,12 +264,16 @@ class Descent(Program[Block, Argument, Report, Sequence[Solution]]):
         scheduler = State.at(self.tables[COEFFICIENTS])
         if state is not None:
             scheduler = cast("State", state)
-        solutions = scheduler.solutions
+        solutions, last = scheduler.solutions, scheduler
         while len(solutions) < len(self._alphas) and not self._is_over(solutions):
-            solutions.append((yield from self._solve(scheduler, self._alphas[len(solutions)])))
+            solution = yield from self._solve(scheduler, self._alphas[len(solutions)])
+            # From before it has ended: other bounds let a job go on there.
+            n = scheduler.n_iterations - 1  # it scores again
+            last = replace(scheduler, solutions=[*solutions], n_iterations=n)
+            solutions.append(solution)
             scheduler.begin()
         end = Reason.CONVERGED_GAP if solutions[-1].converged else Reason.MAX_ITERATIONS
-        yield self._mark(scheduler, solutions[-1].objective, end)
+        yield self._mark(last, solutions[-1].objective, end)
         return solutions
 
     def _is_over(self, solutions: "Sequence[Solution]") -> bool:
