@@ -247,7 +247,9 @@ def build_rank(
         return wb.evaluating_rank(place, context=context, split=split)
     n_machines = split.plan.cluster.n_machines
     context = wb.with_data(context)
-    parts = wb.replica_parts(place, context=context, split=split, batch=("portion", config.portion))
+    parts = wb.replica_parts(
+        place, context=context, split=split, batch=("portion", config.portion), sums=True
+    )
     flow = parts.flow
     view = PartialView(context.layout, flow.items)
     trained = (item for item, spec in enumerate(view.tensors) if spec.kind == "parameter")

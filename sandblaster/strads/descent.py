@@ -49,6 +49,7 @@ _N_PASSES_MAX: Final = 1000  # over one working set
 _N_LINEAR: Final = 5  # passes over one quadratic bound that is not the loss itself
 _N_COMPARED_MAX: Final = 4096  # columns, and their entries: beyond, one block after the other
 _N_ENTRIES_MAX: Final = 1 << 24
+_N_OF_TASK: Final = 1 << 15  # variables: task and report are sent in one message each
 _N_GATHERED: Final = 1 << 20  # entries: a pass over so few takes less than rounds of many blocks
 
 
@@ -288,7 +289,7 @@ class Descent(Program[Block, Argument, Report, Sequence[Solution]]):
 
     def _solve(self, scheduler: "State", alpha: float) -> "_Steps[Solution]":
         while True:
-            n_offers = max(_FIRST_SIZE, 2 * scheduler.n_used)
+            n_offers = min(max(_FIRST_SIZE, 2 * scheduler.n_used), _N_OF_TASK)
             score = Score(alpha=alpha, n_offers=n_offers)
             scored = yield [self._task(block, score) for block in range(self.n_blocks)]
             largest = max(one.largest for one in scored if isinstance(one, Scored))
@@ -342,7 +343,8 @@ class Descent(Program[Block, Argument, Report, Sequence[Solution]]):
             else:
                 rounds = blocks
         groups = [np.flatnonzero(rounds == one) for one in np.unique(rounds)]
-        is_alone = len(np.unique(blocks)) == 1 and self._schedule == "priority"
+        groups = [some for group in groups for some in _few(group, blocks[group])]
+        is_alone = len(groups) == 1 == len(np.unique(blocks)) and self._schedule == "priority"
         n_passes = _N_PASSES_MAX if is_alone else 1
         for _ in range(_N_PASSES_MAX // n_passes):
             change = 0.0
@@ -500,6 +502,18 @@ class Descent(Program[Block, Argument, Report, Sequence[Solution]]):
             },
             report=report,
         )
+
+
+def _few(group: Ids, blocks: Ids) -> list[Ids]:
+    """Return the group in parts: a task has room for so many variables of a block."""
+    counts = np.bincount(blocks)
+    if counts.max() <= _N_OF_TASK:
+        return [group]
+    part = np.empty_like(group)
+    starts = np.cumsum(counts) - counts
+    part[np.argsort(blocks, kind="stable")] = np.arange(len(group)) - np.repeat(starts, counts)
+    part //= _N_OF_TASK
+    return [group[part == k] for k in range(part.max() + 1)]
 
 
 def _distances(products: Floats, lengths: Floats, scale: float) -> Floats:

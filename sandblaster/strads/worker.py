@@ -221,9 +221,7 @@ class BlockWorker:
             raise RemoteProtocolError(f"a task that cannot be read: {error}") from None
         self._taken, self._parts, self._unanswered = {}, {}, {}
         for table, span in takes.items():
-            rows: Rows = slice(span.start, span.stop)
-            if span.rows is not None:
-                rows = np.asarray(span.rows, np.int64)
+            rows = span.rows
             shape = self._tables.n_rows(table, rows), *self._tables.shapes[table][1:]
             self._taken[table] = np.empty(shape)
             for part in self._tables.parts(table, rows):
