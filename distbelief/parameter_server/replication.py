@@ -227,9 +227,7 @@ class Backup:
         self._queue.append(Replicated(message, pushed, shard_slice, touches))
         return []
 
-    def _queue_repeated(
-        self, sender: Address, message: Repeated, *, is_next: bool
-    ) -> list[Action]:
+    def _queue_repeated(self, sender: Address, message: Repeated, *, is_next: bool) -> list[Action]:
         if not self.in_sync:
             raise RemoteProtocolError(f"{sender} sent {type(message).__name__} before its vectors")
         if not is_next:  # it is queued already: see above
@@ -508,9 +506,7 @@ class Primary:
         out = Transfer(self._commands.replication(term=self.term), _NOTHING, Window(0))
         return self._replicate(_Outstanding(out, None, applied=True), now)
 
-    def staged(
-        self, rows: bt.AddRows, answer: Send, *, is_new: bool, now: Seconds
-    ) -> list[Action]:
+    def staged(self, rows: bt.AddRows, answer: Send, *, is_new: bool, now: Seconds) -> list[Action]:
         """Replicate rows that were staged here; answer at once if there is no backup."""
         if is_new and self._answered:
             position = self._values.position - 1

@@ -531,9 +531,7 @@ class SliceReader:
         for layer, (path, value) in zip(self._inputs, given.items(), strict=False):
             if layer.name in self._n_classes:
                 n_classes = self._n_classes[layer.name]
-                check_labels(
-                    value, n_classes, indices=indices, table=self._table, sums=self._sums
-                )
+                check_labels(value, n_classes, indices=indices, table=self._table, sums=self._sums)
             if layer.name not in self._reads:
                 continue
             if tuple(value.shape[1:]) != layer.shape:

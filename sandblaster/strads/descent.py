@@ -23,6 +23,7 @@ from typing import Final, Literal, TypeAlias, TypeVar, cast, final
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 from scipy import sparse
 from typing_extensions import override
 
@@ -94,7 +95,7 @@ Argument: TypeAlias = Score | Measure | Plan | Descend
 
 
 class Scored(_Packed, frozen=True):
-    """The largest |x_j.v| of a block, and the variables nearest to leaving zero."""
+    """The largest |x_j.v| of a block, and those at zero that are nearest to leaving it."""
 
     largest: float
     ids: Ids
@@ -289,8 +290,8 @@ class Descent(Program[Block, Argument, Report, Sequence[Solution]]):
 
     def _solve(self, scheduler: "State", alpha: float) -> "_Steps[Solution]":
         while True:
-            n_offers = min(max(_FIRST_SIZE, 2 * scheduler.n_used), _N_OF_TASK)
-            score = Score(alpha=alpha, n_offers=n_offers)
+            size = max(_FIRST_SIZE, 2 * scheduler.n_used)
+            score = Score(alpha=alpha, n_offers=min(size - scheduler.n_used, _N_OF_TASK))
             scored = yield [self._task(block, score) for block in range(self.n_blocks)]
             largest = max(one.largest for one in scored if isinstance(one, Scored))
             (measured,) = yield [self._task(0, Measure(alpha=alpha, largest=largest))]
@@ -312,7 +313,7 @@ class Descent(Program[Block, Argument, Report, Sequence[Solution]]):
             enough = tightness * alpha * min(1.0, gap / penalty if penalty else 1.0)
             if self._schedule == "priority":
                 scale = max(largest, alpha * self._n_samples)
-                ids = scheduler.working_set(scored, n_offers, scale)
+                ids = scheduler.working_set(scored, size, scale)
                 yield from self._descend(scheduler, ids, alpha, enough)
             else:
                 for first in range(0, len(self._which[-1]), self._turn):
@@ -372,6 +373,9 @@ class Descent(Program[Block, Argument, Report, Sequence[Solution]]):
         takes: dict[str, Rows] = {PREDICTOR: _ALL, INTERCEPT: _ALL}
         if isinstance(argument, Plan):
             takes = {}
+        if isinstance(argument, Score):
+            which = self._which[block]
+            takes[COEFFICIENTS] = slice(which.start, which.stop)
         if isinstance(argument, Descend):
             takes[COEFFICIENTS] = argument.ids
         return Task(block=int(block), argument=argument, takes=takes)
@@ -386,7 +390,9 @@ class Descent(Program[Block, Argument, Report, Sequence[Solution]]):
         f = taken[PREDICTOR] + taken[INTERCEPT][0]
         match argument:
             case Score():
-                return Pushed(adds={}, report=self._score(columns, argument, f[: self._n_samples]))
+                is_used = taken[COEFFICIENTS] != 0.0
+                scored = self._score(columns, argument, f[: self._n_samples], is_used)
+                return Pushed(adds={}, report=scored)
             case Measure():
                 return Pushed(
                     adds={}, report=self._measure(argument, f, float(taken[INTERCEPT][0]))
@@ -422,13 +428,16 @@ class Descent(Program[Block, Argument, Report, Sequence[Solution]]):
             )
         return known
 
-    def _score(self, columns: Columns, argument: Score, f: Floats) -> Scored:
+    def _score(
+        self, columns: Columns, argument: Score, f: Floats, is_used: "NDArray[np.bool_]"
+    ) -> Scored:
         vector = self._loss.dual_vector(self._y, f, centred=self._centred)
         sizes = np.abs(columns.products(vector))
         sizes[columns.norms == 0.0] = 0.0
         largest = float(sizes.max())
         lengths = np.sqrt(columns.norms)
         distances = _distances(sizes, lengths, max(largest, argument.alpha * self._n_samples))
+        distances[is_used] = np.inf
         n = min(argument.n_offers, len(sizes))
         offered = np.argpartition(distances, n - 1)[:n]
         offered = np.sort(offered[distances[offered] < np.inf])
@@ -563,8 +572,6 @@ class State:
         products = np.concatenate([one.products for one in offers])
         lengths = np.concatenate([one.lengths for one in offers])
         distances = _distances(products, lengths, scale)
-        is_new = self.coefficients[ids] == 0.0
-        ids, distances = ids[is_new], distances[is_new]
         used = np.flatnonzero(self.coefficients)
         nearest = ids[np.lexsort((ids, distances))][: max(size - len(used), 0)]
         return np.sort(np.concatenate([used, nearest]))

@@ -131,13 +131,13 @@ class CopiedRounds(Rounds):
             lives = {name: self.cluster.incarnation(name) for name in victims}
             for name in victims:
                 again = None if name.startswith("shard-") else 0.02
-                one = Kill(
-                    at=self.now, role=name, after_actions=after_actions, restart_after=again
-                )
+                one = Kill(at=self.now, role=name, after_actions=after_actions, restart_after=again)
                 self.cluster.inject(one)
             self.run_until(
-                lambda: self._ended()
-                or all(self.cluster.incarnation(n) > life for n, life in lives.items()),  # noqa: B023
+                lambda: (
+                    self._ended()
+                    or all(self.cluster.incarnation(n) > life for n, life in lives.items())
+                ),  # noqa: B023
                 within=10.0,
             )
             self.run_until(lambda: self.is_in_sync or self._ended(), within=10.0)
