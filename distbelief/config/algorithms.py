@@ -80,6 +80,7 @@ class Facts:
     # From the number of samples: how they are dealt. None: each replica has a part of its own.
     epochs: "Callable[[int], Epochs] | None" = None
     in_ring: bool = False  # replicas talk to each other
+    bounds: Sequence[str] = ()  # of [model] arguments, which a resumed run may change
     epoch_share: float = 1.0  # of an epoch of dealt samples; what is left then is not waited for
     # From the number of samples done, n_samples and n_replicas: the steps of replica 0 alone that
     # are left.

@@ -72,3 +72,11 @@ def test_rows_are_acknowledged_when_both_copies_have_them() -> None:
     scene.cluster.observe(see)
     scene.play()
     assert not [one for one in answered if at + 1e-3 < one < at + 0.04]
+
+
+@pytest.mark.parametrize("wait", [0.004, 0.011, 0.018])
+def test_the_loss_of_both_copies_is_noticed_in_a_round(wait: float) -> None:
+    """No command is due then: a copy that comes back makes the coordinator ask."""
+    scene = replace(SMALL, latency_seconds=1e-3, kills=((wait, "both", None),))
+    scene.play()
+    assert scene.now < 5.0
