@@ -10,9 +10,10 @@
     ReplicateRows --------------------------------> PushApplied     after they were staged here
 
 A client gets its acknowledgement when both copies have applied the push, a coordinator its answer
-when both have executed the command, a worker its own when both have staged the rows. A backup that stays silent delays it until the supervisor lets
-the primary continue alone (a new `Promote`). While a backup syncs no command begins and no
-rows are staged, and once a coordinator has sent one no push either: a command needs whole vectors.
+when both have executed the command, a worker its own when both have staged the rows. A backup that
+stays silent delays it until the supervisor lets the primary continue alone (a new `Promote`). While
+a backup syncs no command begins and no rows are staged, and once a coordinator has sent one no push
+either: a command needs whole vectors.
 """
 
 from collections import deque

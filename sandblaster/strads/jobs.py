@@ -14,9 +14,12 @@ it predicts: what evaluates, loads and saves models needs nothing else. Your own
 an attribute `program` whose tables have the names and shapes of its parameters, in float64.
 """
 
+import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, TypeVar, cast, final
+from zipfile import BadZipFile, ZipFile
 
 import numpy as np
 import torch
@@ -119,7 +122,8 @@ def lasso(x: str, y: str, *, n_blocks: int = 8, **arguments: object) -> Linear:
     """Return the linear model that `sandblaster.Lasso` fits to X and y, of these files.
 
     Args:
-        x: X, (n_samples, n_features): .npy, which is mapped, not read; or scipy.sparse's .npz.
+        x: X, (n_samples, n_features): .npy, which is mapped, not read; or scipy.sparse's .npz. Blocks
+            of columns stay mapped in Fortran's order and float64, and are copied otherwise.
         y: (n_samples,), .npy.
         n_blocks: As of `Lasso`; no more replicas can take part.
         arguments: Other arguments of `Lasso`.
@@ -139,8 +143,13 @@ def sparse_logistic(x: str, y: str, *, n_blocks: int = 8, **arguments: object) -
 
 
 def _linear_program(estimator: Lasso | SparseLogisticRegression, x: str, y: Floats) -> Descent:
+    matrix = read_matrix(x)
+    if isinstance(matrix, np.ndarray) and not (
+        matrix.flags.f_contiguous and matrix.dtype == np.float64
+    ):
+        _check_fits(x, 8 * matrix.size, "save np.asfortranarray(x, dtype=float), which is mapped")
     try:
-        return estimator.program(read_matrix(x), y)
+        return estimator.program(matrix, y)
     except SettingError as error:
         raise JobError(f"[model] {error}") from None
 
@@ -270,7 +279,25 @@ def _read(path: str, kinds: Sequence[str]) -> Matrix:
         raise JobError(f"{path}: give a file of numpy or scipy.sparse, {' or '.join(kinds)}")
     try:
         if kind == ".npz":
+            with ZipFile(path) as parts:
+                n_bytes = sum(part.file_size for part in parts.infolist())
+            _check_fits(path, n_bytes, "each process reads all of it: use a host with more")
             return cast("Matrix", sparse.load_npz(path))
         return cast("Floats", np.load(path, mmap_mode="r", allow_pickle=False))
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, BadZipFile) as error:
         raise JobError(f"{path} cannot be read: {error}") from None
+
+
+def _check_fits(path: str, n_bytes: int, way: str) -> None:
+    if n_bytes > (free := free_bytes()):
+        raise JobError(f"{path} takes {n_bytes:,} bytes of memory, and {free:,} are free: {way}")
+
+
+def free_bytes() -> int:
+    """Return how much memory of this host is free, or could be; without Linux no bound."""
+    try:
+        text = Path("/proc/meminfo").read_text(encoding="ascii")
+    except OSError:
+        text = ""
+    found = re.search(r"MemAvailable:\s+(\d+) kB", text)
+    return 1024 * int(found[1]) if found else sys.maxsize

@@ -230,9 +230,10 @@ def test_hosts_join_and_leave_while_a_program_runs(tmp_path: Path) -> None:
     options = (*more, "--listen", "tcp://127.0.0.1:0", "--keys", "keys", "--cores", "1")
     with train(here, *options, *ENDLESS, job=("factors.toml",)) as command:
         poll(command.is_training)
-        with land.joined(command, allow="slow") as machine:
+        with land.joined(command, "--allow-import", "sandblaster", allow="slow") as machine:
             poll(lambda: "replica 1: on " in command.told())
-            poll(lambda b=n_rounds(command): n_rounds(command) > b)  # type: ignore[misc]
+            before = n_rounds(command)
+            poll(lambda: n_rounds(command) > before)
             machine.process.send_signal(signal.SIGINT)
             assert machine.wait() == 130, machine.said
         poll(lambda: "replica 1 has left with" in command.told())

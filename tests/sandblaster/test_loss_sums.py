@@ -198,7 +198,7 @@ def step(of: LocalExecutor, start: int, stop: int) -> float | None:
 @pytest.mark.parametrize("loss", ["cross_entropy", "nll", f"{__name__}:weighted"])
 def test_later_samples_are_refused_when_they_come(loss: str) -> None:
     if "weighted" in loss:
-        with pytest.raises(JobError, match="loss weighted is .* which a batch method adds up"):
+        with pytest.raises(JobError, match=r"loss weighted is .* which a batch method adds up"):
             step(executor(loss), 0, 12)
         return
     one = executor(loss, n_ignored=2)

@@ -9,7 +9,7 @@ the series                                            the first, unless a block 
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
+from functools import cached_property
 
 import numpy as np
 from typing_extensions import override
@@ -18,17 +18,17 @@ from distbelief.core.memory import Memory
 from distbelief.parameter_server.shard import Shard
 from distbelief.parameter_server.shard_config import copy_names, other_copy
 from distbelief.protocol import SaveCheckpoint, StartTraining
-from distbelief.protocol.role import SUPERVISOR, Address, Received, Role, Seconds
+from distbelief.protocol.role import SUPERVISOR, Address, Role, Seconds
 from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.driver import Builder, HandledEvent
-from distbelief.simulation.faults import CutOff, Fault, Kill
+from distbelief.simulation.faults import Fault, Kill
 from distbelief.simulation.machines import ClusterOptions
 from sandblaster.chunks import COORDINATOR
 from tests.simulation.invariants import is_whole, shard_in
 from tests.simulation.overseer import Beating, Overseer
 from tests.simulation.programs import Rounds, Which
 from tests.simulation.random_faults import message_faults
-from tests.simulation.scene import Check, sends
+from tests.simulation.scene import Check
 
 
 SHARD = Address("shard-0")
@@ -134,10 +134,10 @@ class CopiedRounds(Rounds):
                 one = Kill(at=self.now, role=name, after_actions=after_actions, restart_after=again)
                 self.cluster.inject(one)
             self.run_until(
-                lambda: (
+                lambda those=lives: (  # type: ignore[misc]
                     self._ended()
-                    or all(self.cluster.incarnation(n) > life for n, life in lives.items())
-                ),  # noqa: B023
+                    or all(self.cluster.incarnation(n) > life for n, life in those.items())
+                ),
                 within=10.0,
             )
             self.run_until(lambda: self.is_in_sync or self._ended(), within=10.0)

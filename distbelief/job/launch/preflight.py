@@ -57,8 +57,8 @@ from distbelief.task.validation import (
     check_data,
     check_evaluation,
     check_fixed,
-    check_sums,
     check_sources,
+    check_sums,
 )
 from distbelief.worker.local_executor import FlatModel
 

@@ -1,6 +1,6 @@
 """A run that has ended goes on with other bounds; and what is sent stays small."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import numpy as np
@@ -18,6 +18,9 @@ from sandblaster.strads.losses import Squares
 from sandblaster.strads.method import AnyProgram, Span, task_content
 from sandblaster.strads.program import Mark, Pushed, Task, packed, run, unpacked
 
+
+Bounds = tuple[int, float]
+Make = Callable[[int, float], AnyProgram]
 
 RNG = np.random.default_rng(5)
 X = RNG.normal(size=(80, 60)) + 0.5 * RNG.normal(size=(80, 1))
@@ -75,7 +78,7 @@ def gone_on(few: AnyProgram, more: AnyProgram) -> tuple[Mapping[str, Values], Ma
         (factors, (8, -1.0), (12, -1.0)),
     ],
 )
-def test_other_bounds_go_on_with_the_bits_of_one_run(make, few, more) -> None:  # type: ignore[no-untyped-def]
+def test_other_bounds_go_on_with_the_bits_of_one_run(make: Make, few: Bounds, more: Bounds) -> None:
     expected, end = ended(make(*more))
     found, mark = gone_on(make(*few), make(*more))
     assert {name: rows.tobytes() for name, rows in found.items()} == {
@@ -94,7 +97,7 @@ def test_factors_go_on_after_any_pass() -> None:
 
 
 @pytest.mark.parametrize(("make", "few"), [(lasso, (3, 1e-9)), (factors, (6, -1.0))])
-def test_the_same_bounds_change_nothing(make, few) -> None:  # type: ignore[no-untyped-def]
+def test_the_same_bounds_change_nothing(make: Make, few: Bounds) -> None:
     before, _ = ended(make(*few))
     after, _ = gone_on(make(*few), make(*few))
     for name, rows in before.items():
@@ -102,7 +105,7 @@ def test_the_same_bounds_change_nothing(make, few) -> None:  # type: ignore[no-u
 
 
 @pytest.mark.parametrize("make", [partial(lasso, 5, 1e-9), partial(factors, 5, -1.0)])
-def test_bounds_are_arguments_of_the_factories(make) -> None:  # type: ignore[no-untyped-def]
+def test_bounds_are_arguments_of_the_factories(make: Callable[[], AnyProgram]) -> None:
     assert {"max_iter", "tol"} <= {*make().bounds}
 
 
