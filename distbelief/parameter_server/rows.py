@@ -168,8 +168,8 @@ class RoundRows:
         adds: dict[str, list[tuple[Rows, Values]]] = {}
         for token in tokens:
             staged = self._staged.get(token)
-            for number in sorted(() if staged is None else staged.parts):
-                _, (table, rows, values) = staged.parts[number]
+            for _, (_, part) in sorted(() if staged is None else staged.parts.items()):
+                table, rows, values = part
                 adds.setdefault(table, []).append((rows, values))
         for table, those in adds.items():
             add_up(self._view(vector, table), those, pulls.get(table, Pull()))

@@ -122,8 +122,8 @@ def lasso(x: str, y: str, *, n_blocks: int = 8, **arguments: object) -> Linear:
     """Return the linear model that `sandblaster.Lasso` fits to X and y, of these files.
 
     Args:
-        x: X, (n_samples, n_features): .npy, which is mapped, not read; or scipy.sparse's .npz. Blocks
-            of columns stay mapped in Fortran's order and float64, and are copied otherwise.
+        x: X, (n_samples, n_features): .npy, which is mapped, not read; or scipy.sparse's .npz.
+            Workers copy their blocks of columns, unless they are in Fortran's order and float64.
         y: (n_samples,), .npy.
         n_blocks: As of `Lasso`; no more replicas can take part.
         arguments: Other arguments of `Lasso`.

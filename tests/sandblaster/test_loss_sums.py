@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from typing_extensions import override
 
 from distbelief.config.load import parse_job
 from distbelief.core.errors import JobError
@@ -46,12 +47,14 @@ class WithLoss(nn.Module):
         super().__init__()
         self.layer = nn.Linear(5, 3)
 
+    @override
     def forward(self, x: torch.Tensor, labels: torch.Tensor) -> Mapping[str, torch.Tensor]:
         logits = self.layer(x)
         return {"loss": functional.cross_entropy(logits, labels), "logits": logits}
 
 
 class Items(Labelled):
+    @override
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:  # type: ignore[override]
         return {"x": X[index], "labels": self.targets[index]}
 
@@ -211,7 +214,7 @@ def test_random_losses_and_those_of_one_number_of_samples_are_not_judged() -> No
     dry_run.check_parts(lambda part: float(torch.rand(())) + (part.stop or 0), 9, loss="random")
 
     def of_nine(part: dry_run.PartOf) -> float:
-        if (part.start, part.stop) != (None, 9):
+        if part != slice(9):
             raise ValueError(part)
         return 1.0
 

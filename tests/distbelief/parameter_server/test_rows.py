@@ -196,7 +196,7 @@ def test_without_a_rule_the_bits_differ(monkeypatch: pytest.MonkeyPatch) -> None
     def counted_again(self: RoundRows, message: AddRows) -> None:
         known = self._staged.get(message.token)
         if known is not None and message.part in known.parts:
-            known.parts[message.part][2][:] += message.values
+            known.parts[message.part][1][2][:] += message.values
         else:
             stage(self, message)
 

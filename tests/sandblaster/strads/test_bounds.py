@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import cast
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from sandblaster.strads.columns import checked_matrix
 from sandblaster.strads.descent import Descent
 from sandblaster.strads.losses import Squares
 from sandblaster.strads.method import AnyProgram, Span, task_content
-from sandblaster.strads.program import Mark, Pushed, Task, packed, run, unpacked
+from sandblaster.strads.program import Mark, Pushed, Steps, Task, packed, run, unpacked
 
 
 Bounds = tuple[int, float]
@@ -44,7 +45,7 @@ def ended(program: AnyProgram, state: bytes | None = None) -> tuple[Mapping[str,
     """Run a program, from a state; return the tables, and the mark at which it has ended."""
     whole, marks = program.schedule, list[Mark]()
 
-    def schedule() -> object:
+    def schedule() -> Steps[object, object, object]:
         assert program.types is not None
         at = None if state is None else unpacked(state, program.types.state)
         steps = whole(at)
@@ -56,7 +57,7 @@ def ended(program: AnyProgram, state: bytes | None = None) -> tuple[Mapping[str,
             try:
                 step = steps.send(reply)
             except StopIteration as end:
-                return end.value
+                return cast("object", end.value)
 
     program.schedule = schedule  # type: ignore[method-assign, assignment]
     _, tables = run(program)
@@ -141,7 +142,7 @@ def test_many_variables_of_a_block_take_several_rounds(
 def test_rows_of_many_runs_are_sent_by_their_ends() -> None:
     ranks = np.arange(100)[:, None] * 1_000_000
     rows = (ranks + np.arange(5000)).ravel()
-    task = Task(block=0, argument=None, takes={"rows": rows})
+    task = Task[object](block=0, argument=None, takes={"rows": rows})
     assert len(task_content(task, {"rows": 100_000_000})) < base.N_BYTES_MAX / 100
     span = Span.of(rows, 100_000_000)
     np.testing.assert_array_equal(span.rows, rows)

@@ -124,7 +124,7 @@ def test_data_that_fit_into_no_memory_are_refused_or_mapped(
     np.save("x.npy", np.asfortranarray(X))
     checked(folder, LINEAR)
     block = jobs.program_of(parse_job(LINEAR, path=folder / "job.toml").task.model).load(1)
-    assert not block.columns.matrix.flags.owndata  # type: ignore[attr-defined]
+    assert not block.columns.matrix.flags.owndata
     monkeypatch.setattr(jobs, "free_bytes", lambda: 100)
     with pytest.raises(JobError, match=r"r.npz takes .* each process reads all of it"):
         checked(folder, FACTORS)
