@@ -142,7 +142,7 @@ def test_many_variables_of_a_block_take_several_rounds(
 def test_rows_of_many_runs_are_sent_by_their_ends() -> None:
     ranks = np.arange(100)[:, None] * 1_000_000
     rows = (ranks + np.arange(5000)).ravel()
-    task = Task[object](block=0, argument=None, takes={"rows": rows})
+    task: Task[object] = Task(block=0, argument=None, takes={"rows": rows})
     assert len(task_content(task, {"rows": 100_000_000})) < base.N_BYTES_MAX / 100
     span = Span.of(rows, 100_000_000)
     np.testing.assert_array_equal(span.rows, rows)
