@@ -26,17 +26,12 @@ def played(seed: int) -> Counter[str]:
 
 
 def test_whatever_dies_the_bits_are_the_same() -> None:
-    play_seeds(range(10), played, file=FILE, seldom=())
-
-
-@pytest.mark.slow
-def test_the_same_for_more_seeds() -> None:
-    play_seeds(range(10, 30), played, file=FILE, seldom=VICTIMS)
+    play_seeds(range(12), played, file=FILE, seldom=())
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("seeds", chunks(range(30, 2030), 500), ids=name)
+@pytest.mark.parametrize("seeds", chunks(range(12, 2012), 500), ids=name)
 def test_the_same_for_two_thousand_seeds(seeds: range) -> None:
     play_seeds(seeds, played, file=FILE, seldom=VICTIMS)
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from distbelief.core.errors import DistBeliefError, RemoteProtocolError
+from distbelief.core.vectors import Vector
 from distbelief.parameter_server.layout import Layout, TensorSpec
 from distbelief.protocol import (
     AddRows,
@@ -341,7 +342,7 @@ def add(pair: Pair, message: AddRows = ADD) -> int:
     return len(sent(pair.told, RowsAdded))
 
 
-def committed(pair: Pair) -> np.ndarray:  # type: ignore[type-arg] # of numbers
+def committed(pair: Pair) -> Vector:
     pair.done(3, CommitRound(tokens=(5,), pulls={}))
     return np.frombuffer(vectors(pair.primary)["parameters"])[:64]
 
