@@ -74,6 +74,7 @@ def gone_on(few: AnyProgram, more: AnyProgram) -> tuple[Mapping[str, Values], Ma
     ("make", "few", "more"),
     [
         (lasso, (3, 1e-9), (50, 1e-9)),  # a higher bound
+        (lasso, (3, 1e-9), (4, 1e-9)),  # one pass more
         (lasso, (50, 1e-3), (50, 1e-9)),  # a smaller tolerance
         (factors, (4, -1.0), (9, -1.0)),
         (factors, (8, -1.0), (12, -1.0)),
