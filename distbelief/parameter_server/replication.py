@@ -43,13 +43,7 @@ from distbelief.parameter_server.tensor_copies import (
     push_block,
     push_buffer_views,
 )
-from distbelief.protocol import (
-    Message,
-    SessionRecord,
-    batch as bt,
-    push_fetch as pf,
-    replication as rp,
-)
+from distbelief.protocol import AddRows, Message, SessionRecord, push_fetch as pf, replication as rp
 from distbelief.protocol.role import (
     SUPERVISOR,
     Action,
@@ -256,11 +250,9 @@ class Backup:
     def stage_rows(self) -> list[Action]:
         """Stage the rows that are next in the queue, which is no work."""
         actions: list[Action] = []
-        while self._applying is None and self._queue:
-            message = self._queue[0]
-            if not isinstance(message, rp.ReplicateRows):
-                break
-            self._queue.popleft()
+        while not self._applying and self._queue and isinstance(self._queue[0], rp.ReplicateRows):
+            message = self._queue.popleft()
+            assert isinstance(message, rp.ReplicateRows)
             self._commands.stage(message.rows)
             actions += self._end(message.position)
         return actions
@@ -507,19 +499,16 @@ class Primary:
         out = Transfer(self._commands.replication(term=self.term), _NOTHING, Window(0))
         return self._replicate(_Outstanding(out, None, applied=True), now)
 
-    def staged(self, rows: bt.AddRows, answer: Send, *, is_new: bool, now: Seconds) -> list[Action]:
+    def staged(self, rows: AddRows, answer: Send, *, is_new: bool, now: Seconds) -> list[Action]:
         """Replicate rows that were staged here; answer at once if there is no backup."""
         if is_new and self._answered:
             position = self._values.position - 1
             message = rp.ReplicateRows(term=self.term, position=position, rows=rows)
             out = Transfer(message, _NOTHING, Window(0))
             return self._replicate(_Outstanding(out, None, answer, applied=True), now)
-        waiting = (one.out.message for one in self._outstanding)
-        is_waiting = any(
-            isinstance(one, rp.ReplicateRows)
-            and (one.rows.series, one.rows.token, one.rows.part)
-            == (rows.series, rows.token, rows.part)
-            for one in waiting
+        waiting = [one.answer.message for one in self._outstanding if one.answer is not None]
+        is_waiting = msgspec.structs.astuple(answer.message) in map(
+            msgspec.structs.astuple, waiting
         )
         return [] if is_waiting else [answer]
 
