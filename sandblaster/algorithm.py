@@ -19,7 +19,7 @@ from sandblaster.build import build_coordinator, build_rank, build_replica, chec
 from sandblaster.chunks import COORDINATOR
 from sandblaster.coordinator.workers import SHARES
 from sandblaster.optimizers.termination import Reason
-from sandblaster.settings import PROGRAM, SandblasterSettings
+from sandblaster.settings import BOUNDS, PROGRAM, SandblasterSettings
 
 
 _N_VECTORS: Final = {
@@ -64,6 +64,7 @@ class SandblasterAlgorithm:
             n_vectors=n_vectors_of(config),
             warm_start_rule=None if config.warm_start is None else config.warm_start.rule,
             ends_by_itself=True,  # a method has its own bounds
+            bounds=BOUNDS if config.method == PROGRAM else (),
             check=partial(check_model, config),
             verdict=verdict,
         )
@@ -76,13 +77,10 @@ class SandblasterAlgorithm:
                 'partitions and plan; or train with algorithm "downpour" before, and set '
                 "[model] initial to its model.safetensors"
             )
-        if config.method == PROGRAM and (
-            cluster.is_split or cluster.is_on_device or cluster.shard_copies > 1
-        ):
-            what = "shard_copies" if cluster.shard_copies > 1 else "partitions, plan and device"
+        if config.method == PROGRAM and (cluster.is_split or cluster.is_on_device):
             raise JobError(
-                f"[algorithm] method {PROGRAM!r} has workers of one process and shards of one "
-                f"copy: remove [cluster] {what}"
+                f"[algorithm] method {PROGRAM!r} has workers of one process: remove [cluster] "
+                "partitions, plan and device"
             )
         return config
 

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from distbelief.config.algorithms import refuse_programs
 from distbelief.core.errors import JobError
 from distbelief.parameter_server.client.client import ParameterClient
 from distbelief.parameter_server.layout import PartialView
@@ -30,7 +31,7 @@ from sandblaster.group_tasks import ChunkBatchPlan, GroupTasks, WorkerConfig
 from sandblaster.optimizers import AnyMethod
 from sandblaster.optimizers.base import Runnable
 from sandblaster.settings import PROGRAM, SandblasterSettings
-from sandblaster.strads.jobs import check_blocks, check_data, has_program, program_in, program_of
+from sandblaster.strads.jobs import check_blocks, check_data, program_in, program_of
 from sandblaster.strads.method import Scheduled
 from sandblaster.strads.worker import BlockWorker
 from sandblaster.warm_start_worker import WarmStartWorker
@@ -61,11 +62,7 @@ def check_model(
 ) -> None:
     """Raise JobError if this method cannot train this module, or not with so many replicas."""
     if config.method != PROGRAM:
-        if has_program(module):
-            raise JobError(
-                f"[model] {task.model.factory} is a program, which method {config.method!r} does "
-                f'not run: use [algorithm] method = "{PROGRAM}"'
-            )
+        refuse_programs(module, task, n_replicas)
         return
     program = program_in(module, task.model)
     n_blocks = program.n_blocks
@@ -104,7 +101,8 @@ def _method_of(config: SandblasterSettings, context: BuildContext) -> tuple[Runn
     model = context.task.model
     if config.method == PROGRAM:
         program = program_of(model)
-        goal = {"program": model.factory, **model.arguments}
+        kept = {key: one for key, one in model.arguments.items() if key not in program.bounds}
+        goal = {"program": model.factory, **kept}
         return Scheduled(program), json.dumps(goal, sort_keys=True, default=str)
     rounding = float(np.finfo(context.layout.dtype).eps) / 2.0
     chosen = config.chosen()
@@ -126,7 +124,10 @@ def build_replica(config: SandblasterSettings, *, index: int, context: BuildCont
     if config.method == PROGRAM:
         context.train_data()  # it refuses a host whose files are others
         return BlockWorker(
-            program_of(context.task.model), layout=context.layout, await_begin=context.await_begin
+            program_of(context.task.model),
+            layout=context.layout,
+            shard_copies=context.shard_copies,
+            await_begin=context.await_begin,
         )
     context, task = wb.with_data(context), context.task
     module = build_model(task.model)
@@ -248,7 +249,9 @@ def build_rank(
         return wb.evaluating_rank(place, context=context, split=split)
     n_machines = split.plan.cluster.n_machines
     context = wb.with_data(context)
-    parts = wb.replica_parts(place, context=context, split=split, batch=("portion", config.portion))
+    parts = wb.replica_parts(
+        place, context=context, split=split, batch=("portion", config.portion), sums=True
+    )
     flow = parts.flow
     view = PartialView(context.layout, flow.items)
     trained = (item for item, spec in enumerate(view.tensors) if spec.kind == "parameter")

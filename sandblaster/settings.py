@@ -38,6 +38,9 @@ METHODS: Final[dict[str, type[AnyMethod]]] = {
 PROGRAM: Final = "strads"
 """The method that runs the program of the model, in rounds (`sandblaster.strads`)."""
 
+BOUNDS: Final = ("max_iter", "patience", "tol")
+"""Arguments of programs that say only when it ends; each has some of them."""
+
 _OF_PROGRAMS: Final = ("loss", "method", "backups", "seed", "portion")
 
 HISTORY: Final = 10

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final, Protocol, TypeVar, cast, final
 import msgspec
 
 from distbelief.config import toml
-from distbelief.core.errors import JobFileError
+from distbelief.core.errors import JobError, JobFileError
 from distbelief.core.formatting import nearest
 
 
@@ -43,6 +43,21 @@ def done(counters: Mapping[str, float]) -> Verdict:
     return Verdict(reason="the coordinator is done")
 
 
+def has_program(module: "nn.Module") -> bool:
+    """Return whether a model is a program of rounds (`sandblaster.strads`)."""
+    return getattr(getattr(module, "program", None), "types", None) is not None
+
+
+def refuse_programs(module: "nn.Module", task: "TaskSpec", n_replicas: int) -> None:
+    """Raise JobError for a program: gradients of a loss know nothing of what it minimizes."""
+    del n_replicas
+    if has_program(module):
+        raise JobError(
+            f"[model] {task.model.factory} is a program, which this algorithm does not run: use "
+            '[algorithm] name = "sandblaster", method = "strads"'
+        )
+
+
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
@@ -65,13 +80,14 @@ class Facts:
     # From the number of samples: how they are dealt. None: each replica has a part of its own.
     epochs: "Callable[[int], Epochs] | None" = None
     in_ring: bool = False  # replicas talk to each other
+    bounds: Sequence[str] = ()  # of [model] arguments, which a resumed run may change
     epoch_share: float = 1.0  # of an epoch of dealt samples; what is left then is not waited for
     # From the number of samples done, n_samples and n_replicas: the steps of replica 0 alone that
     # are left.
     warm_start_left: Callable[[int, int, int], int] = lambda *_: 0
     ends_by_itself: bool = False  # so that [stop] may be empty
     # Of the module, the task and n_replicas: raises JobError if that cannot be trained.
-    check: "Callable[[nn.Module, TaskSpec, int], None]" = lambda *_: None
+    check: "Callable[[nn.Module, TaskSpec, int], None]" = refuse_programs
     verdict: Callable[[Mapping[str, float]], Verdict] = done  # by a coordinator's last counters
 
 

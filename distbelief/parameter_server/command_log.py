@@ -50,6 +50,7 @@ class _CommandState(msgspec.Struct, frozen=True, kw_only=True):
     savepoints: SavepointState
     sums: SumsState
     buffers: Vector | None
+    rows: list[bt.AddRows]  # staged in the present round
 
 
 @final
@@ -127,29 +128,33 @@ class CommandExecutor:
             return []
         return [self._send_answer(event.sender)]
 
-    def rows(self, event: rl.Received, message: bt.TakeRows | bt.AddRows) -> list[rl.Action]:
-        """Serve a task of a round, if that is the present one; other tasks are void."""
+    def is_present(self, message: bt.TakeRows | bt.AddRows) -> bool:
+        """Return whether this is of a task of the present round; other tasks are void."""
         last = self._answer.series, self._answer.number
-        is_present = (message.series, message.number) == last and self.is_driven
-        if not is_present or self.waiting or self.running or self.held:
-            return []
+        is_last = (message.series, message.number) == last and self.is_driven
+        return is_last and not (self.waiting or self.running or self.held)
+
+    def rows(self, message: bt.TakeRows) -> bt.RowsTaken:
+        vector = self._vector_store.export((PARAMETERS,)).get(PARAMETERS)
+        if vector is None:
+            raise RemoteProtocolError("this shard has no rows yet: restore a savepoint first")
+        return bt.RowsTaken(
+            series=message.series,
+            number=message.number,
+            part=message.part,
+            values=self._round_rows().take(vector, message),
+        )
+
+    def stage(self, message: bt.AddRows) -> bool:
+        """Stage what a task adds; return whether that is new."""
+        is_new = self._round_rows().stage(message)
+        self._values.position += is_new
+        return is_new
+
+    def _round_rows(self) -> RoundRows:
         if self._rows is None:
             self._rows = RoundRows(self._config.layout, self._config.index)
-        answer: bt.RowsTaken | bt.RowsAdded
-        if isinstance(message, bt.AddRows):
-            self._rows.stage(message)
-            answer = bt.RowsAdded(series=message.series, token=message.token, part=message.part)
-        else:
-            vector = self._vector_store.export((PARAMETERS,)).get(PARAMETERS)
-            if vector is None:
-                raise RemoteProtocolError("this shard has no rows yet: restore a savepoint first")
-            answer = bt.RowsTaken(
-                series=message.series,
-                number=message.number,
-                part=message.part,
-                values=self._rows.take(vector, message),
-            )
-        return [rl.Send(receiver=event.sender, message=answer)]
+        return self._rows
 
     def _send_answer(self, receiver: rl.Address) -> rl.Action:
         answer = self._answer
@@ -303,6 +308,7 @@ class CommandExecutor:
             savepoints=self._savepoints.state(),
             sums=self._sums.state(),
             buffers=self._buffers,
+            rows=[] if self._rows is None else self._rows.staged,
         )
         facts = msgspec.msgpack.encode(state, enc_hook=number)
         dtype = self._config.layout.dtype
@@ -324,11 +330,14 @@ class CommandExecutor:
         self._savepoints.adopt(state.savepoints)
         self._vector_store.adopt(state.vectors)
         self._sums.adopt(state.sums)
+        for message in state.rows:
+            self._round_rows().stage(message)
 
     def drop(self) -> None:
         """Drop all vectors and every series, as the copy of a primary that has none."""
         self._series, self._answer = 0, bt.CommandDone(series=0, number=0)
         self.is_driven, self._buffers, self._sums = False, None, self._new_sums()
+        self._rows = None
         self._savepoints.drop()
         self._vector_store.adopt({})
 

@@ -7,11 +7,13 @@
     ... more windows of state blocks, one push at most between two of them ...
                                                     BackupInSync -> supervisor
     ReplicateCommand -----------------------------> PushApplied     after it was executed here
+    ReplicateRows --------------------------------> PushApplied     after they were staged here
 
 A client gets its acknowledgement when both copies have applied the push, a coordinator its answer
-when both have executed the command. A backup that stays silent delays it until the supervisor lets
-the primary continue alone (a new `Promote`). While a backup syncs no command begins, and once a
-coordinator has sent one no push either: a command needs whole vectors.
+when both have executed the command, a worker its own when both have staged the rows. A backup that
+stays silent delays it until the supervisor lets the primary continue alone (a new `Promote`). While
+a backup syncs no command begins and no rows are staged, and once a coordinator has sent one no push
+either: a command needs whole vectors.
 """
 
 from collections import deque
@@ -41,7 +43,7 @@ from distbelief.parameter_server.tensor_copies import (
     push_block,
     push_buffer_views,
 )
-from distbelief.protocol import Message, SessionRecord, push_fetch as pf, replication as rp
+from distbelief.protocol import AddRows, Message, SessionRecord, push_fetch as pf, replication as rp
 from distbelief.protocol.role import (
     SUPERVISOR,
     Action,
@@ -54,7 +56,8 @@ from distbelief.protocol.role import (
 )
 
 
-FromPrimary = rp.StartSync | rp.StateBlock | rp.ReplicatePush | rp.ReplicateCommand | pf.PushBlock
+Repeated = rp.ReplicateCommand | rp.ReplicateRows  # besides pushes
+FromPrimary = rp.StartSync | rp.StateBlock | rp.ReplicatePush | Repeated | pf.PushBlock
 FromBackup = rp.StateAck | pf.PushBlockAck | pf.PushApplied
 
 
@@ -90,7 +93,7 @@ class Backup:
         self._next: tuple[Address, rp.StartSync] | None = None  # waits for the running work
         self._ready = False
         self._fenced = False  # promoted: accepts nothing more
-        self._queue: deque[Replicated | rp.ReplicateCommand] = deque()
+        self._queue: deque[Replicated | Repeated] = deque()
         self._applying: Replicated | rp.ReplicateCommand | None = None
         self._in_round: list[SessionRecord] = []  # of clients whose pushes are not all applied
         # By client: name and push buffers of its region.
@@ -145,7 +148,7 @@ class Backup:
         match message:
             case rp.StateBlock():
                 return self._take_state_block(message)
-            case rp.ReplicatePush() | rp.ReplicateCommand():
+            case rp.ReplicatePush() | rp.ReplicateCommand() | rp.ReplicateRows():
                 return self._replicate(sender, message)
             case pf.PushBlock():
                 return self._take_block(sender, message)
@@ -188,9 +191,7 @@ class Backup:
                 return [self._state_ack(), Send(receiver=SUPERVISOR, message=report)]
         return [self._state_ack()]
 
-    def _replicate(
-        self, sender: Address, message: rp.ReplicatePush | rp.ReplicateCommand
-    ) -> list[Action]:
+    def _replicate(self, sender: Address, message: rp.ReplicatePush | Repeated) -> list[Action]:
         # Only the push that continues the queue is accepted; the primary resends what is missing.
         n_waiting = len(self._queue) + (self._applying is not None)
         ahead = message.position - self._values.position
@@ -198,8 +199,8 @@ class Backup:
             return [self._push_applied(message.position + 1)]
         if ahead > n_waiting or (ahead == n_waiting and n_waiting >= self._n_waiting_max):
             return []
-        if isinstance(message, rp.ReplicateCommand):
-            return self._queue_command(sender, message, is_next=ahead == n_waiting)
+        if isinstance(message, Repeated):
+            return self._queue_repeated(sender, message, is_next=ahead == n_waiting)
         table, sequence = self._values.slice_table, message.position + 1
         shard_slice = table.get(message.holds)
         if ahead < n_waiting:
@@ -221,11 +222,9 @@ class Backup:
         self._queue.append(Replicated(message, pushed, shard_slice, touches))
         return []
 
-    def _queue_command(
-        self, sender: Address, message: rp.ReplicateCommand, *, is_next: bool
-    ) -> list[Action]:
+    def _queue_repeated(self, sender: Address, message: Repeated, *, is_next: bool) -> list[Action]:
         if not self.in_sync:
-            raise RemoteProtocolError(f"{sender} sent a command before its vectors")
+            raise RemoteProtocolError(f"{sender} sent {type(message).__name__} before its vectors")
         if not is_next:  # it is queued already: see above
             return [self._block_ack(message.position + 1, 0)]
         self._queue.append(message)
@@ -248,10 +247,23 @@ class Backup:
 
     # ------------------------------------------------------------------------- work
 
+    def stage_rows(self) -> list[Action]:
+        """Stage the rows that are next in the queue, which is no work."""
+        actions: list[Action] = []
+        while not self._applying and self._queue and isinstance(self._queue[0], rp.ReplicateRows):
+            message = self._queue.popleft()
+            assert isinstance(message, rp.ReplicateRows)
+            self._commands.stage(message.rows)
+            actions += self._end(message.position)
+        return actions
+
     def begin_next(self) -> Replicated | rp.ReplicateCommand | None:
+        """Begin the next push or command; call `stage_rows` first."""
         if self._applying is None and self._queue:
-            self._applying = self._queue.popleft()
-            return self._applying
+            one = self._queue.popleft()
+            assert not isinstance(one, rp.ReplicateRows)
+            self._applying = one
+            return one
         return None
 
     def end_push(self) -> list[Action]:
@@ -385,15 +397,16 @@ _NOTHING: Final[Vector] = np.empty(0)
 @final
 @dataclass(slots=True, eq=False)
 class _Outstanding:
-    out: Transfer[rp.ReplicatePush] | Transfer[rp.ReplicateCommand]
-    push: PushInProgress | None  # None: a command
+    out: Transfer[rp.ReplicatePush] | Transfer[rp.ReplicateCommand] | Transfer[rp.ReplicateRows]
+    push: PushInProgress | None  # None: a command, or rows
+    answer: Send | None = None  # for a worker that adds rows
     applied: bool = False  # here
     acknowledged: bool = False  # by the backup; in a round, the last one counts
 
     @property
     def is_last(self) -> bool:
         message = self.out.message
-        return isinstance(message, rp.ReplicateCommand) or not message.share.n_to_follow
+        return isinstance(message, Repeated) or not message.share.n_to_follow
 
     @property
     def region(self) -> str:
@@ -485,6 +498,19 @@ class Primary:
             return self._commands.answer()
         out = Transfer(self._commands.replication(term=self.term), _NOTHING, Window(0))
         return self._replicate(_Outstanding(out, None, applied=True), now)
+
+    def staged(self, rows: AddRows, answer: Send, *, is_new: bool, now: Seconds) -> list[Action]:
+        """Replicate rows that were staged here; answer at once if there is no backup."""
+        if is_new and self._answered:
+            position = self._values.position - 1
+            message = rp.ReplicateRows(term=self.term, position=position, rows=rows)
+            out = Transfer(message, _NOTHING, Window(0))
+            return self._replicate(_Outstanding(out, None, answer, applied=True), now)
+        waiting = [one.answer.message for one in self._outstanding if one.answer is not None]
+        is_waiting = msgspec.structs.astuple(answer.message) in map(
+            msgspec.structs.astuple, waiting
+        )
+        return [] if is_waiting else [answer]
 
     def _replicate(self, one: _Outstanding, now: Seconds) -> list[Action]:
         if not self._is_waiting:
@@ -644,7 +670,9 @@ class Primary:
         finished = [self._outstanding.popleft() for _ in range(n_finished)]
         actions: list[Action] = []
         for one in finished:
-            if one.push is None:
+            if one.answer is not None:
+                actions.append(one.answer)
+            elif one.push is None:
                 actions += self._commands.answer()
             else:
                 actions.append(self._sessions.confirm(one.push))
@@ -667,7 +695,7 @@ class Primary:
                 message = msgspec.structs.replace(out.message, push_buffers_region=one.region)
                 actions.append(self._to_backup(message))
                 continue
-            if index >= N_PUSH_BUFFERS:
+            if index >= (N_PUSH_BUFFERS if one.answer is None else WINDOW_BLOCKS):
                 break
             sequence = out.message.position + 1
             block = partial(push_block, out.values, sequence=sequence, term=self.term)
@@ -679,6 +707,6 @@ class Primary:
 
     def _to_backup(self, message: Message) -> Send:
         assert self.backup is not None
-        # Push buffers stay unchanged until the backup has answered; state blocks are copies.
-        lent = isinstance(message, pf.PushBlock | rp.StateBlock)
+        # Push buffers and staged rows stay unchanged; state blocks are copies.
+        lent = isinstance(message, pf.PushBlock | rp.StateBlock | rp.ReplicateRows)
         return Send(receiver=self.backup, message=message, lent=lent)

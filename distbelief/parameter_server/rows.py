@@ -109,7 +109,8 @@ class _Staged:
     """What one attempt adds on this shard."""
 
     n_parts: int
-    parts: dict[int, tuple[str, Rows, Values]]  # by number; rows of the shard's own
+    # By number, as it came; and table, rows of the shard's own, values.
+    parts: dict[int, tuple[bt.AddRows, tuple[str, Rows, Values]]]
 
 
 @final
@@ -122,16 +123,20 @@ class RoundRows:
         self._staged: dict[int, _Staged] = {}  # by token
 
     @property
-    def n_staged(self) -> int:
-        return len(self._staged)
+    def staged(self) -> list[bt.AddRows]:
+        """All that is staged, as it came."""
+        return [one for task in self._staged.values() for one, _ in task.parts.values()]
 
     def take(self, vector: Vector, message: bt.TakeRows) -> Vector:
         """Return the elements of these rows, which may share memory with the vector."""
         rows = self._own(message.table, message.start, message.stop, message.rows)
         return self._view(vector, message.table)[rows].reshape(-1)
 
-    def stage(self, message: bt.AddRows) -> None:
-        """Stage a part, unless it is here already; RemoteProtocolError if it does not fit."""
+    def stage(self, message: bt.AddRows) -> bool:
+        """Stage a part and return True, or False if it is here already.
+
+        RemoteProtocolError if it does not fit.
+        """
         n = message.n_rows
         values = cast("Values", message.values)
         rows = None if not n else values[:n].astype(np.int64)
@@ -146,7 +151,8 @@ class RoundRows:
         if message.n_parts != staged.n_parts or not message.part < staged.n_parts:
             raise RemoteProtocolError(f"part {message.part} of {staged.n_parts}")
         shaped = values[n:].reshape(n_rows, *self._tables.shapes[message.table][1:])
-        staged.parts.setdefault(message.part, (message.table, own, shaped))
+        part = message, (message.table, own, shaped)
+        return staged.parts.setdefault(message.part, part) is part
 
     def check(self, tokens: Sequence[int]) -> None:
         """Raise RemoteProtocolError if a part of what these attempts add is not here."""
@@ -162,7 +168,8 @@ class RoundRows:
         adds: dict[str, list[tuple[Rows, Values]]] = {}
         for token in tokens:
             staged = self._staged.get(token)
-            for _, (table, rows, values) in sorted(() if staged is None else staged.parts.items()):
+            for _, (_, part) in sorted(() if staged is None else staged.parts.items()):
+                table, rows, values = part
                 adds.setdefault(table, []).append((rows, values))
         for table, those in adds.items():
             add_up(self._view(vector, table), those, pulls.get(table, Pull()))

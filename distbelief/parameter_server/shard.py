@@ -40,6 +40,7 @@ from distbelief.parameter_server.replication import (
     FromBackup,
     FromPrimary,
     Primary,
+    Replicated,
 )
 from distbelief.parameter_server.sessions import PushInProgress, Session, Sessions
 from distbelief.parameter_server.shard_config import ShardConfig, other_copy
@@ -294,7 +295,8 @@ class Shard:
                 # The coordinator sends it to both copies, and the primary answers.
                 actions = [] if self._backup is not None else self._commands.take(event, message)
             case bt.TakeRows() | bt.AddRows():
-                actions = [] if self._backup is not None else self._commands.rows(event, message)
+                # So does a worker that does not know which copy that is.
+                actions = [] if self._backup is not None else self._rows(event, message, now)
             case ms.SaveCheckpoint() if self._backup is not None and event.sender != rl.SUPERVISOR:
                 actions = []  # the same of a coordinator's warm start
             case ms.SaveCheckpoint():
@@ -462,6 +464,21 @@ class Shard:
                 assert_never(message)
         return actions
 
+    def _rows(
+        self, event: rl.Received, message: bt.TakeRows | bt.AddRows, now: rl.Seconds
+    ) -> list[rl.Action]:
+        commands, primary = self._commands, self._primary
+        if not commands.is_present(message):
+            return []
+        if isinstance(message, bt.TakeRows):
+            return [rl.Send(receiver=event.sender, message=commands.rows(message))]
+        if not primary.may_command:  # it comes again when the backup has the others
+            return []
+        is_new = commands.stage(message)
+        added = bt.RowsAdded(series=message.series, token=message.token, part=message.part)
+        answer = rl.Send(receiver=event.sender, message=added)
+        return primary.staged(message, answer, is_new=is_new, now=now)
+
     # ---------------------------------------------------------------- replication
 
     @property
@@ -492,6 +509,7 @@ class Shard:
                 | rp.StateBlock()
                 | rp.ReplicatePush()
                 | rp.ReplicateCommand()
+                | rp.ReplicateRows()
                 | pf.PushBlock()
             ):
                 if self._backup is not None:
@@ -572,32 +590,39 @@ class Shard:
         actions: list[rl.Action] = []
         backup, is_stopping = self._backup, self._stopped_by is not None
         if backup is not None:
+            actions += [] if is_stopping else backup.stage_rows()
             replicated = None if is_stopping else backup.begin_next()
-            if isinstance(replicated, rp.ReplicateCommand):
-                assert backup.primary is not None
-                self._work = _Work.COMMAND
-                return [self._commands.begin(backup.primary, replicated.command)]
             if replicated is not None:
-                message = replicated.message
-                if message.commit_token:
-                    return self._stage(
-                        replicated.pushed,
-                        token=message.commit_token,
-                        n_examples=message.client.samples,
-                        shard_slice=replicated.shard_slice,
-                    )
-                return self._apply(
-                    replicated.pushed,
-                    n_clients=max(1, message.n_pushing),
-                    shard_slice=replicated.shard_slice,
-                    touches=replicated.touches,
-                    share=message.share,
-                    dealt=message.dealt,
-                )
+                return [*actions, *self._repeat(backup, replicated)]
             if self._promotion is None or not backup.is_drained:
-                return []
+                return actions
             actions += self._become_primary(backup, self._promotion, now)
         return [*actions, *self._next_as_primary(now, is_stopping=is_stopping)]
+
+    def _repeat(
+        self, backup: Backup, replicated: Replicated | rp.ReplicateCommand
+    ) -> list[rl.Action]:
+        """Begin what the primary has begun."""
+        if isinstance(replicated, rp.ReplicateCommand):
+            assert backup.primary is not None
+            self._work = _Work.COMMAND
+            return [self._commands.begin(backup.primary, replicated.command)]
+        message = replicated.message
+        if message.commit_token:
+            return self._stage(
+                replicated.pushed,
+                token=message.commit_token,
+                n_examples=message.client.samples,
+                shard_slice=replicated.shard_slice,
+            )
+        return self._apply(
+            replicated.pushed,
+            n_clients=max(1, message.n_pushing),
+            shard_slice=replicated.shard_slice,
+            touches=replicated.touches,
+            share=message.share,
+            dealt=message.dealt,
+        )
 
     def _next_as_primary(self, now: rl.Seconds, *, is_stopping: bool) -> list[rl.Action]:
         commands, saves = self._commands, self._saves

@@ -10,13 +10,14 @@ of one copy; it rises with every `Promote` of the shard.
       | <------------------------------ BackupInSync |   I hold all of it
       |                |  ReplicatePush -----------> |   the next push, in order
       |                |  ReplicateCommand --------> |   the next command, in the same order
+      |                |  ReplicateRows -----------> |   what a task of a round adds, the same
       |                | <-------------- PushApplied |   applied here too
       | <- BackupUnresponsive                        |   may I go on without it?
       | Promote -----------------------------------> |   you are the primary now
                        client <------ PrimaryChanged |   open your session here
 
-A position counts what the backup has to repeat: pushes and commands. Without commands it is the
-clock of the values.
+A position counts what the backup has to repeat: pushes, commands and added rows. With pushes alone
+it is the clock of the values.
 """
 
 from typing import Annotated
@@ -24,7 +25,7 @@ from typing import Annotated
 import msgspec
 
 from distbelief.core.vectors import Vector
-from distbelief.protocol.batch import ShardCommand
+from distbelief.protocol.batch import AddRows, ShardCommand
 from distbelief.protocol.fields import Amount, AnyMessage, Count, Name, Text
 from distbelief.protocol.push_fetch import Dealt, Form, Rates, Ticks, Words
 
@@ -156,6 +157,17 @@ class ReplicateCommand(AnyMessage, frozen=True):
     command: ShardCommand
     checksum: Count  # of the answer, and of every vector that it computed
     not_saved: Text | None = None  # why a checkpoint is not on disk
+
+
+class ReplicateRows(AnyMessage, frozen=True):
+    """Primary -> backup: what a task adds, which I staged at `position`; stage it too.
+
+    Answered as `ReplicatePush`.
+    """
+
+    term: Count
+    position: Count  # before it is staged
+    rows: AddRows
 
 
 class PrimaryChanged(AnyMessage, frozen=True):

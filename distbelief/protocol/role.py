@@ -324,7 +324,7 @@ ORDERS: Final[Mapping[type, tuple[str, ...]]] = {
     wire.Stop: (SUPERVISOR, _COORDINATOR, USER),
     **dict.fromkeys((wire.ShardCommand, wire.Assignment), (_COORDINATOR,)),
     **dict.fromkeys((wire.StartSync, wire.StateBlock), ("shard-",)),
-    **dict.fromkeys((wire.ReplicatePush, wire.ReplicateCommand), ("shard-",)),
+    **dict.fromkeys((wire.ReplicatePush, wire.ReplicateCommand, wire.ReplicateRows), ("shard-",)),
 }
 
 

@@ -8,12 +8,12 @@ inputs, layers, outputs, targets, loss, gradient.
 import inspect
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
-from typing import Final
+from typing import Final, TypeAlias
 
 import torch
 from torch import nn
@@ -26,6 +26,7 @@ from distbelief.task.data import Batch, n_samples_of, shown_path, tensors_of
 from distbelief.task.losses import (
     CLASS_LOSSES,
     LOSSES,
+    OWN,
     Loss,
     Metric,
     StatefulMetric,
@@ -37,7 +38,11 @@ from distbelief.task.losses import (
 
 
 MEAN_ERROR_MAX: Final = 1e-3  # between a metric of a batch and the mean of its parts
+PARTS_ERROR_MAX: Final = 1e-4  # the same of a loss: rounding is a hundredth of it
 IGNORED_LABEL: Final = -100  # torch's `ignore_index`: such a target counts for nothing
+
+
+PartOf: TypeAlias = "slice[int, int, None]"  # of the samples of a batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,13 +68,17 @@ def class_counts(graph: LayerGraph) -> Mapping[str, int]:
 
 
 def check_labels(
-    labels: torch.Tensor, n_classes: int, *, indices: Sequence[int], table: str
+    labels: torch.Tensor, n_classes: int, *, indices: Sequence[int], table: str, sums: bool = False
 ) -> None:
     """Check that labels are 0 to n_classes - 1; `indices` and `table` are for the message.
+
+    Where losses are added up (`sums`), all must count, too: see `check_counted`.
 
     If classes are split over ranks, each rank handles its own labels. A label out of range would
     belong to no rank and count as a sample without a loss, where torch raises.
     """
+    if sums:
+        check_counted(labels, indices=indices, table=table)
     bad = ((labels < 0) | (labels >= n_classes)) & (labels != IGNORED_LABEL)
     if bool(bad.any()):
         row = int(bad.nonzero()[0][0])
@@ -77,6 +86,47 @@ def check_labels(
             f"[{table}] sample {indices[row]} has label {int(labels[row][bad[row]].flatten()[0])}, "
             f"but the model has {n_classes} outputs (labels 0 to {n_classes - 1}): give it more "
             "outputs, or fix the labels"
+        )
+
+
+def check_counted(targets: object, *, indices: Sequence[int], table: str) -> None:
+    """Raise JobError for labels that a mean leaves out, where a batch is added up of parts.
+
+    The mean of each part is over the labels that count there, and parts are weighted by samples.
+    """
+    for tensor in tensors_of(targets).values():
+        if tensor.dtype == torch.int64 and bool((ignored := tensor == IGNORED_LABEL).any()):
+            row = int(ignored.nonzero()[0][0])
+            raise JobError(
+                f"[{table}] sample {indices[row]} has label {IGNORED_LABEL}, which does not count, "
+                "and a batch method adds up means of parts: leave such samples out, or use your "
+                "own loss, a sum over labels divided by the number of samples, or algorithm "
+                '"downpour"'
+            )
+
+
+# Losses that leave labels out, and the model's own, which mostly is one.
+LEAVE_OUT: Final = frozenset({"cross_entropy", "nll", OWN})
+
+
+def check_parts(loss_of: Callable[[PartOf], float], n: int, *, loss: str) -> None:
+    """Raise JobError if the loss of n samples is not the mean of those of two parts of them."""
+    if n < 3:
+        return
+    parts = slice(n), slice(n // 3), slice(n // 3, n)
+    try:
+        with torch.no_grad():
+            whole, first, second = map(loss_of, parts)
+            mean = (n // 3 * first + (n - n // 3) * second) / n
+            differs = abs(whole - mean) > PARTS_ERROR_MAX * max(map(abs, (whole, first, second)))
+            is_bad = differs and loss_of(parts[0]) == whole  # else it is random
+    except Exception:  # noqa: BLE001 -- of the user's, who may want one number of samples only
+        return
+    if is_bad:
+        raise JobError(
+            f"[algorithm] loss {loss} is {whole:.6g} for {n} samples, and {mean:.6g} as the mean "
+            "over parts, which a batch method adds up: let it be the sum over what counts, divided "
+            'by the number of samples, or use algorithm "downpour"'
         )
 
 

@@ -20,7 +20,15 @@ from distbelief.task.data import (
     some_of,
 )
 from distbelief.task.forward import Forward, Sample, input_specs
-from distbelief.task.losses import CHUNK, LOSS_METRIC, OWN, StatefulMetric, is_named, own_loss
+from distbelief.task.losses import (
+    CHUNK,
+    LOSS_METRIC,
+    OWN,
+    StatefulMetric,
+    base_of,
+    is_named,
+    own_loss,
+)
 from distbelief.task.sources import DrawnOrder
 from distbelief.task.task import DataSpec, TaskSpec
 
@@ -191,6 +199,28 @@ def check_fixed(task: TaskSpec, batch_size: int, datasets: Mapping[str, Dataset]
         'or use [algorithm] name = "downpour"',
     )
     _check_repeatable(task.data[table], datasets[table], batch_size, table=table, why=why)
+
+
+def check_sums(task: TaskSpec, batch_size: int, datasets: Mapping[str, Dataset]) -> None:
+    """Check that the loss of a batch is the mean of those of its parts, which a batch method adds.
+
+    JobError if it is not for the first samples.
+    """
+    table, name = "data.train", task.loss
+    indices = first_of(datasets[table], batch_size)
+    batch = read_batch(datasets[table], indices, table=table)
+    if base_of(name) in dry_run.LEAVE_OUT:
+        dry_run.check_counted(batch.targets, indices=indices, table=table)
+    if name != OWN and ":" not in name:
+        return
+    module, loss = tasks.build_model(task.model).eval(), tasks.build_loss(task)
+    tensors = batch.tensors()
+
+    def loss_of(part: dry_run.PartOf) -> float:
+        some = Batch.of({path: tensor[part] for path, tensor in tensors.items()})
+        return float(loss(some.run(module), some.targets))
+
+    dry_run.check_parts(loss_of, len(indices), loss=name)
 
 
 def _check_repeatable(

@@ -531,7 +531,9 @@ class SliceReader:
         keeps_targets: bool = False,  # whole targets are needed too
         table: str = "data.train",  # names the data set in messages
         readers: Readers | None = None,
+        sums: bool = False,  # losses of batches are added up
     ) -> None:
+        self._sums = sums
         self._reader = BatchReader(dataset, table=table, readers=readers)
         self.n_ahead = self._reader.n_ahead
         self._inputs = [layer for layer in graph.layers if layer.kind == INPUT]
@@ -561,7 +563,7 @@ class SliceReader:
         for layer, (path, value) in zip(self._inputs, given.items(), strict=False):
             if layer.name in self._n_classes:
                 n_classes = self._n_classes[layer.name]
-                check_labels(value, n_classes, indices=indices, table=self._table)
+                check_labels(value, n_classes, indices=indices, table=self._table, sums=self._sums)
             if layer.name not in self._reads:
                 continue
             if tuple(value.shape[1:]) != layer.shape:

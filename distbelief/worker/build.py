@@ -675,6 +675,7 @@ def replica_parts(
     batch: tuple[str, int],
     exchange: ExchangePolicy = DOWNPOUR,
     frozen: Collection[str] = (),
+    sums: bool = False,  # losses of batches are added up
 ) -> RankBuild:
     """Return the parts of a rank.
 
@@ -699,6 +700,7 @@ def replica_parts(
             reads=flow.reads,
             dtype=dtype,
             readers=context.readers.get("data.train"),
+            sums=sums,
         ),
     )
 

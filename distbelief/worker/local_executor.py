@@ -20,7 +20,7 @@ from distbelief.parameter_server.layout import ElementType, TensorSpec, kind_of
 from distbelief.protocol.role import Action, Compute, Cost, Seconds
 from distbelief.task import dry_run
 from distbelief.task.data import Batch, Dataset, Readers, n_samples_of
-from distbelief.task.losses import Loss, Measures
+from distbelief.task.losses import Loss, Measures, base_of
 from distbelief.worker.batches import (
     BatchIndices,
     BatchReader,
@@ -297,7 +297,9 @@ class LocalExecutor:
         self._reader = BatchReader(dataset, seed=seed[0], table=table, readers=readers)
         self.batches = WholeBatches(self._reader)
         self._draws = Draws()  # of the model
-        self._loss = summed(loss) if sums else loss
+        # Another loss with a name is the mean of its parts.
+        self._leaves_out = sums and base_of(names.loss) in dry_run.LEAVE_OUT
+        self._loss = summed(loss, checks=":" in names.loss) if sums else loss
         self.measures = measures
         self._sums = sums
         self.small = small
@@ -327,6 +329,8 @@ class LocalExecutor:
 
     def _gradient(self, model: FlatModel, batch: Batch, samples: BatchIndices) -> float:
         indices = [int(index) for index in samples.indices]
+        if self._leaves_out:
+            dry_run.check_counted(batch.targets, indices=indices, table=self._names.data)
         batch = model.here(batch)
         try:
             loss = self._draws.run(
@@ -423,12 +427,22 @@ class LocalExecutor:
         return []
 
 
-def summed(loss: Loss) -> Loss:
-    """Return the loss times the number of samples: a sum, where users give a mean."""
+def summed(loss: Loss, *, checks: bool = False) -> Loss:
+    """Return the loss times the number of samples: a sum, where users give a mean.
+
+    If it `checks`, a loss of tensors that is no mean over samples raises JobError.
+    """
+
+    def of_part(outputs: torch.Tensor, targets: torch.Tensor, part: dry_run.PartOf) -> float:
+        return float(loss(outputs[part], targets[part]))
 
     # The last mini-batch may be smaller: so sums are added, and the shards divide once.
     def total(outputs: object, targets: object) -> torch.Tensor:
-        return loss(outputs, targets) * n_samples_of(targets)
+        n_samples = n_samples_of(targets)
+        if checks and isinstance(outputs, torch.Tensor) and isinstance(targets, torch.Tensor):
+            one = partial(of_part, outputs.detach(), targets)
+            dry_run.check_parts(one, n_samples, loss=getattr(loss, "__name__", "of your own"))
+        return loss(outputs, targets) * n_samples
 
     return total
 

@@ -53,6 +53,8 @@ class CommandBroadcast:
         # Of each shard's answers in this series; or their term, if it has two copies.
         self._incarnations: dict[Address, int] = {}
         self._newest: dict[Address, int] = {}  # the newest known
+        # Shards of which a copy has come since they last answered: perhaps both have begun anew.
+        self._unsure: set[Address] = set()
         self._silences = {shard: Silence() for shard in self.shards}
         self._backoff = Backoff(config.retry_seconds, config.retry_seconds_max)
         self.answers: tuple[wire.CommandDone, ...] = ()  # to the last command that is complete
@@ -136,6 +138,7 @@ class CommandBroadcast:
                 f"{len(message.scalars)} numbers, not {n}"
             )
         self._silences[shard].heard(now)
+        self._unsure.discard(shard)
         if self.lost is not None or command is None or not is_due or shard in self._answers:
             return
         # A failed checkpoint goes back to the supervisor; any other failure ends the run.
@@ -150,7 +153,9 @@ class CommandBroadcast:
             self.answers = tuple(self._answers[shard] for shard in self.shards)
 
     def joined(self, copy: Address, incarnation: int) -> list[Action]:
-        if not self._second_copies:
+        if self._second_copies:
+            self._unsure.add(self.shard_of[copy])
+        else:
             self._note_incarnation(copy, incarnation)
         if self.shard_of[copy] not in self._waiting() or self.lost is not None:
             return []
@@ -174,7 +179,11 @@ class CommandBroadcast:
             return []
         self._check(self.shards, now)
         least = _UNWATCHED_SHARE * self._config.silence_seconds_max
-        silent = [shard for shard in self.shards if self._silences[shard].silent(now) >= least]
+        silent = [
+            shard
+            for shard in self.shards
+            if shard in self._unsure or self._silences[shard].silent(now) >= least
+        ]
         if not (silent and self._backoff.again(now)):
             return []
         return self._send_to(silent)

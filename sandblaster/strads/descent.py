@@ -21,11 +21,12 @@ objective (`plan`). Several alphas make a path: each begins at the solution of t
 import math
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, Literal, TypeAlias, TypeVar, cast, final
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 from scipy import sparse
 from typing_extensions import override
 
@@ -53,6 +54,7 @@ _N_PASSES_MAX: Final = 1000  # over one working set
 _N_LINEAR: Final = 5  # passes over one quadratic bound that is not the loss itself
 _N_COMPARED_MAX: Final = 4096  # columns, and their entries: beyond, one block after the other
 _N_ENTRIES_MAX: Final = 1 << 24
+_N_OF_TASK: Final = 1 << 15  # variables: task and report are sent in one message each
 _N_GATHERED: Final = 1 << 20  # entries: a pass over so few takes less than rounds of many blocks
 
 
@@ -107,7 +109,7 @@ Argument: TypeAlias = Score | Measure | Plan | Descend | Close
 
 
 class Scored(_Packed, frozen=True):
-    """The largest |x_j.v| of a block, and the variables nearest to leaving zero."""
+    """The largest |x_j.v| of a block, and those at zero that are nearest to leaving it."""
 
     largest: float
     ids: Ids
@@ -254,6 +256,7 @@ class Descent(Program[Block, Argument, Report, Sequence[Solution]]):
         for one in () if held_out is None else held_out:
             values = one if isinstance(one, np.ndarray) else one.data
             self._checksum = zlib.crc32(values.tobytes(), self._checksum)
+        self.bounds = ("max_iter", "tol")
         self._which = cut(n_features, n_blocks)
         self._ends = np.array([which.stop for which in self._which])
         constant = loss.constant(y, centred=centred)
@@ -289,7 +292,7 @@ class Descent(Program[Block, Argument, Report, Sequence[Solution]]):
         scheduler = State.at(self.tables[COEFFICIENTS])
         if state is not None:
             scheduler = cast("State", state)
-        solutions = scheduler.solutions
+        solutions, last = scheduler.solutions, scheduler
         if self._relative and not scheduler.unit:
             score = Score(alpha=1.0, n_offers=1, held_out=self._checksum)
             scored = yield [self._task(block, score) for block in range(self.n_blocks)]
@@ -299,17 +302,22 @@ class Descent(Program[Block, Argument, Report, Sequence[Solution]]):
             scheduler.unit = largest / self._n_samples
         while len(solutions) < len(self._alphas) and not self._is_over(solutions):
             alpha = self._alphas[len(solutions)] * (scheduler.unit or 1.0)
-            solutions.append((yield from self._solve(scheduler, alpha)))
+            solution = yield from self._solve(scheduler, alpha)
+            # From before it has ended: other bounds let a job go on there.
+            n = scheduler.n_iterations - 1  # it scores again
+            last = replace(scheduler, solutions=[*solutions], n_iterations=n)
+            solutions.append(solution)
             scheduler.begin()
         found = solutions[-1]
         if self._keeps_best:
             # From here on the state is that of the best one, as the tables are.
             found = min(solutions, key=lambda one: one.held_out)
             yield [self._task(0, scheduler.close(found, self.tables[PATH].shape))]
+            last = scheduler
         end = Reason.CONVERGED_GAP if found.converged else Reason.MAX_ITERATIONS
         if len(solutions) < len(self._alphas):
             end = Reason.HELD_OUT
-        yield self._mark(scheduler, found.objective, end)
+        yield self._mark(last, found.objective, end)
         return solutions
 
     def _is_over(self, solutions: "Sequence[Solution]") -> bool:
@@ -324,7 +332,8 @@ class Descent(Program[Block, Argument, Report, Sequence[Solution]]):
 
     def _solve(self, scheduler: "State", alpha: float) -> "_Steps[Solution]":
         while True:
-            n_offers = max(_FIRST_SIZE, 2 * scheduler.n_used)
+            size = max(_FIRST_SIZE, 2 * scheduler.n_used)
+            n_offers = min(size - scheduler.n_used, _N_OF_TASK)
             score = Score(alpha=alpha, n_offers=n_offers, held_out=self._checksum)
             scored = yield [self._task(block, score) for block in range(self.n_blocks)]
             largest = max(one.largest for one in scored if isinstance(one, Scored))
@@ -347,7 +356,7 @@ class Descent(Program[Block, Argument, Report, Sequence[Solution]]):
             enough = tightness * alpha * min(1.0, gap / penalty if penalty else 1.0)
             if self._schedule == "priority":
                 scale = max(largest, alpha * self._n_samples)
-                ids = scheduler.working_set(scored, n_offers, scale)
+                ids = scheduler.working_set(scored, size, scale)
                 yield from self._descend(scheduler, ids, alpha, enough)
             else:
                 for first in range(0, len(self._which[-1]), self._turn):
@@ -378,7 +387,8 @@ class Descent(Program[Block, Argument, Report, Sequence[Solution]]):
             else:
                 rounds = blocks
         groups = [np.flatnonzero(rounds == one) for one in np.unique(rounds)]
-        is_alone = len(np.unique(blocks)) == 1 and self._schedule == "priority"
+        groups = [some for group in groups for some in _few(group, blocks[group])]
+        is_alone = len(groups) == 1 == len(np.unique(blocks)) and self._schedule == "priority"
         n_passes = _N_PASSES_MAX if is_alone else 1
         for _ in range(_N_PASSES_MAX // n_passes):
             change = 0.0
@@ -406,6 +416,9 @@ class Descent(Program[Block, Argument, Report, Sequence[Solution]]):
         takes: dict[str, Rows] = {PREDICTOR: _ALL, INTERCEPT: _ALL}
         if isinstance(argument, Plan):
             takes = {}
+        if isinstance(argument, Score):
+            which = self._which[block]
+            takes[COEFFICIENTS] = slice(which.start, which.stop)
         if isinstance(argument, Descend | Close):
             takes[COEFFICIENTS] = argument.ids
         if isinstance(argument, Close):
@@ -422,7 +435,9 @@ class Descent(Program[Block, Argument, Report, Sequence[Solution]]):
         f = taken[PREDICTOR] + taken[INTERCEPT][0]
         match argument:
             case Score():
-                return Pushed(adds={}, report=self._score(columns, argument, f[: self._n_samples]))
+                is_used = taken[COEFFICIENTS] != 0.0
+                scored = self._score(columns, argument, f[: self._n_samples], is_used)
+                return Pushed(adds={}, report=scored)
             case Measure():
                 return Pushed(
                     adds={}, report=self._measure(argument, f, float(taken[INTERCEPT][0]))
@@ -474,7 +489,9 @@ class Descent(Program[Block, Argument, Report, Sequence[Solution]]):
             )
         return known
 
-    def _score(self, columns: Columns, argument: Score, f: Floats) -> Scored:
+    def _score(
+        self, columns: Columns, argument: Score, f: Floats, is_used: "NDArray[np.bool_]"
+    ) -> Scored:
         if argument.held_out != self._checksum:
             raise SettingError("held-out data are others here: give all hosts the same files")
         vector = self._loss.dual_vector(self._y, f, centred=self._centred)
@@ -483,6 +500,7 @@ class Descent(Program[Block, Argument, Report, Sequence[Solution]]):
         largest = float(sizes.max())
         lengths = np.sqrt(columns.norms)
         distances = _distances(sizes, lengths, max(largest, argument.alpha * self._n_samples))
+        distances[is_used] = np.inf
         n = min(argument.n_offers, len(sizes))
         offered = np.argpartition(distances, n - 1)[:n]
         offered = np.sort(offered[distances[offered] < np.inf])
@@ -558,6 +576,18 @@ class Descent(Program[Block, Argument, Report, Sequence[Solution]]):
         )
 
 
+def _few(group: Ids, blocks: Ids) -> list[Ids]:
+    """Return the group in parts: a task has room for so many variables of a block."""
+    counts = np.bincount(blocks)
+    if counts.max() <= _N_OF_TASK:
+        return [group]
+    part = np.empty_like(group)
+    starts = np.cumsum(counts) - counts
+    part[np.argsort(blocks, kind="stable")] = np.arange(len(group)) - np.repeat(starts, counts)
+    part //= _N_OF_TASK
+    return [group[part == k] for k in range(part.max() + 1)]
+
+
 def _distances(products: Floats, lengths: Floats, scale: float) -> Floats:
     """Return how far the dual point may move until each column reaches its bound."""
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -617,8 +647,6 @@ class State:
         products = np.concatenate([one.products for one in offers])
         lengths = np.concatenate([one.lengths for one in offers])
         distances = _distances(products, lengths, scale)
-        is_new = self.coefficients[ids] == 0.0
-        ids, distances = ids[is_new], distances[is_new]
         used = np.flatnonzero(self.coefficients)
         nearest = ids[np.lexsort((ids, distances))][: max(size - len(used), 0)]
         return np.sort(np.concatenate([used, nearest]))

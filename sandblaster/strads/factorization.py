@@ -11,7 +11,8 @@ Rows are cut into blocks. One round updates one rank f of all: each block solves
 rows, which do not depend on each other given the rest, and adds up what v_f follows from; `pull`
 divides. A row's bias is a rank whose v is held at 1; a column's one, whose u is.
 
-Blocks keep residuals, and what they take of v. At every fourth pass they begin anew, from tables.
+Blocks keep residuals, and what they take of v. At every fourth pass they begin anew, from tables,
+and where a run that has ended goes on with other bounds.
 """
 
 from collections.abc import Mapping
@@ -124,6 +125,7 @@ class Factors(Program[Block, Turn, Report, History]):
         self.tables = {"rows": u.ravel(), "columns": v.reshape(-1, 2)}
         self.pulls = {"columns": Pull("divide", self.regularization)}
         self.types = Types(argument=Turn, report=Report, state=History)
+        self.bounds = ("max_iter", "patience", "tol")
         self.keeps_state = True
         ends = self.targets.indptr[1:].astype(np.int64)
         shares = np.arange(self.n_blocks + 1) * (ends[-1] / self.n_blocks)
@@ -163,9 +165,11 @@ class Factors(Program[Block, Turn, Report, History]):
     @override
     def schedule(self, state: object = None) -> Steps[Turn, Report, History]:
         history = [] if state is None else cast("History", state)
+        has_begun = False  # so that blocks have what tables say: a run may end after any pass
         n_variables = int((self._free * [[self.targets.shape[0]], [self.targets.shape[1]]]).sum())
         while not (end := self._end(history)):
-            is_anew, before = len(history) % _ANEW_EVERY == 0, None
+            is_anew, before = len(history) % _ANEW_EVERY == 0 or not has_begun, None
+            has_begun = True
             for rank in range(self.n_ranks):
                 yield self._round(rank, before, anew=is_anew and not rank)
                 before = rank

@@ -12,6 +12,7 @@ asked for (`read_columns`).
 import struct
 import zipfile
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import BinaryIO, Final, cast
 
@@ -19,6 +20,7 @@ import numpy as np
 from scipy import sparse
 
 from distbelief.core.errors import JobError
+from sandblaster.strads import columns
 from sandblaster.strads.columns import Ids, Mapped, Matrix
 from sandblaster.strads.kernels import Floats
 
@@ -43,10 +45,11 @@ def read_matrix(path: str, y: str = "", *, n_features: int | None = None) -> Mat
         case ".npy":
             return cast("Floats", _tried(path, lambda: np.load(path, mmap_mode="r")))
         case ".npz":
+            _check_fits(path)
             return cast("Matrix", _tried(path, lambda: sparse.load_npz(path)))
         case ".parquet":
-            columns = {name: one for name, one in _table(path).items() if name != y}
-            return np.stack([*columns.values()]).T if columns else np.zeros((0, 0))
+            kept = [one for name, one in _table(path).items() if name != y]
+            return np.stack(kept).T if kept else np.zeros((0, 0))
         case _:
             return _text(path, n_features)[0]
 
@@ -67,10 +70,10 @@ def read_targets(x: str, y: str) -> Floats:
     if is_text(x) and not y:
         return _text(x, None)[1]
     if Path(x).suffix == ".parquet" and Path(y).suffix != ".npy":
-        columns = _table(x)
-        if y not in columns:
-            raise JobError(f"{x} has no column {y!r}: it has {', '.join(columns)}"[:200])
-        return columns[y]
+        table = _table(x)
+        if y not in table:
+            raise JobError(f"{x} has no column {y!r}: it has {', '.join(table)}"[:200])
+        return table[y]
     if not y:
         raise JobError(f"{x} has no targets: give y, a .npy file")
     _kind_of(y, (".npy",))
@@ -102,11 +105,11 @@ def _triple(path: str) -> tuple[tuple[Ids, Ids], Floats]:
     table = _table(path)
     if len(table) != 3:
         raise JobError(f"{path} has {len(table)} columns: save three, row, column and value")
-    rows, columns, values = table.values()
+    rows, ids, values = table.values()
     for name, one in list(table.items())[:2]:
         if not (np.isfinite(one).all() and (one >= 0).all() and (one % 1 == 0).all()):
             raise JobError(f"{path}: {name!r} has numbers that are no index: save 0, 1, 2, ...")
-    return (rows.astype(np.int64), columns.astype(np.int64)), values
+    return (rows.astype(np.int64), ids.astype(np.int64)), values
 
 
 def is_text(path: str) -> bool:
@@ -125,6 +128,17 @@ def _tried(path: str, read: Callable[[], object]) -> object:
         return read()
     except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
         raise JobError(f"{path} cannot be read: {error}") from None
+
+
+def _check_fits(path: str) -> None:
+    with zipfile.ZipFile(path) if zipfile.is_zipfile(path) else nullcontext() as parts:
+        n_bytes = 0 if parts is None else sum(part.file_size for part in parts.infolist())
+    free = columns.free_bytes()
+    if free is not None and n_bytes > free:
+        raise JobError(
+            f"{path} takes {n_bytes:,} bytes of memory, and {free:,} are free: each process reads "
+            "all of it: use a host with more"
+        )
 
 
 def _text(path: str, n_features: int | None) -> tuple[Matrix, Floats]:

@@ -27,6 +27,7 @@ from scipy import sparse
 from torch import nn
 from typing_extensions import override
 
+from distbelief.config.algorithms import has_program
 from distbelief.core.errors import JobError, SettingError
 from distbelief.task.task import ModelSpec, TaskSpec, build_model
 from sandblaster.strads.columns import check_memory
@@ -52,10 +53,6 @@ _OF_FIT: Final = {
 def program_of(spec: ModelSpec) -> AnyProgram:
     """Return the program of a model, or raise JobError."""
     return program_in(build_model(spec), spec)
-
-
-def has_program(module: nn.Module) -> bool:
-    return getattr(getattr(module, "program", None), "types", None) is not None
 
 
 def program_in(module: nn.Module, spec: ModelSpec) -> AnyProgram:

@@ -9,8 +9,10 @@ from dataclasses import asdict
 from typing import Any, cast, final
 
 import msgspec
+import numpy as np
 
 from distbelief.core.errors import DistBeliefError, RestoreError
+from distbelief.parameter_server.rows import Rows
 from distbelief.parameter_server.savepoints import PARAMETERS
 from sandblaster.optimizers import base
 from sandblaster.optimizers.termination import Reason
@@ -22,19 +24,32 @@ AnyProgram = Program[Any, Any, Any, object]  # type: ignore[explicit-any] # of a
 
 
 class Span(msgspec.Struct, frozen=True, array_like=True):
-    """Rows that a task takes: [start, stop), or those given."""
+    """Rows that a task takes: [start, stop), or runs of rows that follow each other."""
 
     start: int
     stop: int
-    rows: Ids | None = None
+    firsts: Ids | None = None  # of each run
+    ends: Ids | None = None
+
+    @classmethod
+    def of(cls, rows: Rows, n_rows: int) -> "Span":
+        if isinstance(rows, slice):
+            return cls(*rows.indices(n_rows)[:2])
+        last = np.flatnonzero(np.diff(rows, append=-1) != 1)
+        return cls(0, 0, rows[np.append(0, last[:-1] + 1)[: len(last)]], rows[last] + 1)
+
+    @property
+    def rows(self) -> Rows:
+        if self.firsts is None or self.ends is None:
+            return slice(self.start, self.stop)
+        lengths = self.ends - self.firsts
+        before = np.cumsum(lengths) - lengths
+        return np.repeat(self.firsts - before, lengths) + np.arange(lengths.sum())
 
 
 def task_content(task: Task[object], n_rows: "dict[str, int]") -> bytes:
     """Return a task as bytes; DistBeliefError if they are too many for a message."""
-    takes = {
-        name: Span(*rows.indices(n_rows[name])[:2]) if isinstance(rows, slice) else Span(0, 0, rows)
-        for name, rows in task.takes.items()
-    }
+    takes = {name: Span.of(rows, n_rows[name]) for name, rows in task.takes.items()}
     content = packed((task.argument, takes))
     check_size(content, "task")
     return content

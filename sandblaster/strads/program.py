@@ -80,14 +80,16 @@ class Program(Protocol[Block, Argument, Report, Result_co]):
     """What is computed, and in which order. `tables` are the values at the start.
 
     `pulls` are by table; rows of others become old ones plus sums. Without `types` only `run` can
-    run it. `keeps_state` says that blocks keep more from round to round than what follows from
-    data and tables; but not over marks with a state.
+    run it. `bounds` are arguments that say only when it ends: a job that resumes may have others.
+    `keeps_state` says that blocks keep more from round to round than what follows from data and
+    tables; but not over marks with a state.
     """
 
     n_blocks: int
     tables: Mapping[str, Values]
     pulls: Mapping[str, Pull] = MappingProxyType({})
     types: Types | None = None
+    bounds: Sequence[str] = ()
     keeps_state: bool = False
 
     def load(self, block: int) -> Block:

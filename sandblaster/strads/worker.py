@@ -8,8 +8,9 @@
       |                  | <--- RowsAdded   |
       | <--- WorkReport  |                  |
 
-Every message is repeated until it is answered, or an assignment no longer names its task. Blocks
-are loaded when their first task comes, and stay.
+Every message is repeated until it is answered, or an assignment no longer names its task; of a
+shard with two copies, to both: the primary answers. Blocks are loaded when their first task comes,
+and stay.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,6 +26,7 @@ from distbelief.core.errors import RemoteProtocolError
 from distbelief.core.reliable import Backoff
 from distbelief.parameter_server.layout import Layout
 from distbelief.parameter_server.rows import Part, Rows, Tables, Values
+from distbelief.parameter_server.shard_config import copy_names, shard_of
 from distbelief.protocol import role as rl
 from sandblaster.chunks import COORDINATOR
 from sandblaster.optimizers import base
@@ -67,6 +69,7 @@ class BlockWorker:
         program: AnyProgram,
         *,
         layout: Layout,
+        shard_copies: int = 1,
         await_begin: bool = True,
         retry_seconds: rl.Seconds = 0.5,
         retry_seconds_max: rl.Seconds = 2.0,
@@ -75,6 +78,9 @@ class BlockWorker:
         self._program = program
         self._types = program.types
         self._tables = Tables(layout)
+        names = (copy_names(k, shard_copies) for k in range(layout.n_shards))
+        self._copies = {copies[0]: copies for copies in names}
+        self._primaries = {shard: shard for shard in self._copies}  # as far as one knows
         self._blocks: dict[int, object] = {}
         self._begun = not await_begin
         self._incarnation = 0
@@ -137,8 +143,10 @@ class BlockWorker:
             case wire.Assignment():
                 return self._assigned(message, now)
             case wire.RowsTaken():
+                self._primaries[shard_of(event.sender)] = event.sender
                 return self._rows_taken(message)
             case wire.RowsAdded():
+                self._primaries[shard_of(event.sender)] = event.sender
                 return self._rows_added(event.sender, message, now)
 
     def _assigned(self, message: wire.Assignment, now: rl.Seconds) -> list[rl.Action]:
@@ -213,9 +221,7 @@ class BlockWorker:
             raise RemoteProtocolError(f"a task that cannot be read: {error}") from None
         self._taken, self._parts, self._unanswered = {}, {}, {}
         for table, span in takes.items():
-            rows: Rows = slice(span.start, span.stop)
-            if span.rows is not None:
-                rows = np.asarray(span.rows, np.int64)
+            rows = span.rows
             shape = self._tables.n_rows(table, rows), *self._tables.shapes[table][1:]
             self._taken[table] = np.empty(shape)
             for part in self._tables.parts(table, rows):
@@ -322,13 +328,22 @@ class BlockWorker:
 
     def _first(self, now: rl.Seconds) -> list[rl.Action]:
         self._backoff.start(now)
-        return [*self._unanswered.values(), rl.SetTimer(name=_RETRY, at=self._backoff.due)]
+        sends = [
+            msgspec.structs.replace(send, receiver=self._primaries[send.receiver])
+            for send in self._unanswered.values()
+        ]
+        return [*sends, rl.SetTimer(name=_RETRY, at=self._backoff.due)]
 
     def _again(self, now: rl.Seconds) -> list[rl.Action]:
         if not self._unanswered:
             return []
         self._backoff.repeat(now)
-        return [*self._unanswered.values(), rl.SetTimer(name=_RETRY, at=self._backoff.due)]
+        sends = [
+            msgspec.structs.replace(send, receiver=copy)
+            for send in self._unanswered.values()
+            for copy in self._copies[send.receiver]
+        ]
+        return [*sends, rl.SetTimer(name=_RETRY, at=self._backoff.due)]
 
 
 def _send(part: Part, message: wire.TakeRows | wire.AddRows) -> rl.Send:
@@ -336,7 +351,7 @@ def _send(part: Part, message: wire.TakeRows | wire.AddRows) -> rl.Send:
 
 
 def _index_of(shard: rl.Address) -> int:
-    index = shard.removeprefix("shard-")
+    index = shard_of(shard).removeprefix("shard-")
     return int(index) if index.isdecimal() else -1
 
 

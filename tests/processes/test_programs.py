@@ -1,5 +1,6 @@
 """Programs in real processes: jobs of linear models and factors, and what goes wrong with them."""
 
+import signal
 from pathlib import Path
 from typing import cast
 
@@ -8,10 +9,12 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from scipy import sparse
 
+from distbelief.transport.keys import KeyFiles
 from sandblaster import Lasso, MatrixFactorization
 from sandblaster.optimizers.termination import Reason
 from sandblaster.strads.program import run
 from tests.processes.commands import Command, poll, sets, train
+from tests.processes.test_join import Land, allow
 
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(300)]
@@ -93,8 +96,7 @@ MASK = np.random.default_rng(2).random((90, 60)) < 0.3
 RATINGS = sparse.csr_array(np.where(MASK, np.random.default_rng(3).normal(size=(90, 60)), 0.0))
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def write_files(tmp_path: Path) -> None:
     sparse.save_npz(tmp_path / "x.npz", X)
     np.save(tmp_path / "y.npy", Y)
     sparse.save_npz(tmp_path / "ratings.npz", RATINGS)
@@ -103,16 +105,21 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "slow.py").write_text(MODULE)
     (tmp_path / "lasso.toml").write_text(LASSO)
     (tmp_path / "factors.toml").write_text(FACTORS)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_files(tmp_path)
     return tmp_path
 
 
-def check_bits(run_of: Command, name: str) -> None:
+def check_bits(run_of: Command, name: str, *, max_iter: int = 20) -> None:
     """Compare the model that a run has left with the tables of one process."""
     if name == "lasso":
         model = Lasso(alpha=0.01, tol=1e-9, n_blocks=4, max_iter=200)
         _, tables = run(model.program(X, Y))
     else:
-        factors = MatrixFactorization(3, biases=True, max_iter=20, tol=-1.0, n_blocks=5)
+        factors = MatrixFactorization(3, biases=True, max_iter=max_iter, tol=-1.0, n_blocks=5)
         _, tables = run(factors.program(RATINGS))
     found = load_file(run_of.run / "model.safetensors")
     assert found.keys() == tables.keys()
@@ -120,9 +127,43 @@ def check_bits(run_of: Command, name: str) -> None:
         assert found[table].tobytes() == values.tobytes(), table
 
 
+ENDLESS = sets("model.arguments.max_iter=1000000")
+
+
+def check_endless(command: Command, *options: str) -> None:
+    """Interrupt factors that go on and on; resume them for some passes, and compare the bits."""
+    command.interrupt()
+    n = int(command.summary()["figures"]["iteration"]) + 4
+    more = (*options, *sets(f"model.arguments.max_iter={n}"))
+    with train(command.folder, "--resume", "runs/tiny", *more, job=("factors.toml",)) as last:
+        last.ends(seconds=240)
+    check_bits(last, "factors", max_iter=n)
+
+
 def n_rounds(command: Command) -> float:
     figures = cast("dict[str, float]", command.view().get("figures", {}))
     return figures.get("evaluations", 0.0)
+
+
+@pytest.mark.untraced
+def test_whichever_copy_is_killed_a_program_goes_on_in_its_series(folder: Path) -> None:
+    def copies() -> dict[str, str]:
+        rows = command.roles().items()
+        return {str(row["state"]): role for role, row in rows if role.startswith("shard")}
+
+    def whole() -> bool:
+        return command.is_training() and {"primary", "backup"} <= {*copies()}
+
+    more = sets("cluster.shards=1", "cluster.shard_copies=2")
+    with train(folder, *more, *ENDLESS, job=("factors.toml",)) as command:
+        poll(whole)
+        for state in ("primary", "backup"):
+            role, before = copies()[state], n_rounds(command)
+            command.kill(role)
+            poll(lambda r=role: len(command.pids(r)) > 1, seconds=60)  # type: ignore[misc]
+            poll(lambda b=before: whole() and n_rounds(command) > b, seconds=120)  # type: ignore[misc]
+        assert "continuing from a savepoint" not in command.told()
+        check_endless(command, *more)
 
 
 @pytest.mark.untraced
@@ -146,14 +187,16 @@ def test_a_program_with_killed_processes_ends_with_the_bits_of_one_process(
     check_bits(command, name)
 
 
-def test_an_interrupted_program_resumes_and_ends_with_the_same_bits(folder: Path) -> None:
-    with train(folder, job=("factors.toml",)) as first:
+def test_an_interrupted_program_resumes_and_goes_on_with_other_bounds(folder: Path) -> None:
+    fewer = sets("model.arguments.max_iter=12")
+    with train(folder, *fewer, job=("factors.toml",)) as first:
         poll(first.is_training)
         first.interrupt()
-    with train(folder, "--resume", "runs/tiny", job=("factors.toml",)) as second:
+    resume = "--resume", "runs/tiny"
+    with train(folder, *resume, *fewer, job=("factors.toml",)) as second:
         second.ends(seconds=240)
-    check_bits(second, "factors")
-    with train(folder, "--resume", "runs/tiny", job=("factors.toml",)) as third:  # it is over
+    assert second.summary()["figures"]["iteration"] >= 12
+    with train(folder, *resume, job=("factors.toml",)) as third:  # with 20, as if not interrupted
         third.ends(seconds=240)
     check_bits(third, "factors")
 
@@ -170,6 +213,30 @@ def test_a_job_that_is_over_by_the_clock_resumes_but_not_with_other_shards(folde
     check_bits(third, "factors")
 
 
+@pytest.mark.untraced
+def test_hosts_join_and_leave_while_a_program_runs(tmp_path: Path) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    for place in (here, there):
+        place.mkdir()
+        write_files(place)
+        KeyFiles(place / "keys").make()
+    allow(here, there, "host")
+    allow(there, here, "server")
+    land = Land(here, there)
+    more = sets("cluster.replicas=2", "cluster.shared_memory=false")
+    options = (*more, "--listen", "tcp://127.0.0.1:0", "--keys", "keys", "--cores", "1")
+    with train(here, *options, *ENDLESS, job=("factors.toml",)) as command:
+        poll(command.is_training)
+        with land.joined(command, "--allow-import", "sandblaster", allow="slow") as machine:
+            poll(lambda: "replica 1: on " in command.told())
+            before = n_rounds(command)
+            poll(lambda: n_rounds(command) > before)
+            machine.process.send_signal(signal.SIGINT)
+            assert machine.wait() == 130, machine.said
+        poll(lambda: "replica 1 has left with" in command.told())
+        check_endless(command, *more)
+
+
 @pytest.mark.parametrize(
     ("override", "text"),
     [
@@ -179,7 +246,6 @@ def test_a_job_that_is_over_by_the_clock_resumes_but_not_with_other_shards(folde
         ("model.arguments.y=none.npy", "none.npy cannot be read"),
         ("model.arguments.n_blocks=500", "n_blocks is 500 for 400 columns"),
         ("algorithm.l2=0.1", "l2 is 0.1 with method 'strads'"),
-        ("cluster.shard_copies=2", "remove [cluster] shard_copies"),
         ("cluster.replicas=5", "replicas is 5, and the program has 4 blocks"),
         ("model.initial=start.safetensors", "a program begins at its own values"),
         ("model.factory=torch.nn:Identity", "torch.nn:Identity"),

@@ -18,7 +18,7 @@ from distbelief.parameter_server.layout import Layout, TensorSpec
 from distbelief.parameter_server.rows import Values
 from distbelief.parameter_server.rules import SGD
 from distbelief.parameter_server.shard import Shard
-from distbelief.parameter_server.shard_config import ShardConfig
+from distbelief.parameter_server.shard_config import ShardConfig, copy_names, other_copy
 from distbelief.protocol import SaveCheckpoint
 from distbelief.protocol.role import Address, Role, Seconds
 from distbelief.simulation.cluster import SimulatedCluster
@@ -102,6 +102,8 @@ class Rounds(Scene):
     latency_seconds: Seconds = 5e-5
     suspect_seconds: Seconds = 0.2
     saves: tuple[Seconds, ...] = ()
+    n_copies: int = 1  # of each shard
+    has_begun: bool = True  # whether a coordinator that starts begins by itself
 
     @property
     def shards(self) -> list[Address]:
@@ -125,7 +127,11 @@ class Rounds(Scene):
     def roles(self) -> Mapping[Address, Builder]:
         return {
             COORDINATOR: self._coordinator,
-            **{name: partial(self._shard, k) for k, name in enumerate(self.shards)},
+            **{
+                name: partial(self._shard, k, name)
+                for k in range(self.n_shards)
+                for name in copy_names(k, self.n_copies)
+            },
             **dict.fromkeys(self.replicas, self._worker),
         }
 
@@ -148,8 +154,14 @@ class Rounds(Scene):
             vector[here] = values.ravel()[segment.start : segment.stop]
         return vector
 
-    def _shard(self, index: int, memory: Memory) -> Role:
-        config = ShardConfig(index=index, layout=self.layout, rule=SGD(learning_rate=0.1))
+    def _shard(self, index: int, name: Address, memory: Memory) -> Role:
+        config = ShardConfig(
+            index=index,
+            layout=self.layout,
+            rule=SGD(learning_rate=0.1),
+            name=name,
+            is_replicated=self.n_copies > 1,
+        )
         return Shard(config, memory=memory, initialise=lambda: self.initial(index))
 
     def _worker(self, memory: Memory) -> Role:
@@ -157,6 +169,7 @@ class Rounds(Scene):
         return BlockWorker(
             program_of(self.which),
             layout=self.layout,
+            shard_copies=self.n_copies,
             await_begin=False,
             retry_seconds=0.02,
             retry_seconds_max=0.1,
@@ -171,11 +184,15 @@ class Rounds(Scene):
             retry_seconds=0.02,
             retry_seconds_max=0.1,
             suspect_seconds=self.suspect_seconds,
-            await_begin=False,
+            await_begin=not self.has_begun,
             in_rounds=True,
         )
         return Coordinator(
-            config, method=Scheduled(program_of(self.which)), shards=self.shards, n_examples=140
+            config,
+            method=Scheduled(program_of(self.which)),
+            shards=self.shards,
+            n_examples=140,
+            second_copies={k: other_copy(k) for k in self.shards if self.n_copies > 1},
         )
 
     @property
@@ -208,11 +225,15 @@ class Rounds(Scene):
         shapes = {name: values.shape for name, values in self.program.tables.items()}
         tables = {name: np.full(shape, np.nan).ravel() for name, shape in shapes.items()}
         for k, name in enumerate(self.shards):
-            vector = self.role(name, Shard).values.vector
+            vector = self.leader(name).values.vector
             for one in self.layout.segments(k):
                 there = tables[self.layout.tensors[one.tensor_index].name]
                 there[one.start : one.stop] = vector[one.offset : one.offset + one.n_elements]
         return {name: values.tobytes() for name, values in tables.items()}
+
+    def leader(self, shard: Address) -> Shard:
+        """Return the copy that serves."""
+        return self.role(shard, Shard)
 
     def moments(self, happens: Callable[[HandledEvent], bool]) -> list[Seconds]:
         """Play another such run; return when something happens in it."""

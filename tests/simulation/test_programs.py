@@ -103,6 +103,14 @@ def test_a_slow_worker_s_task_gets_a_second_attempt() -> None:
     assert scene.status(COORDINATOR)["backups"]
 
 
+def test_a_slow_worker_s_task_stays_with_it_where_blocks_keep_something() -> None:
+    slow = Slow(at=0.005, role=Address("replica-1"), factor=400.0, seconds=1.0)
+    scene = Rounds(which="factors", faults=(slow,))
+    scene.play()
+    assert not scene.status(COORDINATOR)["backups"]
+    assert scene.now > 0.5  # it was waited for
+
+
 @pytest.mark.parametrize("which", KINDS)
 @pytest.mark.parametrize("share", [0.02, 0.3, 0.6, 0.95])
 def test_a_stopped_run_returns_to_a_mark_and_goes_on_from_there(which: Which, share: float) -> None:

@@ -58,6 +58,7 @@ from distbelief.task.validation import (
     check_evaluation,
     check_fixed,
     check_sources,
+    check_sums,
 )
 from distbelief.worker.local_executor import FlatModel
 
@@ -224,6 +225,7 @@ def answer_to(
         check(task, job.batch_size, datasets, takes_sparse=facts_of(job).takes_sparse)
         if coordinator_of(job) is not None:
             check_fixed(task, job.batch_size, datasets)
+            check_sums(task, job.batch_size, datasets)
         module = tasks.build_model(task.model)
         facts_of(job).check(module, task, cluster.n_replicas)
         found = _found(job, initial_file, FlatModel(module), datasets)
@@ -241,12 +243,15 @@ def answer_to(
     sample = check_data(task, job.batch_size, n_readers=n_readers, datasets=datasets)
     captured = tasks.capture_for(task, sample)
     check_evaluation(task, sample)
+    if coordinator_of(job) is not None:
+        check_sums(task, job.batch_size, datasets)
     if task.model.needs_module:
         check(task, job.batch_size, datasets)  # its values are needed, so the module is built
         model = FlatModel(tasks.build_model(task.model))
     else:
         with torch.device("meta"):
             model = FlatModel(tasks.build_model(task.model))
+    facts_of(job).check(model.module, task, cluster.n_replicas)
     answer = _found(job, initial_file, model, datasets)
     made = plans_for_job(job, captured.graph, kept=Path(plan))
     most = made[Path(plan)]

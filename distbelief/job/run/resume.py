@@ -55,6 +55,7 @@ from distbelief.protocol.role import Snapshot
 from distbelief.supervisor.metrics import PreviousTotals
 from distbelief.supervisor.view import JobView
 from distbelief.task.data import are_alike, start_positions
+from distbelief.task.task import ModelSpec
 from distbelief.worker.group import EVALUATORS, group_rank_of, member_name, rank_name
 
 
@@ -443,7 +444,7 @@ def check_same(job: Job, earlier: Job, *, directory: str) -> None:
     """Reject changes that do not fit the checkpoints."""
     was, now = (
         {
-            "[model]: the checkpoints are of another model": each.model,
+            "[model]: the checkpoints are of another model": _bound(each.model, facts.bounds),
             "[algorithm] rule: its state in the checkpoints is of another kind": (
                 facts.rule and facts.rule.name
             ),
@@ -464,6 +465,11 @@ def check_same(job: Job, earlier: Job, *, directory: str) -> None:
                 f"--resume {directory}: the run cannot resume with a changed {why} "
                 f"(it was {was[why]}, now {now[why]}). Undo the change, or start a new run"
             )
+
+
+def _bound(model: ModelSpec, bounds: Collection[str]) -> ModelSpec:
+    kept = {name: value for name, value in model.arguments.items() if name not in bounds}
+    return msgspec.structs.replace(model, arguments=kept)
 
 
 def _check_best(job: Job, run: RunDirectory, store: CheckpointStore, *, judged_by: str) -> None:

@@ -2,26 +2,33 @@
 
 from collections.abc import Callable, Sequence
 
+import msgspec
 import numpy as np
 import pytest
 
 from distbelief.core.errors import DistBeliefError, RemoteProtocolError
+from distbelief.core.vectors import Vector
 from distbelief.parameter_server.layout import Layout, TensorSpec
 from distbelief.protocol import (
+    AddRows,
     BackupInSync,
     BeginEvaluation,
     BeginSeries,
     Checkpoint,
     CommandDone,
     Commit,
+    CommitRound,
     Execute,
     FinishEvaluation,
     GrantedChunk,
     Publish,
     Restore,
+    RowsAdded,
+    RowsTaken,
     SaveCheckpoint,
     Savepoint,
     ShardCommand,
+    TakeRows,
     Task,
     push_fetch as pf,
     replication as rp,
@@ -308,7 +315,7 @@ def test_a_backup_that_is_not_in_sync_repeats_no_command() -> None:
     pair.backup.receive(rp.StartSync(term=3, receiver_incarnation=1, clock=0, clients=()), A)
     command = ShardCommand(series=1, number=1, task=BeginSeries())
     message = rp.ReplicateCommand(term=3, position=0, command=command, checksum=0)
-    with pytest.raises(RemoteProtocolError, match="sent a command before its vectors"):
+    with pytest.raises(RemoteProtocolError, match="sent ReplicateCommand before its vectors"):
         pair.backup.receive(message, A)
 
 
@@ -317,3 +324,73 @@ def test_state_that_cannot_be_read_is_refused() -> None:
     for arrays in ([np.ones(3)], [np.frombuffer(b"\xc0" * 7 + b"\x07", np.float64)]):
         with pytest.raises(RemoteProtocolError, match="the primary's vectors cannot be read"):
             commands.adopt(arrays)
+
+
+# --- rounds ---
+
+WORKER = Address("replica-0")
+ADD = AddRows(
+    series=1, number=2, token=5, part=0, n_parts=1, table="w", stop=64, values=np.ones(64)
+)
+
+
+def add(pair: Pair, message: AddRows = ADD) -> int:
+    """Add rows; return how often the worker hears that they are staged."""
+    pair.told.clear()
+    for copy in [pair.primary] if pair.is_alone else [pair.primary, pair.backup]:
+        pair.settle(copy, copy.receive(message, WORKER))
+    return len(sent(pair.told, RowsAdded))
+
+
+def committed(pair: Pair) -> Vector:
+    pair.done(3, CommitRound(tokens=(5,), pulls={}))
+    return np.frombuffer(vectors(pair.primary)["parameters"])[:64]
+
+
+def test_rows_are_acknowledged_once_both_copies_have_staged_them() -> None:
+    pair = Pair().begun()
+    pair.join()
+    pair.cut = True
+    assert add(pair) == add(pair) == 0
+    pair.cut = False
+    pair.settle(pair.primary, pair.primary.wait(0.2))
+    assert len(sent(pair.told, RowsAdded)) == 1
+    assert add(pair) == 1  # a repetition
+    pair.take_over()
+    assert add(pair) == 1
+    np.testing.assert_array_equal(committed(pair), 2.0)
+
+
+def test_a_primary_alone_stages_rows_and_a_backup_that_joins_gets_them() -> None:
+    pair = Pair().begun()
+    assert add(pair) == 1
+    pair.join()
+    pair.take_over()
+    np.testing.assert_array_equal(committed(pair), 2.0)
+
+
+def test_a_primary_that_goes_on_alone_acknowledges_rows_that_it_held() -> None:
+    pair = Pair().begun()
+    pair.join()
+    pair.cut = True
+    assert add(pair) == 0
+    pair.settle(pair.primary, pair.primary.lead(4))
+    assert len(sent(pair.told, RowsAdded)) == 1
+    np.testing.assert_array_equal(committed(pair), 2.0)
+
+
+def test_rows_wait_while_a_backup_syncs_and_of_other_rounds_they_are_void() -> None:
+    pair = Pair().begun()
+    pair.cut = True
+    pair.settle(pair.primary, pair.primary.lead(3, B))
+    ack = rp.StateAck(term=3, position=0, received=0)
+    pair.primary.receive(ack, B)
+    assert add(pair) == 0
+    assert pair.primary.shard._commands._rows is None
+    other = msgspec.structs.replace(ADD, number=1)
+    assert add(Pair().begun(), other) == 0
+    take = TakeRows(series=1, number=2, part=1, table="w", start=3, stop=5)
+    pair = Pair().begun()
+    pair.settle(pair.primary, pair.primary.receive(take, WORKER))
+    (taken,) = sent(pair.told, RowsTaken)
+    np.testing.assert_array_equal(taken.values, 1.0)

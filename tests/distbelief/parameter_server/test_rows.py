@@ -159,7 +159,7 @@ def played(
     for k, message in messages:
         shards.rows[k].stage(message)
     shards.commit(range(7, 7 + len(tasks)))
-    assert not any(rows.n_staged for rows in shards.rows)
+    assert not any(rows.staged for rows in shards.rows)
     return {name: shards.take(name, slice(None)) for name in SHAPES}
 
 
@@ -196,7 +196,7 @@ def test_without_a_rule_the_bits_differ(monkeypatch: pytest.MonkeyPatch) -> None
     def counted_again(self: RoundRows, message: AddRows) -> None:
         known = self._staged.get(message.token)
         if known is not None and message.part in known.parts:
-            known.parts[message.part][2][:] += message.values
+            known.parts[message.part][1][2][:] += message.values
         else:
             stage(self, message)
 

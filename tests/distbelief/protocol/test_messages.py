@@ -35,7 +35,7 @@ def test_what_must_not_be_sent_twice_carries_the_term_or_the_receivers_incarnati
         "Fetch", "ParameterBlock", "FetchAck", "PushBlock", "PushBlockAck", "Push",
         "PushApplied", "Floor", "SessionOpened", "PrimaryChanged", "Promote",
         "BackupUnresponsive", "BackupInSync", "StartSync", "StateBlock", "StateAck",
-        "ReplicatePush", "ReplicateCommand", "CommandDone",
+        "ReplicatePush", "ReplicateCommand", "ReplicateRows", "CommandDone",
     }  # fmt: skip
     for fence, expected in (
         ("term", of_a_term),

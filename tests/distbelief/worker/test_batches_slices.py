@@ -26,7 +26,7 @@ class Labelled:
         return torch.full((4,), float(index)), self.labels[index]
 
 
-def reader(dataset: Dataset, *, loss: str = "cross_entropy") -> SliceReader:
+def reader(dataset: Dataset, *, loss: str = "cross_entropy", sums: bool = False) -> SliceReader:
     """Return the reader of a rank with half of the inputs and the labels of all samples."""
     graph = append_loss(capture(net(), [InputSpec(shape=(4,))]), loss)
     return SliceReader(
@@ -34,6 +34,7 @@ def reader(dataset: Dataset, *, loss: str = "cross_entropy") -> SliceReader:
         graph=graph,
         reads={"input": [Region.of(4).replaced(0, (2, 4))], "targets": [Region(())]},
         dtype=torch.float64,
+        sums=sums,
     )
 
 
@@ -83,3 +84,10 @@ def test_a_rank_that_only_keeps_targets_checks_labels_too() -> None:
 def test_the_ignored_label_is_accepted() -> None:
     batch_slice = reader(Labelled([0, -100])).read(1, 0, samples(0, 1))
     assert batch_slice.inputs["targets"][0].tolist() == [0, -100]
+
+
+def test_the_ignored_label_is_refused_where_means_are_added_up() -> None:
+    slice_reader = reader(Labelled([0, -100]), sums=True)
+    assert slice_reader.read(1, 0, samples(0)).inputs["targets"][0].tolist() == [0]
+    with pytest.raises(JobError, match=r"sample 1 has label -100, which does not count"):
+        slice_reader.read(1, 0, samples(0, 1))

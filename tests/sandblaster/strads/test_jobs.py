@@ -18,7 +18,7 @@ from distbelief.task.data import marks_of
 from distbelief.task.task import BuildContext, build_dataset
 from sandblaster.build import build_replica
 from sandblaster.settings import SandblasterSettings
-from sandblaster.strads import jobs
+from sandblaster.strads import columns, jobs
 
 
 RNG = np.random.default_rng(0)
@@ -57,6 +57,12 @@ loss = "mse"
 """
 
 
+DOWNPOUR: Final = [
+    "algorithm={name='downpour', loss='mse', batch_size=4, rule={name='sgd', learning_rate=0.1}}",
+    "stop.epochs=1",
+]
+
+
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
@@ -87,7 +93,10 @@ def test_a_program_passes_the_check_in_double_precision(folder: Path, job: str) 
         (FACTORS, ["data.train.arguments.ratings=r2.npz"], "ratings is '.*r2.npz', but"),
         (LINEAR, ["data.train.limit=10"], "limit is 10, but a program computes from"),
         # The default method minimized the loss without the penalty, and said it had converged.
-        (LINEAR, ["algorithm.method=l-bfgs"], "is a program, which method 'l-bfgs' does not run"),
+        (LINEAR, ["algorithm.method=l-bfgs"], "is a program, which this algorithm does not run"),
+        # So did this.
+        (LINEAR, [*DOWNPOUR], r"is a program, .*: use .algorithm. name = .sandblaster., method"),
+        (FACTORS, [*DOWNPOUR], r"is a program, .*: use .algorithm. name = .sandblaster., method"),
         # These did nothing, without a word.
         (LINEAR, ["model.arguments.workers=2"], r"workers is of fit, .* \[cluster\] replicas"),
         (LINEAR, ["model.arguments.warm_start=true"], "warm_start is of fit, not of a job"),
@@ -104,6 +113,14 @@ def test_what_the_program_would_not_do_is_refused_before_the_start(
     sparse.save_npz("r2.npz", RATINGS[:4])
     with pytest.raises(JobError, match=text):
         checked(folder, job, *overrides)
+
+
+def test_data_that_fit_into_no_memory_are_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(columns, "free_bytes", lambda: 100)
+    with pytest.raises(JobError, match=r"r.npz takes .* each process reads all of it"):
+        checked(folder, FACTORS)
 
 
 def test_the_same_file_by_another_path_is_the_same(folder: Path) -> None:

@@ -1,0 +1,77 @@
+"""Programs of rounds on shards with two copies: whichever copy dies, the series goes on."""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from distbelief.protocol import AddRows, RowsAdded
+from distbelief.protocol.role import Address
+from distbelief.simulation.driver import HandledEvent
+from distbelief.simulation.faults import CutOff, Kill
+from tests.simulation.copied_programs import KINDS, SHARD, VICTIMS, CopiedRounds, drawn
+from tests.simulation.programs import Which
+from tests.simulation.scene import heard, sends
+from tests.simulation.test_seeds import chunks, name, play_seeds
+
+
+FILE = "tests/simulation/test_copied_programs.py"
+SMALL = CopiedRounds(n_shards=1, n_replicas=2)
+
+
+def played(seed: int) -> Counter[str]:
+    scene = drawn(seed)
+    scene.play()
+    return scene.sights
+
+
+def test_whatever_dies_the_bits_are_the_same() -> None:
+    play_seeds(range(12), played, file=FILE, seldom=())
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("seeds", chunks(range(12, 2012), 500), ids=name)
+def test_the_same_for_two_thousand_seeds(seeds: range) -> None:
+    play_seeds(seeds, played, file=FILE, seldom=VICTIMS)
+
+
+# --- what only the primary has ---
+
+
+def adds(happening: HandledEvent) -> bool:
+    return happening.name == SHARD and heard(happening.event, AddRows) is not None
+
+
+@pytest.mark.parametrize("which", KINDS)
+@pytest.mark.parametrize("moment", [2, 9])
+def test_a_primary_dies_with_rows_that_only_it_has(which: Which, moment: int) -> None:
+    scene = replace(SMALL, which=which)
+    at = scene.moments(adds)[moment] + 1e-6
+    again = replace(scene, faults=(Kill(at=at, role=SHARD),))
+    again.play()
+    assert again.cluster.incarnation(SHARD) == 2
+
+
+def test_rows_are_acknowledged_when_both_copies_have_them() -> None:
+    at = SMALL.moments(adds)[4] - 1e-6
+    backup = Address("shard-0b")
+    cut = CutOff(at=at, a=SHARD, b=backup, seconds=0.05, loses=True)
+    scene = replace(SMALL, faults=(cut, Kill(at=at + 0.04, role=SHARD)))
+    answered: list[float] = []
+
+    def see(happening: HandledEvent) -> None:
+        if happening.name == SHARD and any(sends(happening, RowsAdded)):
+            answered.append(scene.now)
+
+    scene.cluster.observe(see)
+    scene.play()
+    assert not [one for one in answered if at + 1e-3 < one < at + 0.04]
+
+
+@pytest.mark.parametrize("wait", [0.004, 0.011, 0.018])
+def test_the_loss_of_both_copies_is_noticed_in_a_round(wait: float) -> None:
+    """No command is due then: a copy that comes back makes the coordinator ask."""
+    scene = replace(SMALL, latency_seconds=1e-3, kills=((wait, "both", None),))
+    scene.play()
+    assert scene.now < 5.0
