@@ -14,6 +14,7 @@ from sklearn.pipeline import make_pipeline
 
 import sandblaster
 from distbelief.core.errors import SettingError
+from sandblaster.optimizers.termination import Reason
 from sandblaster.strads import topic_kernel
 from sandblaster.strads.program import Mark, Task, run
 from sandblaster.strads.topics import (
@@ -95,11 +96,12 @@ def test_st4_samples_have_the_frequencies_of_the_posterior_by_enumeration() -> N
     n = 4_000
     # Tokens of one bucket are in the order of documents, then words: as listed above.
     for number in range(n + 10):
-        pushed = program.push(block, Sample(number, 0, program.alpha), tables)
+        taken = {name: tables[name] for name in ("words", "sums")}
+        pushed = program.push(block, Sample(number, 0, program.alpha), taken)
         for name, (rows, sums) in pushed.adds.items():
             tables[name][rows] += sums
         if number >= 10:
-            seen[int("".join(map(str, block.topics[0])), 2)] += 1
+            seen[int("".join(map(str, block.topics)), 2)] += 1
     # Samples in a row are alike: the error is that of about a fifth as many independent ones.
     errors = np.abs(seen / n - exact)
     assert (errors <= 4.5 * np.sqrt(exact * (1 - exact) / (n / 5))).all()
@@ -155,14 +157,17 @@ def test_st4_each_turn_deals_every_bucket_once_and_a_pass_every_pair() -> None:
     program = topics(corpus(), 4, n_blocks=3)
     steps = program.schedule()
     rounds = [next(steps), *(steps.send([np.ones(2)] * 3) for _ in range(5))]
-    a, b, c = slice(0, 14), slice(14, 27), slice(27, 40)
+    a, b, c = slice(0, 4 * 14), slice(4 * 14, 4 * 27), slice(4 * 27, 4 * 40)
     assert [[task.takes["words"] for task in deals(tasks)] for tasks in rounds] == [
         [a, b, c],
         [b, c, a],
         [c, a, b],
     ] * 2  # pass 0, and one more
-    with pytest.raises(StopIteration):
-        steps.send([np.ones(2)] * 3)
+    kept = deals(steps.send([np.ones(2)] * 3))
+    assert [task.argument.alpha is None for task in kept] == [False, True, True]
+    mark = steps.send([np.zeros(2)] * 3)
+    assert isinstance(mark, Mark)
+    assert mark.end is Reason.MAX_ITERATIONS
 
 
 def test_st4_words_are_dealt_in_turn_by_falling_frequency() -> None:
@@ -187,8 +192,9 @@ def test_st4_tables_count_every_token_after_each_round_and_match_its_blocks() ->
             return blocks[block]
 
     _, tables = run(Kept())
-    np.testing.assert_array_equal(tables["words"].sum(axis=0), tables["sums"])
-    np.testing.assert_array_equal(tables["words"].sum(axis=1)[program.row_of], counts.sum(axis=0))
+    words = tables["words"].reshape(-1, 4)
+    np.testing.assert_array_equal(words.sum(axis=0), tables["sums"])
+    np.testing.assert_array_equal(words.sum(axis=1)[program.row_of], counts.sum(axis=0))
     of_documents = np.concatenate([block.document_topics for block in blocks.values()])
     np.testing.assert_array_equal(of_documents.sum(axis=1), counts.sum(axis=1))
     np.testing.assert_array_equal(of_documents[:, :4].sum(axis=0), tables["sums"])
