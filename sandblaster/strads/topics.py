@@ -19,6 +19,7 @@ they begin anew: there a job can go on.
 """
 
 import os
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -185,9 +186,10 @@ class Weigh(msgspec.Struct, frozen=True, eq=False, tag=True):
 
 @final
 class Evaluate(msgspec.Struct, frozen=True, eq=False, tag=True):
-    """Score held-out documents."""
+    """Score held-out documents, which have this checksum."""
 
     alpha: Values
+    checksum: int
 
 
 @final
@@ -296,6 +298,8 @@ class Topics(Program[Block, Argument, Report, Learned]):
         self.pulls = {"priors": Pull("divide")}
         self.types = Types(argument=Argument, report=Report, state=Learned)
         self.keeps_state = True
+        parts = self.held_out.data, self.held_out.indices, self.held_out.indptr
+        self._checksum = zlib.crc32(b"".join(part.astype(np.int64).tobytes() for part in parts))
 
     @override
     def load(self, block: int) -> Block:
@@ -345,7 +349,9 @@ class Topics(Program[Block, Argument, Report, Learned]):
             evaluations = list(learned.held_out_scores)
             if self.held_out.shape[0] and not number % self.evaluate_every:
                 takes = {name: slice(0, len(self.tables[name])) for name in ("words", "sums")}
-                total, n_tokens = sum((yield self._all(Evaluate(alpha), takes)), np.zeros(2))
+                total, n_tokens = sum(
+                    (yield self._all(Evaluate(alpha, self._checksum), takes)), np.zeros(2)
+                )
                 evaluations.append((number, float(total / n_tokens)))
             scores = [*learned.scores, float(totals[0] / totals[1])]
             learned = Learned(alpha, scores, evaluations)
@@ -426,7 +432,9 @@ class Topics(Program[Block, Argument, Report, Learned]):
                 total = alpha.sum()
                 of_lengths = (digamma(block.lengths + total) - digamma(total)).sum()
                 return Pushed(adds={}, report=np.append(of_topics, of_lengths))
-            case Evaluate(alpha):
+            case Evaluate(alpha, checksum):
+                if checksum != self._checksum:
+                    raise SettingError("held_out has other documents here: give all hosts the same")
                 weights = self.word_weights(taken)
                 score = completion(
                     block.held_out, weights, alpha, seed=self.seed, first=block.first_held_out
