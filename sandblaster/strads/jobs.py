@@ -255,6 +255,11 @@ class TopicModel(_Tables):
     def forward(self, counts: torch.Tensor) -> torch.Tensor:
         """Return the logarithm of the probability of each word, of (n_documents, n_words)."""
         sums, row_of = self.get_parameter("sums"), self.get_parameter("row_of")
+        if counts.shape[1] != len(row_of):
+            raise JobError(
+                f"documents have {counts.shape[1]} columns, not {len(row_of)}: use the same "
+                "vocabulary"
+            )
         priors = self.get_parameter("priors")[:, 0]
         words = self.get_parameter("words").view(len(row_of), -1) + priors[-1]
         weights = (words / (sums + priors[-1] * len(row_of)))[row_of.long()]
@@ -295,7 +300,9 @@ class Documents:
         parts = counts.indices, counts.indptr
         self._given: TopicCounts = sparse.csr_array((n_given, *parts), shape=counts.shape)
         rest = counts.data - n_given
-        scale = counts.shape[0] / max(int(rest.sum()), 1)
+        if not rest.any():
+            raise SettingError("the documents have too few words to score; give more")
+        scale = counts.shape[0] / int(rest.sum())
         self._rest = sparse.csr_array((rest * scale, *parts), shape=counts.shape)
 
     def __len__(self) -> int:

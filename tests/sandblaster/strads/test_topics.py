@@ -5,6 +5,7 @@ from itertools import product
 
 import numpy as np
 import pytest
+from hypothesis import given, strategies as st
 from numpy.typing import NDArray
 from scipy import sparse
 from scipy.special import gammaln
@@ -14,18 +15,25 @@ from sklearn.pipeline import make_pipeline
 
 import sandblaster
 from distbelief.core.errors import SettingError
+from distbelief.parameter_server.rows import add_up
+from distbelief.protocol.vector_commands import Pull
 from sandblaster.optimizers.termination import Reason
 from sandblaster.strads import topic_kernel
-from sandblaster.strads.program import Mark, Task, run
+from sandblaster.strads.program import Mark, Task, packed, run, unpacked
 from sandblaster.strads.topics import (
     Argument,
     Block,
+    Evaluate,
+    Learned,
     Sample,
     Topics,
     completion,
     fold_in,
+    packed_topics,
     token_keys,
+    topics_per_number,
     uniforms,
+    unpacked_topics,
 )
 
 
@@ -208,6 +216,93 @@ def test_st4_same_bits_for_1_2_4_8_workers_and_again() -> None:
     ]
     for other in tables[1:]:
         np.testing.assert_array_equal(tables[0], other)
+
+
+@given(
+    n_topics=st.one_of(st.integers(1, 40), st.sampled_from([2**13, 2**13 + 1, 2**20])),
+    n=st.integers(0, 60),
+    seed=st.integers(0, 99),
+)
+def test_packed_topics_come_back_and_changes_of_them_are_exact(
+    n_topics: int, n: int, seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    before, after = rng.integers(0, n_topics, (2, n)).astype(np.int32)
+    numbers, others = packed_topics(before, n_topics), packed_topics(after, n_topics)
+    assert len(numbers) == -(-n // topics_per_number(n_topics))
+    np.testing.assert_array_equal(unpacked_topics(numbers, n_topics, n), before)
+    np.testing.assert_array_equal(numbers + (others - numbers), others)
+    largest = packed_topics(np.full(60, n_topics - 1, np.int32), n_topics)
+    assert largest.max() < 2**53
+
+
+def test_a_hundred_topics_take_little_more_than_a_byte() -> None:
+    assert [topics_per_number(n) for n in (1, 2, 100, 1024, 2**26, 2**27)] == [53, 53, 7, 5, 2, 1]
+
+
+def resumed(
+    program: Topics, tables: "dict[str, NDArray[np.float64]]", state: object
+) -> "list[tuple[Mark, dict[str, NDArray[np.float64]]]]":
+    """Run from a mark, with blocks as they are loaded; return all marks, and the tables then."""
+    blocks = [program.load(block) for block in range(program.n_blocks)]
+    steps, marks, reports = program.schedule(state), [], list[NDArray[np.float64]]()
+    step = next(steps)
+    while True:
+        if isinstance(step, Mark):
+            marks.append((step, {name: values.copy() for name, values in tables.items()}))
+            if step.end is not None:
+                return marks
+        else:
+            pushed = [
+                program.push(
+                    blocks[task.block],
+                    task.argument,
+                    {name: tables[name][rows] for name, rows in task.takes.items()},
+                )
+                for task in step
+            ]
+            for name, table in tables.items():
+                adds = [one.adds[name] for one in pushed if name in one.adds]
+                if adds:
+                    add_up(table, adds, program.pulls.get(name, Pull()))
+            reports = [one.report for one in pushed]
+        step = steps.send(reports)
+
+
+def test_from_any_mark_and_after_the_end_it_goes_on_with_the_same_bits() -> None:
+    counts = np.concatenate([corpus(n_documents=9).toarray(), np.zeros((2, 40), int)])
+    options: dict[str, object] = {"n_blocks": 3, "learn_alpha": True, "evaluate_every": 2}
+    options |= {"held_out": corpus(n_documents=3, seed=1), "patience": 99}
+    program = topics(counts, 4, max_iter=11, **options)
+    marks = resumed(program, {name: t.copy() for name, t in program.tables.items()}, None)
+    assert [mark.state is not None for mark, _ in marks] == [n in {4, 8, 11} for n in range(1, 12)]
+    last, expected = marks[-1]
+    assert last.n_updates == 11 * counts.sum()
+    _, tables = run(program)
+    learned = None
+    for n_before in (4, 8, 6):
+        if n_before == 6:  # a bound that was raised later
+            shorter = topics(counts, 4, max_iter=6, **options)
+            marks = resumed(shorter, {n: t.copy() for n, t in program.tables.items()}, None)
+        mark, then = marks[n_before - 1]
+        state = unpacked(packed(mark.state), Learned)
+        others = resumed(topics(counts, 4, max_iter=11, **options), then, state)
+        for name, values in expected.items():
+            assert values.tobytes() == others[-1][1][name].tobytes() == tables[name].tobytes()
+        learned = others[-1][0].state
+        assert isinstance(learned, Learned)
+        assert isinstance(last.state, Learned)
+        assert list(learned.scores) == list(last.state.scores)
+        assert list(learned.held_out_scores) == list(last.state.held_out_scores)
+        np.testing.assert_array_equal(expected["priors"][:-1, 0], learned.alpha)
+
+
+def test_a_host_with_other_held_out_documents_is_refused() -> None:
+    held_out = corpus(seed=1)
+    program, other = (topics(corpus(), 4, held_out=one) for one in (held_out, held_out[1:]))
+    task = program._all(Evaluate(program.alpha, program._checksum), {})[0]
+    with pytest.raises(SettingError, match="held_out has other documents here: give all hosts"):
+        other.push(other.load(0), task.argument, {})
 
 
 def naive(
