@@ -500,6 +500,11 @@ def test_parameters_are_those_of_init() -> None:
         ([[1]], {"max_iter": 2.5}, "max_iter is 2.5; use a whole number, 1 or more"),
         ([[1]], {"random_state": -1}, "random_state is -1; use a whole number, 0 or more"),
         ([[1]], {"topic_word_prior": 0}, "topic_word_prior is 0; use a number above 0"),
+        (
+            [[1]],
+            {"learn_doc_topic_prior": "no"},
+            "learn_doc_topic_prior is 'no'; use true or false",
+        ),
         ([[1]], {"doc_topic_prior": 1e-9}, "doc_topic_prior is 1e-09; use 1e-06 to 1e+06"),
     ],
 )
