@@ -28,18 +28,13 @@ from distbelief.core.errors import JobError, SettingError
 from distbelief.task.task import ModelSpec, TaskSpec, build_model
 from sandblaster.strads.columns import Matrix
 from sandblaster.strads.descent import Descent
+from sandblaster.strads.documents import Matrix as TopicCounts, fold_in, given_half
 from sandblaster.strads.estimator import Estimator
 from sandblaster.strads.factorization import MatrixFactorization
 from sandblaster.strads.kernels import Floats
 from sandblaster.strads.linear import Lasso, SparseLogisticRegression
 from sandblaster.strads.method import AnyProgram
-from sandblaster.strads.topics import (
-    LatentDirichletAllocation,
-    Matrix as TopicCounts,
-    checked_counts,
-    fold_in,
-    given_half,
-)
+from sandblaster.strads.topics import LatentDirichletAllocation, checked_counts
 
 
 Kind = TypeVar("Kind", bound=Estimator)

@@ -19,6 +19,7 @@ from distbelief.parameter_server.rows import add_up
 from distbelief.protocol.vector_commands import Pull
 from sandblaster.optimizers.termination import Reason
 from sandblaster.strads import topic_kernel
+from sandblaster.strads.documents import completion, fold_in, token_keys, uniforms
 from sandblaster.strads.program import Mark, Task, packed, run, unpacked
 from sandblaster.strads.topics import (
     Argument,
@@ -27,12 +28,8 @@ from sandblaster.strads.topics import (
     Learned,
     Sample,
     Topics,
-    completion,
-    fold_in,
     packed_topics,
-    token_keys,
     topics_per_number,
-    uniforms,
     unpacked_topics,
 )
 
