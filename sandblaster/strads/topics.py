@@ -498,9 +498,9 @@ class LatentDirichletAllocation(Estimator):
             workers=self.workers,
             random_state=self.random_state,
         )
-        if not isinstance(cast("object", self.learn_doc_topic_prior), bool | np.bool_):
-            value = self.learn_doc_topic_prior
-            raise SettingError(f"{user}: learn_doc_topic_prior is {value!r}; use true or false")
+        learns = cast("object", self.learn_doc_topic_prior)
+        if not isinstance(learns, bool | np.bool_):
+            raise SettingError(f"{user}: learn_doc_topic_prior is {learns!r}; use true or false")
         priors = [self.doc_topic_prior, self.topic_word_prior]
         alpha, beta = (1 / self.n_components if one is None else one for one in priors)
         check_numbers(user, doc_topic_prior=alpha, topic_word_prior=beta)
