@@ -41,7 +41,7 @@ def factors(**arguments):
 
 
 def topics(**arguments):
-    return slowly(jobs.topics(**arguments), 0.02)
+    return slowly(jobs.topics(**arguments), 0.05)
 """
 
 TABLES = """
