@@ -31,19 +31,21 @@ from distbelief.config.algorithms import has_program
 from distbelief.core.errors import JobError, SettingError
 from distbelief.task.task import ModelSpec, TaskSpec, build_model
 from sandblaster.strads.columns import check_memory
+from sandblaster.strads.documents import Matrix as TopicCounts, fold_in, given_half
 from sandblaster.strads.estimator import Estimator
 from sandblaster.strads.factorization import MatrixFactorization
 from sandblaster.strads.files import is_text, read_columns, read_entries, read_matrix, read_targets
 from sandblaster.strads.kernels import Floats
 from sandblaster.strads.linear import Lasso, SparseLogisticRegression
 from sandblaster.strads.method import AnyProgram
+from sandblaster.strads.topics import LatentDirichletAllocation, checked_counts
 
 
 Kind = TypeVar("Kind", bound=Estimator)
 
 _PATH: Final = ("alphas", "n_alphas", "smallest", "patience")
 _NOT_OF_FIT: Final = {*_PATH, "start", "n_features", "held_out_x", "held_out_y"}
-_FACTORIES: Final = tuple(f"{__name__}:{name}" for name in ("samples", "entries"))
+_FACTORIES: Final = tuple(f"{__name__}:{name}" for name in ("samples", "entries", "documents"))
 _OF_FIT: Final = {
     "workers": "use [cluster] replicas",
     "warm_start": "give start, the model.safetensors of another run",
@@ -312,6 +314,90 @@ class Entries:
 def entries(ratings: str) -> Entries:
     """Return the stored entries of a matrix; the file is as of `factors`."""
     return Entries(sparse.coo_array(read_entries(ratings)[0]))
+
+
+# --- topics ---
+
+
+@final
+class TopicModel(_Tables):
+    """The words of documents, given some of them."""
+
+    @override
+    def forward(self, counts: torch.Tensor) -> torch.Tensor:
+        """Return the logarithm of the probability of each word, of (n_documents, n_words)."""
+        sums, row_of = self.get_parameter("sums"), self.get_parameter("row_of")
+        if counts.shape[1] != len(row_of):
+            raise JobError(
+                f"documents have {counts.shape[1]} columns, not {len(row_of)}: use the same "
+                "vocabulary"
+            )
+        priors = self.get_parameter("priors")[:, 0]
+        words = self.get_parameter("words").view(len(row_of), -1) + priors[-1]
+        weights = (words / (sums + priors[-1] * len(row_of)))[row_of.long()]
+        given = sparse.csr_array(counts.detach().cpu().numpy().astype(np.int64))
+        arrays = (values.detach().cpu().numpy() for values in (weights, priors[:-1]))
+        shares = torch.from_numpy(fold_in(given, *arrays)).to(weights)
+        return torch.log(shares @ weights.T) + self._sum_of("topics") + self._sum_of("row_of")
+
+
+def topics(
+    counts: str, *, held_out: str | None = None, n_blocks: int = 8, **arguments: object
+) -> TopicModel:
+    """Return the topics that `sandblaster.LatentDirichletAllocation` finds.
+
+    Args:
+        counts: Of words in documents, (n_documents, n_words): scipy.sparse's .npz, or .npy.
+        held_out: Of documents that are only scored, for the rule of `patience`; a file as `counts`.
+        n_blocks: As of the estimator; no more replicas can take part.
+        arguments: Its other arguments.
+    """
+    estimator = _made(LatentDirichletAllocation, n_blocks, arguments)
+    others = None if held_out is None else read_matrix(held_out)
+    try:
+        return TopicModel(estimator.program(read_matrix(counts), held_out=others))
+    except SettingError as error:
+        raise JobError(f"[model] {error}") from None
+
+
+@final
+class Documents:
+    """Of each document the counts that are given, and the others, for `cross_entropy`.
+
+    The others are scaled so that the mean over all documents is that over their words.
+    """
+
+    def __init__(self, counts: TopicCounts) -> None:
+        n_given = given_half(counts)
+        parts = counts.indices, counts.indptr
+        self._given: TopicCounts = sparse.csr_array((n_given, *parts), shape=counts.shape)
+        rest = counts.data - n_given
+        if not rest.any():
+            raise SettingError("the documents have too few words to score; give more")
+        scale = counts.shape[0] / int(rest.sum())
+        self._rest = sparse.csr_array((rest * scale, *parts), shape=counts.shape)
+
+    def __len__(self) -> int:
+        return int(self._given.shape[0])
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        given, rest = self.__getitems__([index])
+        return given[0], rest[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        given, rest = (some[list(indices)].toarray() for some in (self._given, self._rest))
+        return torch.from_numpy(given.astype(np.float64)), torch.from_numpy(rest)
+
+
+def documents(counts: str) -> Documents:
+    """Return documents, dense, for `loss = "cross_entropy"`: minus `score` of the estimator.
+
+    The file is as of `topics`.
+    """
+    try:
+        return Documents(checked_counts(read_matrix(counts), user=counts))
+    except SettingError as error:
+        raise JobError(f"[data] {error}") from None
 
 
 # --- arguments ---

@@ -13,124 +13,83 @@ topics are those of the turn's beginning, plus the block's own changes. Pass 0 g
 topic: drawn from the counts of those before it, they took many more passes to become good ones.
 
 A token's random number is made of seed, pass, document and position: no bit depends on workers.
+
+Blocks keep the topics of their tokens. Every fourth pass they write them to a table, from which
+they begin anew: there a job can go on.
 """
 
+import os
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, TypeAlias, final
+from pathlib import Path
+from typing import Final, TypeAlias, cast, final
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.numpy import load_file
 from scipy import sparse
 from scipy.special import digamma
 from typing_extensions import override
 
 from distbelief.core.errors import SettingError
-from distbelief.parameter_server.rows import Values
+from distbelief.parameter_server.rows import Rows, Values
+from distbelief.protocol.vector_commands import Pull
+from sandblaster.optimizers.termination import Reason
 from sandblaster.strads.columns import of_sklearn
+from sandblaster.strads.documents import (
+    Matrix,
+    Words,
+    completion,
+    fold_in,
+    given_half,
+    token_keys,
+    uniforms,
+)
 from sandblaster.strads.estimator import Estimator, blocks_of, check_numbers, checked_entries
-from sandblaster.strads.program import Program, Pushed, Steps, Task, run
+from sandblaster.strads.program import Mark, Program, Pushed, Steps, Task, Types, run
 from sandblaster.strads.topic_kernel import LANES, Counts, sampler
 
 
-Matrix: TypeAlias = "sparse.csr_array[np.int64]"  # (n_documents, n_words) of counts
-Words = NDArray[np.uint64]
-
 _WINDOW: Final = 5  # passes of which the mean is compared: single ones are noisy
 _PRIOR_EVERY: Final = 10  # passes
-_FOLD_IN_MAX: Final = 200  # iterations
+_KEPT_EVERY: Final = 4  # passes
 _PRIOR_MIN: Final = 1e-6  # products of smaller ones are lost in float32,
 _PRIOR_MAX: Final = 1e6  # and beside larger ones the counts
 
 
-# --- random numbers ---
+# --- topics of tokens, several as one number ---
 
 
-def token_keys(lengths: NDArray[np.int64], first: int, seed: int) -> Words:
-    """Return a number for each token of documents, of the seed, document and position.
-
-    Args:
-        lengths: Of the documents: (n_documents,).
-        first: The number of the first of them.
-        seed: 0 or more.
-    """
-    documents = np.repeat(np.arange(first, first + len(lengths), dtype=np.uint64), lengths)
-    positions = np.arange(len(documents)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-    key = np.random.SeedSequence(seed).generate_state(1, np.uint64)
-    return _mixed(_mixed(documents + key) + positions.astype(np.uint64))
+def topics_per_number(n_topics: int) -> int:
+    """Return how many topics are the digits of one whole number that float64 has exactly."""
+    n = 1
+    while max(n_topics, 2) ** (n + 1) <= 2**53:
+        n += 1
+    return n
 
 
-def uniforms(keys: Words, number: int) -> NDArray[np.float64]:
-    """Return the number-th random number in [0, 1) of each token (SplitMix64)."""
-    steps = np.uint64((number + 1) * 0x9E3779B97F4A7C15 % 2**64)
-    return (_mixed(keys + steps) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+def packed_topics(topics: Counts, n_topics: int) -> Values:
+    n = topics_per_number(n_topics)
+    digits = np.zeros(-(-len(topics) // n) * n, np.int64)
+    digits[: len(topics)] = topics
+    return (digits.reshape(-1, n) @ n_topics ** np.arange(n)).astype(np.float64)
 
 
-def _mixed(words: Words) -> Words:
-    """Steele, Lea and Flood 2014, figure 14, with Stafford's constants."""
-    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return words ^ (words >> np.uint64(31))
-
-
-# --- documents, given the topics ---
-
-
-def fold_in(counts: Matrix, word_weights: Values, alpha: Values) -> Values:
-    """Return the topics of documents, (n_documents, n_topics), rows of sum 1.
-
-    Args:
-        counts: Of words: (n_documents, n_words).
-        word_weights: The probability of each word in each topic: (n_words, n_topics).
-        alpha: The prior: (n_topics,). A document without words has its topics.
-    """
-    shares = np.tile(alpha / alpha.sum(), (counts.shape[0], 1))
-    for document, (start, end) in enumerate(zip(counts.indptr, counts.indptr[1:], strict=False)):
-        weights = word_weights[counts.indices[start:end]]
-        numbers = counts.data[start:end].astype(np.float64)
-        share = shares[document]
-        for _ in range(_FOLD_IN_MAX if end > start else 0):
-            new = alpha + share * ((numbers / (weights @ share)) @ weights)
-            new /= new.sum()
-            change = np.abs(new - share).sum()
-            share[:] = new
-            if change < 1e-4:
-                break
-    return shares
-
-
-def completion(
-    counts: Matrix, word_weights: Values, alpha: Values, *, seed: int = 0, first: int = 0
-) -> tuple[float, int]:
-    """Return the log-likelihood of half of each document given the other half, and its tokens.
-
-    Document completion (Wallach et al. 2009, section 5.1): topics are estimated from the tokens
-    of one half, drawn by `seed`, and the others are scored. Arguments as in `fold_in`; `first`
-    is the number of the first document.
-    """
-    lengths = np.asarray(counts.sum(axis=1), np.int64)
-    seen = uniforms(token_keys(lengths, first, seed), 0) < 0.5
-    entries = np.repeat(np.arange(counts.nnz), counts.data)
-    n_seen = np.bincount(entries[seen], minlength=counts.nnz)
-    given = sparse.csr_array((n_seen, counts.indices, counts.indptr), shape=counts.shape)
-    shares = fold_in(given, word_weights, alpha)
-    n_rest = counts.data - n_seen
-    documents = np.repeat(np.arange(counts.shape[0]), np.diff(counts.indptr))
-    total = 0.0
-    for start in range(0, counts.nnz, 1 << 16):  # entries: the products of all would not fit
-        part = slice(start, start + (1 << 16))
-        each = np.einsum("ij,ij->i", word_weights[counts.indices[part]], shares[documents[part]])
-        total += float(n_rest[part] @ np.log(each))
-    return total, int(n_rest.sum())
+def unpacked_topics(numbers: Values, n_topics: int, n_tokens: int) -> Counts:
+    powers = n_topics ** np.arange(topics_per_number(n_topics))
+    digits = numbers.astype(np.int64)[:, None] // powers % n_topics
+    return digits.ravel()[:n_tokens].astype(np.int32)
 
 
 # --- the program ---
 
 
 @final
-@dataclass(frozen=True, slots=True, eq=False)
-class Sample:
-    """Draw topics of the tokens of a bucket."""
+class Sample(msgspec.Struct, frozen=True, eq=False, tag=True):
+    """Draw topics of the tokens of a bucket; from those of the table, if it is taken."""
 
     number: int  # of the pass; 0: any topics
     bucket: int
@@ -138,22 +97,28 @@ class Sample:
 
 
 @final
-@dataclass(frozen=True, slots=True, eq=False)
-class Weigh:
+class Weigh(msgspec.Struct, frozen=True, eq=False, tag=True):
     """Report what the next prior is made of."""
 
     alpha: Values
 
 
 @final
-@dataclass(frozen=True, slots=True, eq=False)
-class Evaluate:
-    """Score held-out documents."""
+class Evaluate(msgspec.Struct, frozen=True, eq=False, tag=True):
+    """Score held-out documents, which have this checksum."""
 
     alpha: Values
+    checksum: int
 
 
-Argument: TypeAlias = Sample | Weigh | Evaluate
+@final
+class Keep(msgspec.Struct, frozen=True, eq=False, tag=True):
+    """Write the topics of the tokens to the table; and the prior, where there is one."""
+
+    alpha: Values | None
+
+
+Argument: TypeAlias = Sample | Weigh | Evaluate | Keep
 Report: TypeAlias = Values
 """Sums over tokens or documents. Log-likelihood, number of tokens; of `Weigh`: (n_topics + 1,)."""
 
@@ -163,13 +128,15 @@ Report: TypeAlias = Values
 class Block:
     """Some documents, and the topics of their tokens."""
 
-    tokens: list[Counts]  # of each bucket: (n, 2), the row of the word in it, the document
-    keys: list[Words]  # (n,)
-    topics: list[Counts]  # (n,), set by pass 0
+    buckets: NDArray[np.int64]  # (n_blocks + 1,) their bounds among the tokens
+    tokens: Counts  # (n_tokens, 2): the row of the word in its bucket, the document
+    keys: Words  # (n_tokens,)
+    topics: Counts  # (n_tokens,), set by pass 0
     document_topics: Counts  # (n_documents, width): how many of these there are
     lengths: NDArray[np.int64]  # (n_documents,)
     held_out: Matrix
     first_held_out: int
+    kept: "slice[int, int, None]"  # where its topics are in the table
 
 
 @final
@@ -186,7 +153,17 @@ class Learned:
 @final
 @dataclass(kw_only=True, eq=False)
 class Topics(Program[Block, Argument, Report, Learned]):
-    """Topics of documents. Its tables: "words", rows by `row_of`, and "sums" of these.
+    """Topics of documents.
+
+    Its tables:
+
+        words    counts: (n_words * n_topics,), words in the order of `row_of`
+        sums     of these over words: (n_topics,)
+        topics   of the tokens, block by block, as `packed_topics`
+        row_of   where each word is in "words": (n_words,)
+        priors   alpha, then beta: (n_topics + 1, 2), the values and 1
+
+    Counts are cut into rows of one number: shards may cut them anywhere.
 
     Args:
         counts: (n_documents, n_words) of whole numbers, canonical.
@@ -209,7 +186,7 @@ class Topics(Program[Block, Argument, Report, Learned]):
     evaluate_every: int
     patience: int
     tables: Mapping[str, Values] = field(init=False)
-    row_of: NDArray[np.int64] = field(init=False)  # (n_words,): of the words table
+    row_of: NDArray[np.int64] = field(init=False)  # (n_words,)
 
     def __post_init__(self) -> None:
         n_documents, n_words = self.counts.shape
@@ -225,10 +202,24 @@ class Topics(Program[Block, Argument, Report, Learned]):
         shares = np.arange(self.n_blocks + 1) * (ends[-1] / self.n_blocks)
         self._documents = np.searchsorted(ends, shares)
         self._documents[[0, -1]] = 0, n_documents
+        n_topics = len(self.alpha)
+        n_tokens = np.diff(np.concatenate([[0], ends])[self._documents])
+        sizes_kept = -(-n_tokens // topics_per_number(n_topics))
+        self._bounds = np.concatenate([[0], np.cumsum(sizes_kept)])  # of blocks in "topics"
+        self.bounds = ("max_iter", "patience", "tol")
         self.tables = {
-            "words": np.zeros((n_words, len(self.alpha))),
-            "sums": np.zeros(len(self.alpha)),
+            "words": np.zeros(n_words * n_topics),
+            "sums": np.zeros(n_topics),
+            "topics": np.zeros(self._bounds[-1]),
+            "row_of": self.row_of.astype(np.float64),
+            "priors": np.stack([np.append(self.alpha, self.beta), np.ones(n_topics + 1)], axis=1),
         }
+        # By this, (alpha, 1) are the new row: what is added would be rounded.
+        self.pulls = {"priors": Pull("divide")}
+        self.types = Types(argument=Argument, report=Report, state=Learned)
+        self.keeps_state = True
+        parts = self.held_out.data, self.held_out.indices, self.held_out.indptr
+        self._checksum = zlib.crc32(b"".join(part.astype(np.int64).tobytes() for part in parts))
 
     @override
     def load(self, block: int) -> Block:
@@ -240,20 +231,20 @@ class Topics(Program[Block, Argument, Report, Learned]):
         documents = np.repeat(np.arange(len(lengths)), lengths)
         tokens = np.stack([rows - self._starts[buckets], documents], axis=1).astype(np.int32)
         keys = token_keys(lengths, int(first), self.seed)
-        places = np.split(
-            np.argsort(buckets, kind="stable"),
-            np.cumsum(np.bincount(buckets, minlength=self.n_blocks))[:-1],
-        )
+        order = np.argsort(buckets, kind="stable")
+        sizes = np.bincount(buckets, minlength=self.n_blocks)
         n_held_out = self.held_out.shape[0]
         start, stop = (n_held_out * one // self.n_blocks for one in (block, block + 1))
         return Block(
-            tokens=[tokens[some] for some in places],
-            keys=[keys[some] for some in places],
-            topics=[np.zeros(len(some), np.int32) for some in places],
+            buckets=np.concatenate([[0], np.cumsum(sizes)]),
+            tokens=tokens[order],
+            keys=keys[order],
+            topics=np.zeros(len(tokens), np.int32),
             document_topics=np.zeros((len(lengths), self._width), np.int32),
             lengths=lengths,
             held_out=self.held_out[start:stop],
             first_held_out=start,
+            kept=self._kept(block),
         )
 
     @property
@@ -262,39 +253,69 @@ class Topics(Program[Block, Argument, Report, Learned]):
 
     @override
     def schedule(self, state: object = None) -> Steps[Argument, Report, Learned]:
-        assert state is None, "blocks keep topics: there are no marks"
-        alpha, scores, evaluations = self.alpha, list[float](), list[tuple[int, float]]()
-        for number in range(self.max_iter + 1):
-            totals = np.zeros(2)
+        learned = Learned(self.alpha, (), ()) if state is None else cast("Learned", state)
+        number, is_anew = -1 if state is None else len(learned.scores), True
+        while (end := self._end(learned)) is None:
+            number += 1
+            alpha, totals = learned.alpha, np.zeros(2)
             for turn in range(self.n_blocks):
-                totals += sum((yield self._turn(number, turn, alpha)), np.zeros(2))
+                reports = yield self._turn(number, turn, alpha, anew=is_anew and not turn)
+                totals += sum(reports, np.zeros(2))
+            is_anew = False
             if not number:
                 continue
-            scores.append(float(totals[0] / totals[1]))
             if self.learn_alpha and not number % _PRIOR_EVERY:
                 alpha = yield from self._fitted(alpha)
+            evaluations = list(learned.held_out_scores)
             if self.held_out.shape[0] and not number % self.evaluate_every:
-                takes = {name: slice(0, len(values)) for name, values in self.tables.items()}
-                reports = yield self._all(Evaluate(alpha), takes)
-                total, n_tokens = sum(reports, np.zeros(2))
-                if not n_tokens:
-                    raise SettingError("held_out has too few words to score; give more")
+                takes = {name: slice(0, len(self.tables[name])) for name in ("words", "sums")}
+                total, n_tokens = sum(
+                    (yield self._all(Evaluate(alpha, self._checksum), takes)), np.zeros(2)
+                )
                 evaluations.append((number, float(total / n_tokens)))
-            if self._is_over(scores, [score for _, score in evaluations]):
-                break
-        return Learned(alpha, scores, evaluations)
+            scores = [*learned.scores, float(totals[0] / totals[1])]
+            learned = Learned(alpha, scores, evaluations)
+            ends = self._end(learned) is not None
+            if ends or not number % _KEPT_EVERY:
+                yield self._keep(alpha)
+                is_anew = True
+            if not ends:
+                yield self._mark(learned, state=learned if is_anew else None)
+        yield self._mark(learned, state=learned, end=end)
+        return learned
 
-    def _turn(self, number: int, turn: int, alpha: Values) -> list[Task[Argument]]:
+    def _mark(self, learned: Learned, *, state: Learned | None, end: Reason | None = None) -> Mark:
+        scores = learned.scores
+        n_updates = len(scores) * int(self.counts.sum())
+        return Mark(objective=-scores[-1], n_updates=n_updates, state=state, end=end)
+
+    def _turn(self, number: int, turn: int, alpha: Values, *, anew: bool) -> list[Task[Argument]]:
         tasks: list[Task[Argument]] = []
         for block in range(self.n_blocks):
             bucket = (block + turn) % self.n_blocks
-            takes = {"words": self._rows(bucket), "sums": slice(0, len(alpha))}
+            takes: dict[str, Rows] = {"words": self._rows(bucket), "sums": slice(0, len(alpha))}
+            if anew:
+                takes["topics"] = self._kept(block)
             argument = Sample(number, bucket, alpha)
             tasks.append(Task(block=block, argument=argument, takes=takes))
         return tasks
 
+    def _keep(self, alpha: Values) -> list[Task[Argument]]:
+        return [
+            Task(
+                block=block,
+                argument=Keep(None if block else alpha),
+                takes={"topics": self._kept(block)},
+            )
+            for block in range(self.n_blocks)
+        ]
+
     def _rows(self, bucket: int) -> "slice[int, int, None]":
-        return slice(int(self._starts[bucket]), int(self._starts[bucket + 1]))
+        start, stop = self._starts[bucket : bucket + 2] * len(self.alpha)
+        return slice(int(start), int(stop))
+
+    def _kept(self, block: int) -> "slice[int, int, None]":
+        return slice(int(self._bounds[block]), int(self._bounds[block + 1]))
 
     def _all(
         self, argument: Argument, takes: "Mapping[str, slice[int, int, None]]"
@@ -309,13 +330,16 @@ class Topics(Program[Block, Argument, Report, Learned]):
             alpha = np.maximum(alpha * totals[:-1] / totals[-1], _PRIOR_MIN)
         return alpha
 
-    def _is_over(self, scores: Sequence[float], held_out: Sequence[float]) -> bool:
+    def _end(self, learned: Learned) -> Reason | None:
+        held_out, scores = [score for _, score in learned.held_out_scores], learned.scores
         if len(held_out) > self.patience:
             best = max(held_out[: -self.patience])
             if max(held_out[-self.patience :]) <= best:
-                return True
+                return Reason.HELD_OUT
         last, before = scores[-_WINDOW:], scores[-2 * _WINDOW : -_WINDOW]
-        return len(before) == _WINDOW and sum(last) - sum(before) <= self.tol * _WINDOW
+        if len(before) == _WINDOW and sum(last) - sum(before) <= self.tol * _WINDOW:
+            return Reason.CONVERGED_VALUE
+        return Reason.MAX_ITERATIONS if len(scores) >= self.max_iter else None
 
     @override
     def push(self, block: Block, argument: Argument, taken: Mapping[str, Values]) -> Pushed[Report]:
@@ -328,21 +352,36 @@ class Topics(Program[Block, Argument, Report, Learned]):
                 total = alpha.sum()
                 of_lengths = (digamma(block.lengths + total) - digamma(total)).sum()
                 return Pushed(adds={}, report=np.append(of_topics, of_lengths))
-            case Evaluate(alpha):
+            case Evaluate(alpha, checksum):
+                if checksum != self._checksum:
+                    raise SettingError("held_out has other documents here: give all hosts the same")
                 weights = self.word_weights(taken)
                 score = completion(
                     block.held_out, weights, alpha, seed=self.seed, first=block.first_held_out
                 )
                 return Pushed(adds={}, report=np.array(score))
+            case Keep(alpha):
+                return self._keep_topics(block, alpha, taken["topics"])
+
+    def _keep_topics(self, block: Block, alpha: Values | None, before: Values) -> Pushed[Report]:
+        numbers = packed_topics(block.topics, len(self.alpha))
+        adds: dict[str, tuple[Rows, Values]] = {"topics": (block.kept, numbers - before)}
+        if alpha is not None:
+            adds["priors"] = slice(0, len(alpha)), np.stack([alpha, np.ones(len(alpha))], axis=1)
+        return Pushed(adds=adds, report=np.zeros(2))
 
     def _sample(
         self, block: Block, argument: Sample, taken: Mapping[str, Values]
     ) -> Pushed[Report]:
         bucket, n_topics = argument.bucket, len(argument.alpha)
-        tokens, topics = block.tokens[bucket], block.topics[bucket]
-        draws = uniforms(block.keys[bucket], argument.number)
-        words = np.zeros((len(taken["words"]), self._width), np.int32)
-        words[:, :n_topics] = taken["words"]
+        if "topics" in taken:
+            self._begin_anew(block, taken["topics"], is_first=not argument.number)
+        some = slice(*block.buckets[bucket : bucket + 2])
+        tokens, topics = block.tokens[some], block.topics[some]
+        draws = uniforms(block.keys[some], argument.number)
+        before = taken["words"].reshape(-1, n_topics)
+        words = np.zeros((len(before), self._width), np.int32)
+        words[:, :n_topics] = before
         sums = np.zeros(self._width, np.int64)
         sums[:n_topics] = taken["sums"]
         weights = np.ones(len(tokens), np.float32)
@@ -363,15 +402,23 @@ class Topics(Program[Block, Argument, Report, Learned]):
         score = np.log(weights).sum(dtype=np.float64) - n_of @ others
         return Pushed(
             adds={
-                "words": (self._rows(bucket), words[:, :n_topics] - taken["words"]),
+                "words": (self._rows(bucket), (words[:, :n_topics] - before).ravel()),
                 "sums": (slice(0, n_topics), sums[:n_topics] - taken["sums"]),
             },
             report=np.array([score, len(tokens)]),
         )
 
+    def _begin_anew(self, block: Block, numbers: Values, *, is_first: bool) -> None:
+        block.topics = unpacked_topics(numbers, len(self.alpha), len(block.tokens))
+        places = block.tokens[:, 1].astype(np.int64) * self._width + block.topics
+        found = np.bincount(places, minlength=len(block.lengths) * self._width)
+        found *= not is_first
+        block.document_topics = found.reshape(-1, self._width).astype(np.int32)
+
     def word_weights(self, tables: Mapping[str, Values]) -> Values:
         """Return the probability of each word in each topic: (n_words, n_topics)."""
-        weights = (tables["words"] + self.beta) / (tables["sums"] + self.beta * len(self.row_of))
+        counts = tables["words"].reshape(len(self.row_of), -1)
+        weights = (counts + self.beta) / (tables["sums"] + self.beta * len(self.row_of))
         return weights[self.row_of]
 
 
@@ -452,6 +499,9 @@ class LatentDirichletAllocation(Estimator):
             workers=self.workers,
             random_state=self.random_state,
         )
+        learns = cast("object", self.learn_doc_topic_prior)
+        if not isinstance(learns, bool | np.bool_):
+            raise SettingError(f"{user}: learn_doc_topic_prior is {learns!r}; use true or false")
         priors = [self.doc_topic_prior, self.topic_word_prior]
         alpha, beta = (1 / self.n_components if one is None else one for one in priors)
         check_numbers(user, doc_topic_prior=alpha, topic_word_prior=beta)
@@ -460,7 +510,7 @@ class LatentDirichletAllocation(Estimator):
                 raise SettingError(
                     f"{user}: {name} is {value}; use {_PRIOR_MIN:g} to {_PRIOR_MAX:g}"
                 )
-        counts = _checked_counts(X, user=user)
+        counts = checked_counts(X, user=user)
         if not counts.nnz:
             raise SettingError(f"{user}: X has no words; give documents with at least one")
         n_documents, n_words = counts.shape
@@ -468,7 +518,10 @@ class LatentDirichletAllocation(Estimator):
         if held_out is None:
             evaluated = counts[:0]
         else:
-            evaluated = _checked_counts(held_out, user=user, n_words=n_words)
+            evaluated = checked_counts(held_out, user=user, n_words=n_words)
+        n_given = given_half(evaluated, seed=int(self.random_state)).sum()
+        if held_out is not None and n_given == evaluated.sum():
+            raise SettingError(f"{user}: held_out has too few words to score; give more")
         return Topics(
             counts=counts,
             alpha=np.full(self.n_components, float(alpha)),
@@ -504,13 +557,35 @@ class LatentDirichletAllocation(Estimator):
         """
         program = self.program(X, held_out=held_out)
         learned, tables = run(program, workers=self.workers)
-        self.components_ = tables["words"][program.row_of].T + program.beta
-        self.doc_topic_prior_ = learned.alpha
-        self.n_features_in_ = len(program.row_of)
+        self._take(tables)
         self.n_iter_ = len(learned.scores)
         self.scores_ = learned.scores
         self.held_out_scores_ = learned.held_out_scores
         return self
+
+    @classmethod
+    def from_model(cls, path: "str | os.PathLike[str]") -> "LatentDirichletAllocation":
+        """Return the topics that a job has found, by its model.safetensors.
+
+        Raises:
+            SettingError: the file cannot be read, or is of another model.
+        """
+        try:
+            tables = load_file(Path(path))
+        except (OSError, SafetensorError) as error:
+            raise SettingError(f"{path} cannot be read: {error}") from None
+        if not {"words", "row_of", "priors"} <= tables.keys():
+            raise SettingError(f"{path} has no topics: give the model of a job that samples them")
+        model = cls(len(tables["priors"]) - 1, topic_word_prior=float(tables["priors"][-1, 0]))
+        model._take(tables)
+        return model
+
+    def _take(self, tables: Mapping[str, Values]) -> None:
+        rows = tables["row_of"].astype(np.int64)
+        words = tables["words"].reshape(len(rows), -1)
+        self.components_ = words[rows].T + tables["priors"][-1, 0]
+        self.doc_topic_prior_ = tables["priors"][:-1, 0]
+        self.n_features_in_ = len(rows)
 
     def transform(self, X: object) -> Values:  # noqa: N803 -- as above
         """Return the topics of documents, (n_documents, n_components), rows of sum 1."""
@@ -540,12 +615,12 @@ class LatentDirichletAllocation(Estimator):
         if not hasattr(self, "components_"):
             kind = of_sklearn("NotFittedError", SettingError)
             raise kind(f"this {user} has no topics yet; call fit first")
-        matrix = _checked_counts(counts, user=user, n_words=self.n_features_in_)
+        matrix = checked_counts(counts, user=user, n_words=self.n_features_in_)
         weights = self.components_ / self.components_.sum(axis=1, keepdims=True)
         return matrix, np.ascontiguousarray(weights.T)
 
 
-def _checked_counts(counts: object, *, user: str, n_words: int | None = None) -> Matrix:
+def checked_counts(counts: object, *, user: str, n_words: int | None = None) -> Matrix:
     matrix = checked_entries(counts, user=user)
     if n_words not in {None, matrix.shape[1]}:
         raise SettingError(

@@ -10,7 +10,7 @@ from safetensors.numpy import load_file, save_file
 from scipy import sparse
 
 from distbelief.transport.keys import KeyFiles
-from sandblaster import Lasso, MatrixFactorization
+from sandblaster import Lasso, LatentDirichletAllocation, MatrixFactorization
 from sandblaster.optimizers.termination import Reason
 from sandblaster.strads.program import run
 from tests.processes.commands import Command, poll, sets, train
@@ -41,6 +41,10 @@ def lasso(**arguments):
 
 def factors(**arguments):
     return slowly(jobs.factors(**arguments), 0.02)
+
+
+def topics(**arguments):
+    return slowly(jobs.topics(**arguments), 0.05)
 """
 
 TABLES = """
@@ -90,10 +94,40 @@ factory = "sandblaster.strads.jobs:entries"
 arguments = {{ ratings = "ratings.npz" }}
 """
 
+TOPICS = f"""{TABLES.replace("mse", "cross_entropy")}
+[model]
+factory = "slow:topics"
+
+[model.arguments]
+counts = "counts.npz"
+held_out = "held_out.npz"
+n_components = 3
+doc_topic_prior = 0.2
+learn_doc_topic_prior = true
+max_iter = 14
+tol = -1.0
+evaluate_every = 4
+n_blocks = 4
+
+[data.train]
+factory = "sandblaster.strads.jobs:documents"
+arguments = {{ counts = "counts.npz" }}
+
+[data.test]
+factory = "sandblaster.strads.jobs:documents"
+arguments = {{ counts = "held_out.npz" }}
+
+[evaluation]
+metric = "loss"
+"""
+
 X = sparse.csc_array(sparse.random_array((300, 400), density=0.1, rng=np.random.default_rng(0)))
 Y = X[:, ::20].sum(axis=1) + 0.05 * np.random.default_rng(1).normal(size=300)
 MASK = np.random.default_rng(2).random((90, 60)) < 0.3
 RATINGS = sparse.csr_array(np.where(MASK, np.random.default_rng(3).normal(size=(90, 60)), 0.0))
+
+COUNTS = sparse.csr_array(np.random.default_rng(4).poisson(0.3, (40, 60)))
+HELD_OUT = sparse.csr_array(np.random.default_rng(5).poisson(0.3, (9, 60)))
 
 
 def write_files(tmp_path: Path) -> None:
@@ -105,6 +139,9 @@ def write_files(tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text(MODULE)
     (tmp_path / "lasso.toml").write_text(LASSO)
     (tmp_path / "factors.toml").write_text(FACTORS)
+    sparse.save_npz(tmp_path / "counts.npz", COUNTS)
+    sparse.save_npz(tmp_path / "held_out.npz", HELD_OUT)
+    (tmp_path / "topics.toml").write_text(TOPICS)
 
 
 @pytest.fixture
@@ -138,6 +175,14 @@ def check_endless(command: Command, *options: str) -> None:
     with train(command.folder, "--resume", "runs/tiny", *more, job=("factors.toml",)) as last:
         last.ends(seconds=240)
     check_bits(last, "factors", max_iter=n)
+
+
+def kill(command: Command, role: str) -> None:
+    """Kill a role after another round, and wait for its successor."""
+    before = n_rounds(command)
+    poll(lambda: n_rounds(command) > before, seconds=120)
+    command.kill(role)
+    poll(lambda: len(command.pids(role)) > 1, seconds=60)
 
 
 def n_rounds(command: Command) -> float:
@@ -174,10 +219,7 @@ def test_a_program_with_killed_processes_ends_with_the_bits_of_one_process(
     with train(folder, job=(f"{name}.toml",)) as command:
         poll(command.is_training)
         for role in ("replica-1", "shard-0", "coordinator"):
-            before = n_rounds(command)
-            poll(lambda b=before: n_rounds(command) > b, seconds=120)  # type: ignore[misc]
-            command.kill(role)
-            poll(lambda r=role: len(command.pids(r)) > 1, seconds=60)  # type: ignore[misc]
+            kill(command, role)
         command.ends(seconds=240)
     found = command.summary()
     assert found["restarts"] >= 3, command.output
@@ -199,6 +241,25 @@ def test_an_interrupted_program_resumes_and_goes_on_with_other_bounds(folder: Pa
     with train(folder, *resume, job=("factors.toml",)) as third:  # with 20, as if not interrupted
         third.ends(seconds=240)
     check_bits(third, "factors")
+
+
+def test_topics_that_were_killed_and_interrupted_are_those_of_the_estimator(folder: Path) -> None:
+    with train(folder, job=("topics.toml",)) as first:
+        poll(first.is_training)
+        kill(first, "replica-1")
+        kill(first, "shard-0")
+        first.interrupt()
+    with train(folder, "--resume", "runs/tiny", job=("topics.toml",)) as second:
+        poll(second.is_training)
+        kill(second, "coordinator")
+        second.ends(seconds=240)
+    model = LatentDirichletAllocation(3, doc_topic_prior=0.2, learn_doc_topic_prior=True)
+    model.set_params(max_iter=14, tol=-1.0, evaluate_every=4, n_blocks=4)
+    model.fit(COUNTS, held_out=HELD_OUT)
+    found = LatentDirichletAllocation.from_model(second.run / "model.safetensors")
+    assert found.components_.tobytes() == model.components_.tobytes()
+    assert found.transform(HELD_OUT).tobytes() == model.transform(HELD_OUT).tobytes()
+    assert second.summary()["held_out_loss"] == pytest.approx(-model.score(HELD_OUT), rel=1e-9)
 
 
 def test_a_job_that_is_over_by_the_clock_resumes_but_not_with_other_shards(folder: Path) -> None:

@@ -6,7 +6,7 @@ Checked: tables and results have the bits of `program.run` in one process, whate
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
-from typing import Literal
+from typing import Final, Literal
 
 import numpy as np
 from scipy import sparse
@@ -26,7 +26,7 @@ from distbelief.simulation.driver import Builder, HandledEvent
 from distbelief.simulation.faults import Supersede, TornSnapshot
 from distbelief.simulation.machines import ClusterOptions, SimulatedMachine
 from distbelief.simulation.network import Link
-from sandblaster import MatrixFactorization
+from sandblaster import LatentDirichletAllocation, MatrixFactorization
 from sandblaster.chunks import COORDINATOR, ChunkSizes
 from sandblaster.coordinator.coordinator import Coordinator
 from sandblaster.coordinator.workers import CoordinatorConfig
@@ -41,9 +41,10 @@ from tests.simulation.random_faults import random_faults
 from tests.simulation.scene import Check, Scene
 
 
-Which = Literal["lasso", "planned lasso", "path", "factors"]
+Which = Literal["lasso", "planned lasso", "path", "factors", "topics"]
 
 HORIZON: Seconds = 0.1  # by then everything has healed
+FIRST_OF_TOPICS: Final = 1_000_000  # seeds below have the other programs
 
 
 @cache
@@ -60,6 +61,19 @@ def program_of(which: Which) -> AnyProgram:
         entries = sparse.csr_array((rng.normal(size=len(rows)), (rows, columns)), shape=(70, 40))
         model = MatrixFactorization(2, biases=True, regularization=0.3, max_iter=10, n_blocks=5)
         return model.program(entries)
+    if which == "topics":
+        rng = np.random.default_rng(5)
+        counts = rng.poisson(0.4, (30, 17))  # two of which have no words
+        counts[[3, -1]] = 0
+        return LatentDirichletAllocation(
+            5,  # rows of five numbers, which shards cut
+            learn_doc_topic_prior=True,
+            max_iter=11,
+            tol=-1.0,
+            evaluate_every=3,
+            patience=9,
+            n_blocks=5,
+        ).program(counts[:24], held_out=counts[24:])
     x, y = data()
     if which == "path":
         return Descent(
@@ -252,6 +266,8 @@ def drawn(seed: int) -> Rounds:
     """Return what a seed stands for."""
     stream = np.random.default_rng([seed, 0x57AD5])
     kinds: list[Which] = ["lasso", "planned lasso", "factors"]
+    if seed >= FIRST_OF_TOPICS:
+        kinds = ["topics"]
     n_shards, n_replicas = int(stream.integers(1, 4)), int(stream.integers(1, 5))
     replicas = [Address(f"replica-{r}") for r in range(n_replicas)]
     shards = [Address(f"shard-{k}") for k in range(n_shards)]
@@ -267,7 +283,7 @@ def drawn(seed: int) -> Rounds:
     saves = stream.uniform(0.0, HORIZON, size=int(stream.integers(0, 4)))
     return Rounds(
         seed=seed,
-        which=kinds[int(stream.integers(3))],
+        which=kinds[int(stream.integers(len(kinds)))],
         n_shards=n_shards,
         n_replicas=n_replicas,
         faults=faults,

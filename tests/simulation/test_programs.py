@@ -22,7 +22,8 @@ from sandblaster.coordinator.round_queue import RoundQueue
 from sandblaster.coordinator.workers import WorkerState
 from sandblaster.optimizers import base
 from sandblaster.optimizers.termination import Reason
-from tests.simulation.programs import Rounds, Which, drawn
+from sandblaster.strads.topics import Topics
+from tests.simulation.programs import FIRST_OF_TOPICS, Rounds, Which, drawn
 from tests.simulation.scene import sends
 from tests.simulation.test_seeds import chunks, name, play_seeds
 
@@ -36,7 +37,7 @@ SELDOM = (
     "series",
     "shards restarted",
 )
-KINDS: tuple[Which, ...] = ("lasso", "planned lasso", "factors")
+KINDS: tuple[Which, ...] = ("lasso", "planned lasso", "factors", "topics")
 
 
 def played(seed: int) -> Counter[str]:
@@ -58,6 +59,20 @@ def played(seed: int) -> Counter[str]:
 @pytest.mark.parametrize("seeds", chunks(range(24), 12), ids=name)
 def test_whatever_breaks_the_bits_are_the_same(seeds: range) -> None:
     play_seeds(seeds, played, file=FILE, seldom=())
+
+
+@pytest.mark.parametrize("seeds", chunks(range(FIRST_OF_TOPICS, FIRST_OF_TOPICS + 8), 8), ids=name)
+def test_the_same_for_topics(seeds: range) -> None:
+    play_seeds(seeds, played, file=FILE, seldom=())
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "seeds", chunks(range(FIRST_OF_TOPICS + 8, FIRST_OF_TOPICS + 2008), 500), ids=name
+)
+def test_the_same_for_two_thousand_seeds_of_topics(seeds: range) -> None:
+    play_seeds(seeds, played, file=FILE, seldom=SELDOM)
 
 
 @pytest.mark.slow
@@ -94,6 +109,7 @@ def test_a_killed_role_changes_no_bit(which: Which, role: str) -> None:
 def test_the_same_bits_for_any_number_of_workers_and_shards(n_replicas: int, n_shards: int) -> None:
     Rounds(n_replicas=n_replicas, n_shards=n_shards, which="planned lasso").play()
     Rounds(n_replicas=n_replicas, n_shards=n_shards, which="factors").play()
+    Rounds(n_replicas=n_replicas, n_shards=n_shards, which="topics").play()
 
 
 def test_a_slow_worker_s_task_gets_a_second_attempt() -> None:
@@ -170,12 +186,17 @@ def _moves(self: RoundQueue, now: float) -> None:
     _assign(self, now)
 
 
+def _nothing(*_: object, **_options: object) -> None:
+    pass
+
+
 _assign = RoundQueue.assign
 
 VARIANTS: dict[str, tuple[type, str, Callable[..., object], tuple[int, ...]]] = {
     "a block stays with who lost the race": (RoundQueue, "take_report", _stays, (62, 126, 221)),
     "all that is staged counts": (RoundRows, "commit", _all_staged, (45, 66, 97)),
     "a lost block is loaded elsewhere": (RoundQueue, "assign", _moves, (15, 16, 17)),
+    "topics are never taken again": (Topics, "_begin_anew", _nothing, (1_000_006, 1_000_014)),
 }
 """What is replaced, by what, and seeds that notice."""
 

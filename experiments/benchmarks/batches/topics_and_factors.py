@@ -17,11 +17,12 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import sparse
 
+from sandblaster.strads.documents import completion
 from sandblaster.strads.factor_kernel import stepper
 from sandblaster.strads.factorization import MatrixFactorization
 from sandblaster.strads.program import run
 from sandblaster.strads.topic_kernel import sampler
-from sandblaster.strads.topics import LatentDirichletAllocation, completion
+from sandblaster.strads.topics import LatentDirichletAllocation
 
 
 N_TOPICS = 100

@@ -7,18 +7,21 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import save_file
 from scipy import sparse
 
 from distbelief.config.load import parse_job
-from distbelief.core.errors import JobError
+from distbelief.core.errors import JobError, SettingError
 from distbelief.core.memory import PrivateMemory
 from distbelief.job.launch.preflight import PreflightResult, answer_to
 from distbelief.parameter_server.layout import Layout, TensorSpec
 from distbelief.task.data import marks_of
 from distbelief.task.task import BuildContext, build_dataset
+from sandblaster import LatentDirichletAllocation
 from sandblaster.build import build_replica
 from sandblaster.settings import SandblasterSettings
 from sandblaster.strads import columns, jobs
+from sandblaster.strads.program import run
 
 
 RNG = np.random.default_rng(0)
@@ -61,6 +64,26 @@ DOWNPOUR: Final = [
     "algorithm={name='downpour', loss='mse', batch_size=4, rule={name='sgd', learning_rate=0.1}}",
     "stop.epochs=1",
 ]
+COUNTS = RNG.poisson(1.0, (9, 7))
+
+TOPICS: Final = """
+[model]
+factory = "sandblaster.strads.jobs:topics"
+arguments = { counts = "c.npy", n_components = 2, n_blocks = 3 }
+
+[data.train]
+factory = "sandblaster.strads.jobs:documents"
+arguments = { counts = "c.npy" }
+
+[data.test]
+factory = "sandblaster.strads.jobs:documents"
+arguments = { counts = "c.npy" }
+
+[algorithm]
+name = "sandblaster"
+method = "strads"
+loss = "cross_entropy"
+"""
 
 
 @pytest.fixture
@@ -69,6 +92,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     np.save("x.npy", X)
     np.save("y.npy", Y)
     sparse.save_npz("r.npz", RATINGS)
+    np.save("c.npy", COUNTS)
     return tmp_path
 
 
@@ -77,7 +101,7 @@ def checked(folder: Path, job: str, *overrides: str) -> PreflightResult:
     return answer_to(parsed, initial_file=str(folder / "i.safetensors"), plan="")
 
 
-@pytest.mark.parametrize("job", [LINEAR, FACTORS])
+@pytest.mark.parametrize("job", [LINEAR, FACTORS, TOPICS])
 def test_a_program_passes_the_check_in_double_precision(folder: Path, job: str) -> None:
     assert checked(folder, job).dtype == "float64"
 
@@ -104,6 +128,17 @@ def test_a_program_passes_the_check_in_double_precision(folder: Path, job: str) 
         # Replicas failed with numpy's TypeError, until all were lost; "biases" stood for true.
         (LINEAR, ["model.arguments.fit_intercept=no"], "fit_intercept is 'no'; use true or false"),
         (FACTORS, ["model.arguments.biases=no"], "biases is 'no'; use true or false"),
+        (TOPICS, ["cluster.replicas=4"], "replicas is 4, and the program has 3 blocks"),
+        (TOPICS, ["data.train.arguments.counts=c5.npy"], "counts is '.*c5.npy', but"),
+        (TOPICS, ["model.arguments.n_blocks=8"], "n_blocks is 8, X has 7 words; use n_blocks=7"),
+        (TOPICS, ["model.arguments.counts=bad.npy"], r"a count of X, -1\.0, is negative"),
+        (TOPICS, ["model.arguments.counts=nan.npy"], "X contains NaN or infinity"),
+        (TOPICS, ["data.test.arguments.counts=nan.npy"], r"nan\.npy: X contains NaN or infinity"),
+        (TOPICS, ["data.test.arguments.counts=c2.npy"], "2 columns, not 7: use the same vocab"),
+        (TOPICS, ["data.test.arguments.counts=none.npy"], "too few words to score; give more"),
+        (TOPICS, ["model.arguments.held_out=c2.npy"], "X has 2 columns, not 7; use the same vocab"),
+        (TOPICS, ["model.arguments.held_out=none.npy"], "held_out has too few words to score"),
+        (TOPICS, ["model.arguments.workers=2"], "workers is of fit, not of a job"),
     ],
 )
 def test_what_the_program_would_not_do_is_refused_before_the_start(
@@ -111,6 +146,11 @@ def test_what_the_program_would_not_do_is_refused_before_the_start(
 ) -> None:
     np.save("x2.npy", X + 1.0)
     sparse.save_npz("r2.npz", RATINGS[:4])
+    np.save("c2.npy", COUNTS[:, :2])
+    np.save("c5.npy", COUNTS[:5])
+    np.save("bad.npy", COUNTS - 1)
+    np.save("nan.npy", np.full((3, 7), np.nan))
+    np.save("none.npy", np.zeros((3, 7)))
     with pytest.raises(JobError, match=text):
         checked(folder, job, *overrides)
 
@@ -182,3 +222,24 @@ def test_targets_are_one_number_per_sample(folder: Path, y: "np.ndarray", text: 
     np.save("y.npy", y)
     with pytest.raises(JobError, match=text):
         checked(folder, LINEAR)
+
+
+def test_documents_are_scored_as_the_estimator_scores_them(folder: Path) -> None:
+    counts = COUNTS.copy()
+    counts[2] = 0
+    np.save("c.npy", counts)
+    model = jobs.topics("c.npy", n_components=2, n_blocks=3, max_iter=3, learn_doc_topic_prior=True)
+    _, tables = run(model.program)
+    save_file(dict(tables), folder / "model.safetensors")
+    model.load_state_dict({name: torch.from_numpy(values) for name, values in tables.items()})
+    documents = jobs.documents("c.npy")
+    given, rest = documents.__getitems__(range(len(documents)))
+    loss = torch.nn.functional.cross_entropy(model(given), rest)
+    found = LatentDirichletAllocation.from_model(folder / "model.safetensors")
+    assert loss.item() == pytest.approx(-found.score(counts), rel=1e-12)
+    loss.backward()  # as the check of a job does
+    save_file({"rows": np.ones(3)}, folder / "other.safetensors")
+    with pytest.raises(SettingError, match="has no topics: give the model of a job"):
+        LatentDirichletAllocation.from_model(folder / "other.safetensors")
+    with pytest.raises(SettingError, match=r"none\.safetensors cannot be read"):
+        LatentDirichletAllocation.from_model(folder / "none.safetensors")

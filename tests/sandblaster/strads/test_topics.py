@@ -5,6 +5,7 @@ from itertools import product
 
 import numpy as np
 import pytest
+from hypothesis import given, strategies as st
 from numpy.typing import NDArray
 from scipy import sparse
 from scipy.special import gammaln
@@ -14,17 +15,22 @@ from sklearn.pipeline import make_pipeline
 
 import sandblaster
 from distbelief.core.errors import SettingError
+from distbelief.parameter_server.rows import add_up
+from distbelief.protocol.vector_commands import Pull
+from sandblaster.optimizers.termination import Reason
 from sandblaster.strads import topic_kernel
-from sandblaster.strads.program import Mark, Task, run
+from sandblaster.strads.documents import completion, fold_in, token_keys, uniforms
+from sandblaster.strads.program import Mark, Task, packed, run, unpacked
 from sandblaster.strads.topics import (
     Argument,
     Block,
+    Evaluate,
+    Learned,
     Sample,
     Topics,
-    completion,
-    fold_in,
-    token_keys,
-    uniforms,
+    packed_topics,
+    topics_per_number,
+    unpacked_topics,
 )
 
 
@@ -95,11 +101,12 @@ def test_st4_samples_have_the_frequencies_of_the_posterior_by_enumeration() -> N
     n = 4_000
     # Tokens of one bucket are in the order of documents, then words: as listed above.
     for number in range(n + 10):
-        pushed = program.push(block, Sample(number, 0, program.alpha), tables)
+        taken = {name: tables[name] for name in ("words", "sums")}
+        pushed = program.push(block, Sample(number, 0, program.alpha), taken)
         for name, (rows, sums) in pushed.adds.items():
             tables[name][rows] += sums
         if number >= 10:
-            seen[int("".join(map(str, block.topics[0])), 2)] += 1
+            seen[int("".join(map(str, block.topics)), 2)] += 1
     # Samples in a row are alike: the error is that of about a fifth as many independent ones.
     errors = np.abs(seen / n - exact)
     assert (errors <= 4.5 * np.sqrt(exact * (1 - exact) / (n / 5))).all()
@@ -155,14 +162,17 @@ def test_st4_each_turn_deals_every_bucket_once_and_a_pass_every_pair() -> None:
     program = topics(corpus(), 4, n_blocks=3)
     steps = program.schedule()
     rounds = [next(steps), *(steps.send([np.ones(2)] * 3) for _ in range(5))]
-    a, b, c = slice(0, 14), slice(14, 27), slice(27, 40)
+    a, b, c = slice(0, 4 * 14), slice(4 * 14, 4 * 27), slice(4 * 27, 4 * 40)
     assert [[task.takes["words"] for task in deals(tasks)] for tasks in rounds] == [
         [a, b, c],
         [b, c, a],
         [c, a, b],
     ] * 2  # pass 0, and one more
-    with pytest.raises(StopIteration):
-        steps.send([np.ones(2)] * 3)
+    kept = deals(steps.send([np.ones(2)] * 3))
+    assert [task.argument.alpha is None for task in kept] == [False, True, True]
+    mark = steps.send([np.zeros(2)] * 3)
+    assert isinstance(mark, Mark)
+    assert mark.end is Reason.MAX_ITERATIONS
 
 
 def test_st4_words_are_dealt_in_turn_by_falling_frequency() -> None:
@@ -188,8 +198,9 @@ def test_st4_tables_count_every_token_after_each_round_and_match_its_blocks() ->
             return blocks[block]
 
     _, tables = run(Kept())
-    np.testing.assert_array_equal(tables["words"].sum(axis=0), tables["sums"])
-    np.testing.assert_array_equal(tables["words"].sum(axis=1)[program.row_of], counts.sum(axis=0))
+    words = tables["words"].reshape(-1, 4)
+    np.testing.assert_array_equal(words.sum(axis=0), tables["sums"])
+    np.testing.assert_array_equal(words.sum(axis=1)[program.row_of], counts.sum(axis=0))
     of_documents = np.concatenate([block.document_topics for block in blocks.values()])
     np.testing.assert_array_equal(of_documents.sum(axis=1), counts.sum(axis=1))
     np.testing.assert_array_equal(of_documents[:, :4].sum(axis=0), tables["sums"])
@@ -203,6 +214,93 @@ def test_st4_same_bits_for_1_2_4_8_workers_and_again() -> None:
     ]
     for other in tables[1:]:
         np.testing.assert_array_equal(tables[0], other)
+
+
+@given(
+    n_topics=st.one_of(st.integers(1, 40), st.sampled_from([2**13, 2**13 + 1, 2**20])),
+    n=st.integers(0, 60),
+    seed=st.integers(0, 99),
+)
+def test_packed_topics_come_back_and_changes_of_them_are_exact(
+    n_topics: int, n: int, seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    before, after = rng.integers(0, n_topics, (2, n)).astype(np.int32)
+    numbers, others = packed_topics(before, n_topics), packed_topics(after, n_topics)
+    assert len(numbers) == -(-n // topics_per_number(n_topics))
+    np.testing.assert_array_equal(unpacked_topics(numbers, n_topics, n), before)
+    np.testing.assert_array_equal(numbers + (others - numbers), others)
+    largest = packed_topics(np.full(60, n_topics - 1, np.int32), n_topics)
+    assert largest.max() < 2**53
+
+
+def test_a_hundred_topics_take_little_more_than_a_byte() -> None:
+    assert [topics_per_number(n) for n in (1, 2, 100, 1024, 2**26, 2**27)] == [53, 53, 7, 5, 2, 1]
+
+
+def resumed(
+    program: Topics, tables: "dict[str, NDArray[np.float64]]", state: object
+) -> "list[tuple[Mark, dict[str, NDArray[np.float64]]]]":
+    """Run from a mark, with blocks as they are loaded; return all marks, and the tables then."""
+    blocks = [program.load(block) for block in range(program.n_blocks)]
+    steps, marks, reports = program.schedule(state), [], list[NDArray[np.float64]]()
+    step = next(steps)
+    while True:
+        if isinstance(step, Mark):
+            marks.append((step, {name: values.copy() for name, values in tables.items()}))
+            if step.end is not None:
+                return marks
+        else:
+            pushed = [
+                program.push(
+                    blocks[task.block],
+                    task.argument,
+                    {name: tables[name][rows] for name, rows in task.takes.items()},
+                )
+                for task in step
+            ]
+            for name, table in tables.items():
+                adds = [one.adds[name] for one in pushed if name in one.adds]
+                if adds:
+                    add_up(table, adds, program.pulls.get(name, Pull()))
+            reports = [one.report for one in pushed]
+        step = steps.send(reports)
+
+
+def test_from_any_mark_and_after_the_end_it_goes_on_with_the_same_bits() -> None:
+    counts = np.concatenate([corpus(n_documents=9).toarray(), np.zeros((2, 40), int)])
+    options: dict[str, object] = {"n_blocks": 3, "learn_alpha": True, "evaluate_every": 2}
+    options |= {"held_out": corpus(n_documents=3, seed=1), "patience": 99}
+    program = topics(counts, 4, max_iter=11, **options)
+    marks = resumed(program, {name: t.copy() for name, t in program.tables.items()}, None)
+    assert [mark.state is not None for mark, _ in marks] == [n in {4, 8, 11} for n in range(1, 12)]
+    last, expected = marks[-1]
+    assert last.n_updates == 11 * counts.sum()
+    _, tables = run(program)
+    learned = None
+    for n_before in (4, 8, 6):
+        if n_before == 6:  # a bound that was raised later
+            shorter = topics(counts, 4, max_iter=6, **options)
+            marks = resumed(shorter, {n: t.copy() for n, t in program.tables.items()}, None)
+        mark, then = marks[n_before - 1]
+        state = unpacked(packed(mark.state), Learned)
+        others = resumed(topics(counts, 4, max_iter=11, **options), then, state)
+        for name, values in expected.items():
+            assert values.tobytes() == others[-1][1][name].tobytes() == tables[name].tobytes()
+        learned = others[-1][0].state
+        assert isinstance(learned, Learned)
+        assert isinstance(last.state, Learned)
+        assert list(learned.scores) == list(last.state.scores)
+        assert list(learned.held_out_scores) == list(last.state.held_out_scores)
+        np.testing.assert_array_equal(expected["priors"][:-1, 0], learned.alpha)
+
+
+def test_a_host_with_other_held_out_documents_is_refused() -> None:
+    held_out = corpus(seed=1)
+    program, other = (topics(corpus(), 4, held_out=one) for one in (held_out, held_out[1:]))
+    task = program._all(Evaluate(program.alpha, program._checksum), {})[0]
+    with pytest.raises(SettingError, match="held_out has other documents here: give all hosts"):
+        other.push(other.load(0), task.argument, {})
 
 
 def naive(
@@ -400,6 +498,11 @@ def test_parameters_are_those_of_init() -> None:
         ([[1]], {"max_iter": 2.5}, "max_iter is 2.5; use a whole number, 1 or more"),
         ([[1]], {"random_state": -1}, "random_state is -1; use a whole number, 0 or more"),
         ([[1]], {"topic_word_prior": 0}, "topic_word_prior is 0; use a number above 0"),
+        (
+            [[1]],
+            {"learn_doc_topic_prior": "no"},
+            "learn_doc_topic_prior is 'no'; use true or false",
+        ),
         ([[1]], {"doc_topic_prior": 1e-9}, "doc_topic_prior is 1e-09; use 1e-06 to 1e+06"),
     ],
 )
