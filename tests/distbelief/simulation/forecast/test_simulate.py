@@ -231,12 +231,12 @@ bandwidth = "1 Gbit/s"
 
 def test_spot_machines_of_another_region_are_paid_while_they_are_there() -> None:
     Path("wan.toml").write_text(WAN)
-    wish = ("cluster.replicas=5", "cluster.placement=here", "stop.seconds=20")
+    wish = ("cluster.replicas=5", "cluster.placement=here", "stop.seconds=12")
     job = small(*wish, "stop.samples=100000000", "algorithm.batch_size=24")
     (variant,) = forecast(job, cluster="wan.toml").variants
     (run,) = variant.outcomes
     assert run.error is None
-    assert run.restarts > 3
+    assert run.restarts > 1
     assert run.price is not None
     whole = (2 * 0.3 + 3 * 0.1) * run.seconds / 3600
     late = 3 * 0.1 * 2 / 3600
