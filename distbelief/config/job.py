@@ -235,6 +235,7 @@ class StopTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     # Passes over the training data, by all replicas together
     epochs: Annotated[float, msgspec.Meta(gt=0, le=1e12)] | None = None
     samples: AtLeastOne | None = None  # trained on, by all replicas together
+    steps: AtLeastOne | None = None  # of all replicas together: batch_size samples each
     seconds: Seconds | None = None  # training time; the file may also have a number of seconds
     # Target of the held-out metric: to reach, or to fall to where lower is better
     accuracy: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None

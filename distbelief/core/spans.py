@@ -10,7 +10,7 @@ end where pushes end that some shard has applied (`supervisor.dealer`).
 """
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from itertools import islice
@@ -21,6 +21,8 @@ from typing_extensions import override
 
 
 Span = tuple[int, int]  # positions [start, stop)
+
+_FEW: Final = 16  # of two sets, one has so many times fewer spans
 
 
 @final
@@ -81,9 +83,36 @@ class Spans:
         return span[0] >= span[1] or (n_before > 0 and self._spans[n_before - 1][1] >= span[1])
 
     def __or__(self, other: "Spans") -> "Spans":
-        return Spans((*self, *other)) if other._spans else self
+        if len(self._spans) < len(other._spans):
+            return other | self
+        if len(self._spans) // _FEW < len(other._spans):
+            return Spans((*self, *other)) if other._spans else self
+        # Few to many, as of a push among what thousands of replicas have pushed: a look at few.
+        merged = list(self._spans)
+        for start, stop in other:
+            first, last = _touched(merged, start, stop)
+            ends = [(start, stop), *merged[first:last]]
+            merged[first:last] = [(min(ends)[0], max(end for _, end in ends))]
+        return Spans._sorted(merged)
+
+    @classmethod
+    def _sorted(cls, spans: Iterable[Span]) -> "Spans":
+        found = cls()
+        found._spans = tuple(spans)
+        return found
 
     def __sub__(self, other: "Spans") -> "Spans":
+        if len(self._spans) // _FEW >= len(other._spans):
+            kept = list(self._spans)
+            for start, stop in other:
+                first, last = _touched(kept, start, stop)
+                kept[first:last] = [
+                    (max(a, s), min(b, e))
+                    for s, e in kept[first:last]
+                    for a, b in ((s, start), (stop, e))
+                    if max(a, s) < min(b, e)
+                ]
+            return Spans._sorted(kept)
         left: list[Span] = []
         cuts, first = other._spans, 0
         for start, stop in self:
@@ -102,6 +131,14 @@ class Spans:
 
     def __and__(self, other: "Spans") -> "Spans":
         return self - (self - other)
+
+
+def _touched(spans: Sequence[Span], start: int, stop: int) -> tuple[int, int]:
+    """Return which of these spans, `first` to before `last`, overlap or touch [start, stop)."""
+    first = bisect_left(spans, (start,))
+    if first and spans[first - 1][1] >= start:
+        first -= 1
+    return first, bisect_left(spans, (stop + 1,))
 
 
 NOTHING: Final = Spans()

@@ -48,6 +48,7 @@ from distbelief.job.launch.supervised_job import (
     read_again,
     short_epochs,
     supervisor_config,
+    void_settings,
 )
 from distbelief.job.run.checkpoints import CheckpointStore
 from distbelief.job.run.directory import RunDirectory, Status
@@ -165,7 +166,7 @@ class Trainer:
                 )
             check_data(job, found)
             warnings = read_again(job, found), short_epochs(job, found), bursts(job)
-            for warning in filter(None, warnings):
+            for warning in (*filter(None, warnings), *void_settings(job, found)):
                 log.warn_user(warning)
             if found.proof:
                 log.announce(found.proof)

@@ -128,9 +128,22 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     # often 7 times.
     jitter: Annotated[float, msgspec.Meta(ge=0, le=2)] = 0.0
     bandwidth: PositiveRate  # bytes per second that it can send, and also receive
+    upload: PositiveRate = UNLIMITED  # bytes per second that it can send, if fewer
     cores: AtLeastOne = 1  # `flops` are divided evenly among them
     # Core seconds per message at each end; simulations charge it to the process that receives.
     handling: units.Time = 0.0
+    region: str = ""  # for [latencies]; machines of a region fail together
+    price: Annotated[float, msgspec.Meta(ge=0)] = 0.0  # of an hour, in any currency
+    join: units.Time = 0.0  # seconds after the start of the job when it comes
+    leave: units.Time = UNLIMITED  # and when it goes, for good
+    preemptions: Outages | None = None  # of a spot machine, beside those of the whole cluster
+
+    def __post_init__(self) -> None:
+        if not self.join < self.leave:
+            raise GraphError(
+                f"a machine would join after {self.join:g} s and leave after {self.leave:g} s: "
+                "let it leave later"
+            )
 
 
 @final
@@ -154,6 +167,8 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     # "0-5": bytes per second in both directions, if less than both ends can do
     links: Mapping[str, float] = msgspec.field(default_factory=dict)
     origin: Origin = "assumed"  # where the figures are from
+    # Seconds between two machines ("0-5") or two regions ("eu-us"), in place of `latency`
+    latencies: Mapping[str, float] = msgspec.field(default_factory=dict)
     note: str = ""  # for the reader of a report
     switches: tuple[Switch, ...] = ()  # of any two, one contains the other or they share no machine
     failures: Outages | None = None  # a machine breaks
@@ -195,9 +210,34 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             self, machines=self.machines[:n], switches=tuple(spans.values())
         )
 
+    def with_copy(self, index: int) -> "Cluster":
+        """Return the cluster with one more machine like this one, behind it."""
+
+        def moved(n: int) -> int:
+            return n + (n > index)
+
+        def renamed(ends: str) -> str:
+            pair = ends.split("-")
+            return "-".join(str(moved(int(n))) for n in pair) if pair[0].isdigit() else ends
+
+        switches = tuple(
+            msgspec.structs.replace(
+                switch, first=moved(switch.first), last=switch.last + (switch.last >= index)
+            )
+            for switch in self.switches
+        )
+        return msgspec.structs.replace(
+            self,
+            machines=(*self.machines[: index + 1], *self.machines[index:]),
+            links={renamed(ends): rate for ends, rate in self.links.items()},
+            latencies={renamed(ends): value for ends, value in self.latencies.items()},
+            switches=switches,
+        )
+
     def rate(self, sender: int, receiver: int) -> float:
         """Return the bandwidth from one machine to another, bytes per second."""
-        rate = min(self.machines[sender].bandwidth, self.machines[receiver].bandwidth)
+        out = self.machines[sender]
+        rate = min(out.bandwidth, out.upload, self.machines[receiver].bandwidth)
         if not self.links:
             return rate
         low, high = sorted((sender, receiver))
@@ -213,6 +253,14 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             if max(low, high) < len(self):
                 rates[low, high] = rates[high, low] = min(rate, float(rates[low, high]))
         return np.asarray(rates[0, 0] if (rates == rates[0, 0]).all() else rates)
+
+    def check_plannable(self) -> None:
+        """GraphError if the network is more than plans know of."""
+        if self.latencies or any(machine.upload < machine.bandwidth for machine in self.machines):
+            raise GraphError(
+                f"cluster {self.name!r} has [latencies] or upload: plans know one latency, and one "
+                "bandwidth for each machine: leave these out, or simulate a job there"
+            )
 
     @cached_property
     def is_uniform(self) -> bool:

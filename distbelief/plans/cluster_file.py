@@ -14,7 +14,7 @@ Machines are counted from 0 in the order of the file. `_File` and `Machine` list
 import errno
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from itertools import pairwise
 from pathlib import Path
@@ -33,11 +33,12 @@ from distbelief.plans import cluster as spec
 
 N_BYTES_MAX: Final = 1 << 20
 N_TRACE_BYTES_MAX: Final = 1 << 26
-N_MACHINES_MAX: Final = 10_000
+N_MACHINES_MAX: Final = 20_000
 
 _SUFFIX: Final = ".toml"
 # Two machines, or the first and the last of a group: "0-15".
 _ENDS: Final = re.compile(r"(0|[1-9][0-9]{0,5})-(0|[1-9][0-9]{0,5})")
+_REGION: Final = re.compile(r"[A-Za-z][A-Za-z0-9_.]{0,63}")
 
 
 @final
@@ -49,6 +50,8 @@ class _File(msgspec.Struct, frozen=True, kw_only=True):
     note: str = ""  # for the reader of a report
     machines: tuple[object, ...] = ()
     links: Mapping[str, object] = {}  # "0-7" = "100 Mbit/s"; only links slower than their ends
+    # "0-7" or "eu-us" = "80 ms": machines, or regions of [[machines]], perhaps one with itself
+    latencies: Mapping[str, object] = {}
     switches: tuple[object, ...] = ()
     failures: object = None  # mean_time = "30 d", away = "10 min", group = 4; of each machine
     preemptions: object = None  # the same keys
@@ -124,10 +127,13 @@ def _cluster(file: _File, name: str, directory: Path | None) -> spec.Cluster:
         )
     if file.origin not in get_args(spec.Origin):
         raise GraphError(f"origin = {excerpt(file.origin)} is unknown: use measured or assumed")
-    groups = [
-        tables.decode(group, _Group, path=("machines", str(index)))
-        for index, group in enumerate(file.machines, start=1)
-    ]
+    groups = [_group(table, str(index)) for index, table in enumerate(file.machines, start=1)]
+    for index, group in enumerate(groups, start=1):
+        if group.region and _REGION.fullmatch(group.region) is None:
+            raise GraphError(
+                f"[[machines]] {index} region = {excerpt(group.region)}: begin with a letter, and "
+                "use letters, digits, dots and underscores"
+            )
     n_machines = sum(group.count for group in groups)
     if n_machines > N_MACHINES_MAX:
         raise GraphError(f"[[machines]] count: {n_machines} in all; use at most {N_MACHINES_MAX}")
@@ -149,6 +155,7 @@ def _cluster(file: _File, name: str, directory: Path | None) -> spec.Cluster:
         latency=file.latency,
         message_overhead=file.message_overhead,
         links=_links(file.links, n_machines=n_machines),
+        latencies=_latencies(file.latencies, groups, n_machines=n_machines),
         origin=cast("spec.Origin", file.origin),
         note=file.note,
         switches=tuple(_switch(entry, i) for i, entry in enumerate(file.switches, start=1)),
@@ -156,6 +163,16 @@ def _cluster(file: _File, name: str, directory: Path | None) -> spec.Cluster:
         preemptions=outages["preemptions"],
         trace=_trace(file.trace, directory, n_machines=n_machines),
     )
+
+
+def _group(table: object, index: str) -> _Group:
+    if not isinstance(table, Mapping) or "preemptions" not in table:
+        return tables.decode(table, _Group, path=("machines", index))
+    rest = {key: value for key, value in table.items() if key != "preemptions"}
+    group = tables.decode(rest, _Group, path=("machines", index))
+    path = ("machines", index, "preemptions")
+    own = tables.decode(table["preemptions"], spec.Outages, path=path)
+    return msgspec.structs.replace(group, preemptions=own)
 
 
 def _parsed(content: bytes) -> Table:
@@ -187,6 +204,29 @@ def _links(links: Mapping[str, object], *, n_machines: int) -> dict[str, float]:
         if not rates[ends]:
             raise GraphError(f"[links] {ends} = {excerpt(rate)}: use a number above 0")
     return rates
+
+
+def _latencies(
+    table: Mapping[str, object], groups: Sequence[_Group], *, n_machines: int
+) -> dict[str, float]:
+    regions, found = {group.region for group in groups} - {""}, dict[str, float]()
+    for ends, value in table.items():
+        match = _ENDS.fullmatch(ends)
+        a, _, b = ends.partition("-")
+        if not ({a, b} <= regions or (match and int(match[1]) < int(match[2]) < n_machines)):
+            known = ", ".join(sorted(regions)) or "none has a region"
+            raise GraphError(
+                f"[latencies] has no key {excerpt(ends)}: write two machines from 0 to "
+                f'{n_machines - 1}, the lower one first, like "0-1", or two regions of '
+                f'[[machines]], like "eu-us" ({known})'
+            )
+        try:
+            found[ends] = units.parse(value, "time")
+        except JobFileError as error:
+            raise GraphError(f"[latencies] {ends} = {error}") from None
+        if a != b and found.get(f"{b}-{a}", found[ends]) != found[ends]:
+            raise GraphError(f"[latencies] {ends} and {b}-{a} differ: give one of them")
+    return found
 
 
 def _switch(entry: object, index: int) -> spec.Switch:

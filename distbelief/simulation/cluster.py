@@ -176,6 +176,11 @@ class SimulatedCluster:
         """Return how long the compute executor of `name` has worked, in all incarnations."""
         return self._driver.busy.get(name, 0.0)
 
+    @property
+    def used(self) -> Mapping[tuple[str, str], Seconds]:
+        """How long each shard, processor, card, link and switch worked, by kind and name."""
+        return self._driver.used
+
     def memory(self, name: Address) -> HostMemory:
         return self._driver.memory_of(name)
 
@@ -203,6 +208,16 @@ class SimulatedCluster:
 
     def inject(self, fault: Fault) -> None:
         self._driver.event_queue.at(fault.at, self._begin, fault)
+
+    def play(self, faults: Iterator[Fault]) -> None:
+        """Inject faults, in order of time, each when the one before begins; there may be no end."""
+        fault = next(faults, None)
+        if fault is not None:
+            self._driver.event_queue.at(fault.at, self._play, fault, faults)
+
+    def _play(self, fault: Fault, faults: Iterator[Fault]) -> None:
+        self._begin(fault)
+        self.play(faults)
 
     def _process(self, name: Address) -> SimulatedProcess:
         try:

@@ -9,8 +9,10 @@ and cards (`several`).
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from heapq import merge
+from itertools import groupby
 from typing import Final
 
 import msgspec
@@ -60,7 +62,7 @@ def options_for(
             machines[name] = replace(machine, host=host_name(index), shares_memory=share_memory)
     return ClusterOptions(
         machines=machines,
-        fabric=_fabric(cluster, sorted(on)),
+        fabric=_fabric(cluster, dict.fromkeys(sorted(on))),
         processors={
             host_name(index): Processor(
                 cores=cluster.machines[index].cores,
@@ -88,7 +90,7 @@ def machine_of(given: Machine, *, threads: int = 1) -> SimulatedMachine:
 
 def several(machine: Machine, n: int) -> Machine:
     """Return one machine with the cores, memory and cards of `n` such machines."""
-    sums = ("cores", "flops", "memory_rate", "message_rate", "memory", "bandwidth")
+    sums = ("cores", "flops", "memory_rate", "message_rate", "memory", "bandwidth", "upload")
     return msgspec.structs.replace(machine, **{name: n * getattr(machine, name) for name in sums})
 
 
@@ -111,19 +113,30 @@ def _check_memory(
             )
 
 
-def _fabric(cluster: Cluster, used: Sequence[int]) -> SwitchedNetwork:
+def _fabric(cluster: Cluster, used: Collection[int]) -> SwitchedNetwork:
     links = {}
     for ends, rate in cluster.links.items():
         a, b = map(int, ends.split("-"))
         if a in used and b in used:
             names = host_name(a), host_name(b)
             links[names] = links[names[::-1]] = rate
+    latencies = {}
+    for ends, seconds in cluster.latencies.items():
+        a_name, _, b_name = ends.partition("-")
+        names = (
+            (host_name(int(a_name)), host_name(int(b_name)))
+            if a_name.isdigit()
+            else (a_name, b_name)
+        )
+        latencies[names] = latencies[names[::-1]] = seconds
     inner_first = sorted(cluster.switches, key=lambda switch: switch.last - switch.first)
     return SwitchedNetwork(
         cards={
             host_name(index): Card(
                 bytes_per_second=cluster.machines[index].bandwidth,
                 overhead_seconds=cluster.message_overhead,
+                sends_per_second=cluster.machines[index].upload,
+                region=cluster.machines[index].region,
             )
             for index in used
         },
@@ -138,68 +151,86 @@ def _fabric(cluster: Cluster, used: Sequence[int]) -> SwitchedNetwork:
         ),
         links=links,
         latency_seconds=cluster.latency,
+        latencies=latencies,
         jitter=_LATENCY_JITTER,
     )
 
 
-N_DRAWN_MAX: Final = 1_000_000
+N_OUTAGES_MAX: Final = 1_000_000  # of one run
 
 Absence = tuple[Seconds, int, Seconds]  # start, machine, duration
 
 
-def drawn_outages(
+def outages(
     cluster: Cluster,
     placement: Mapping[Address, int],
     *,
-    horizon: Seconds,
     seed: int,
     restarts: bool = False,  # True: the roles restart by themselves; False: the supervisor does
-) -> tuple[Outage, ...]:
-    """Return the outages of machines that hold roles, ordered by time.
+) -> Iterator[Outage]:
+    """Yield the outages of machines that hold roles, ordered by time; there may be no end.
 
-    They come from the cluster's failure and preemption processes, and from its trace. The same seed
-    and cluster give the same outages, wherever the roles are. GraphError if the trace ends before
-    the horizon, or there are too many outages.
+    They come from the failure and preemption processes, from the trace, and from when machines join
+    and leave: before and after, they are away. The same seed and cluster give the same outages,
+    wherever the roles are. GraphError if there are too many.
     """
     on: dict[int, list[Address]] = defaultdict(list)
     for name, index in placement.items():
         on[index].append(name)
-    found = [*_drawn(cluster, horizon=horizon, seed=seed)]
-    if cluster.trace is not None:
-        if cluster.trace.covers < horizon:
-            raise GraphError(
-                f"the trace of cluster {cluster.name!r} ends early: it covers "
-                f"{cluster.trace.covers:g} of {horizon:g} s: give a longer one, or "
-                "simulate less time"
-            )
-        found += [(lost.at, lost.machine, lost.away) for lost in cluster.trace.outages]
-    return tuple(
-        Outage(at=at, roles=tuple(on[machine]), seconds=away, restarts=restarts)
-        for at, machine, away in sorted(found)
-        if machine in on and at < horizon and away > 0
+    recorded = () if cluster.trace is None else cluster.trace.outages
+    found = merge(
+        sorted(_comings(cluster, on)),
+        ((lost.at, lost.machine, lost.away) for lost in recorded),
+        *_processes(cluster, on, seed=seed),
     )
+    n = 0
+    for at, index, away in found:
+        gone = at > cluster.machines[index].leave
+        if index not in on or not away > 0 or gone:
+            continue
+        n += 1
+        if n > N_OUTAGES_MAX:
+            raise GraphError(
+                f"cluster {cluster.name!r} has more than {N_OUTAGES_MAX:,} outages within "
+                f"{at:.3g} s: simulate less time, or raise mean_time"
+            )
+        yield Outage(at=at, roles=tuple(on[index]), seconds=away, restarts=restarts)
 
 
-def _drawn(cluster: Cluster, *, horizon: Seconds, seed: int) -> Iterator[Absence]:
-    for kind, process in enumerate((cluster.failures, cluster.preemptions)):
+def _comings(cluster: Cluster, used: Iterable[int]) -> Iterator[Absence]:
+    for index in used:
+        machine = cluster.machines[index]
+        if machine.join:
+            yield 0.0, index, machine.join
+        if machine.leave < math.inf:
+            yield machine.leave, index, math.inf
+
+
+def _processes(
+    cluster: Cluster, used: Collection[int], *, seed: int
+) -> Iterator[Iterator[Absence]]:
+    everyone = range(len(cluster))
+    found = [(everyone, cluster.failures), (everyone, cluster.preemptions)]
+    first = 0
+    for own, alike in groupby(cluster.machines, key=lambda machine: machine.preemptions):
+        last = first + len(list(alike))
+        found.append((range(first, last), own))
+        first = last
+    for kind, (machines, process) in enumerate(found):
         if process is None:
             continue
-        _check_outages(process, cluster, horizon)
-        for first in range(0, len(cluster), process.group):
-            group = range(first, min(first + process.group, len(cluster)))
-            stream = np.random.default_rng([seed, 0x60E, kind, first])
-            at = float(stream.exponential(process.mean_time))
-            while at < horizon:
-                yield from ((at, machine, process.away) for machine in group)
-                at += process.away + float(stream.exponential(process.mean_time))
+        for start in machines[:: process.group]:
+            group = range(start, min(start + process.group, machines.stop))
+            if any(index in used for index in group):
+                until = max(cluster.machines[index].leave for index in group)
+                yield _drawn(process, group, until, stream=[seed, 0x60E, min(kind, 2), start])
 
 
-def _check_outages(process: Outages, cluster: Cluster, horizon: Seconds) -> None:
-    n_groups = math.ceil(len(cluster) / process.group)
-    expected = n_groups * horizon / process.mean_time
-    if not expected <= N_DRAWN_MAX:
-        raise GraphError(
-            f"cluster {cluster.name!r} would have about {expected:.0f} outages within "
-            f"{horizon:g} s: simulate less time, or raise mean_time "
-            f"({process.mean_time:g} s)"
-        )
+def _drawn(
+    process: Outages, group: range, until: Seconds, *, stream: Sequence[int]
+) -> Iterator[Absence]:
+    drawn = np.random.default_rng(stream)
+    at = float(drawn.exponential(process.mean_time))
+    while at <= until:
+        yield from ((at, machine, process.away) for machine in group)
+        at += process.away + float(drawn.exponential(process.mean_time))

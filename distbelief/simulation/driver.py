@@ -168,6 +168,7 @@ class Driver:
         # Messages and bytes sent, by sender and receiver.
         self.traffic: dict[tuple[Address, Address], list[float]] = {}
         self.busy: dict[Address, Seconds] = {}  # of compute executors
+        self.handled: dict[Address, Seconds] = {}  # of messages, where that takes time
         self.away_until: dict[Address, Seconds] = {}  # outages
         self.observers: list[Observer] = []
         self.reports: deque[tuple[Address, rl.Report]] = deque(maxlen=N_REMEMBERED)
@@ -200,6 +201,22 @@ class Driver:
     def note(self, name: Address, incarnation: int, text: str) -> None:
         """Add a line that is not an event to the trace."""
         self.trace.note(self.event_queue.now, name, incarnation, f"-- {text}")
+
+    @property
+    def used(self) -> dict[tuple[str, str], Seconds]:
+        """How long each shard, processor, card, link and switch worked, by kind and name."""
+        found = self._ports.used
+        for name in self.newest:
+            machine = self.options.machine_of(name)
+            busy, handled = self.busy.get(name, 0.0), self.handled.get(name, 0.0)
+            if name.startswith("shard"):  # its work and its messages each have a thread
+                found["shard", name] = max(busy, handled)
+            processor = self.options.processors.get(machine.host)
+            if processor is not None:
+                seconds = (busy * machine.threads + handled) / processor.cores
+                key = "processor", machine.host
+                found[key] = found.get(key, 0.0) + seconds
+        return found
 
     def _keep_for_test(self, name: Address, event: Received) -> None:
         self.trace.event(self.event_queue.now, name, 0, event)
@@ -279,6 +296,7 @@ class Driver:
             takes = machine.handling_seconds
             takes += packet.n_bytes / machine.handling_bytes_per_second
             process.handles_until = max(begins, now) + takes
+            self.handled[process.name] = self.handled.get(process.name, 0.0) + takes
             if begins <= now:
                 self._handle(process, event)
             else:
@@ -610,9 +628,9 @@ class Driver:
         for launch in self._launches:
             if launch.name == name and launch.launcher.name == by.name:
                 launch.cancelled = reason
-        for process in list(self.known.values()):
-            launcher = process.launcher or by
-            if process.name == name and launcher.name == by.name:
+        for number in range(1, self._incarnations.get(name, 0) + 1):  # not all of thousands
+            process = self.known.get((name, number))
+            if process is not None and (process.launcher or by).name == by.name:
                 self.end(process, reason)
 
     def _report_loss(
@@ -667,7 +685,9 @@ class Driver:
         path = Path(link, sender=process.name, receiver=peer, incarnation=incarnation)
         ports = self._ports.between(process.machine.host, machine.host)
         if ports:
-            path.use_ports(ports, self._ports.network)
+            network = self._ports.network
+            latency = network.latency(process.machine.host, machine.host)
+            path.use_ports(ports, latency, network.jitter)
         path.latency_seconds += machine.handling_seconds
         path.frame_scale = frame_scale(options.scales, process.name, peer)
         path.traffic = self.traffic.setdefault((process.name, peer), [0, 0])

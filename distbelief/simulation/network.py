@@ -62,6 +62,8 @@ class Card:
 
     bytes_per_second: float
     overhead_seconds: Seconds = 0.0  # additional time for each message
+    sends_per_second: float = math.inf  # bytes, if fewer than it can receive
+    region: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +83,18 @@ class SwitchedNetwork:
     # Bytes per second between two hosts, where that is less than their cards have.
     links: Mapping[tuple[str, str], float] = field(default_factory=dict)
     latency_seconds: Seconds = 0.0  # from the end of sending to the arrival
+    # The same between two hosts or two regions, both ways.
+    latencies: Mapping[tuple[str, str], Seconds] = field(default_factory=dict)
     jitter: float = 0.0  # a latency is drawn from [1, 1 + jitter] times the value above
+
+    def latency(self, sender: str, receiver: str) -> Seconds:
+        """Return the latency between two hosts, without jitter."""
+        known = self.latencies
+        if not known:
+            return self.latency_seconds
+        regions = self.cards[sender].region, self.cards[receiver].region
+        for_regions = known.get(regions, self.latency_seconds)
+        return known.get((sender, receiver), for_regions)
 
 
 @final
@@ -95,6 +108,7 @@ class Port:
         "overhead_seconds",
         "small_bytes",
         "turns",
+        "used",
     )
 
     def __init__(
@@ -106,6 +120,7 @@ class Port:
         narrow = min(1.0, bytes_per_second / NARROW)
         self.small_bytes = SMALL_BYTES * narrow if has_flows else -1.0
         self.free_at: Seconds = 0.0
+        self.used: Seconds = 0.0  # that messages have taken
         self.turns: deque[Path] = deque()  # flows with waiting packets; only at a sender's card
         self.is_woken = False  # a call for the time when it is free is scheduled
 
@@ -115,6 +130,22 @@ class Ports:
     def __init__(self, network: SwitchedNetwork) -> None:
         self.network = network
         self._known: dict[tuple[object, ...], Port] = {}
+
+    @property
+    def used(self) -> dict[tuple[str, str], Seconds]:
+        """How long each card, link and switch worked in its busier direction, by kind and name."""
+        found: dict[tuple[str, str], Seconds] = {}
+        for key, port in self._known.items():
+            kind, name = "switch", ""
+            match key:
+                case ("card", _, str(name)):
+                    kind = "card"
+                case ("link", str(a), str(b)):
+                    kind, name = "link", "-".join(sorted((a, b)))
+                case (_, int(index)):
+                    name = f"switch-{index}"
+            found[kind, name] = max(found.get((kind, name), 0.0), port.used)
+        return found
 
     def between(self, sender: str, receiver: str) -> tuple[Port, ...]:
         """Return the ports from one host to another; none if they do not use the network."""
@@ -133,7 +164,10 @@ class Ports:
 
     def _card(self, way: str, host: str) -> Port:
         card = self.network.cards[host]
-        return self._port(("card", way, host), card.bytes_per_second, card.overhead_seconds)
+        rate = card.bytes_per_second
+        if way == "out":
+            rate = min(rate, card.sends_per_second)
+        return self._port(("card", way, host), rate, card.overhead_seconds)
 
     def _port(self, key: tuple[object, ...], rate: float, overhead: Seconds = 0.0) -> Port:
         if key not in self._known:
@@ -189,9 +223,9 @@ class Path:
         self.broken_at: Seconds = math.inf  # when the sender was killed
         self.arrives_last: Seconds = 0.0
 
-    def use_ports(self, ports: tuple[Port, ...], network: SwitchedNetwork) -> None:
+    def use_ports(self, ports: tuple[Port, ...], latency: Seconds, jitter: float) -> None:
         self.card, self.ports = ports[0], ports
-        self.latency_seconds, self.jitter = network.latency_seconds, network.jitter
+        self.latency_seconds, self.jitter = latency, jitter
 
 
 class Packet(msgspec.Struct, eq=False):  # twice as fast to create as a dataclass
@@ -279,6 +313,7 @@ class Network:
         begins, departs, ends = now, 0.0, 0.0
         for port in path.ports:  # without max(): this loop is hot
             takes = port.overhead_seconds + n_bytes / port.bytes_per_second
+            port.used += takes
             free_at = port.free_at
             ended = begins + takes
             if free_at <= begins:

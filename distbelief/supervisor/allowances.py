@@ -31,6 +31,11 @@ AHEAD_SECONDS_MAX: Final = 30.0
 AHEAD_SECONDS_EACH: Final = 0.01
 
 
+# Those that have just been started train soon. Of a short job, the first ones would otherwise hold
+# the shares of all.
+_COMING: Final = (Presence.PRESENT, Presence.LAUNCHED)
+
+
 @final
 class Allowances:
     """The bounds of all replicas; none if [stop] says no number of samples."""
@@ -166,8 +171,8 @@ class Allowances:
 
     def _usual_rates(self) -> tuple[int, float, float]:
         replicas = [r for r in self._members.of("replica") if r.is_alive]
-        if self.dealer is not None:  # what is dealt now need not last for those who come later
-            replicas = [r for r in replicas if r.presence is Presence.PRESENT]
+        if self.dealer is not None:  # what is dealt now need not last for those who wait for hosts
+            replicas = [r for r in replicas if r.presence in _COMING]
         rates = [r.rate.per_second for r in replicas]
         known = [rate for rate in rates if rate is not None]
         usual = sum(known) / len(known) if known else 0.0

@@ -64,6 +64,7 @@ class Presence(Enum):
 
 
 FEW: Final = 256  # roles: up to so many, each message may be followed by a look at all of them
+_EACH: Final = 16  # of more, roles that are looked at per message
 
 
 @final
@@ -78,8 +79,8 @@ class Seldom:
         self._n_calls = 0
 
     def is_due(self, n_roles: int) -> bool:
-        self._n_calls += FEW
-        if self._n_calls < n_roles:
+        self._n_calls += 1
+        if n_roles > FEW and self._n_calls * _EACH < n_roles:
             return False
         self._n_calls = 0
         return True

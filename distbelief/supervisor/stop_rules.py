@@ -26,15 +26,20 @@ class StopRules:
         table: StopTable,
         *,
         n_train: int,
+        batch_size: int = 1,
         higher_is_better: bool = True,
         has_test: bool = True,
     ) -> None:
         self._table = table
         self._higher_is_better = higher_is_better
         self._has_test = has_test
+        self._steps_samples: int | None = None  # those of [stop] steps
         limits = [] if table.samples is None else [table.samples]
         if table.epochs is not None:
             limits.append(math.ceil(table.epochs * n_train))
+        if table.steps is not None:
+            limits.append(table.steps * batch_size)
+            self._steps_samples = limits[-1]
         self.total_samples: int | None = min(limits, default=None)
 
     def reason(self, view: JobView) -> str | None:
@@ -43,7 +48,9 @@ class StopRules:
     def _met(self, view: JobView) -> Iterator[str]:
         table, total = self._table, self.total_samples
         if total is not None and view.samples >= total:
-            if table.epochs is not None and total != table.samples:
+            if table.steps is not None and total == self._steps_samples:
+                yield f"{table.steps:,} step{'s' if table.steps > 1 else ''} done"
+            elif table.epochs is not None and total != table.samples:
                 noun = "epoch" if table.epochs == 1 else "epochs"
                 yield f"{table.epochs:g} {noun} done"
             yield f"{total:,} samples done"

@@ -125,6 +125,7 @@ class Supervisor:
         self._records: list[JobView] = []
         self._to_introduce: dict[rl.Address, RoleRecord] = {}  # at the next tick
         self._stops_again = Seldom()
+        self._draining: list[RoleRecord] | None = None  # trainers that may still be alive
 
     def handle(self, event: rl.Event, now: rl.Seconds) -> Sequence[rl.Action]:
         self.out.begin(now)
@@ -724,8 +725,11 @@ class Supervisor:
         evaluator = self.members.evaluator
         if self.shutdown.interrupted and evaluator is not None:
             self._stop([evaluator])
-        is_early = self._now < self.shutdown.deadline
-        if is_early and any(record.trains and record.is_alive for record in self.members):
+        if self._draining is None:
+            self._draining = self.members.training
+        while self._draining and not self._draining[-1].is_alive:  # nobody comes back
+            self._draining.pop()
+        if self._draining and self._now < self.shutdown.deadline:
             return
         left = [replica for replica in self.members.training if replica.is_alive]
         self._kill(left, "its last step and push")

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from distbelief.config.algorithms import algorithm_of, facts_of
+from distbelief.config.algorithms import algorithm_of, coordinator_of, facts_of
 from distbelief.config.job import Job, Passes
 from distbelief.core.errors import JobError
 from distbelief.job.launch.local import IMPORT_SECONDS_MAX
@@ -28,6 +28,11 @@ def check_data(job: Job, answer: PreflightResult) -> None:
     And epochs of a stream without length.
     """
     train, is_dealt = answer.task.train, facts_of(job).epochs is not None
+    if job.stop.steps is not None and coordinator_of(job) is not None:
+        raise JobError(
+            f"[stop] steps = {job.stop.steps}: under a coordinator replicas take no steps of their "
+            "own: use [algorithm] max_iterations, or [stop] samples"
+        )
     every = job.evaluation.every
     in_epochs = {
         "[stop] epochs": job.stop.epochs is not None,
@@ -74,6 +79,50 @@ def short_epochs(job: Job, answer: PreflightResult) -> str | None:
     )
 
 
+def void_settings(job: Job, answer: PreflightResult) -> list[str]:
+    """Return a warning for each setting that a job of this length never comes to."""
+    train, facts = answer.task.train, facts_of(job)
+    n_replicas, found = job.cluster.n_replicas, list[str]()
+    if train is None or coordinator_of(job) is not None:
+        return found
+    stop = StopRules(job.stop, n_train=train.n_samples, batch_size=job.batch_size)
+    total, every = stop.total_samples, 1
+    if facts.epochs is not None:
+        every = facts.epochs(train.n_samples).n_push
+    elif facts.policy is not None and isinstance(facts.policy.every, int):
+        every = facts.policy.every
+    if total is not None:
+        n_batches = -(-total // job.batch_size)
+        n_steps = n_batches / n_replicas
+        if n_batches < n_replicas:
+            found.append(
+                f"[cluster] replicas = {n_replicas:,}, and [stop] ends the job after "
+                f"{n_batches:,} batches of {job.batch_size}: some replicas train nothing. Use "
+                "fewer replicas, smaller batches or a longer job"
+            )
+        elif every > n_steps and n_replicas > 1:
+            found.append(
+                f"every = {every:,} steps, and until [stop] each of {n_replicas:,} replicas takes "
+                f"about {n_steps:.3g}: they exchange nothing before the end. Use every = "
+                f"{max(1, int(n_steps / 10)):,} or fewer, or a longer job"
+            )
+        evaluation = job.evaluation.every
+        if isinstance(evaluation, Passes):
+            n_between = evaluation.n_samples(n_train=train.n_samples, batch_size=job.batch_size)
+            if n_between > total:
+                found.append(
+                    f"[evaluation] every is {n_between:,} samples, and [stop] ends the job after "
+                    f"{total:,}: only the last evaluation comes"
+                )
+    seconds, between = job.stop.seconds, job.evaluation.every
+    if seconds is not None and isinstance(between, float) and between > seconds:
+        found.append(
+            f"[evaluation] every is {between:g} s, and [stop] ends the job after {seconds:g} s: "
+            "the first and the last evaluation alone come"
+        )
+    return found
+
+
 def bursts(job: Job) -> str | None:
     """Return a warning if an adaptive rule meets sparse pushes ."""
     facts = facts_of(job)
@@ -105,6 +154,7 @@ def supervisor_config(
         stop=StopRules(
             job.stop,
             n_train=n_train,
+            batch_size=job.batch_size,
             higher_is_better=answer.higher_is_better,
             has_test=job.data.test is not None,
         ),

@@ -319,6 +319,7 @@ def plan(
     `notify` is called with a line of progress, which begins with the number of machines. GraphError
     for an impossible number of machines or pin.
     """
+    request.cluster.check_plannable()
     for count in counts:
         request.cluster.first(count)  # raises before anything that takes long
     if not counts:

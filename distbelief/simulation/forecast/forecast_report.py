@@ -22,7 +22,7 @@ from distbelief.core import files, formatting
 from distbelief.core.errors import JobError, StorageError
 from distbelief.protocol.role import Address, Executor, Seconds
 from distbelief.simulation.forecast.run import Span, Timeline
-from distbelief.simulation.forecast.sweep import Spread, Variant, has_target
+from distbelief.simulation.forecast.sweep import Limit, Spread, Variant, has_target
 
 
 Show = Callable[[float | None], str]
@@ -61,10 +61,16 @@ COLUMNS: Final[Mapping[str, tuple[str, Show]]] = {
     "clock_gap_max": ("gap", _small),
     "seconds_waited": ("waited", formatting.duration),
     "machine_hours": ("machine-hours", _hours),
+    "price": ("price", _hours),
 }
 
 
-_OF_SOME: Final = {"steps_per_push", "clock_gap_max", "seconds_waited"}  # exchanges count them
+_OF_SOME: Final = {
+    "price",
+    "steps_per_push",
+    "clock_gap_max",
+    "seconds_waited",
+}  # exchanges count them
 
 
 def table_of(variants: Sequence[Variant], *, best: Variant | None = None) -> Table:
@@ -83,6 +89,9 @@ def table_of(variants: Sequence[Variant], *, best: Variant | None = None) -> Tab
     }
     for heading, _ in shown.values():
         table.add_column(heading, justify="right", no_wrap=True)
+    has_limits = any(variant.limit is not None for variant in variants)
+    for heading in ("busiest", "one more of it") if has_limits else ():
+        table.add_column(heading, no_wrap=True)
     metric = next((o.metric_name for v in variants for o in v.outcomes), "metric")
     table.add_column(metric, justify="right", no_wrap=True)
     for variant in variants:
@@ -92,11 +101,22 @@ def table_of(variants: Sequence[Variant], *, best: Variant | None = None) -> Tab
         cells += [
             spread_text(found.get(name), show, n_runs=n_runs) for name, (_, show) in shown.items()
         ]
+        if has_limits:
+            cells += _limit_cells(variant.limit)
         accuracy = partial(formatting.metric, name=metric)
         cells.append(spread_text(found.get("metric"), accuracy, n_runs=n_runs))
         style = "bold green" if variant is best else None
         table.add_row(*cells, style=style)
     return table
+
+
+def _limit_cells(limit: Limit | None) -> tuple[str, str]:
+    if limit is None:
+        return formatting.DASH, formatting.DASH
+    gain = limit.why_not or formatting.DASH
+    if limit.gain is not None:
+        gain = f"{100 * limit.gain:+.0f} % by {limit.more}"
+    return f"{limit.resource} {_share(limit.share)}", gain
 
 
 def spread_text(spread: Spread | None, show: Show, *, n_runs: int) -> str:
@@ -119,6 +139,10 @@ def details_of(variant: Variant) -> RenderableType:
     if outcome.utilisation:
         busy = ", ".join(f"{kind} {_share(share)}" for kind, share in outcome.utilisation.items())
         lines.append(Text(f"utilization: {busy}"))
+    busiest = {one.kind: one for one in reversed(outcome.resources)}
+    if busiest:
+        shown = (f"{one.kind} {one.name} {_share(one.share)}" for one in busiest.values())
+        lines.append(Text(f"busiest: {', '.join(shown)}"))
     if outcome.traffic:
         sent = ", ".join(
             f"{ends} {formatting.size(n_bytes)}" for ends, n_bytes in outcome.traffic.items()
@@ -154,6 +178,7 @@ def remarks_on(variants: Sequence[Variant]) -> list[str]:
         if run.error is not None
     ]
     reasons = Counter(v.left_out for v in variants if v.left_out is not None)
+    lines += [f"{_settings_of(v)}warning: {text}" for v in variants for text in v.warnings]
     lines += [
         f"{n} configuration{'s' if n > 1 else ''} left out: {reason}"
         for reason, n in reasons.items()

@@ -13,7 +13,7 @@ itself spread over machines). A role whose machine is lost comes back on the sam
 
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
@@ -32,14 +32,14 @@ from distbelief.parameter_server.codecs import Bfloat16
 from distbelief.parameter_server.policy import DOWNPOUR, ExchangePolicy
 from distbelief.parameter_server.rules import UpdateRule
 from distbelief.parameter_server.shard_config import ShardConfig
-from distbelief.plans.cluster import Cluster, Machine, uniform
+from distbelief.plans.cluster import Cluster, Machine, Outages, uniform
 from distbelief.plans.cluster_file import load_cluster
 from distbelief.plans.planner.profiling.this_host import HERE, figures, here
 from distbelief.protocol import Offer
 from distbelief.protocol.role import HOST, SUPERVISOR, Address, Compute, Cost, Seconds
-from distbelief.simulation.cluster_options import drawn_outages, options_for
+from distbelief.simulation.cluster_options import options_for, outages
 from distbelief.simulation.driver import Builder
-from distbelief.simulation.faults import Fault
+from distbelief.simulation.faults import Fault, Outage
 from distbelief.simulation.forecast.calibration import (
     EVENT_SECONDS,
     WAKE_SECONDS,
@@ -161,18 +161,65 @@ class PlacedCluster:
             options = replace(options, machines=machines, link_within_host=link)
         return replace(options, start=(SUPERVISOR,), faults=tuple(faults))
 
-    def outages(self, prepared: PreparedJob, *, seed: int, horizon: Seconds) -> tuple[Fault, ...]:
-        """Return the outages of the job's machines within `horizon` seconds."""
-        places = self.placement(prepared)
+    @property
+    def loses_machines(self) -> bool:
+        cluster = self.cluster
+        return any((cluster.failures, cluster.preemptions, cluster.trace)) or any(
+            machine.preemptions or machine.join or machine.leave < math.inf
+            for machine in {id(machine): machine for machine in cluster.machines}.values()
+        )
+
+    def outages(self, prepared: PreparedJob, *, seed: int) -> Iterator[Outage]:
+        """Yield the outages of the job's machines, in order of time; there may be no end.
+
+        JobError if no replica can ever come back, or a machine leaves for good with a shard.
+        """
+        places, kinds = self.placement(prepared), prepared.kinds
         # The supervisor's machine never fails: it is the user's own host.
         placement = {n: place for n, place in places.items() if place != places[SUPERVISOR]}
+        where = f"--cluster {self.cluster.name}"
+        staying = {n for n, kind in kinds.items() if kind == "replica"}
+        for name, place in placement.items():
+            if name not in staying and self.cluster.machines[place].leave < math.inf:
+                raise JobError(
+                    f"{where}: machine {place} leaves, and {name} is there, which no other machine "
+                    'takes over: use [cluster] placement = "here", or more machines that stay'
+                )
         try:
-            return drawn_outages(self.cluster, placement, horizon=horizon, seed=seed)
+            for outage in outages(self.cluster, placement, seed=seed):
+                yield outage
+                if outage.seconds == math.inf:
+                    staying.difference_update(outage.roles)
+                if not staying:
+                    raise JobError(
+                        f"{where}: all machines with replicas have left after {outage.at:g} s, and "
+                        "the job is not over: let some stay, or let [stop] end it earlier"
+                    )
         except GraphError as error:
-            raise JobError(f"--cluster {self.cluster.name}: {error}") from error
+            raise JobError(f"{where}: {error}") from error
+
+    def price(
+        self, prepared: PreparedJob, absences: Iterable[Outage], *, seconds: Seconds
+    ) -> float | None:
+        """Return what the job's machines cost while they are there; None if none has a price."""
+        cluster = self.cluster
+        if not any(machine.price for machine in cluster.machines):
+            return None
+        places = self.placement(prepared)
+        away, back_at = dict.fromkeys(places.values(), 0.0), dict.fromkeys(places.values(), 0.0)
+        for outage in absences:
+            place = places[outage.roles[0]]
+            ends = min(outage.at + outage.seconds, seconds)
+            away[place] += max(0.0, ends - max(outage.at, back_at[place]))
+            back_at[place] = max(back_at[place], ends)
+        unused = range(self.n_needed(prepared))  # machines without a role are paid for, too
+        return sum(
+            cluster.machines[n].price * (seconds - away.get(n, 0.0)) / 3600.0 for n in unused
+        )
 
     def builders(self, prepared: PreparedJob) -> dict[Address, Builder]:
-        builders = prepared.builders()
+        # A role whose machine is away is not slow to start.
+        builders = prepared.builders(start_seconds_max=math.inf if self.loses_machines else None)
         if self.rates is None:
             return builders
         adapt: Adapt = partial(
@@ -193,6 +240,7 @@ def hosts_of(cluster: Cluster, config: ClusterConfig) -> HostTable:
             memory_bytes=int(min(machine.memory, 1e18)),
             devices=(config.device,),
             flops=machine.flops / machine.cores,
+            domain=machine.region,
         )
         host = Host.of(Address(f"{HOST}{index}"), offer, 0.0)
         # At most what a host may report.
@@ -359,6 +407,9 @@ _DIMENSIONS: Final[Mapping[str, units.Dimension]] = {
     "memory_rate": "rate",
     "memory": "bytes",
     "bandwidth": "rate",
+    "upload": "rate",
+    "join": "time",
+    "leave": "time",
     "message_rate": "rate",
     "overhead": "time",
     "handling": "time",
@@ -379,6 +430,9 @@ def constants_of(cluster: Cluster) -> list[tuple[str, str]]:
             if math.isfinite(value) and value:
                 rows.append((name.replace("_", " "), _shown(value, dimension)))
         rows.append(("jitter", f"{machine.jitter:.3g}"))
+        rows += [("region", machine.region)] * bool(machine.region)
+        rows += [("price of an hour", f"{machine.price:g}")] * bool(machine.price)
+        rows += _outage_rows("preemptions", machine.preemptions)
     rows.append(("latency", _shown(cluster.latency, "time")))
     rows.append(("message overhead", _shown(cluster.message_overhead, "time")))
     rows += [(f"link {ends}", _shown(rate, "rate")) for ends, rate in cluster.links.items()]
@@ -386,13 +440,19 @@ def constants_of(cluster: Cluster) -> list[tuple[str, str]]:
         (f"switch {switch.first}-{switch.last}", _shown(switch.bandwidth, "rate"))
         for switch in cluster.switches
     ]
-    for name in ("failures", "preemptions"):
-        if (process := getattr(cluster, name)) is not None:
-            often = f"of each machine every {process.mean_time / 3600:.3g} h"
-            rows.append((name, f"{often}, away {process.away:.3g} s, {process.group} together"))
+    rows += [(f"latency {e}", _shown(value, "time")) for e, value in cluster.latencies.items()]
+    for name, process in (("failures", cluster.failures), ("preemptions", cluster.preemptions)):
+        rows += _outage_rows(name, process)
     if (trace := cluster.trace) is not None:
         rows.append(("trace", f"{len(trace.outages):,} outages within {trace.covers:g} s"))
     return rows
+
+
+def _outage_rows(name: str, process: Outages | None) -> list[tuple[str, str]]:
+    if process is None:
+        return []
+    often = f"of each machine every {process.mean_time / 3600:.3g} h"
+    return [(name, f"{often}, away {process.away:.3g} s, {process.group} together")]
 
 
 def this_host() -> Cluster:

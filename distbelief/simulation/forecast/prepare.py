@@ -97,8 +97,10 @@ class PreparedJob:
     def config(self) -> SupervisorConfig:
         return supervisor_config(self.job, self.preflight)
 
-    def builders(self) -> dict[Address, Builder]:
+    def builders(self, *, start_seconds_max: Seconds | None = None) -> dict[Address, Builder]:
         config = self.config()
+        if start_seconds_max is not None:
+            config = replace(config, start_seconds_max=start_seconds_max)
         algorithm = load(find(self.job.algorithm_name))
         spec = self.preflight.role_spec(self.job, self.layout)
         builders: dict[Address, Builder] = {SUPERVISOR: lambda _: Supervisor(config)}

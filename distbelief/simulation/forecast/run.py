@@ -5,19 +5,28 @@
 * `Trial` is one variant of a sweep that can be run.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Final, Protocol, cast, final
+
+import msgspec
 
 from distbelief.core.errors import JobError
 from distbelief.job.display.progress import WaitProgress
+from distbelief.job.launch.supervised_job import short_epochs, void_settings
 from distbelief.protocol.role import SUPERVISOR, Address, Compute, Computed, Executor, Seconds
 from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.driver import Builder, HandledEvent
-from distbelief.simulation.faults import Fault
+from distbelief.simulation.faults import Fault, Outage
 from distbelief.simulation.forecast.placed_cluster import PlacedCluster
 from distbelief.simulation.forecast.prepare import PreparedJob
-from distbelief.simulation.forecast.sweep import Outcome, Variant, reached_at, step_seconds
+from distbelief.simulation.forecast.sweep import (
+    Outcome,
+    Resource,
+    Variant,
+    reached_at,
+    step_seconds,
+)
 from distbelief.simulation.machines import ClusterOptions
 from distbelief.supervisor.supervisor import Supervisor
 from distbelief.supervisor.view import JobView, filled
@@ -124,6 +133,7 @@ def run_simulated(
     *,
     seed: int,
     faults: Sequence[Fault] = (),
+    outages: Iterable[Outage] = (),  # of machines, in order of time
     tell: Tell | None = None,
     keeps_spans: bool = False,  # single pieces of work, for a timeline
 ) -> FinishedRun:
@@ -135,6 +145,7 @@ def run_simulated(
     simulation = SimulatedCluster(
         placed.builders(prepared), seed=seed, options=placed.options(prepared, faults=faults)
     )
+    simulation.play(iter(outages))
     timeline = Timeline()
     if keeps_spans:
         simulation.observe(lambda handled: timeline.observe(handled, simulation.now))
@@ -173,6 +184,7 @@ def _outcome(
         "target_seconds": reached_at(prepared.job, view),
         "traffic": traffic_of(simulation, kinds={first_word(name) for name in kinds}),
         "utilisation": _utilisation(simulation, kinds),
+        "resources": _resources(simulation),
         "machine_hours": n_machines * view.seconds / 3600.0,
         "restarts": sum(role.restarts for role in view.roles),
         "n_messages": simulation.counts.delivered,
@@ -207,6 +219,14 @@ def _utilisation(simulation: SimulatedCluster, kinds: Mapping[Address, str]) -> 
         if kind != "supervisor" and seconds > 0:
             totals.setdefault(kind, []).append(simulation.busy(name) / seconds)
     return {kind: sum(shares) / len(shares) for kind, shares in totals.items()}
+
+
+def _resources(simulation: SimulatedCluster) -> tuple[Resource, ...]:
+    found = [
+        Resource(kind=kind, name=name, share=min(seconds / simulation.now, 1.0))
+        for (kind, name), seconds in simulation.used.items()
+    ]
+    return tuple(sorted(found, key=lambda resource: (-resource.share, resource.name)))
 
 
 @final
@@ -245,34 +265,36 @@ class Trial:
             n_machines=n_machines,
             left_out=left_out,
             replicas=replicas,
+            warnings=(
+                *filter(None, [short_epochs(self.job.job, self.job.preflight)]),
+                *void_settings(self.job.job, self.job.preflight),
+            ),
         )
 
     def run(self, *, seed: int, progress: WaitProgress, keeps_spans: bool) -> FinishedRun:
         """Run it once, with its machines' outages; JobError if it is longer than their trace."""
-        host, cluster = self.host, self.host.cluster
+        host, begun = self.host, list[Outage]()
 
-        def run(faults: Sequence[Fault] = ()) -> FinishedRun:
-            return run_simulated(
-                self.job,
-                host,
-                seed=seed,
-                faults=faults,
-                tell=progress.tell,
-                keeps_spans=keeps_spans,
-            )
+        def outages() -> Iterator[Outage]:
+            for outage in host.outages(self.job, seed=seed):
+                begun.append(outage)
+                yield outage
 
-        name = f"{self.name}, seed {seed}"
-        loses = any((cluster.failures, cluster.preemptions, cluster.trace))
-        progress.begin(f"{name}, before machines are lost" if loses else name)
-        ended = run()
-        # The outages must cover the run, whose length depends on them. So run without any
-        # first, then with the outages of twice that time, until they cover the run.
-        horizon = 0.0
-        while loses and ended.outcome.seconds > horizon:
-            progress.begin(name)
-            seconds = ended.outcome.seconds
-            known = float("inf") if cluster.trace is None else cluster.trace.covers
-            horizon = max(seconds, min(2 * seconds, known))
-            ended = run(host.outages(self.job, seed=seed, horizon=horizon))
+        progress.begin(f"{self.name}, seed {seed}")
+        ended = run_simulated(
+            self.job,
+            host,
+            seed=seed,
+            outages=outages() if host.loses_machines else (),
+            tell=progress.tell,
+            keeps_spans=keeps_spans,
+        )
         progress.end()
-        return ended
+        seconds, trace = ended.outcome.seconds, host.cluster.trace
+        if trace is not None and trace.covers < seconds:
+            raise JobError(
+                f"--cluster {host.cluster.name}: its trace ends early: it covers {trace.covers:g} "
+                f"of {seconds:g} s: give a longer one, or simulate less time"
+            )
+        price = host.price(self.job, begun, seconds=seconds)
+        return replace(ended, outcome=msgspec.structs.replace(ended.outcome, price=price))

@@ -19,11 +19,13 @@ from distbelief.core.arguments import checked
 from distbelief.core.errors import JobError
 from distbelief.job.display.progress import WaitProgress
 from distbelief.simulation.forecast.forecast_report import check_place
+from distbelief.simulation.forecast.limits import Stage, limit_of
 from distbelief.simulation.forecast.placed_cluster import HostCosts
 from distbelief.simulation.forecast.prepare import Preparation
 from distbelief.simulation.forecast.run import Timeline, Trial
 from distbelief.simulation.forecast.sweep import (
     Axis,
+    Outcome,
     Variant,
     axes_of,
     best_of,
@@ -75,7 +77,16 @@ class Forecast(msgspec.Struct, frozen=True, kw_only=True):
 
     def plain(self) -> dict[str, object]:
         """Return what `distbelief simulate --json` prints."""
-        names = ("settings", "n_machines", "spreads", "outcomes", "left_out", "replicas")
+        names = (
+            "settings",
+            "n_machines",
+            "spreads",
+            "outcomes",
+            "left_out",
+            "replicas",
+            "limit",
+            "warnings",
+        )
         return {
             "job": self.job.name,
             "cluster": self.cluster,
@@ -140,7 +151,7 @@ def run_request(request: SimulationRequest, *, console: Console) -> Forecast:
     hosts = HostCosts(request.cluster, machines=request.machines, measures=request.measures)
     if request.trace is not None:
         check_place(request.trace)
-    n_runs = len(chosen) * len(request.seeds)
+    n_runs = len(chosen) * (len(request.seeds) + bool(axes))  # one more tells its limit
     with Preparation() as preparation, WaitProgress(console, n_runs=n_runs) as progress:
         placed = [hosts.hosting(job, tell=progress.say) for job in jobs]
         trials = [
@@ -149,7 +160,10 @@ def run_request(request: SimulationRequest, *, console: Console) -> Forecast:
         ]
         # Check that all variants fit before the first of the long runs.
         planned = [(trial, _planned(request, trial)) for trial in trials]
-        ran = [_run_trial(request, trial, variant, progress) for trial, variant in planned]
+        ran = [
+            _run_trial(request, trial, variant, progress, stage=preparation.stage)
+            for trial, variant in planned
+        ]
     variants = tuple(variant for variant, _ in ran)
     best = None
     if request.suggests:
@@ -186,10 +200,16 @@ def _planned(request: SimulationRequest, trial: Trial) -> Variant:
 
 
 def _run_trial(
-    request: SimulationRequest, trial: Trial, variant: Variant, progress: WaitProgress
+    request: SimulationRequest,
+    trial: Trial,
+    variant: Variant,
+    progress: WaitProgress,
+    *,
+    stage: Stage,
 ) -> tuple[Variant, Timeline | None]:
+    is_row = bool(trial.settings)
     if variant.left_out is not None:
-        for _ in request.seeds:
+        for _ in range(len(request.seeds) + is_row):
             progress.end()
         return variant, None
     outcomes, timeline = [], None
@@ -198,4 +218,12 @@ def _run_trial(
         ended = trial.run(seed=seed, progress=progress, keeps_spans=keeps_timeline)
         timeline = ended.timeline if keeps_timeline else timeline
         outcomes.append(ended.outcome)
-    return msgspec.structs.replace(variant, outcomes=tuple(outcomes)), timeline
+    limit = None
+    if is_row:
+
+        def run_other(other: Trial) -> Outcome:
+            seed = request.seeds[0]
+            return other.run(seed=seed, progress=progress, keeps_spans=False).outcome
+
+        limit = limit_of(trial, outcomes[0], stage=stage, run=run_other)
+    return msgspec.structs.replace(variant, outcomes=tuple(outcomes), limit=limit), timeline

@@ -5,6 +5,7 @@ time to target  training time until the target of [stop] was met; the whole trai
                 only the final evaluation met it
 utilization     share of the time in which the compute executor of a role had work
 machine-hours   machines times hours, from the first process to the last
+price           of each machine's hours, while it is there
 
     --sweep cluster.replicas=1,2,4 --sweep algorithm.n_push=1,5     six variants
 
@@ -29,6 +30,26 @@ from distbelief.supervisor.view import JobView, Point, Totals
 
 
 @final
+class Resource(msgspec.Struct, frozen=True, kw_only=True):
+    """A shard, processor, card, link or switch, and the share of the time in which it worked."""
+
+    kind: str
+    name: str  # "shard-0", "machine-3", "machine-0-machine-5", "switch-0"
+    share: float  # of a processor, of its cores; of a card, in its busier direction
+
+
+@final
+class Limit(msgspec.Struct, frozen=True, kw_only=True):
+    """The busiest resource of a run, and what one more of it would bring."""
+
+    resource: str  # "cards of shards"
+    share: float  # of the time in which it worked
+    more: str  # what was tried
+    gain: float | None  # of the speed, or of the time to the target; None: not tried
+    why_not: str = ""  # why it was not tried
+
+
+@final
 class Outcome(Totals, frozen=True, kw_only=True):
     """What a run in virtual time ends with; `samples_per_second` is a mean over its training."""
 
@@ -40,6 +61,8 @@ class Outcome(Totals, frozen=True, kw_only=True):
     traffic: Mapping[str, float]  # bytes of messages, by the kinds of the two roles
     utilisation: Mapping[str, float]  # by kind of role
     machine_hours: float
+    price: float | None = None  # of the machines while they are there; None if none has one
+    resources: tuple[Resource, ...] = ()  # the busiest first
     restarts: int  # of all roles
     n_messages: int  # delivered
     digest: str  # of the trace: equal runs have equal digests
@@ -78,6 +101,7 @@ FIGURES: Final = (
     "bytes_in",
     "bytes_out",
     "machine_hours",
+    "price",
     "pushes_lost",
     # Of the algorithm, if it counts them.
     "steps_per_push",
@@ -166,6 +190,8 @@ class Variant(msgspec.Struct, frozen=True, kw_only=True):
     n_machines: int
     outcomes: tuple[Outcome, ...] = ()  # one per seed
     left_out: str | None = None  # why it is not run
+    limit: Limit | None = None  # of a row of a sweep
+    warnings: tuple[str, ...] = ()  # settings that void the run
     replicas: dict[str, list[int]] = {}  # machines of the ranks of each, if these are not as many
 
     @property

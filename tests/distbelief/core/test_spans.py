@@ -42,6 +42,23 @@ def test_few_spans_less_many(seed: int) -> None:
         assert positions(few - many) == positions(few) - positions(many)
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_few_spans_into_and_out_of_many(seed: int) -> None:
+    stream = np.random.default_rng(seed)
+
+    def drawn(n: int) -> Spans:
+        starts = stream.integers(400, size=n).tolist()
+        return Spans((start, start + int(stream.integers(5))) for start in starts)
+
+    for _ in range(50):
+        many, few = drawn(150), drawn(3)
+        for both in (many | few, few | many):
+            assert both == Spans((*many, *few))
+        left = many - few
+        assert positions(left) == positions(many) - positions(few)
+        assert left == Spans(left)
+
+
 def test_spans_need_memory_for_their_ends_alone() -> None:
     """A tuple of them asked `len` how much to allocate: the number of positions, not of spans.
 

@@ -15,6 +15,7 @@ def rules(table: StopTable, *, has_test: bool = True) -> StopRules:
         (StopTable(epochs=1), JobView(samples=1000, training_seconds=1), "1 epoch done"),
         (StopTable(epochs=2.5), JobView(samples=2500, training_seconds=1), "2.5 epochs done"),
         (StopTable(samples=7), JobView(samples=9, training_seconds=1), "7 samples done"),
+        (StopTable(steps=7), JobView(samples=7, training_seconds=1), "7 steps done"),
         (StopTable(samples=7, epochs=1), JobView(samples=7, training_seconds=1), "7 samples done"),
         (
             StopTable(seconds=600),

@@ -19,6 +19,7 @@ from experiments.benchmarks import (
     codecs,
     lockfree,
     many_clients,
+    many_replicas,
     parameter_server,
     planner,
     programs,
@@ -83,6 +84,14 @@ FIGURES: dict[str, set[str]] = {
     "many_clients": {
         *(f"growth_{message}" for message in ("push", "enter", "leave")),
         *("bytes_downpour", "pushes_per_second", "least_share"),
+    },
+    "many_replicas": {
+        *(
+            f"{figure}_{preset}"
+            for figure in ("micro", "goodput")
+            for preset in ("local", "diloco")
+        ),
+        "megabytes",
     },
     "model_parallel": {
         *("speech_bs64", "speech_bs256", "speech_bs256_over_two_threads", "image"),
@@ -231,6 +240,14 @@ def test_messages_of_many_clients_are_measured(capsys: pytest.CaptureFixture[str
     many_clients.main(["--small", "--only", "messages"])
     figures = figures_in(capsys.readouterr().out, "many_clients")
     assert {"growth_push", "growth_enter", "growth_leave", "bytes_local"} <= figures.keys()
+
+
+@pytest.mark.slow
+def test_replicas_of_many_regions_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    many_replicas.main(["--small", "--only", "local", "diloco"])
+    figures = figures_in(capsys.readouterr().out, "many_replicas")
+    assert FIGURES["many_replicas"] <= figures.keys()
+    assert figures["failed_local"] == figures["failed_diloco"] == 0.0
 
 
 @pytest.mark.processes

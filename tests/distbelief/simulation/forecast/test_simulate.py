@@ -1,7 +1,6 @@
 """Jobs in virtual time: metrics, sweeps, the command line, and user errors."""
 
 import errno
-import io
 import json
 import os
 import signal
@@ -198,21 +197,112 @@ def test_machines_that_the_user_leaves_out_are_not_the_clusters() -> None:
     assert "has 2 machines" not in str(told.value)
 
 
-def test_the_run_from_which_it_is_known_how_long_to_lose_machines_is_reported_as_such(
-    monkeypatch: pytest.MonkeyPatch,
+WAN = """
+latency = "1 ms"
+[[machines]]
+count = 2
+region = "eu"
+price = 0.3
+flops = "200 kFLOP/s"
+memory_rate = "10 MB/s"
+bandwidth = "1 Gbit/s"
+upload = "100 Mbit/s"
+
+[[machines]]
+count = 3
+region = "us"
+price = 0.1
+join = "2 s"
+preemptions = { mean_time = "5 s", away = "1 s" }
+flops = "200 kFLOP/s"
+memory_rate = "10 MB/s"
+bandwidth = "1 Gbit/s"
+
+[[machines]]
+region = "eu"
+flops = "200 kFLOP/s"
+memory_rate = "10 MB/s"
+bandwidth = "1 Gbit/s"
+
+[latencies]
+"eu-us" = "40 ms"
+"""
+
+
+def test_spot_machines_of_another_region_are_paid_while_they_are_there() -> None:
+    Path("wan.toml").write_text(WAN)
+    wish = ("cluster.replicas=5", "cluster.placement=here", "stop.seconds=12")
+    job = small(*wish, "stop.samples=100000000", "algorithm.batch_size=24")
+    (variant,) = forecast(job, cluster="wan.toml").variants
+    (run,) = variant.outcomes
+    assert run.error is None
+    assert run.restarts > 1
+    assert run.price is not None
+    whole = (2 * 0.3 + 3 * 0.1) * run.seconds / 3600
+    late = 3 * 0.1 * 2 / 3600
+    assert 0.7 * whole < run.price < whole - late
+    assert any(one.kind == "card" for one in run.resources)
+
+
+@pytest.mark.parametrize(
+    ("wish", "said"),
+    [
+        ((), 'machine 2 leaves, and shard-0 is there, which .* placement = "here"'),
+        (("cluster.placement=here",), "all machines with replicas have left after 3 s"),
+    ],
+)
+def test_a_job_whose_machines_leave_for_good_does_not_wait_for_ever(
+    wish: tuple[str, ...], said: str
 ) -> None:
-    """Virtual time seemed to begin again, and accuracy fell from 90 % to nothing."""
-    monkeypatch.setattr("distbelief.job.display.progress.LINE_SECONDS", 0.0)
-    rack = RACK + '[preemptions]\nmean_time = "1 d"\naway = "1 s"\n'
-    Path("rack.toml").write_text(rack)
-    said = io.StringIO()
-    wish = SimulationRequest(job=small(), measures=False, cluster="rack.toml")
-    run_request(wish, console=Console(file=said))
-    told = [line.partition(":")[0] for line in said.getvalue().splitlines()]
-    assert list(dict.fromkeys(told)) == [
-        "run 1 of 1 small, seed 0, before machines are lost",
-        "run 1 of 1 small, seed 0",
-    ]
+    leaves = RACK.replace("count = 6", 'count = 5\nleave = "3 s"') + RACK.partition("\n\n")[0][
+        RACK.index("[[machines]]") :
+    ].replace("count = 6", "count = 1")
+    Path("rack.toml").write_text(leaves)
+    replicas = 5 if wish else 2
+    job = small(*wish, f"cluster.replicas={replicas}", "stop.samples=100000000")
+    with pytest.raises(JobError, match=said):
+        forecast(job)
+
+
+def test_a_job_ends_after_so_many_steps_of_all_replicas() -> None:
+    run = forecast(small("stop.samples=1000", "stop.steps=9")).variants[0].outcomes[0]
+    assert run.stop_reason == "9 steps done"
+    assert run.samples == 36
+    with pytest.raises(JobError, match=r"\[stop\] steps = 9: under a coordinator"):
+        forecast(small("stop.steps=9", text=SANDBLASTER))
+
+
+def test_each_row_of_a_sweep_says_what_limits_it_and_what_one_more_brings(tmp_path: Path) -> None:
+    found = forecast(longer(tmp_path), sweep=("replicas=1,2",))
+    for variant in found.variants:
+        limit = variant.limit
+        assert limit is not None
+        assert (limit.resource, limit.more) == ("processors of replicas", "one more replica")
+        assert limit.share > 0.5
+        assert limit.gain is not None
+        assert limit.gain > 0.1
+    slow = RACK.replace('bandwidth = "1 Gbit/s"', 'bandwidth = "100 kbit/s"')
+    Path("rack.toml").write_text(slow)
+    (variant,) = forecast(written(tmp_path), sweep=("replicas=2",)).variants
+    assert variant.limit is not None
+    assert variant.limit.resource.startswith("cards of")
+    assert variant.limit.more == "a second card"
+    assert variant.limit.gain is not None
+    assert variant.limit.gain > 0.05
+
+
+def test_settings_that_a_job_never_comes_to_are_told() -> None:
+    def warnings(*wish: str) -> str:
+        return " ".join(forecast(small(*wish)).variants[0].warnings)
+
+    assert warnings() == ""
+    rounds = ("algorithm.preset=local", "algorithm.rule={name='sgd', learning_rate=1.0}")
+    assert "they exchange nothing before the end" in warnings(*rounds)
+    assert "some replicas train nothing" in warnings("stop.samples=4")
+    assert "only the last evaluation comes" in warnings("evaluation.every=500 steps")
+    assert "the first and the last evaluation alone" in warnings(
+        "stop.seconds=1", "evaluation.every=2 s"
+    )
 
 
 SWITCH = '[[switches]]\nmachines = "0-9"\nbandwidth = "1 Gbit/s"\n'
