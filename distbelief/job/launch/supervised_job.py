@@ -62,8 +62,18 @@ def short_epochs(job: Job, answer: PreflightResult) -> str | None:
     epochs, train = facts_of(job).epochs, answer.task.train
     if epochs is None or train is None:
         return None
-    n_samples, n_push = train.n_samples, epochs(train.n_samples).n_push
-    n_batches = epochs(n_samples).n_batches(0, n_samples)
+    found = epochs(train.n_samples, answer.pieces)
+    n_samples, n_push, n_batches = (
+        train.n_samples,
+        found.n_push,
+        found.n_batches(0, train.n_samples),
+    )
+    wanted, mean = n_push * found.batch_size, n_samples / found.n_pushes
+    if found.pieces is not None and mean < wanted / 2:
+        return (
+            f"pieces of [data.train] are small: a push ends with its piece, so it has {mean:.0f} "
+            f"samples in the mean, not {wanted}. Join pieces, or let each host read all (no here)"
+        )
     if n_batches >= n_push:
         return None
     batches = "1 batch" if n_batches == 1 else f"{n_batches} batches"
@@ -95,7 +105,7 @@ def supervisor_config(
     facts = facts_of(job)
     assert answer.task.train is not None
     n_train, n_done = answer.task.train.n_samples, sum(previous.before.samples.values())
-    dealt = facts.epochs(n_train) if facts.epochs else None
+    dealt = facts.epochs(n_train, answer.pieces) if facts.epochs else None
     every, n_samples = job.evaluation.every, None
     if isinstance(every, Passes):
         n_samples = every.n_samples(n_train=n_train, batch_size=job.batch_size)
