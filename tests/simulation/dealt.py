@@ -149,9 +149,14 @@ class DealtJob:
         task = task_of(n_samples, bad, is_split=n_ranks > 1, is_stream=is_stream)
         self._pieces = task_in_pieces(task, pieces) if pieces else None
         if self._pieces is not None:
-            task, names = self._pieces, [f"replica-{r}" for r in range(n_replicas)]
+            task = self._pieces
             every = [task_in_pieces(task, pieces, here, fetches=fetches) for here in places]
-            session = {**session, "tasks": dict(zip(names, every, strict=False))}
+            tasks = {
+                name: one
+                for r, one in enumerate(every)
+                for name in (f"replica-{r}", *(rank_name(r, m) for m in range(n_ranks)))
+            }
+            session = {**session, "tasks": tasks}
             task = every[0] if every else task
         # The loss of a split model is a mean.
         rule = rule or SGD(learning_rate=1.0 if n_ranks == 1 else float(batch_size))
