@@ -1,13 +1,14 @@
 """Data in pieces, in real processes: each row counts once, on whose host it lies."""
 
 import signal
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from distbelief.transport.keys import KeyFiles
 from tests.processes.commands import poll, sets, train
-from tests.processes.test_dealt import COUNTS, JOB, counts
+from tests.processes.test_dealt import COUNTS, JOB, counts, has_passed
 from tests.processes.test_join import Land, allow
 
 
@@ -91,7 +92,7 @@ def test_rows_of_a_host_wait_for_it(tmp_path: Path) -> None:
         for how in (signal.SIGTERM, signal.SIGKILL):
             before = command.samples()
             with land.joined(command) as machine:
-                poll(lambda before=before: command.samples() > before + 300)
+                poll(partial(has_passed, command, before + 300))
                 machine.process.send_signal(how)
                 machine.wait()
         with land.joined(command):

@@ -1,6 +1,6 @@
 """Data in pieces on some hosts: each row of an epoch counts once, whoever dies, leaves or joins."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from msgspec.structs import replace
+from typing_extensions import override
 
 from distbelief.config.job import StopTable
 from distbelief.core.spans import Spans
@@ -30,7 +31,8 @@ PLACES = [[0, 1, 2], [1, 3], [3, 4, 0]]  # each on one or two of three hosts
 
 
 def job_of(**options: Any) -> DealtJob:  # noqa: ANN401 -- those of `DealtJob`
-    return DealtJob(**{"pieces": ROWS, "places": PLACES} | options)
+    own: dict[str, Any] = {"pieces": ROWS, "places": PLACES}
+    return DealtJob(**own | options)
 
 
 @pytest.mark.parametrize("batch_size", [1, 4, 7])
@@ -150,7 +152,8 @@ class BySampler(torch.utils.data.Sampler[int]):
     def __len__(self) -> int:
         return len(self.source)
 
-    def __iter__(self) -> Any:  # noqa: ANN401 -- of numbers
+    @override
+    def __iter__(self) -> Iterator[int]:
         order = self.source.order
         assert order is not None
         return iter(order(self.epoch, np.arange(len(self.source)), 0).tolist())

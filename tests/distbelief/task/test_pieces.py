@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import cast
 
 import numpy as np
@@ -28,15 +29,17 @@ from tests.distbelief.examples import HERE, numbered_pieces
 ROWS = [3, 0, 10, 1, 6]
 
 
-def source(rows: Sequence[int] = ROWS, **options: Sequence[int] | bool) -> DataSource:
-    found = source_of(numbered_pieces(rows=rows, **options), name="numbered")
-    assert isinstance(found, DataSource)
-    return found
+def source(
+    rows: Sequence[int] = ROWS, *, here: Sequence[int] | None = None, fetches: bool = False
+) -> DataSource:
+    given = numbered_pieces(rows=rows, here=here, fetches=fetches)
+    return DataSource.of(source_of(given, name="numbered"))
 
 
 def order(of: DataSource, epoch: int, *, seed: int = 3) -> list[int]:
     n = len(of)
-    return dealt_samples(epoch * n, epoch * n + n, n_samples=n, seed=seed, order=of.order).tolist()
+    found = dealt_samples(epoch * n, epoch * n + n, n_samples=n, seed=seed, order=of.order)
+    return [int(index) for index in found]
 
 
 def test_an_epoch_has_each_row_once_piece_by_piece() -> None:
@@ -124,13 +127,11 @@ def test_a_process_without_pieces_fetches_the_smallest_one_to_try() -> None:
 
 
 def test_a_piece_is_fetched_once() -> None:
-    data, fetched = source(here=[0], fetches=True), list[str]()
-    given = data.dataset._given  # type: ignore[union-attr]
-    data = source_of(given, name="numbered")  # type: ignore[assignment]
-    data.dataset._fetch = lambda name: (fetched.append(name), given.near.add(name))  # type: ignore[union-attr]
+    fetched: list[str] = []
+    data = source_of(given(here=list, fetch=fetched.append), name="given")
     for _ in range(3):
-        read_batch(data, [0, 15, 4])
-    assert fetched == ["piece-004", "piece-002"]
+        read_batch(data, [0, 2])
+    assert fetched == ["a"]
 
 
 def test_the_fingerprint_is_of_names_and_rows() -> None:
@@ -139,9 +140,12 @@ def test_the_fingerprint_is_of_names_and_rows() -> None:
     assert len({*prints}) == 3
 
 
-def given(**methods: object) -> object:
-    parts: dict[str, object] = {"pieces": lambda: {"a": 3}, "read": lambda _piece, rows: rows}
-    return type("Given", (), {name: staticmethod(f) for name, f in (parts | methods).items()})()
+def given(**methods: Callable[..., object]) -> object:
+    own: dict[str, Callable[..., object]] = {
+        "pieces": lambda: {"a": 3},
+        "read": lambda _piece, rows: [(row, row) for row in rows],
+    }
+    return SimpleNamespace(**own | methods)
 
 
 @pytest.mark.parametrize(
@@ -158,7 +162,7 @@ def given(**methods: object) -> object:
         ({"here": lambda: "a"}, r"here\(\) returned .*: it must be names"),
     ],
 )
-def test_what_is_no_pieces_is_refused(methods: dict[str, object], text: str) -> None:
+def test_what_is_no_pieces_is_refused(methods: dict[str, Callable[..., object]], text: str) -> None:
     with pytest.raises(JobError, match=text):
         source_of(given(**methods), name="given")
 
@@ -172,7 +176,7 @@ def test_what_is_no_pieces_is_refused(methods: dict[str, object], text: str) -> 
         ({"here": list, "fetch": lambda _name: 1 / 0}, r"fetch\('a'\) failed: ZeroDivisionError"),
     ],
 )
-def test_what_cannot_be_read_is_named(methods: dict[str, object], text: str) -> None:
+def test_what_cannot_be_read_is_named(methods: dict[str, Callable[..., object]], text: str) -> None:
     with pytest.raises(JobError, match=text):
         read_batch(source_of(given(**methods), name="given"), [0, 2])
 
@@ -198,14 +202,15 @@ def check(
     *,
     table: str = "data.train",
     dealt: bool = True,
-    **options: Sequence[int] | bool,
+    here: Sequence[int] | None = None,
+    fetches: bool = False,
 ) -> None:
     spec = DataSpec(factory=f"{HERE}:numbered_pieces")
     model = ModelSpec(factory=f"{HERE}:net")
     task = TaskSpec(model=model, train=spec, test=spec, loss="mse")
     check_sources(
         task,
-        {table: source(rows, **options)},
+        {table: source(rows, here=here, fetches=fetches)},
         batch_size=4,
         seed=0,
         n_replicas=2,
