@@ -29,6 +29,7 @@ from distbelief.job.trainer import run_job
 from distbelief.task.data import Dataset
 from distbelief.task.dry_run import shown
 from distbelief.task.imports import check_is_no_import, places
+from distbelief.task.pieces import InPieces
 from distbelief.task.tensor_pairs import TensorPairs, as_pair
 
 
@@ -179,7 +180,7 @@ def _dataset(data: object, what: str) -> object:
     elif isinstance(data, Mapping):
         way = "give (inputs, targets), or a data set whose items are dictionaries"
     elif isinstance(data, str | bytes | type | Iterator) or not isinstance(
-        data, Dataset | Iterable
+        data, Dataset | Iterable | InPieces
     ):
         way = "give (x, y), or a data set with __len__ and __getitem__(index) -> (input, target)"
     if way:

@@ -25,19 +25,17 @@ from distbelief.task.dry_run import shown
 from distbelief.task.imports import place
 
 
-N_PIECES_MAX: Final = 100_000
+N_PIECES_MAX: Final = 20_000
 _NAME_MAX: Final = 200  # characters
 
 
 @runtime_checkable
-class _Given(Protocol):
+class InPieces(Protocol):
+    """What a user gives; `here` and `fetch` are optional."""
+
     def pieces(self) -> Mapping[str, int]: ...
 
     def read(self, piece: str, rows: Sequence[int], /) -> object: ...
-
-
-def is_in_pieces(given: object) -> bool:
-    return isinstance(given, _Given) and not isinstance(given, type)
 
 
 @final
@@ -48,10 +46,13 @@ class PieceData:
         JobError: pieces and rows are not as they must be, or the user's code fails.
     """
 
-    def __init__(self, given: object, *, user: str) -> None:
-        self._given, self._user = cast("_Given", given), user
+    def __init__(self, given: InPieces, *, user: str) -> None:
+        self._given, self._user = given, user
         here: object = getattr(given, "here", None)
         fetch: object = getattr(given, "fetch", None)
+        for name, method in (("pieces", given.pieces), ("here", here), ("fetch", fetch)):
+            if method is not None and not callable(method):
+                raise JobError(f"{user}: {name} is {shown(method)}: it must be a method")
         self._fetch = cast("Callable[[str], object] | None", fetch)
         rows = self._checked(self._call("pieces()", self._given.pieces))
         self.pieces = Pieces.of(rows, is_placed=callable(here), can_fetch=callable(fetch))

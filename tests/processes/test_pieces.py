@@ -51,10 +51,10 @@ class Fetched(Pieces):
 
 class Others(Pieces):
     def pieces(self):
-        return ROWS | {{"other": 230 + ("elsewhere" in self.here())}}
+        return ROWS | {{"other": 230 + ("elsewhere" in os.listdir(FOLDER))}}
 
     def here(self):
-        return [*{{*os.listdir(FOLDER)}} & {{*ROWS, "elsewhere"}}]
+        return [*{{*os.listdir(FOLDER)}} & {{*ROWS}}]
 '''
 
 

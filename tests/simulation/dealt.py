@@ -364,11 +364,7 @@ class Drawn:
         return random_faults(self.seed, names, horizon=4.0, intensity=intensity, restarts=False)
 
 
-def job_of(seed: int) -> DealtJob:
-    """Return a job with everything drawn from the seed: its numbers, its exchange, its faults."""
-    drawn = Drawn(seed, 0xDEA1)
-    pick = drawn.pick
-    n_replicas, n_shards, copies = pick(1, 2, 3, 4), pick(1, 2, 3), pick(1, 2)
+def exchange_of(pick: Callable[..., Any]) -> dict[str, Any]:
     sgd = {"inner": {"name": "SGD", "lr": 1.0}}
     options: dict[str, Any] = pick(
         {},
@@ -379,6 +375,15 @@ def job_of(seed: int) -> DealtJob:
         {"exchange": ExchangePolicy(every=pick(1, 2, 3), send="delta"), **sgd},
         {"exchange": ExchangePolicy(every="auto", send="delta"), **sgd},
     )
+    return options
+
+
+def job_of(seed: int) -> DealtJob:
+    """Return a job with everything drawn from the seed: its numbers, its exchange, its faults."""
+    drawn = Drawn(seed, 0xDEA1)
+    pick = drawn.pick
+    n_replicas, n_shards, copies = pick(1, 2, 3, 4), pick(1, 2, 3), pick(1, 2)
+    options = exchange_of(pick)
     return DealtJob(
         faults=drawn.faults((f"replica-{r}" for r in range(n_replicas)), n_shards, copies),
         n_samples=pick(17, 50, 65),
@@ -412,7 +417,6 @@ def pieces_job_of(seed: int) -> DealtJob:
         faults=drawn.faults((f"replica-{r}" for r in range(n_replicas)), n_shards, copies),
         n_epochs=pick(2, 4, 5.5),
         batch_size=pick(1, 4, 8),
-        n_push=pick(1, 1, 2, 3),
         n_replicas=n_replicas,
         n_shards=n_shards,
         shard_copies=copies,
@@ -421,6 +425,7 @@ def pieces_job_of(seed: int) -> DealtJob:
         pieces=rows,
         places=places if pick(True, True, True, False) else (),  # noqa: FBT003 -- a choice
         fetches=fetches,
+        **exchange_of(pick),
     )
 
 

@@ -23,7 +23,7 @@ def test_row_groups_of_parquet_files_are_pieces(tmp_path: Path) -> None:
     counts = tmp_path / "counts.json"
     example.write_counts(str(tmp_path), str(counts))
     (tmp_path / "1.parquet").unlink()  # it is on another host
-    arguments = {"folder": str(tmp_path), "counts": str(counts)}
+    arguments: dict[str, object] = {"folder": str(tmp_path), "counts": str(counts)}
     source = DataSource.of(
         build_dataset(DataSpec(factory=f"{HERE}:RowGroups", arguments=arguments))
     )
