@@ -8,7 +8,7 @@ same for any number of replicas, and wherever the pieces are.
 """
 
 from collections.abc import Iterable, Mapping
-from typing import Protocol, Self, final, runtime_checkable
+from typing import Protocol, Self, final
 
 import msgspec
 import numpy as np
@@ -50,7 +50,6 @@ class Pieces(msgspec.Struct, frozen=True, kw_only=True):
         return None
 
 
-@runtime_checkable
 class Placed(Protocol):
     """A data set in pieces, of which this process may read some only (`task.pieces`)."""
 

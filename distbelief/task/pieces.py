@@ -26,6 +26,9 @@ from distbelief.task.imports import place
 
 
 N_PIECES_MAX: Final = 20_000
+# That lie on some hosts only: if half of them wait for a slow one, in two epochs, shards can still
+# tell which positions they have applied in one message.
+N_PLACED_MAX: Final = N_SPANS_MAX
 _NAME_MAX: Final = 200  # characters
 
 
@@ -56,22 +59,18 @@ class PieceData:
         self._fetch = cast("Callable[[str], object] | None", fetch)
         rows = self._checked(self._call("pieces()", self._given.pieces))
         self.pieces = Pieces.of(rows, is_placed=callable(here), can_fetch=callable(fetch))
-        names = self.pieces.names
         self._starts = np.cumsum([0, *self.pieces.rows])
-        self._near = set(names)
+        self._near = {*self.pieces.names}
         if callable(here):
             found = self._call("here()", here)
             if isinstance(found, str) or not isinstance(found, Iterable):
                 raise JobError(f"{user}: here() returned {shown(found)}: it must be names")
-            self._near = set(found)
-            if unknown := sorted(map(repr, self._near - {*names})):
+            self._near, known = set(found), self._near
+            if unknown := sorted(map(repr, self._near - known)):
                 raise JobError(f"{user}: here() has {unknown[0]}, which pieces() does not have")
-        self.here = tuple(self._ranges())
-        if len(self.here) > 2 * N_SPANS_MAX:
-            raise JobError(
-                f"{user}: here() has {len(self._near):,} pieces in more than {N_SPANS_MAX:,} "
-                "ranges: let names of one host begin alike, or join pieces"
-            )
+        # Where those that are here begin and end.
+        is_here = [False, *(name in self._near for name in self.pieces.names), False]
+        self.here = tuple(k for k, (was, now) in enumerate(pairwise(is_here)) if was != now)
         self._orders: dict[int, PieceOrder] = {}
 
     def _checked(self, rows: object) -> dict[str, int]:
@@ -86,21 +85,15 @@ class PieceData:
                     f"{user}: pieces() has the name {name!r}: use 1 to {_NAME_MAX} letters"
                 )
             if isinstance(n, bool) or not isinstance(n, int | np.integer) or n < 0:
-                raise JobError(
-                    f"{user}: piece {name!r} has {n!r} rows: it must be a number from 0 on"
-                )
+                raise JobError(f"{user}: piece {name!r} has {n!r} rows: use a number from 0 on")
+        n_max = N_PLACED_MAX if callable(getattr(self._given, "here", None)) else N_PIECES_MAX
         found = {name: int(n) for name, n in rows.items()}
-        if not 0 < len(found) <= N_PIECES_MAX or not sum(found.values()):
+        if not 0 < len(found) <= n_max or not sum(found.values()):
             raise JobError(
                 f"{user} has {len(found):,} pieces of {sum(found.values()):,} rows: it must have 1 "
-                f"to {N_PIECES_MAX:,} pieces, and some rows"
+                f"to {n_max:,} pieces, and some rows"
             )
         return found
-
-    def _ranges(self) -> Iterable[int]:
-        """Return where those that are here begin and end: [start, stop, start, stop, ...)."""
-        is_here = [False, *(name in self._near for name in self.pieces.names), False]
-        return (k for k, (before, after) in enumerate(pairwise(is_here)) if before != after)
 
     @property
     def fingerprint(self) -> str:

@@ -239,7 +239,12 @@ def source_of(
             )
         pieces = PieceData(given, user=user)
         return DataSource(
-            pieces, len(pieces), collate=collate, order=pieces.order, of_order="in pieces"
+            pieces,
+            len(pieces),
+            collate=collate,
+            order=pieces.order,
+            of_order="in pieces",
+            in_pieces=pieces,
         )
     if _is_stream(given):
         return _of_stream(cast("Iterable[object]", given), table_of)

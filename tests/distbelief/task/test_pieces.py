@@ -192,9 +192,10 @@ def test_limits_of_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
         source_of(numbered_pieces(rows=[3]), name="numbered", limit=2)
     with pytest.raises(JobError, match="no piece with rows lies here"):
         first_of(source(here=[1]), 3)
-    monkeypatch.setattr(pieces_module, "N_SPANS_MAX", 1)
-    with pytest.raises(JobError, match="3 pieces in more than 1 ranges"):
-        source(here=[0, 2, 4])
+    monkeypatch.setattr(pieces_module, "N_PLACED_MAX", 4)
+    source(ROWS)
+    with pytest.raises(JobError, match="5 pieces of 20 rows: it must have 1 to 4 pieces"):
+        source(here=[0])
 
 
 def check(
