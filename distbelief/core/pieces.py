@@ -39,6 +39,8 @@ class Pieces(msgspec.Struct, frozen=True, kw_only=True):
 
     def difference(self, here: "Pieces") -> str | None:
         """Return in which piece another host has something else, if it has."""
+        if (self.is_placed, self.can_fetch) != (here.is_placed, here.can_fetch):
+            return "here() or fetch() on some hosts only"
         of, to = (dict(zip(one.names, one.rows, strict=True)) for one in (self, here))
         for name in sorted({*of, *to}):
             if of.get(name) != to.get(name):

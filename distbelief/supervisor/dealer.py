@@ -207,11 +207,12 @@ class Dealer:
         yield from self._pool & near
         if not order.pieces.can_fetch:
             return
+        n = self._epochs.n_samples
         far = sorted(
-            (span != order.at_position(span[0])[1], -span[0], span)
+            (span != order.at_position(span[0])[1], span[0] // n, -span[0], span)
             for span in self._by_piece(self._pool - near)
         )
-        for _, _, span in far:
+        for *_, span in far:
             hand.fetched.append(order.at_position(span[0])[0])
             yield span
 

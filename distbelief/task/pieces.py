@@ -112,18 +112,18 @@ class PieceData:
         found = np.empty(len(positions), np.int64)
         # A single piece has the order of a data set without pieces.
         is_alone = np.count_nonzero(order.rows) == 1
-        for k in dict.fromkeys(at.tolist()):
-            piece, is_its = int(pieces[k]), at == k
-            n = int(order.rows[piece])
-            found[is_its] = self._starts[piece] + shuffled(
-                positions[is_its] - (stops[k] - n),
+        for mine in _groups(at):
+            k = at[mine[0]]
+            piece, n = int(pieces[k]), int(order.rows[pieces[k]])
+            found[mine] = self._starts[piece] + shuffled(
+                positions[mine] - (stops[k] - n),
                 n_samples=n,
                 seed=(seed, epoch, *([] if is_alone else [piece])),
             )
         return found
 
     def readable(self, n: int) -> Indices:
-        """Return so many samples at most that this process can read, from everywhere."""
+        """Return the first samples that this process can read, so many at most."""
         rows = np.array(self.pieces.rows)
         is_read = rows * [name in self._near for name in self.pieces.names]
         if not is_read.any():
@@ -134,12 +134,11 @@ class PieceData:
                 )
             smallest = np.where(rows, rows, rows.max() + 1).argmin()
             is_read[smallest] = rows[smallest]
-        found = np.concatenate(
-            [start + np.arange(k) for start, k in zip(self._starts, is_read, strict=False)]
-        )
-        steps = np.arange(min(n, len(found)))
-        chosen: Indices = found[steps * (len(found) - 1) // max(len(steps) - 1, 1)]
-        return chosen
+        stops = np.cumsum(is_read)
+        chosen = np.arange(min(n, int(stops[-1])))
+        of = np.searchsorted(stops, chosen, side="right")
+        found: Indices = self._starts[of] + chosen - (stops - is_read)[of]
+        return found
 
     # --- as a data set
 
@@ -155,7 +154,7 @@ class PieceData:
     def __getitems__(self, indices: Sequence[int]) -> object:
         wanted = np.asarray(indices, np.int64)
         of = np.searchsorted(self._starts, wanted, side="right") - 1
-        places = [np.flatnonzero(of == piece) for piece in dict.fromkeys(of.tolist())]
+        places = _groups(of)
         parts = [self._read(int(of[at[0]]), wanted[at] - self._starts[of[at[0]]]) for at in places]
         if len(parts) == 1:
             return parts[0]
@@ -208,5 +207,8 @@ class PieceData:
                 f"{self._user}: {what} failed: {type(error).__name__}: {error}{place(error)}"
             ) from error
 
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._given, name)
+
+def _groups(numbers: Indices) -> list[Indices]:
+    """Return where each of these numbers stands, for one after the other."""
+    ranks = np.argsort(numbers, kind="stable")
+    return np.split(ranks, np.flatnonzero(np.diff(numbers[ranks])) + 1)

@@ -130,6 +130,17 @@ def test_what_others_have_is_fetched_whole_from_the_end() -> None:
     assert table.pieces(table.deal(table.names[0])) == {*order[1:-2]}
 
 
+def test_whole_pieces_of_the_older_epoch_are_fetched_first() -> None:
+    table = Table([16] * 4, [range(4), []], fetches=True)
+    table.deal(table.names[0], wanted=8)
+    order = [int(k) for k in table.order.at(0)[0]]
+    found = table.deal(table.names[1])
+    spans = [(a // 16, b // 16) for a, b in found if (b - a) == 16]
+    assert [a for a, _ in spans] == [3, 2, 1, 7, 6, 5, 4]
+    assert found[-1] == (8, 16)
+    assert table.order.at_position(8)[0] == order[0]
+
+
 def test_two_that_fetch_take_different_pieces() -> None:
     table = Table([16] * 4, [[], []], fetches=True, n_epochs=1)
     first, second = (table.deal(name, wanted=8) for name in table.names)

@@ -20,10 +20,11 @@ from distbelief.task.data import (
     read_batch,
     some_of,
 )
+from distbelief.task.pieces import PieceData
 from distbelief.task.sources import source_of
 from distbelief.task.task import DataSpec, ModelSpec, TaskSpec, check_pieces
 from distbelief.task.validation import check_sources
-from tests.distbelief.examples import HERE, numbered_pieces
+from tests.distbelief.examples import HERE, NumberedPieces, numbered_pieces
 
 
 ROWS = [3, 0, 10, 1, 6]
@@ -111,7 +112,7 @@ def test_finished_batches_are_joined(
 def test_samples_to_try_are_those_that_are_here() -> None:
     data = source(here=[0, 4])
     assert first_of(data, 100) == [0, 1, 2, 14, 15, 16, 17, 18, 19]
-    assert set(some_of(data, 4)) <= {*first_of(data, 100)}
+    assert some_of(data, 4) == first_of(data, 4) == [0, 1, 2, 14]
     assert marks_of(data) is None
     assert data.placed is not None
     assert data.placed.here == (0, 1, 4, 5)
@@ -122,8 +123,9 @@ def test_samples_to_try_are_those_that_are_here() -> None:
 def test_a_process_without_pieces_fetches_the_smallest_one_to_try() -> None:
     data = source(here=[], fetches=True)
     assert first_of(data, 100) == [13]
+    given = cast("NumberedPieces", cast("PieceData", data.dataset)._given)
     assert cast("torch.Tensor", read_batch(data, [13]).inputs).tolist() == [13]
-    assert data.near == {"piece-003"}
+    assert given.near == {"piece-003"}
 
 
 def test_a_piece_is_fetched_once() -> None:
@@ -239,3 +241,8 @@ def test_another_host_must_have_the_same_pieces() -> None:
     check_pieces(pieces_of(source(here=[0])), pieces_of(source(here=[2])))
     with pytest.raises(JobError, match="piece 'piece-002': 11 rows here, 10 rows where"):
         check_pieces(pieces_of(source()), pieces_of(source([3, 0, 11, 1, 6])))
+    with pytest.raises(JobError, match=r"has here\(\) or fetch\(\) on some hosts only"):
+        check_pieces(pieces_of(source()), pieces_of(source(here=[0])))
+    for one, other in ((None, pieces_of(source())), (pieces_of(source()), None)):
+        with pytest.raises(JobError, match="has pieces on some hosts only"):
+            check_pieces(one, other)
