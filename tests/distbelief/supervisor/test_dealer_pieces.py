@@ -7,9 +7,11 @@ import pytest
 
 from distbelief.core.pieces import PieceOrder, Pieces
 from distbelief.core.spans import NOTHING, Epochs, Span, Spans
+from distbelief.protocol import Heartbeat, SamplesApplied, StartTraining
 from distbelief.protocol.role import Address
 from distbelief.supervisor.dealer import MISSING_SECONDS_MAX, Dealer
 from distbelief.supervisor.membership import Kind, Membership, Presence, RoleRecord
+from tests.distbelief.supervisor.test_supervisor import Desk, a_job, letters
 
 
 SHARDS = Address("shard-0"), Address("shard-1")
@@ -247,3 +249,49 @@ def test_each_row_counts_once_whoever_comes_and_goes(seed: int) -> None:
         table.tell()
     for shard in SHARDS:
         assert (table.counts[shard] == 1).all()
+
+
+def a_job_of(rows: Sequence[int]) -> Desk:
+    """Return a job of two replicas and shards, which begin, and have applied nothing."""
+    named = {f"{k:03d}": n for k, n in enumerate(rows)}
+    order = PieceOrder(Pieces.of(named, is_placed=True, can_fetch=False), seed=0)
+    epochs = Epochs(n_samples=sum(rows), batch_size=10, pieces=order)
+    desk = a_job(dealt=epochs, batch_size=10)
+    desk.join()
+    for shard in SHARDS:
+        desk.hear(shard, SamplesApplied(spans=()))
+    return desk
+
+
+def has(desk: Desk, name: str, *pieces: int) -> list[Span]:
+    """This replica says which ranges of pieces are on its host; return what it is dealt."""
+    found = desk.hear(name, Heartbeat(state="busy", counters={}, pieces=pieces))
+    return [span for _, begin in letters(found, StartTraining) for span in begin.ranges or ()]
+
+
+def test_heartbeats_say_which_pieces_are_on_a_host() -> None:
+    desk = a_job_of([40, 40])
+    desk.beat("replica-0")
+    assert has(desk, "replica-0", 0, 1)
+    assert has(desk, "replica-1", 1, 2)
+    desk.pass_time(2.0)
+    assert not any("no host" in text for text in desk.told)
+
+
+def test_the_job_says_which_pieces_no_host_has_and_ends() -> None:
+    rows = [40] * 8
+    desk = a_job_of(rows)
+    beats = ("shard-0", "shard-1", "evaluator")
+    dealt = [*has(desk, "replica-0", 0, 1), *has(desk, "replica-1", 1, 2)]
+    assert Spans(dealt).n_positions == 2 * 80
+    desk.pass_time(2.0, beats=[*beats, "replica-0", "replica-1"])
+    missing = ", ".join(f"'00{k}'" for k in range(2, 7))
+    text = f"no host that takes part has 6 pieces of the data {missing}, ...: going on with the"
+    assert sum(text in told for told in desk.told) == 1
+    for shard in SHARDS:
+        desk.hear(shard, SamplesApplied(spans=Spans(dealt).to_wire()))
+    desk.pass_time(MISSING_SECONDS_MAX - 1.0, beats=[*beats, "replica-0", "replica-1"])
+    assert desk.view.error is None
+    desk.pass_time(3.0, beats=[*beats, "replica-0", "replica-1"])
+    assert desk.view.error is not None
+    assert desk.view.error.startswith(f"no host has 6 pieces of the data {missing}, ..., and all")
