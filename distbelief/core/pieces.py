@@ -37,19 +37,14 @@ class Pieces(msgspec.Struct, frozen=True, kw_only=True):
             can_fetch=can_fetch,
         )
 
-    def difference(self, here: "Pieces") -> str | None:
-        """Return in which piece another host has something else, if it has."""
-        if (self.is_placed, self.can_fetch) != (here.is_placed, here.can_fetch):
-            return "here() or fetch() on some hosts only"
+    def difference(self, here: "Pieces") -> str:
+        """Return what another host has otherwise: the first piece, or its methods."""
         of, to = (dict(zip(one.names, one.rows, strict=True)) for one in (self, here))
-        for name in sorted({*of, *to}):
+        for name in sorted(of.keys() | to.keys()):
             if of.get(name) != to.get(name):
-                was, now = (
-                    "no such piece" if n is None else f"{n:,} rows"
-                    for n in (of.get(name), to.get(name))
-                )
+                was, now = (f"{one.get(name, 'no')} rows" for one in (of, to))
                 return f"piece {name!r}: {now} here, {was} where the job began"
-        return None
+        return "here() or fetch() on some hosts only"
 
 
 class Placed(Protocol):

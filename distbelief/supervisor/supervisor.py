@@ -46,7 +46,6 @@ from distbelief.supervisor.view import JobView, Phase
 
 TICK_SECONDS: Final = 0.25
 N_SHOWN: Final = 5  # pieces in a message
-MISSING_SECONDS: Final = 1.0  # between two looks for pieces that no host has
 N_RECORDS_MAX: Final = 1024
 INTRODUCE_SECONDS: Final = 5.0  # between two `Peers` to one role: messages may be lost
 LAST_MESSAGES_SECONDS: Final = 0.1  # they may come after the news that their process has ended
@@ -131,7 +130,6 @@ class Supervisor:
         self._to_introduce: dict[rl.Address, RoleRecord] = {}  # at the next tick
         self._stops_again = Seldom()
         self._missing: set[str] = set()  # pieces that no host has, as was said
-        self._looks_for_pieces_at: rl.Seconds = 0.0
 
     def handle(self, event: rl.Event, now: rl.Seconds) -> Sequence[rl.Action]:
         self.out.begin(now)
@@ -266,13 +264,11 @@ class Supervisor:
     def _report_missing(self) -> None:
         """Say which pieces of the data no host has, and end the job if nothing else is left."""
         dealer = self.allowances.dealer
-        if dealer is None or not self.has_begun or self._now < self._looks_for_pieces_at:
+        if dealer is None or not self.has_begun:
             return
-        self._looks_for_pieces_at = self._now + MISSING_SECONDS
         missing, waited = dealer.missing(self._now)
-        names = ", ".join(map(repr, missing[:N_SHOWN]))
-        what = f"{'piece' if len(missing) == 1 else f'{len(missing)} pieces of the data'} {names}"
-        what += ", ..." if len(missing) > N_SHOWN else ""
+        what = f"piece {', '.join(map(repr, missing[:N_SHOWN]))}"
+        what += f", ... ({len(missing)} in all)" if len(missing) > N_SHOWN else ""
         if set(missing) - self._missing:
             self.out.log(LogEvent("pieces_missing", detail=what))
         self._missing = set(missing)

@@ -80,12 +80,13 @@ class PieceData:
                 f"{user}: pieces() returned {shown(rows)}: it must be a dictionary, name -> rows"
             )
         for name, n in rows.items():
-            if not isinstance(name, str) or not 0 < len(name) <= _NAME_MAX:
+            is_name = isinstance(name, str) and 0 < len(name) <= _NAME_MAX
+            is_number = isinstance(n, int | np.integer) and not isinstance(n, bool) and n >= 0
+            if not (is_name and is_number):
                 raise JobError(
-                    f"{user}: pieces() has the name {name!r}: use 1 to {_NAME_MAX} letters"
+                    f"{user}: pieces() has {name!r}: {n!r}: it must be a name of 1 to {_NAME_MAX} "
+                    "letters, and a number of rows from 0 on"
                 )
-            if isinstance(n, bool) or not isinstance(n, int | np.integer) or n < 0:
-                raise JobError(f"{user}: piece {name!r} has {n!r} rows: use a number from 0 on")
         n_max = N_PLACED_MAX if callable(getattr(self._given, "here", None)) else N_PIECES_MAX
         found = {name: int(n) for name, n in rows.items()}
         if not 0 < len(found) <= n_max or not sum(found.values()):

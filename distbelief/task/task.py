@@ -200,13 +200,9 @@ class BuildContext:
 
 def check_pieces(pieces: Pieces | None, here: Pieces | None) -> None:
     """Raise JobError if this process has other pieces than there are where the job began."""
-    difference: str | None = "pieces on some hosts only"
-    if pieces is None or here is None:
-        difference = None if pieces is here else difference
-    else:
-        difference = pieces.difference(here)
-    if difference is not None:
-        raise JobError(f"[data.train] has {difference}: use the same data on all hosts")
+    if pieces != here:
+        what = pieces.difference(here) if pieces and here else "pieces on some hosts only"
+        raise JobError(f"[data.train] has {what}: use the same data on all hosts")
 
 
 # --- objects ---

@@ -286,7 +286,7 @@ def test_the_job_says_which_pieces_no_host_has_and_ends() -> None:
     assert Spans(dealt).n_positions == 2 * 80
     desk.pass_time(2.0, beats=[*beats, "replica-0", "replica-1"])
     missing = ", ".join(f"'00{k}'" for k in range(2, 7))
-    text = f"no host that takes part has 6 pieces of the data {missing}, ...: going on with the"
+    text = f"no host that takes part has piece {missing}, ... (6 in all): going on with the"
     assert sum(text in told for told in desk.told) == 1
     for shard in SHARDS:
         desk.hear(shard, SamplesApplied(spans=Spans(dealt).to_wire()))
@@ -294,4 +294,4 @@ def test_the_job_says_which_pieces_no_host_has_and_ends() -> None:
     assert desk.view.error is None
     desk.pass_time(3.0, beats=[*beats, "replica-0", "replica-1"])
     assert desk.view.error is not None
-    assert desk.view.error.startswith(f"no host has 6 pieces of the data {missing}, ..., and all")
+    assert desk.view.error.startswith(f"no host has piece {missing}, ... (6 in all), and all")

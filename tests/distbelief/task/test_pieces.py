@@ -154,9 +154,9 @@ def given(**methods: Callable[..., object]) -> object:
     ("methods", "text"),
     [
         ({"pieces": lambda: ["a"]}, r"pieces\(\) returned .*: it must be a dictionary"),
-        ({"pieces": lambda: {"a": -1}}, "piece 'a' has -1 rows"),
-        ({"pieces": lambda: {"a": 1.5}}, "piece 'a' has 1.5 rows"),
-        ({"pieces": lambda: {3: 1}}, r"pieces\(\) has the name 3"),
+        ({"pieces": lambda: {"a": -1}}, r"pieces\(\) has 'a': -1: it must"),
+        ({"pieces": lambda: {"a": 1.5}}, r"pieces\(\) has 'a': 1.5: it must"),
+        ({"pieces": lambda: {3: 1}}, r"pieces\(\) has 3: 1: it must"),
         ({"pieces": lambda: {"a": 0}}, "1 pieces of 0 rows"),
         ({"pieces": dict}, "0 pieces of 0 rows"),
         ({"pieces": lambda: 1 / 0}, r"pieces\(\) failed: ZeroDivisionError"),
