@@ -91,7 +91,7 @@ def fit(  # noqa: PLR0913 -- the keys of a job that most jobs have
         model: Trained from its present values, in training mode. It stays as it is: `run.model`
             is a trained copy, in evaluation mode.
         data: Inputs and targets (x, y) as tensors or arrays, or a data set of pairs or
-            dictionaries: map-style, a stream, or torch's DataLoader.
+            dictionaries: map-style, a stream, in pieces, or torch's DataLoader.
         loss: Torch's name of it ("cross_entropy"), a loss module, or a function (outputs, targets)
             -> mean over the samples; "model": what the model returns as its loss.
         batch_size: Samples of one step of one replica.
