@@ -165,7 +165,7 @@ def loader_of(*, rows: Sequence[int], width: int) -> object:
     arguments = {"rows": rows, "width": width}
     spec = DataSpec(factory=f"{EXAMPLES}:frames_in_pieces", arguments=arguments)
     source = DataSource.of(build_dataset(spec))
-    frames = Frames(n_samples=sum(rows), width=width)
+    frames: Any = Frames(n_samples=sum(rows), width=width)
     return torch.utils.data.DataLoader(frames, batch_size=4, sampler=BySampler(source))
 
 
