@@ -18,6 +18,7 @@ if TYPE_CHECKING:  # these import torch
     from torch import nn
 
     from distbelief.config.job import ClusterTable, Job
+    from distbelief.core.pieces import Pieces
     from distbelief.core.spans import Epochs
     from distbelief.parameter_server.policy import ExchangePolicy
     from distbelief.parameter_server.rules import UpdateRule
@@ -78,7 +79,7 @@ class Facts:
     takes_sparse: bool = False  # gradients may be sparse
     policy: "ExchangePolicy | None" = None  # how replicas exchange
     # From the number of samples: how they are dealt. None: each replica has a part of its own.
-    epochs: "Callable[[int], Epochs] | None" = None
+    epochs: "Callable[[int, Pieces | None], Epochs] | None" = None
     in_ring: bool = False  # replicas talk to each other
     bounds: Sequence[str] = ()  # of [model] arguments, which a resumed run may change
     epoch_share: float = 1.0  # of an epoch of dealt samples; what is left then is not waited for

@@ -19,6 +19,8 @@ from typing import Final, final
 
 from typing_extensions import override
 
+from distbelief.core.pieces import PieceOrder
+
 
 Span = tuple[int, int]  # positions [start, stop)
 
@@ -184,20 +186,26 @@ class Epochs:
     n_samples: int  # of the data set
     batch_size: int
     n_push: int = 1  # batches of a push
+    pieces: PieceOrder | None = None  # pushes end with the piece, too
+
+    def whole(self, position: int) -> Span:
+        """Return the epoch, or the piece in it, that contains this position."""
+        if self.pieces is not None:
+            return self.pieces.at_position(position)[1]
+        epoch = position - position % self.n_samples
+        return epoch, epoch + self.n_samples
 
     def start(self, position: int) -> int:
         """Return where the push that contains this position begins."""
-        offset, size = position % self.n_samples, self._push_size
-        start = offset - offset % size
-        if start and self._is_single(self.n_samples - start):
-            start -= size
-        return position - offset + start
+        (first, last), size = self.whole(position), self._push_size
+        start = position - (position - first) % size
+        return start - size if start > first and self._is_single(last - start) else start
 
     def stop(self, position: int) -> int:
         """Return where the push that contains this position ends."""
-        epoch = position - position % self.n_samples
-        stop = min(self.start(position) - epoch + self._push_size, self.n_samples)
-        return epoch + (self.n_samples if self._is_single(self.n_samples - stop) else stop)
+        last = self.whole(position)[1]
+        stop = min(self.start(position) + self._push_size, last)
+        return last if self._is_single(last - stop) else stop
 
     def batch(self, left: int) -> int:
         """Return the size of the next batch if its push has so many samples left."""
@@ -206,6 +214,14 @@ class Epochs:
 
     def n_batches(self, start: int, stop: int) -> int:
         """Return how many batches a range has; it lies within one epoch."""
+        n_batches = 0
+        while start < stop:
+            end = min(self.whole(start)[1], stop)
+            n_batches += self._n_batches(start, end)
+            start = end
+        return n_batches
+
+    def _n_batches(self, start: int, stop: int) -> int:
         first, last = min(self.stop(start), stop), max(self.start(stop - 1), start)
         if first >= stop:
             return self._n_within(stop - start)
@@ -215,7 +231,11 @@ class Epochs:
     @property
     def n_pushes(self) -> int:
         """The number of pushes of one epoch."""
-        n_whole, rest = divmod(self.n_samples, self._push_size)
+        rows = (self.n_samples,) if self.pieces is None else self.pieces.pieces.rows
+        return sum(self._n_pushes(n) for n in rows)
+
+    def _n_pushes(self, n_samples: int) -> int:
+        n_whole, rest = divmod(n_samples, self._push_size)
         return n_whole + (rest > 0) - (n_whole > 0 and self._is_single(rest))
 
     @property

@@ -73,6 +73,7 @@ _TEXTS: Final[Mapping[Level, Mapping[str, str]]] = {
         "role_left_out": (
             "{role} {reason}; left out after {n} restarts, none of which lasted {limit:g} s"
         ),
+        "pieces_missing": "no host that takes part has {detail}: going on with the others",
         "group_left_out": "{roles} left out with {role}: they are of one model",
         "not_saved": "{role} could not save its checkpoint: {reason}",
         "not_kept": "the best values so far could not be saved: {reason}",

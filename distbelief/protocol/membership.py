@@ -42,6 +42,11 @@ class Heartbeat(AnyMessage, frozen=True):
 
     state: Name
     counters: dict[Name, float]
+    # Of data in pieces: those on its host, as ranges [start, stop, start, stop, ...) of their order
+    # by name. Unset: it has no such data, or does not know yet.
+    pieces: (
+        Annotated[tuple[Amount, ...], msgspec.Meta(max_length=2 * N_SPANS_MAX)] | msgspec.UnsetType
+    ) = msgspec.UNSET
 
 
 class HeartbeatAck(AnyMessage, frozen=True):

@@ -9,10 +9,15 @@ dealt twice counts once, and the dealer need only deal, again and again, what is
 lost replica held, what a restored shard has lost, and what a resumed run has not reached.
 
 A replica is dealt more before it has read what it holds: as much as `Allowances` lets it hold.
+
+Of data in pieces that lie on some hosts, a replica is dealt the pieces on its own first. If it can
+fetch others, it is dealt these from the end of an epoch, whole ones first, while those that have
+them begin at its begin. Nobody is more than one epoch ahead, so that a host with few rows does not
+train them more often than others do theirs.
 """
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from operator import and_
@@ -28,6 +33,8 @@ from distbelief.supervisor.membership import Membership, Presence, RoleRecord, S
 SETTLE_SECONDS: Final = 3.0
 N_BATCHES_FIRST: Final = 64  # that a replica holds at first at most; later twice what it has read
 N_RANGES_MAX: Final = 64  # in a message, and so at most dealt at once
+# That all replicas wait for pieces which none of them has; then the job ends, and may be resumed.
+MISSING_SECONDS_MAX: Final = 60.0
 
 
 @dataclass(slots=True)
@@ -40,6 +47,7 @@ class Hand:
     unheard: list[Span] = field(default_factory=list)  # the last ones, until it reports them
     held: dict[int, Span] = field(default_factory=dict)  # by number
     read_at: dict[int, Seconds] = field(default_factory=dict)  # when it had pushed all of them
+    fetched: list[int] = field(default_factory=list)  # pieces that it was dealt from other hosts
 
 
 @final
@@ -66,6 +74,8 @@ class Dealer:
         self._cuts: list[int] = []
         # As of a while ago, where replicas are many, less what was dealt since.
         self._pool, self._looks_again = NOTHING, Seldom()
+        self._near: dict[Address, tuple[object, Spans]] = {}  # positions that it reads, and of what
+        self._idle_since: Seconds | None = None  # nobody can read what is left
 
     @property
     def knows_all(self) -> bool:
@@ -137,7 +147,7 @@ class Dealer:
         self._heard(hand, record)
         n_before = hand.n_dealt
         if self.knows_all:
-            self._fill(hand, wanted())
+            self._fill(record, hand, wanted())
         n_heard = hand.n_dealt - len(hand.unheard)
         is_silent = "ranges" not in record.counters  # it does not know that it may begin
         if hand.n_dealt == n_before and not (repeats and (hand.unheard or is_silent)):
@@ -156,7 +166,7 @@ class Dealer:
                 del hand.held[number]
                 hand.read_at.pop(number, None)
 
-    def _fill(self, hand: Hand, wanted: int) -> None:
+    def _fill(self, record: RoleRecord, hand: Hand, wanted: int) -> None:
         n_held = (Spans(hand.held.values()) - self._done).n_positions
         # What is wanted may be far too much: by a speed that was measured in messages which had
         # waited for another supervisor, or as those that come soon are not there yet.
@@ -168,7 +178,7 @@ class Dealer:
         if self._looks_again.is_due(len(self._members.of("replica"))):
             self._pool = self._pooled()
         first = n_held
-        for start, stop in self._pool:
+        for start, stop in self._offers(record, hand):
             at = start
             while at < stop and n_held < wanted and len(hand.unheard) < N_RANGES_MAX:
                 n_before = bisect_right(cuts, at)
@@ -183,6 +193,78 @@ class Dealer:
         if n_held > first:
             self._pool -= Spans(hand.held.values())
         hand.n_samples = n_read + n_held
+
+    def _offers(self, record: RoleRecord, hand: Hand) -> Iterator[Span]:
+        """Yield what of the pool this replica may be dealt, the best first."""
+        order = self._epochs.pieces
+        if order is None:
+            yield from self._pool
+            return
+        here = self._pieces_of(record)
+        if here is None:
+            return
+        near = self._positions(record.name, here | Spans((k, k + 1) for k in hand.fetched))
+        yield from self._pool & near
+        if not order.pieces.can_fetch:
+            return
+        n = self._epochs.n_samples
+        far = sorted(
+            (span != order.at_position(span[0])[1], span[0] // n, -span[0], span)
+            for span in self._by_piece(self._pool - near)
+        )
+        for *_, span in far:
+            hand.fetched.append(order.at_position(span[0])[0])
+            yield span
+
+    def _by_piece(self, spans: Spans) -> Iterator[Span]:
+        for start, stop in spans:
+            at = start
+            while at < stop:
+                end = min(self._epochs.whole(at)[1], stop)
+                yield at, end
+                at = end
+
+    def _pieces_of(self, record: RoleRecord) -> Spans | None:
+        """Return the pieces on the hosts of all its ranks; None: they are not known."""
+        ranks = [record, *self._members.ranks_with(record)] if record.ranks > 1 else [record]
+        known = [rank.pieces for rank in ranks if rank.pieces is not None]
+        return reduce(and_, known) if len(known) == len(ranks) else None
+
+    def _positions(self, name: Address, pieces: Spans) -> Spans:
+        """Return where these pieces are in the epochs that are dealt."""
+        order, epoch = self._epochs.pieces, self._first_open // self._epochs.n_samples
+        assert order is not None
+        key, found = self._near.get(name, (None, NOTHING))
+        if key != (pieces, epoch):
+            found = Spans(span for k in (epoch, epoch + 1) for span in order.spans(k, pieces))
+            self._near[name] = (pieces, epoch), found
+        return found
+
+    def missing(self, now: Seconds) -> tuple[tuple[str, ...], Seconds]:
+        """Return the pieces which are not done and on no host, and how long all wait for them.
+
+        None are while a replica is on its way that may have them.
+        """
+        order, since = self._epochs.pieces, self._idle_since
+        self._idle_since = None
+        if order is None or order.pieces.can_fetch or not self.knows_all:
+            return (), 0.0
+        known: list[Spans] = []
+        for record in self._members.of("replica"):
+            pieces = self._pieces_of(record)
+            if record.presence is Presence.PRESENT and pieces is not None:
+                known.append(pieces)
+            elif record.presence in {Presence.LAUNCHED, Presence.PRESENT}:
+                return (), 0.0
+        absent = Spans([(0, len(order.rows))]) - Spans(span for one in known for span in one)
+        left = self._pooled()
+        far = left & self._positions(Address(""), absent)
+        held = Spans(span for hand in self.hands.values() for span in hand.held.values())
+        if far and far == left and not held - self._done:
+            self._idle_since = now if since is None else since
+        names = sorted({order.at_position(start)[0] for start, _ in self._by_piece(far)})
+        waited = 0.0 if self._idle_since is None else now - self._idle_since
+        return tuple(order.pieces.names[k] for k in names), waited
 
     def _find_cuts(self) -> list[int]:
         """Return where ranges must end: shards may have applied pushes that were cut otherwise.
@@ -207,7 +289,11 @@ class Dealer:
             if hand and (record.silence_reported or not _lives(record, hand)):
                 hand.held.clear()
             held += hand.held.values() if hand else ()
-        return Spans([(0, self._limit)]) - self._done - Spans(held)
+        limit = self._limit
+        if self._epochs.pieces is not None:
+            n = self._epochs.n_samples
+            limit = min(limit, (self._first_open // n + 2) * n)
+        return Spans([(0, limit)]) - self._done - Spans(held)
 
     @property
     def _limit(self) -> int:

@@ -19,6 +19,7 @@ from enum import Enum
 from typing import Final, Literal, final, get_args
 
 from distbelief.core.formatting import plain
+from distbelief.core.spans import Spans
 from distbelief.parameter_server.shard_config import shard_of
 from distbelief.protocol import Join, PeerEntry, Peers
 from distbelief.protocol.role import Address, Seconds
@@ -140,6 +141,7 @@ class RoleRecord:
     begun: bool = False  # `StartTraining` was sent (replica, coordinator)
     progressed: bool = False  # the first `Progress` came
     step: int = 0
+    pieces: Spans | None = None  # of the data on its host, by number; None: not known
 
     ranks: int = 1  # of its group
     in_ring: bool = False  # with the other replicas
@@ -222,7 +224,7 @@ class RoleRecord:
         self.silence_reported = self.begins = self.begun = self.progressed = False
         self.failure = self.end = self.entry = self.introduced_at = self.pid = None
         self.stopped = self.has_finished = False
-        self.step = 0
+        self.step, self.pieces = 0, None
         self.rate = Rate()
 
 

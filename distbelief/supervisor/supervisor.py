@@ -16,15 +16,18 @@
 from collections.abc import Mapping, Sequence
 from typing import Final, final
 
+import msgspec
 from msgspec.structs import replace
 
 from distbelief import protocol as wire
 from distbelief.core import formatting
 from distbelief.core.errors import RemoteProtocolError
 from distbelief.core.reliable import Silence
+from distbelief.core.spans import Spans
 from distbelief.protocol import role as rl
 from distbelief.protocol.log_events import LogEvent
 from distbelief.supervisor.allowances import Allowances
+from distbelief.supervisor.dealer import MISSING_SECONDS_MAX
 from distbelief.supervisor.failover import ShardFailover
 from distbelief.supervisor.handover import LOST, Handover, start_roles
 from distbelief.supervisor.hosts import ClusterConfig
@@ -42,6 +45,7 @@ from distbelief.supervisor.view import JobView, Phase
 
 
 TICK_SECONDS: Final = 0.25
+N_SHOWN: Final = 5  # pieces in a message
 N_RECORDS_MAX: Final = 1024
 INTRODUCE_SECONDS: Final = 5.0  # between two `Peers` to one role: messages may be lost
 LAST_MESSAGES_SECONDS: Final = 0.1  # they may come after the news that their process has ended
@@ -126,6 +130,7 @@ class Supervisor:
         self._to_introduce: dict[rl.Address, RoleRecord] = {}  # at the next tick
         self._stops_again = Seldom()
         self._draining: list[RoleRecord] | None = None  # trainers that may still be alive
+        self._missing: set[str] = set()  # pieces that no host has, as was said
 
     def handle(self, event: rl.Event, now: rl.Seconds) -> Sequence[rl.Action]:
         self.out.begin(now)
@@ -218,6 +223,7 @@ class Supervisor:
         if self._runs:
             self._send_due_requests()
             self._report_stall()
+            self._report_missing()
             self._part_copies()
             self._end_if_due()
         if self._now >= self._report_at and self.metrics.training_since is not None:
@@ -255,6 +261,24 @@ class Supervisor:
         )
         if states:
             self.out.log(LogEvent("stalled", seconds=waited, detail=states))
+
+    def _report_missing(self) -> None:
+        """Say which pieces of the data no host has, and end the job if nothing else is left."""
+        dealer = self.allowances.dealer
+        if dealer is None or not self.has_begun:
+            return
+        missing, waited = dealer.missing(self._now)
+        what = f"piece {', '.join(map(repr, missing[:N_SHOWN]))}"
+        what += f", ... ({len(missing)} in all)" if len(missing) > N_SHOWN else ""
+        if set(missing) - self._missing:
+            self.out.log(LogEvent("pieces_missing", detail=what))
+        self._missing = set(missing)
+        if waited > MISSING_SECONDS_MAX:
+            error = (
+                f"no host has {what}, and all others are done: resume where one has them, or give "
+                "the object of [data.train] fetch(piece)"
+            )
+            self.shutdown.begin(error, self._now, error=error)
 
     def _record(self) -> None:
         self._report_at = self._now + self._config.report_every
@@ -457,6 +481,8 @@ class Supervisor:
         samples = record.counters.get("samples", 0.0)
         record.state = formatting.plain(message.state)
         record.report(message.counters)
+        if message.pieces is not msgspec.UNSET:
+            record.pieces = Spans.from_wire(message.pieces)
         if record.trains and record.counters.get("samples", 0.0) > samples:
             self._clock.heard(self._now)  # a large batch makes progress without a step
         self._count(record)

@@ -36,6 +36,7 @@ from torch.utils.data import default_collate
 from typing_extensions import override
 
 from distbelief.core.errors import JobError
+from distbelief.core.pieces import Pieces, Placed
 
 
 # --- tensors in tuples, dictionaries and objects with fields ---
@@ -228,6 +229,7 @@ class DataSource:
         of_order: The order in words.
         num_workers: Processes that the loader asks for.
         batch_size: That of the loader; None: it is not known.
+        in_pieces: The data set, if it is in pieces.
     """
 
     def __init__(
@@ -240,8 +242,9 @@ class DataSource:
         of_order: str = "shuffled",
         num_workers: int = 0,
         batch_size: int | None = None,
+        in_pieces: Placed | None = None,
     ) -> None:
-        self.dataset = dataset
+        self.dataset, self.in_pieces = dataset, in_pieces
         self.collate = collate
         self.order = order
         self.of_order = of_order
@@ -257,6 +260,12 @@ class DataSource:
     def is_stream(self) -> bool:
         return isinstance(self.dataset, Sequential)
 
+    @property
+    def placed(self) -> Placed | None:
+        """The data set, if each process can read some of its pieces only."""
+        found = self.in_pieces
+        return found if found is not None and found.pieces.is_placed else None
+
     def __len__(self) -> int:
         return self._n_samples
 
@@ -267,6 +276,11 @@ class DataSource:
 
     def __getattr__(self, name: str) -> object:
         return getattr(self.dataset, name)
+
+
+def pieces_of(dataset: Dataset) -> Pieces | None:
+    found = dataset.in_pieces if isinstance(dataset, DataSource) else None
+    return None if found is None else found.pieces
 
 
 class Wanted(NamedTuple):
@@ -361,7 +375,9 @@ def some_of(dataset: Dataset, n_samples: int) -> list[int]:
 
 
 def _at(dataset: Dataset, positions: Sequence[int]) -> list[int]:
-    order = DataSource.of(dataset).order
+    placed, order = DataSource.of(dataset).placed, DataSource.of(dataset).order
+    if placed is not None:
+        return [*map(int, placed.readable(len(positions)))]
     return [*positions] if order is None else order(0, np.array(positions), 0).tolist()
 
 
@@ -384,10 +400,9 @@ MARK_TOLERANCE: Final = 1e-3  # relative: the same features, computed on another
 
 
 def marks_of(dataset: Dataset) -> tuple[float, ...] | None:
-    """Return weighted means of some samples; they differ if the content of the data differs.
-
-    None if the same sample differs each time it is read.
-    """
+    """Return weighted means of some samples; None if they differ each time, or lie elsewhere."""
+    if DataSource.of(dataset).placed is not None:
+        return None
     indices = some_of(dataset, N_MARKED)
     first, second = (_marks(read_batch(dataset, indices)) for _ in range(2))
     return first if are_alike(first, second) else None
@@ -553,6 +568,7 @@ class DataShard:
     n_replicas: int
     seed: int  # of the orders
     order_of_data: SampleOrder | None = None  # that of the data set itself, in each pass
+    placed: Placed | None = None  # the data set, if it is in pieces that lie on some hosts
 
     @property
     def start(self) -> int:
@@ -595,7 +611,7 @@ def dealt_samples(
     return shuffled(positions, n_samples=n_samples, seed=(seed, epoch))
 
 
-def shuffled(positions: Indices, *, n_samples: int, seed: int | tuple[int, int]) -> Indices:
+def shuffled(positions: Indices, *, n_samples: int, seed: int | tuple[int, ...]) -> Indices:
     """Return the samples at these positions of the shuffle, each in [0, n_samples).
 
     The shuffle is a keyed permutation that nobody stores. A Feistel network permutes [0, 4^k) for

@@ -6,6 +6,7 @@
     torch's `DataLoader`     those of its data set, joined    that of its sampler: shuffled, as
                              by its `collate_fn`              they stand, or drawn
     anything with `__iter__` the items of its passes          as they come (`Stream`)
+    one with `pieces`, `read`  rows of its pieces             shuffled, piece by piece (`PieceData`)
 
 All of these can be dealt: any replica reads any positions, though of a stream only by reading what
 lies before them.
@@ -41,6 +42,7 @@ from distbelief.task.data import (
 )
 from distbelief.task.dry_run import shown
 from distbelief.task.imports import place
+from distbelief.task.pieces import InPieces, PieceData
 
 
 _END: Final = object()
@@ -230,6 +232,20 @@ def source_of(
     table_of = _Table(user=user, limit=limit, collate=collate, again=again)
     if isinstance(given, DataLoader):
         return _of_loader(given, table_of)
+    if isinstance(given, InPieces) and not isinstance(given, type):
+        if limit is not None:
+            raise JobError(
+                f"{user} returned data in pieces: leave limit out, or return fewer pieces"
+            )
+        pieces = PieceData(given, user=user)
+        return DataSource(
+            pieces,
+            len(pieces),
+            collate=collate,
+            order=pieces.order,
+            of_order="in pieces",
+            in_pieces=pieces,
+        )
     if _is_stream(given):
         return _of_stream(cast("Iterable[object]", given), table_of)
     dataset, n_samples = _map_style(given, user)

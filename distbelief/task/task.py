@@ -17,6 +17,7 @@ from torch import nn
 
 from distbelief.core.errors import JobError
 from distbelief.core.memory import Memory
+from distbelief.core.pieces import Pieces
 from distbelief.core.tensor_files import TensorFile
 from distbelief.graph.append_loss import append_loss
 from distbelief.graph.capture import capture
@@ -29,10 +30,13 @@ from distbelief.task import dry_run, losses
 from distbelief.task.data import (
     Collate,
     Dataset,
+    DataSource,
     Path,
     Readers,
     are_alike,
+    first_of,
     marks_of,
+    pieces_of,
     read_batch,
     shown_path,
 )
@@ -44,7 +48,8 @@ from distbelief.task.sources import source_of
 
 
 def sample_of(dataset: Dataset, *, table: str = "data.train") -> Sample:
-    return Sample.of(read_batch(dataset, [0], table=table))
+    one = [0] if DataSource.of(dataset).placed is None else first_of(dataset, 1)
+    return Sample.of(read_batch(dataset, one, table=table))
 
 
 SEED_MAX: Final = 2**63 - 1  # torch takes no more
@@ -157,6 +162,7 @@ class BuildContext:
     device: str = "cpu"  # on which this process computes: "cpu", "cuda:1"
     n_train: int | None = None  # number of training samples, where it is known
     marks: tuple[float, ...] | None = None  # of these samples (`marks_of`), where they may differ
+    pieces: Pieces | None = None  # of the training samples, if they are in some
     # Data sets that exist already, by table ("data.train"): roles that share a process share them.
     datasets: Mapping[str, Dataset] = field(default_factory=dict)
     # Processes that read for this role, by table, if it has some.
@@ -167,6 +173,8 @@ class BuildContext:
         if replica is not None and self.has_parts:
             return build_dataset(self.task.train, part=(replica, self.n_replicas))
         dataset = self.datasets.get("data.train") or build_dataset(self.task.train)
+        if self.n_train is not None:
+            check_pieces(self.pieces, pieces_of(dataset))
         if self.n_train is not None and len(dataset) != self.n_train:
             raise JobError(
                 f"[data.train] has {len(dataset):,} samples here but {self.n_train:,} "
@@ -190,6 +198,13 @@ class BuildContext:
         if self.task.test is None:
             raise JobError("an evaluator needs held-out data: give [data.test]")
         return self.datasets.get("data.test") or build_dataset(self.task.test, table="data.test")
+
+
+def check_pieces(pieces: Pieces | None, here: Pieces | None) -> None:
+    """Raise JobError if this process has other pieces than there are where the job began."""
+    if pieces != here:
+        what = pieces.difference(here) if pieces and here else "pieces on some hosts only"
+        raise JobError(f"[data.train] has {what}: use the same data on all hosts")
 
 
 # --- objects ---

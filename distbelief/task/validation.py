@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Final
+from typing import Final, Literal
 
 import torch
 
@@ -15,6 +15,7 @@ from distbelief.task.data import (
     Dataset,
     DataSource,
     first_of,
+    pieces_of,
     read_batch,
     reseed,
     some_of,
@@ -122,7 +123,10 @@ def check_sources(
                 and 'use order = "dealt", or let it take replica and replicas'
             ),
         }
-        for what, fix in unfit.items():
+        of_pieces = _unfit_pieces(
+            source, is_train=is_train, is_dealt=is_dealt, batch_size=batch_size
+        )
+        for what, fix in (unfit | of_pieces).items():
             if fix:
                 raise JobError(f"{user} {what}: {fix}")
         if isinstance(source.order, DrawnOrder):
@@ -133,6 +137,36 @@ def check_sources(
         if n_wanted:
             found[table] = n_wanted
     return found
+
+
+def _unfit_pieces(
+    source: DataSource, *, is_train: bool, is_dealt: bool, batch_size: int
+) -> dict[str, str | Literal[False]]:
+    pieces, placed = pieces_of(source), source.placed
+    if pieces is None:
+        return {}
+    here = () if placed is None else placed.here
+    n_away = len(pieces.names) - sum(here[1::2]) + sum(here[::2])
+    single = next((name for name, n in zip(pieces.names, pieces.rows, strict=True) if n == 1), None)
+    return {
+        'is in pieces, which are dealt, and [algorithm] order is "parts"': (
+            is_train and not is_dealt and 'use order = "dealt"'
+        ),
+        f"has 1 row in piece {single!r}, a batch that batch normalisation cannot train on": (
+            is_train
+            and placed is not None
+            and single is not None
+            and batch_size > 1
+            and "join it to another piece, or let all hosts read all (no here)"
+        ),
+        f"has {n_away:,} pieces on other hosts, and an evaluation reads all": (
+            not is_train
+            and placed is not None
+            and n_away > 0
+            and not pieces.can_fetch
+            and "give it fetch(piece), or let this host have all"
+        ),
+    }
 
 
 def _check_same_again(source: DataSource, user: str, *, n_passes: int) -> None:

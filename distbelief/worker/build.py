@@ -17,6 +17,7 @@ from distbelief.config.algorithms import coordinator_of
 from distbelief.config.job import Job
 from distbelief.core.errors import JobError, LocalProtocolError
 from distbelief.core.memory import Memory
+from distbelief.core.pieces import Placed
 from distbelief.core.vectors import Vector
 from distbelief.graph.graph import LayerGraph
 from distbelief.parameter_server.client.client import ParameterClient
@@ -267,7 +268,7 @@ def whole_replica(
             begins=not await_begin,
         ),
     )
-    return Replica(steps)
+    return Replica(steps, placed=data_shard.placed)
 
 
 TrainingData = batches.TrainingPlan | batches.DealtPlan
@@ -275,7 +276,8 @@ TrainingData = batches.TrainingPlan | batches.DealtPlan
 
 def training_plan(config: DownpourSettings, data_shard: DataShard) -> TrainingData:
     if config.order == "dealt":
-        epochs, order = config.epochs(data_shard.n_samples), data_shard.order_of_data
+        placed, order = data_shard.placed, data_shard.order_of_data
+        epochs = config.epochs(data_shard.n_samples, None if placed is None else placed.pieces)
         return batches.DealtPlan(epochs, seed=config.seed, order=order)
     return batches.TrainingPlan(data_shard, batch_size=config.batch_size)
 
@@ -418,6 +420,7 @@ def data_shard_of(index: int, *, config: DownpourSettings, context: BuildContext
         n_replicas=n_replicas,
         seed=config.seed,
         order_of_data=data.order,
+        placed=data.placed,
     )
 
 
@@ -546,6 +549,7 @@ def assemble(  # noqa: PLR0913 -- one call describes a rank
     deal: batches.DealtPlan | None = None,
     training: bool = True,
     seed_gradient: ex.Seed = ex.mean_over_samples,
+    placed: Placed | None = None,
 ) -> Replica:
     """Return the role of a rank; if the plan has only one, that of a replica."""
     flow, n_ranks = parts.flow, split.plan.cluster.n_machines
@@ -585,7 +589,7 @@ def assemble(  # noqa: PLR0913 -- one call describes a rank
     steps = Steps(
         program, client=parts.client, executor=executor, slices=slices, course=course, shapes=shapes
     )
-    return Replica(steps)
+    return Replica(steps, placed=placed)
 
 
 def evaluating_rank(rank: GroupRank, *, context: BuildContext, split: Split) -> Replica:
@@ -752,4 +756,5 @@ def build_rank(name: str, *, config: DownpourSettings, context: BuildContext, sp
         begins=not context.await_begin,
         deal=_dealt(batch_plan),
         seed=(config.seed, rank.replica),
+        placed=data_shard.placed,
     )

@@ -190,7 +190,7 @@ class DownpourAlgorithm:
         """
         if config.counts_in_data:
             n_train = context.n_train or len(context.train_data())
-            config = config.in_pushes(n_train, n_replicas=context.n_replicas)
+            config = config.in_pushes(n_train, n_replicas=context.n_replicas, pieces=context.pieces)
         return roles.build_role(
             name,
             context=context,

@@ -8,6 +8,7 @@ import msgspec
 
 from distbelief.core import torch_optimizers
 from distbelief.core.arguments import key_of
+from distbelief.core.pieces import PieceOrder, Pieces
 from distbelief.core.spans import Epochs
 from distbelief.parameter_server.policy import DOWNPOUR, ExchangePolicy
 from distbelief.parameter_server.rules import UpdateRule
@@ -221,14 +222,16 @@ class DownpourSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         """Whether a schedule is in epochs, samples or steps."""
         return any(rule.schedule.counted for rule in self.rule.rules)
 
-    def in_pushes(self, n_train: int, *, n_replicas: int) -> "DownpourSettings":
+    def in_pushes(
+        self, n_train: int, *, n_replicas: int, pieces: Pieces | None = None
+    ) -> "DownpourSettings":
         """Return the settings with schedules in pushes, of so many training samples."""
         if not self.counts_in_data:
             return self
         n_push = self.pace.n_push
         # The last batch of an epoch may be short; of dealt samples so may its last push.
         if self.order == "dealt":
-            epochs, share = self.epochs(n_train), self.epoch_share
+            epochs, share = self.epochs(n_train, pieces), self.epoch_share
             n_steps, n_each = epochs.n_batches(0, n_train) * share, epochs.n_pushes * share
         else:
             parts = (
@@ -250,11 +253,20 @@ class DownpourSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
         return msgspec.structs.replace(self, rule=self.rule.in_pushes(n_pushes))
 
-    def epochs(self, n_samples: int) -> Epochs:
+    def epochs(self, n_samples: int, pieces: Pieces | None = None) -> Epochs:
         """Return how dealt samples are cut."""
         # Pushes that are fitted to the link, or to others, are of any batches of a range.
         n_push = 1 if self.exchange.is_of_any_length else self.pace.n_push
-        return Epochs(n_samples=n_samples, batch_size=self.batch_size, n_push=n_push)
+        return Epochs(
+            n_samples=n_samples,
+            batch_size=self.batch_size,
+            n_push=n_push,
+            pieces=(
+                PieceOrder(pieces, seed=self.seed)
+                if pieces is not None and pieces.is_placed
+                else None
+            ),
+        )
 
     def warm_start_left(self, n_done: int, n_samples: int, n_replicas: int) -> int:
         """Return the steps left of the warm start once so many samples are done: by replica 0."""

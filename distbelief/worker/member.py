@@ -17,6 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, cast, final
 
+import msgspec
+
 from distbelief import protocol as wire
 from distbelief.config.job import PATIENCE_SECONDS
 from distbelief.core.errors import (
@@ -174,7 +176,12 @@ class JobMember:
     def _heartbeat(self, now: rl.Seconds) -> list[rl.Action]:
         self._silence.woke(now)
         state, counters = self.status()
-        heartbeat = wire.Heartbeat(state=state[:128], counters=dict(counters))
+        heartbeat = wire.Heartbeat(
+            state=state[:128],
+            counters=dict(counters),
+            # Only a replica has some, and only once it is built.
+            pieces=getattr(self.role, "pieces", msgspec.UNSET),
+        )
         joins = []
         if self._peers is None or self._silence.silent(now) > REJOIN_SECONDS:
             config, warnings = self._config, tuple(self._warnings[:N_WARNINGS_MAX])

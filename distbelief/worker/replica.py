@@ -21,6 +21,7 @@ from enum import Enum
 from functools import partial
 from typing import Final, TypeVar, final
 
+import msgspec
 import torch
 from typing_extensions import override
 
@@ -31,6 +32,7 @@ from distbelief.core.errors import (
     LocalProtocolError,
     RemoteProtocolError,
 )
+from distbelief.core.pieces import Placed
 from distbelief.parameter_server.client.client import ParameterClient, ShardReply
 from distbelief.parameter_server.client.fetches import FetchResult
 from distbelief.parameter_server.client.pushes import PushDraft
@@ -772,8 +774,10 @@ class Replica:
 
     accepts = rl.message_types(ReplicaMessage)
 
-    def __init__(self, steps: Steps) -> None:
+    def __init__(self, steps: Steps, *, placed: Placed | None = None) -> None:
         self.program, self.course = steps.program, steps.course
+        # Of data in pieces, those that it can read: for its heartbeats.
+        self.pieces = msgspec.UNSET if placed is None else placed.here
         self.accepts = self.accepts | self.program.accepts | self.course.accepts
         self._steps, self._client = steps, steps.client
         self._is_gone = False

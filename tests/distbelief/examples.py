@@ -82,6 +82,61 @@ def numbered_stream(*, n_samples: int = 64, bad: Sequence[int] = ()) -> Numbered
     return NumberedStream(Numbered(n_samples=n_samples, bad=bad))
 
 
+class NumberedPieces:
+    """The same in pieces of so many rows, of which some are here."""
+
+    def __init__(
+        self, rows: Sequence[int], here: Sequence[int] | None, *, fetches: bool, bad: Sequence[int]
+    ) -> None:
+        self.samples = Numbered(n_samples=sum(rows), bad=bad)
+        self.rows = {f"piece-{k:03d}": n for k, n in enumerate(rows)}
+        names = list(self.rows)
+        self.near = set(names if here is None else [names[k] for k in here])
+        if here is not None:
+            self.here = lambda: sorted(self.near)
+        if fetches:
+            self.fetch = self.near.add
+
+    def pieces(self) -> dict[str, int]:
+        return self.rows
+
+    def read(self, piece: str, rows: Sequence[int]) -> object:
+        assert piece in self.near, piece
+        assert len({*rows}) == len(rows)
+        assert max(rows) < self.rows[piece]
+        start = sum(n for name, n in self.rows.items() if name < piece)
+        return [self.samples[start + row] for row in rows]
+
+
+def numbered_pieces(
+    *,
+    rows: Sequence[int],
+    here: Sequence[int] | None = None,
+    fetches: bool = False,
+    bad: Sequence[int] = (),
+) -> NumberedPieces:
+    return NumberedPieces(rows, here, fetches=fetches, bad=bad)
+
+
+class FramesInPieces:
+    """`Frames` in pieces that everybody reads."""
+
+    def __init__(self, rows: Sequence[int], width: int) -> None:
+        self.frames = Frames(n_samples=sum(rows), width=width)
+        self.rows = {f"piece-{k:03d}": n for k, n in enumerate(rows)}
+
+    def pieces(self) -> dict[str, int]:
+        return self.rows
+
+    def read(self, piece: str, rows: Sequence[int]) -> object:
+        start = sum(n for name, n in self.rows.items() if name < piece)
+        return self.frames[[start + row for row in rows]]  # type: ignore[index]
+
+
+def frames_in_pieces(*, rows: Sequence[int], width: int = 4) -> FramesInPieces:
+    return FramesInPieces(rows, width)
+
+
 class Counts(nn.Module):
     """One weight per sample and row: with `minus_sum` and SGD at rate 1, how often each counted."""
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial
 from typing import Any, TypeVar
 
+import msgspec
 import numpy as np
 
 from distbelief.config.job import StopTable
@@ -28,7 +29,7 @@ from distbelief.protocol.role import SUPERVISOR, Address
 from distbelief.simulation.driver import HandledEvent
 from distbelief.simulation.faults import Fault
 from distbelief.supervisor.shutdown import ShutdownStage
-from distbelief.task.data import dealt_samples
+from distbelief.task.data import DataSource, dealt_samples
 from distbelief.task.task import (
     Captured,
     DataSpec,
@@ -75,6 +76,16 @@ def task_of(
         ),
         loss=f"{EXAMPLES}:{loss}",
     )
+
+
+def task_in_pieces(
+    task: TaskSpec, rows: Sequence[int], here: Sequence[int] | None = None, *, fetches: bool = False
+) -> TaskSpec:
+    """Return the task with data in pieces of so many rows; None are here: all can be read."""
+    arguments = {"rows": [*rows], "here": here, "fetches": fetches}
+    bad = {"bad": task.train.arguments["bad"]}
+    train = DataSpec(factory=f"{EXAMPLES}:numbered_pieces", arguments=arguments | bad)
+    return msgspec.structs.replace(task, train=train)
 
 
 @cache
@@ -125,13 +136,28 @@ class DealtJob:
         cluster: Callable[..., JobCluster] = JobCluster,
         n_ranks: int = 1,  # of each replica; then all batches are of one size
         is_stream: bool = False,  # the data are
+        pieces: Sequence[int] = (),  # rows of each, if the data are in pieces
+        places: Sequence[Sequence[int]] = (),  # pieces of each replica; none: all read all
+        fetches: bool = False,
     ) -> None:
+        n_samples = sum(pieces) or n_samples
         self.n_samples = n_samples
         self._is_stream = is_stream
         self._bad = list(bad)
         self.total = int(np.ceil(n_epochs * n_samples))
         assert n_ranks == 1 or not (n_samples % batch_size or self.total % batch_size)
         task = task_of(n_samples, bad, is_split=n_ranks > 1, is_stream=is_stream)
+        self._pieces = task_in_pieces(task, pieces) if pieces else None
+        if self._pieces is not None:
+            task = self._pieces
+            every = [task_in_pieces(task, pieces, here, fetches=fetches) for here in places]
+            tasks = {
+                name: one
+                for r, one in enumerate(every)
+                for name in (f"replica-{r}", *(rank_name(r, m) for m in range(n_ranks)))
+            }
+            session = {**session, "tasks": tasks}
+            task = every[0] if every else task
         # The loss of a split model is a mean.
         rule = rule or SGD(learning_rate=1.0 if n_ranks == 1 else float(batch_size))
         split = None
@@ -208,7 +234,11 @@ class DealtJob:
             for first in range(start - start % self.n_samples, stop, self.n_samples):
                 begin, end = max(first, start), min(first + self.n_samples, stop)
                 samples = np.arange(begin, end) - first
-                if not self._is_stream:
+                if self._pieces is not None:
+                    order = DataSource.of(build_dataset(self._pieces.train)).order
+                    assert order is not None
+                    samples = order(first // self.n_samples, samples, 0)
+                elif not self._is_stream:
                     samples = _dealt(begin, end, self.n_samples)
                 np.add.at(counts, samples, 1.0)
         counts[self._bad] = 0.0
@@ -334,11 +364,7 @@ class Drawn:
         return random_faults(self.seed, names, horizon=4.0, intensity=intensity, restarts=False)
 
 
-def job_of(seed: int) -> DealtJob:
-    """Return a job with everything drawn from the seed: its numbers, its exchange, its faults."""
-    drawn = Drawn(seed, 0xDEA1)
-    pick = drawn.pick
-    n_replicas, n_shards, copies = pick(1, 2, 3, 4), pick(1, 2, 3), pick(1, 2)
+def exchange_of(pick: Callable[..., Any]) -> dict[str, Any]:
     sgd = {"inner": {"name": "SGD", "lr": 1.0}}
     options: dict[str, Any] = pick(
         {},
@@ -349,6 +375,15 @@ def job_of(seed: int) -> DealtJob:
         {"exchange": ExchangePolicy(every=pick(1, 2, 3), send="delta"), **sgd},
         {"exchange": ExchangePolicy(every="auto", send="delta"), **sgd},
     )
+    return options
+
+
+def job_of(seed: int) -> DealtJob:
+    """Return a job with everything drawn from the seed: its numbers, its exchange, its faults."""
+    drawn = Drawn(seed, 0xDEA1)
+    pick = drawn.pick
+    n_replicas, n_shards, copies = pick(1, 2, 3, 4), pick(1, 2, 3), pick(1, 2)
+    options = exchange_of(pick)
     return DealtJob(
         faults=drawn.faults((f"replica-{r}" for r in range(n_replicas)), n_shards, copies),
         n_samples=pick(17, 50, 65),
@@ -361,6 +396,36 @@ def job_of(seed: int) -> DealtJob:
         seed=seed,
         is_stream=pick(False, False, True),  # noqa: FBT003 -- choices, no arguments
         **options,
+    )
+
+
+def pieces_job_of(seed: int) -> DealtJob:
+    """Return a job whose data are in pieces on some hosts, with everything drawn from the seed."""
+    drawn = Drawn(seed, 0x91EC)
+    pick, draw = drawn.pick, drawn.stream.integers
+    n_replicas, n_shards, copies = pick(1, 2, 3, 4), pick(1, 2, 3), pick(1, 1, 2)
+    n_pieces, fetches = pick(1, 2, 3, 6), pick(True, False)  # noqa: FBT003 -- a choice
+    rows = [pick(0, 1, 5, 8, 13, 40) for _ in range(n_pieces)]
+    rows[0] += not sum(rows)
+    places: list[list[int]] = [[] for _ in range(n_replicas)]
+    for piece in range(n_pieces):
+        # Without fetch each is on two hosts, as far as there are so many.
+        n_hosts = int(draw(0, n_replicas + 1)) if fetches else min(2, n_replicas)
+        for host in drawn.stream.permutation(n_replicas)[:n_hosts]:
+            places[host].append(piece)
+    return DealtJob(
+        faults=drawn.faults((f"replica-{r}" for r in range(n_replicas)), n_shards, copies),
+        n_epochs=pick(2, 4, 5.5),
+        batch_size=pick(1, 4, 8),
+        n_replicas=n_replicas,
+        n_shards=n_shards,
+        shard_copies=copies,
+        snapshot_every=pick(0.7, 1.5),
+        seed=seed,
+        pieces=rows,
+        places=places if pick(True, True, True, False) else (),  # noqa: FBT003 -- a choice
+        fetches=fetches,
+        **exchange_of(pick),
     )
 
 

@@ -28,6 +28,7 @@ from distbelief.supervisor.stop_rules import StopRules
 from distbelief.supervisor.supervisor import Supervisor
 from distbelief.supervisor.supervisor_config import SupervisorConfig
 from distbelief.supervisor.view import JobView
+from distbelief.task.data import pieces_of
 from distbelief.task.task import (
     BuildContext,
     DataSpec,
@@ -282,12 +283,13 @@ class JobCluster(Downpour, JobScene):
             evaluates=self.task.test is not None,
             ranks=(n_ranks,) * self.n_replicas if n_ranks else (),
         )
-        n_train = len(build_dataset(self.task.train))
+        train = build_dataset(self.task.train)
+        n_train, pieces = len(train), pieces_of(train)
         n_done = sum(self.before.samples.values())
         config = SupervisorConfig(
             roster=tuple(roster),
             stop=StopRules(self.stop, n_train=n_train),
-            dealt=settings.epochs(n_train) if settings.order == "dealt" else None,
+            dealt=settings.epochs(n_train, pieces) if settings.order == "dealt" else None,
             parts=None if split is None else wb.pushing_ranks(split(), self.layout),
             epoch_share=settings.epoch_share,
             in_ring=settings.exchange.route == "ring",

@@ -19,8 +19,9 @@ import torch
 
 from distbelief.config.job import Job
 from distbelief.core.errors import JobError
+from distbelief.core.pieces import Pieces
 from distbelief.task import task as tasks
-from distbelief.task.data import Batch, are_alike, first_of, marks_of, read_batch
+from distbelief.task.data import Batch, are_alike, first_of, marks_of, pieces_of, read_batch
 from distbelief.worker.local_executor import FlatModel
 
 
@@ -35,6 +36,7 @@ class Likeness(msgspec.Struct, frozen=True, kw_only=True):
     build: str  # of what computes: "torch 2.9.0, AVX2, 1 thread"
     sources: dict[str, str]  # hash of each module of the job
     marks: tuple[float, ...] | None = None  # of some samples; None: they differ each time
+    pieces: Pieces | None = None  # of the data, if they are in some
     n_samples: int = 0  # whose loss was computed
     loss: float | None = None  # None: not computed, or it differs each time
     gradients: dict[str, float] = {}  # norm of each tensor's
@@ -96,7 +98,11 @@ def likeness_of(job: Job, modules: Sequence[str]) -> Likeness:
         if first.bits == second.bits:
             numbers = msgspec.structs.replace(first, n_samples=n_samples)
     return msgspec.structs.replace(
-        numbers, build=_build(), sources=_sources(job, modules), marks=marks
+        numbers,
+        build=_build(),
+        sources=_sources(job, modules),
+        marks=marks,
+        pieces=pieces_of(dataset),
     )
 
 

@@ -26,6 +26,7 @@ from distbelief.config.load import job_from_json
 from distbelief.core import files
 from distbelief.core.errors import DistBeliefError, JobError, StorageError
 from distbelief.core.formatting import size
+from distbelief.core.pieces import Pieces
 from distbelief.core.tensor_files import TensorFile
 from distbelief.core.torch_optimizers import check_names
 from distbelief.graph.graph import as_real
@@ -47,7 +48,7 @@ from distbelief.parameter_server.rules import check_groups
 from distbelief.plans.plan import Plan
 from distbelief.plans.step_cost import PlanCost
 from distbelief.task import dry_run, task as tasks
-from distbelief.task.data import Dataset, DataSource, first_of, marks_of, read_batch
+from distbelief.task.data import Dataset, DataSource, first_of, marks_of, pieces_of, read_batch
 from distbelief.task.forward import Sample
 from distbelief.task.imports import place, shown_name
 from distbelief.task.initializers import InitialFile, partial_values, reader, recorded_initials
@@ -96,6 +97,7 @@ class PreflightResult(msgspec.Struct, frozen=True, kw_only=True):
     costs: dict[int, PlanCost] = {}  # of each plan, if ranks are chosen by the hosts that join
     sample: Sample | None = None  # shapes and types of the data, for the plans
     likeness: Likeness | None = None  # what hosts that join must have in common with this one
+    pieces: Pieces | None = None  # of the training data, if they are in some
     num_workers: dict[str, int] = {}  # processes that read for a role, by table
     proof: str = ""  # whether split replicas compute what one process does, for the user
 
@@ -117,6 +119,7 @@ class PreflightResult(msgspec.Struct, frozen=True, kw_only=True):
             sample=self.sample,
             likeness=self.likeness,
             n_train=None if self.task.train is None else self.task.train.n_samples,
+            pieces=self.pieces,
             marks=(self.task.train and self.task.train.marks) or None,
         )
 
@@ -157,7 +160,9 @@ def prepare_main(name: str, incarnation: int, path: str) -> int:
         if spec.likeness is not None:
             torch.set_num_threads(job.cluster.threads)
             may_round = job.cluster.rounding == "any"
-            spec.likeness.check(likeness_of(job, modules_of(job)), may_round=may_round)
+            like = likeness_of(job, modules_of(job))
+            spec.likeness.check(like, may_round=may_round)
+            tasks.check_pieces(spec.pieces, like.pieces)
         return PreflightResult()
 
     return _answer(name, incarnation, Path(path), prepare)
@@ -415,6 +420,7 @@ def _found(
             seed=job.evaluation.seed,
             averaged=job.evaluation.averaged,
         ),
+        pieces=pieces_of(datasets["data.train"]),
         task=TaskFacts(
             n_parameters=model.n_parameters,
             train=msgspec.structs.replace(

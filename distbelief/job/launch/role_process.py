@@ -25,6 +25,7 @@ from distbelief.config.job import Job
 from distbelief.config.load import job_from_json
 from distbelief.core.errors import DistBeliefError, JobError
 from distbelief.core.memory import KEPT_BYTES_MAX, Memory, PrivateMemory, keep_memory
+from distbelief.core.pieces import Pieces
 from distbelief.core.signals import ABANDONED
 from distbelief.core.tensor_files import TensorFile
 from distbelief.core.writer import Writer, log_line
@@ -129,6 +130,7 @@ class RoleSpec(msgspec.Struct, frozen=True, kw_only=True):
     slot: int = 0  # of this process, among those of its host that compute
     sample: Sample | None = None  # shapes and types of the data, for these plans
     n_train: int | None = None  # training samples
+    pieces: Pieces | None = None  # of these, if they are in some
     num_workers: dict[str, int] = {}  # processes that read for a role, by table
     marks: tuple[float, ...] | None = None  # of some of them (`marks_of`), which hosts compare
     likeness: Likeness | None = None  # of the supervisor's host, if others may join
@@ -313,6 +315,7 @@ def context_of(
         plan=spec.plans.get(spec.ranks),
         sample=spec.sample,
         n_train=spec.n_train,
+        pieces=spec.pieces,
         marks=None if spec.allowed is None else spec.marks,  # only hosts that join have other data
     )
 

@@ -44,6 +44,13 @@ def check_data(job: Job, answer: PreflightResult) -> None:
             f"{key} is given, and the stream of [data.train] has no length: give it __len__, or "
             "limit = N in [data.train] (an epoch of N samples), or count in samples or steps"
         )
+    pieces, left = answer.pieces, facts_of(job).warm_start_left
+    is_stuck = pieces is not None and pieces.is_placed and not pieces.can_fetch
+    if train is not None and is_stuck and left(0, train.n_samples, job.cluster.n_replicas):
+        raise JobError(
+            "[algorithm] has warm_start_steps, in which replica 0 trains alone, and pieces of "
+            "[data.train] lie on other hosts: leave them out, or give its object fetch(piece)"
+        )
     if train is not None and not is_dealt and 1 < job.cluster.n_replicas > train.n_samples:
         raise JobError(
             f"[cluster] replicas = {job.cluster.n_replicas}, but [data.train] "
@@ -67,8 +74,18 @@ def short_epochs(job: Job, answer: PreflightResult) -> str | None:
     epochs, train = facts_of(job).epochs, answer.task.train
     if epochs is None or train is None:
         return None
-    n_samples, n_push = train.n_samples, epochs(train.n_samples).n_push
-    n_batches = epochs(n_samples).n_batches(0, n_samples)
+    found = epochs(train.n_samples, answer.pieces)
+    n_samples, n_push, n_batches = (
+        train.n_samples,
+        found.n_push,
+        found.n_batches(0, train.n_samples),
+    )
+    wanted, mean = n_push * found.batch_size, n_samples / found.n_pushes
+    if found.pieces is not None and mean < wanted / 2:
+        return (
+            f"pieces of [data.train] are small: a push ends with its piece, so it has {mean:.0f} "
+            f"samples in the mean, not {wanted}. Join pieces, or let each host read all (no here)"
+        )
     if n_batches >= n_push:
         return None
     batches = "1 batch" if n_batches == 1 else f"{n_batches} batches"
@@ -144,7 +161,7 @@ def supervisor_config(
     facts = facts_of(job)
     assert answer.task.train is not None
     n_train, n_done = answer.task.train.n_samples, sum(previous.before.samples.values())
-    dealt = facts.epochs(n_train) if facts.epochs else None
+    dealt = facts.epochs(n_train, answer.pieces) if facts.epochs else None
     every, n_samples = job.evaluation.every, None
     if isinstance(every, Passes):
         n_samples = every.n_samples(n_train=n_train, batch_size=job.batch_size)
