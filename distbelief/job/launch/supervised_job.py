@@ -105,7 +105,7 @@ def void_settings(job: Job, answer: PreflightResult) -> list[str]:
     stop = StopRules(job.stop, n_train=train.n_samples, batch_size=job.batch_size)
     total, every = stop.total_samples, 1
     if facts.epochs is not None:
-        every = facts.epochs(train.n_samples).n_push
+        every = facts.epochs(train.n_samples, answer.pieces).n_push
     elif facts.policy is not None and isinstance(facts.policy.every, int):
         every = facts.policy.every
     if total is not None:
