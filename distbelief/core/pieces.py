@@ -8,7 +8,7 @@ same for any number of replicas, and wherever the pieces are.
 """
 
 from collections.abc import Iterable, Mapping
-from typing import Protocol, Self, final, runtime_checkable
+from typing import Protocol, Self, final
 
 import msgspec
 import numpy as np
@@ -37,20 +37,16 @@ class Pieces(msgspec.Struct, frozen=True, kw_only=True):
             can_fetch=can_fetch,
         )
 
-    def difference(self, here: "Pieces") -> str | None:
-        """Return in which piece another host has something else, if it has."""
+    def difference(self, here: "Pieces") -> str:
+        """Return what another host has otherwise: the first piece, or its methods."""
         of, to = (dict(zip(one.names, one.rows, strict=True)) for one in (self, here))
-        for name in sorted({*of, *to}):
+        for name in sorted(of.keys() | to.keys()):
             if of.get(name) != to.get(name):
-                was, now = (
-                    "no such piece" if n is None else f"{n:,} rows"
-                    for n in (of.get(name), to.get(name))
-                )
+                was, now = (f"{one.get(name, 'no')} rows" for one in (of, to))
                 return f"piece {name!r}: {now} here, {was} where the job began"
-        return None
+        return "here() or fetch() on some hosts only"
 
 
-@runtime_checkable
 class Placed(Protocol):
     """A data set in pieces, of which this process may read some only (`task.pieces`)."""
 

@@ -29,6 +29,7 @@ from distbelief.job.trainer import run_job
 from distbelief.task.data import Dataset
 from distbelief.task.dry_run import shown
 from distbelief.task.imports import check_is_no_import, places
+from distbelief.task.pieces import InPieces
 from distbelief.task.tensor_pairs import TensorPairs, as_pair
 
 
@@ -90,7 +91,7 @@ def fit(  # noqa: PLR0913 -- the keys of a job that most jobs have
         model: Trained from its present values, in training mode. It stays as it is: `run.model`
             is a trained copy, in evaluation mode.
         data: Inputs and targets (x, y) as tensors or arrays, or a data set of pairs or
-            dictionaries: map-style, a stream, or torch's DataLoader.
+            dictionaries: map-style, a stream, in pieces, or torch's DataLoader.
         loss: Torch's name of it ("cross_entropy"), a loss module, or a function (outputs, targets)
             -> mean over the samples; "model": what the model returns as its loss.
         batch_size: Samples of one step of one replica.
@@ -179,7 +180,7 @@ def _dataset(data: object, what: str) -> object:
     elif isinstance(data, Mapping):
         way = "give (inputs, targets), or a data set whose items are dictionaries"
     elif isinstance(data, str | bytes | type | Iterator) or not isinstance(
-        data, Dataset | Iterable
+        data, Dataset | Iterable | InPieces
     ):
         way = "give (x, y), or a data set with __len__ and __getitem__(index) -> (input, target)"
     if way:

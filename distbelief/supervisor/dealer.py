@@ -207,11 +207,12 @@ class Dealer:
         yield from self._pool & near
         if not order.pieces.can_fetch:
             return
+        n = self._epochs.n_samples
         far = sorted(
-            (span != order.at_position(span[0])[1], -span[0], span)
+            (span != order.at_position(span[0])[1], span[0] // n, -span[0], span)
             for span in self._by_piece(self._pool - near)
         )
-        for _, _, span in far:
+        for *_, span in far:
             hand.fetched.append(order.at_position(span[0])[0])
             yield span
 
@@ -244,7 +245,8 @@ class Dealer:
 
         None are while a replica is on its way that may have them.
         """
-        order = self._epochs.pieces
+        order, since = self._epochs.pieces, self._idle_since
+        self._idle_since = None
         if order is None or order.pieces.can_fetch or not self.knows_all:
             return (), 0.0
         known: list[Spans] = []
@@ -253,17 +255,13 @@ class Dealer:
             if record.presence is Presence.PRESENT and pieces is not None:
                 known.append(pieces)
             elif record.presence in {Presence.LAUNCHED, Presence.PRESENT}:
-                self._idle_since = None
                 return (), 0.0
         absent = Spans([(0, len(order.rows))]) - Spans(span for one in known for span in one)
         left = self._pooled()
         far = left & self._positions(Address(""), absent)
-        if not far:
-            self._idle_since = None
-            return (), 0.0
         held = Spans(span for hand in self.hands.values() for span in hand.held.values())
-        is_idle = far == left and not held - self._done
-        self._idle_since = (self._idle_since or now) if is_idle else None
+        if far and far == left and not held - self._done:
+            self._idle_since = now if since is None else since
         names = sorted({order.at_position(start)[0] for start, _ in self._by_piece(far)})
         waited = 0.0 if self._idle_since is None else now - self._idle_since
         return tuple(order.pieces.names[k] for k in names), waited

@@ -267,9 +267,8 @@ class Supervisor:
         if dealer is None or not self.has_begun:
             return
         missing, waited = dealer.missing(self._now)
-        names = ", ".join(map(repr, missing[:N_SHOWN]))
-        what = f"{'piece' if len(missing) == 1 else f'{len(missing)} pieces of the data'} {names}"
-        what += ", ..." if len(missing) > N_SHOWN else ""
+        what = f"piece {', '.join(map(repr, missing[:N_SHOWN]))}"
+        what += f", ... ({len(missing)} in all)" if len(missing) > N_SHOWN else ""
         if set(missing) - self._missing:
             self.out.log(LogEvent("pieces_missing", detail=what))
         self._missing = set(missing)

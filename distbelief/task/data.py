@@ -205,6 +205,7 @@ class DataSource:
         of_order: The order in words.
         num_workers: Processes that the loader asks for.
         batch_size: That of the loader; None: it is not known.
+        in_pieces: The data set, if it is in pieces.
     """
 
     def __init__(
@@ -217,8 +218,9 @@ class DataSource:
         of_order: str = "shuffled",
         num_workers: int = 0,
         batch_size: int | None = None,
+        in_pieces: Placed | None = None,
     ) -> None:
-        self.dataset = dataset
+        self.dataset, self.in_pieces = dataset, in_pieces
         self.collate = collate
         self.order = order
         self.of_order = of_order
@@ -237,8 +239,8 @@ class DataSource:
     @property
     def placed(self) -> Placed | None:
         """The data set, if each process can read some of its pieces only."""
-        found = self.dataset
-        return found if isinstance(found, Placed) and found.pieces.is_placed else None
+        found = self.in_pieces
+        return found if found is not None and found.pieces.is_placed else None
 
     def __len__(self) -> int:
         return self._n_samples
@@ -253,8 +255,8 @@ class DataSource:
 
 
 def pieces_of(dataset: Dataset) -> Pieces | None:
-    found = DataSource.of(dataset).dataset
-    return found.pieces if isinstance(found, Placed) else None
+    found = dataset.in_pieces if isinstance(dataset, DataSource) else None
+    return None if found is None else found.pieces
 
 
 class Wanted(NamedTuple):

@@ -25,19 +25,20 @@ from distbelief.task.dry_run import shown
 from distbelief.task.imports import place
 
 
-N_PIECES_MAX: Final = 100_000
+N_PIECES_MAX: Final = 20_000
+# That lie on some hosts only: if half of them wait for a slow one, in two epochs, shards can still
+# tell which positions they have applied in one message.
+N_PLACED_MAX: Final = N_SPANS_MAX
 _NAME_MAX: Final = 200  # characters
 
 
 @runtime_checkable
-class _Given(Protocol):
+class InPieces(Protocol):
+    """What a user gives; `here` and `fetch` are optional."""
+
     def pieces(self) -> Mapping[str, int]: ...
 
     def read(self, piece: str, rows: Sequence[int], /) -> object: ...
-
-
-def is_in_pieces(given: object) -> bool:
-    return isinstance(given, _Given) and not isinstance(given, type)
 
 
 @final
@@ -48,29 +49,28 @@ class PieceData:
         JobError: pieces and rows are not as they must be, or the user's code fails.
     """
 
-    def __init__(self, given: object, *, user: str) -> None:
-        self._given, self._user = cast("_Given", given), user
+    def __init__(self, given: InPieces, *, user: str) -> None:
+        self._given, self._user = given, user
         here: object = getattr(given, "here", None)
         fetch: object = getattr(given, "fetch", None)
+        for name, method in (("pieces", given.pieces), ("here", here), ("fetch", fetch)):
+            if method is not None and not callable(method):
+                raise JobError(f"{user}: {name} is {shown(method)}: it must be a method")
         self._fetch = cast("Callable[[str], object] | None", fetch)
         rows = self._checked(self._call("pieces()", self._given.pieces))
         self.pieces = Pieces.of(rows, is_placed=callable(here), can_fetch=callable(fetch))
-        names = self.pieces.names
         self._starts = np.cumsum([0, *self.pieces.rows])
-        self._near = set(names)
+        self._near = {*self.pieces.names}
         if callable(here):
             found = self._call("here()", here)
             if isinstance(found, str) or not isinstance(found, Iterable):
                 raise JobError(f"{user}: here() returned {shown(found)}: it must be names")
-            self._near = set(found)
-            if unknown := sorted(map(repr, self._near - {*names})):
+            self._near, known = set(found), self._near
+            if unknown := sorted(map(repr, self._near - known)):
                 raise JobError(f"{user}: here() has {unknown[0]}, which pieces() does not have")
-        self.here = tuple(self._ranges())
-        if len(self.here) > 2 * N_SPANS_MAX:
-            raise JobError(
-                f"{user}: here() has {len(self._near):,} pieces in more than {N_SPANS_MAX:,} "
-                "ranges: let names of one host begin alike, or join pieces"
-            )
+        # Where those that are here begin and end.
+        is_here = [False, *(name in self._near for name in self.pieces.names), False]
+        self.here = tuple(k for k, (was, now) in enumerate(pairwise(is_here)) if was != now)
         self._orders: dict[int, PieceOrder] = {}
 
     def _checked(self, rows: object) -> dict[str, int]:
@@ -80,26 +80,21 @@ class PieceData:
                 f"{user}: pieces() returned {shown(rows)}: it must be a dictionary, name -> rows"
             )
         for name, n in rows.items():
-            if not isinstance(name, str) or not 0 < len(name) <= _NAME_MAX:
+            is_name = isinstance(name, str) and 0 < len(name) <= _NAME_MAX
+            is_number = isinstance(n, int | np.integer) and not isinstance(n, bool) and n >= 0
+            if not (is_name and is_number):
                 raise JobError(
-                    f"{user}: pieces() has the name {name!r}: use 1 to {_NAME_MAX} letters"
+                    f"{user}: pieces() has {name!r}: {n!r}: it must be a name of 1 to {_NAME_MAX} "
+                    "letters, and a number of rows from 0 on"
                 )
-            if isinstance(n, bool) or not isinstance(n, int | np.integer) or n < 0:
-                raise JobError(
-                    f"{user}: piece {name!r} has {n!r} rows: it must be a number from 0 on"
-                )
+        n_max = N_PLACED_MAX if callable(getattr(self._given, "here", None)) else N_PIECES_MAX
         found = {name: int(n) for name, n in rows.items()}
-        if not 0 < len(found) <= N_PIECES_MAX or not sum(found.values()):
+        if not 0 < len(found) <= n_max or not sum(found.values()):
             raise JobError(
                 f"{user} has {len(found):,} pieces of {sum(found.values()):,} rows: it must have 1 "
-                f"to {N_PIECES_MAX:,} pieces, and some rows"
+                f"to {n_max:,} pieces, and some rows"
             )
         return found
-
-    def _ranges(self) -> Iterable[int]:
-        """Return where those that are here begin and end: [start, stop, start, stop, ...)."""
-        is_here = [False, *(name in self._near for name in self.pieces.names), False]
-        return (k for k, (before, after) in enumerate(pairwise(is_here)) if before != after)
 
     @property
     def fingerprint(self) -> str:
@@ -118,18 +113,18 @@ class PieceData:
         found = np.empty(len(positions), np.int64)
         # A single piece has the order of a data set without pieces.
         is_alone = np.count_nonzero(order.rows) == 1
-        for k in dict.fromkeys(at.tolist()):
-            piece, is_its = int(pieces[k]), at == k
-            n = int(order.rows[piece])
-            found[is_its] = self._starts[piece] + shuffled(
-                positions[is_its] - (stops[k] - n),
+        for mine in _groups(at):
+            k = at[mine[0]]
+            piece, n = int(pieces[k]), int(order.rows[pieces[k]])
+            found[mine] = self._starts[piece] + shuffled(
+                positions[mine] - (stops[k] - n),
                 n_samples=n,
                 seed=(seed, epoch, *([] if is_alone else [piece])),
             )
         return found
 
     def readable(self, n: int) -> Indices:
-        """Return so many samples at most that this process can read, from everywhere."""
+        """Return the first samples that this process can read, so many at most."""
         rows = np.array(self.pieces.rows)
         is_read = rows * [name in self._near for name in self.pieces.names]
         if not is_read.any():
@@ -140,12 +135,11 @@ class PieceData:
                 )
             smallest = np.where(rows, rows, rows.max() + 1).argmin()
             is_read[smallest] = rows[smallest]
-        found = np.concatenate(
-            [start + np.arange(k) for start, k in zip(self._starts, is_read, strict=False)]
-        )
-        steps = np.arange(min(n, len(found)))
-        chosen: Indices = found[steps * (len(found) - 1) // max(len(steps) - 1, 1)]
-        return chosen
+        stops = np.cumsum(is_read)
+        chosen = np.arange(min(n, int(stops[-1])))
+        of = np.searchsorted(stops, chosen, side="right")
+        found: Indices = self._starts[of] + chosen - (stops - is_read)[of]
+        return found
 
     # --- as a data set
 
@@ -161,7 +155,7 @@ class PieceData:
     def __getitems__(self, indices: Sequence[int]) -> object:
         wanted = np.asarray(indices, np.int64)
         of = np.searchsorted(self._starts, wanted, side="right") - 1
-        places = [np.flatnonzero(of == piece) for piece in dict.fromkeys(of.tolist())]
+        places = _groups(of)
         parts = [self._read(int(of[at[0]]), wanted[at] - self._starts[of[at[0]]]) for at in places]
         if len(parts) == 1:
             return parts[0]
@@ -214,5 +208,8 @@ class PieceData:
                 f"{self._user}: {what} failed: {type(error).__name__}: {error}{place(error)}"
             ) from error
 
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._given, name)
+
+def _groups(numbers: Indices) -> list[Indices]:
+    """Return where each of these numbers stands, for one after the other."""
+    ranks = np.argsort(numbers, kind="stable")
+    return np.split(ranks, np.flatnonzero(np.diff(numbers[ranks])) + 1)

@@ -42,7 +42,7 @@ from distbelief.task.data import (
 )
 from distbelief.task.dry_run import shown
 from distbelief.task.imports import place
-from distbelief.task.pieces import PieceData, is_in_pieces
+from distbelief.task.pieces import InPieces, PieceData
 
 
 _END: Final = object()
@@ -232,14 +232,19 @@ def source_of(
     table_of = _Table(user=user, limit=limit, collate=collate, again=again)
     if isinstance(given, DataLoader):
         return _of_loader(given, table_of)
-    if is_in_pieces(given):
+    if isinstance(given, InPieces) and not isinstance(given, type):
         if limit is not None:
             raise JobError(
                 f"{user} returned data in pieces: leave limit out, or return fewer pieces"
             )
         pieces = PieceData(given, user=user)
         return DataSource(
-            pieces, len(pieces), collate=collate, order=pieces.order, of_order="in pieces"
+            pieces,
+            len(pieces),
+            collate=collate,
+            order=pieces.order,
+            of_order="in pieces",
+            in_pieces=pieces,
         )
     if _is_stream(given):
         return _of_stream(cast("Iterable[object]", given), table_of)

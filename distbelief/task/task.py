@@ -171,7 +171,8 @@ class BuildContext:
         if replica is not None and self.has_parts:
             return build_dataset(self.task.train, part=(replica, self.n_replicas))
         dataset = self.datasets.get("data.train") or build_dataset(self.task.train)
-        check_pieces(self.pieces, pieces_of(dataset))
+        if self.n_train is not None:
+            check_pieces(self.pieces, pieces_of(dataset))
         if self.n_train is not None and len(dataset) != self.n_train:
             raise JobError(
                 f"[data.train] has {len(dataset):,} samples here but {self.n_train:,} "
@@ -199,9 +200,9 @@ class BuildContext:
 
 def check_pieces(pieces: Pieces | None, here: Pieces | None) -> None:
     """Raise JobError if this process has other pieces than there are where the job began."""
-    difference = pieces and here and pieces.difference(here)
-    if difference is not None:
-        raise JobError(f"[data.train] has {difference}: use the same data on all hosts")
+    if pieces != here:
+        what = pieces.difference(here) if pieces and here else "pieces on some hosts only"
+        raise JobError(f"[data.train] has {what}: use the same data on all hosts")
 
 
 # --- objects ---

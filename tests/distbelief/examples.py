@@ -118,6 +118,25 @@ def numbered_pieces(
     return NumberedPieces(rows, here, fetches=fetches, bad=bad)
 
 
+class FramesInPieces:
+    """`Frames` in pieces that everybody reads."""
+
+    def __init__(self, rows: Sequence[int], width: int) -> None:
+        self.frames = Frames(n_samples=sum(rows), width=width)
+        self.rows = {f"piece-{k:03d}": n for k, n in enumerate(rows)}
+
+    def pieces(self) -> dict[str, int]:
+        return self.rows
+
+    def read(self, piece: str, rows: Sequence[int]) -> object:
+        start = sum(n for name, n in self.rows.items() if name < piece)
+        return self.frames[[start + row for row in rows]]  # type: ignore[index]
+
+
+def frames_in_pieces(*, rows: Sequence[int], width: int = 4) -> FramesInPieces:
+    return FramesInPieces(rows, width)
+
+
 class Counts(nn.Module):
     """One weight per sample and row: with `minus_sum` and SGD at rate 1, how often each counted."""
 

@@ -149,9 +149,14 @@ class DealtJob:
         task = task_of(n_samples, bad, is_split=n_ranks > 1, is_stream=is_stream)
         self._pieces = task_in_pieces(task, pieces) if pieces else None
         if self._pieces is not None:
-            task, names = self._pieces, [f"replica-{r}" for r in range(n_replicas)]
+            task = self._pieces
             every = [task_in_pieces(task, pieces, here, fetches=fetches) for here in places]
-            session = {**session, "tasks": dict(zip(names, every, strict=False))}
+            tasks = {
+                name: one
+                for r, one in enumerate(every)
+                for name in (f"replica-{r}", *(rank_name(r, m) for m in range(n_ranks)))
+            }
+            session = {**session, "tasks": tasks}
             task = every[0] if every else task
         # The loss of a split model is a mean.
         rule = rule or SGD(learning_rate=1.0 if n_ranks == 1 else float(batch_size))
@@ -359,11 +364,7 @@ class Drawn:
         return random_faults(self.seed, names, horizon=4.0, intensity=intensity, restarts=False)
 
 
-def job_of(seed: int) -> DealtJob:
-    """Return a job with everything drawn from the seed: its numbers, its exchange, its faults."""
-    drawn = Drawn(seed, 0xDEA1)
-    pick = drawn.pick
-    n_replicas, n_shards, copies = pick(1, 2, 3, 4), pick(1, 2, 3), pick(1, 2)
+def exchange_of(pick: Callable[..., Any]) -> dict[str, Any]:
     sgd = {"inner": {"name": "SGD", "lr": 1.0}}
     options: dict[str, Any] = pick(
         {},
@@ -374,6 +375,15 @@ def job_of(seed: int) -> DealtJob:
         {"exchange": ExchangePolicy(every=pick(1, 2, 3), send="delta"), **sgd},
         {"exchange": ExchangePolicy(every="auto", send="delta"), **sgd},
     )
+    return options
+
+
+def job_of(seed: int) -> DealtJob:
+    """Return a job with everything drawn from the seed: its numbers, its exchange, its faults."""
+    drawn = Drawn(seed, 0xDEA1)
+    pick = drawn.pick
+    n_replicas, n_shards, copies = pick(1, 2, 3, 4), pick(1, 2, 3), pick(1, 2)
+    options = exchange_of(pick)
     return DealtJob(
         faults=drawn.faults((f"replica-{r}" for r in range(n_replicas)), n_shards, copies),
         n_samples=pick(17, 50, 65),
@@ -407,7 +417,6 @@ def pieces_job_of(seed: int) -> DealtJob:
         faults=drawn.faults((f"replica-{r}" for r in range(n_replicas)), n_shards, copies),
         n_epochs=pick(2, 4, 5.5),
         batch_size=pick(1, 4, 8),
-        n_push=pick(1, 1, 2, 3),
         n_replicas=n_replicas,
         n_shards=n_shards,
         shard_copies=copies,
@@ -416,6 +425,7 @@ def pieces_job_of(seed: int) -> DealtJob:
         pieces=rows,
         places=places if pick(True, True, True, False) else (),  # noqa: FBT003 -- a choice
         fetches=fetches,
+        **exchange_of(pick),
     )
 
 

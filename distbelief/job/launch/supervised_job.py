@@ -39,6 +39,13 @@ def check_data(job: Job, answer: PreflightResult) -> None:
             f"{key} is given, and the stream of [data.train] has no length: give it __len__, or "
             "limit = N in [data.train] (an epoch of N samples), or count in samples or steps"
         )
+    pieces, left = answer.pieces, facts_of(job).warm_start_left
+    is_stuck = pieces is not None and pieces.is_placed and not pieces.can_fetch
+    if train is not None and is_stuck and left(0, train.n_samples, job.cluster.n_replicas):
+        raise JobError(
+            "[algorithm] has warm_start_steps, in which replica 0 trains alone, and pieces of "
+            "[data.train] lie on other hosts: leave them out, or give its object fetch(piece)"
+        )
     if train is not None and not is_dealt and 1 < job.cluster.n_replicas > train.n_samples:
         raise JobError(
             f"[cluster] replicas = {job.cluster.n_replicas}, but [data.train] "

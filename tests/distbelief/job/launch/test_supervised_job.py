@@ -1,8 +1,10 @@
 """What a job and its earlier sessions make of the supervisor."""
 
+import msgspec
 import pytest
 
 from distbelief.core.errors import JobError
+from distbelief.core.pieces import Pieces
 from distbelief.job.launch.preflight import PreflightResult
 from distbelief.job.launch.supervised_job import check_data, short_epochs, supervisor_config
 from distbelief.job.run.resume import PreviousRun
@@ -42,3 +44,35 @@ def test_epochs_too_short_for_an_exchange_are_told_at_the_start() -> None:
     assert short_epochs(speech(*delta), answer_of(640)) is None
     summing = speech("algorithm.batch_size=10", "algorithm.n_push=3")
     assert "has 1 batch, and" in (short_epochs(summing, answer_of(10)) or "")
+
+
+def in_pieces(rows: dict[str, int], *, can_fetch: bool = False) -> PreflightResult:
+    pieces = Pieces.of(rows, is_placed=True, can_fetch=can_fetch)
+    return msgspec.structs.replace(answer_of(sum(rows.values())), pieces=pieces)
+
+
+def test_small_pieces_on_some_hosts_are_told_at_the_start() -> None:
+    """A push ends with its piece."""
+    job = speech("algorithm.batch_size=10", "algorithm.n_push=3")
+    text = short_epochs(job, in_pieces(dict.fromkeys(map(str, range(50)), 7)))
+    assert text is not None
+    assert "so it has 7 samples in the mean, not 30" in text
+    assert short_epochs(job, in_pieces({"a": 700, "b": 1, "c": 0})) is None
+
+
+def test_replica_0_alone_may_have_too_few_pieces_for_a_warm_start() -> None:
+    job = speech("algorithm.warm_start_steps=100", "algorithm.batch_size=10")
+    check_data(job, in_pieces({"a": 700}, can_fetch=True))
+    check_data(speech(), in_pieces({"a": 700}))
+    with pytest.raises(
+        JobError, match=r"warm_start_steps, in which replica 0 trains alone, and pi"
+    ):
+        check_data(job, in_pieces({"a": 700}))
+
+
+def test_the_supervisor_knows_the_pieces() -> None:
+    answer = in_pieces({"a": 700, "b": 1})
+    config = supervisor_config(speech("algorithm.batch_size=10"), answer)
+    assert config.dealt is not None
+    assert config.dealt.pieces is not None
+    assert config.dealt.n_pushes == 71
