@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 
 if TYPE_CHECKING:
-    from distbelief.spark.stages import DistBelief as DistBelief, DistBeliefModel as DistBeliefModel
+    from distbelief.spark.model import DistBeliefModel as DistBeliefModel
+    from distbelief.spark.stages import DistBelief as DistBelief
     from distbelief.spark.training import fit as fit
 
 # Roles on executors read rows, and import no pyspark.

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame
     from pyspark.sql.types import DataType
 
-Numbers = NDArray[np.generic]
+Numbers = NDArray[np.float32 | np.float64 | np.int64]
 Decode = Callable[[bytes], object]
 TARGET: Final = "target"
 
@@ -153,7 +153,7 @@ def samples_of(
     found = {
         key: _decoded(cast("list[bytes]", one), decoders[key], columns.names[key])
         if key in decoders
-        else torch.from_numpy(np.require(cast("Numbers", one), requirements="CW"))
+        else torch.from_numpy(np.require(cast("Numbers", one), requirements=["C", "W"]))
         for key, one in zip(keys, arrays, strict=True)
     }
     target = found.pop(TARGET, None)

@@ -109,9 +109,7 @@ class RowFile:
 
 
 def _gathered(parts: list[Numbers], which: Numbers, inner: Numbers) -> Numbers:
-    if len(parts) == 1:
-        return parts[0][inner]
-    found = np.empty((len(which), *parts[0].shape[1:]), parts[0].dtype)
+    found: Numbers = np.empty((len(which), *parts[0].shape[1:]), parts[0].dtype)
     for k in np.unique(which):
         chosen = which == k
         found[chosen] = parts[k][inner[chosen]]

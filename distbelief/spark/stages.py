@@ -48,4 +48,5 @@ class DistBelief(
         given = {one.name: value for one, value in self.extractParamMap().items()}
         own = {one.name for one in Columned().params}
         model = fit(dataset, **{name: value for name, value in given.items() if name not in own})
-        return self._copyValues(model)
+        self._copyValues(model)
+        return model

@@ -152,8 +152,8 @@ def fit(  # noqa: PLR0913 -- options of one call
             callbacks=callbacks,
             hosting=JoinServer(reach=server.reach, n_hosts=1, cores=0, started=source),
         ).unless_failed("spark.fit")
-        inputs, _ = RowFile(directory / file_of(least), columns).__getitems__([0, 1])
-    return DistBeliefModel.of(run, columns, inputs)
+        some, _ = RowFile(directory / file_of(least), columns).__getitems__([0, 1])
+    return DistBeliefModel.of(run, columns, some)
 
 
 def columns_of(

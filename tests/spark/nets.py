@@ -1,12 +1,12 @@
 """What jobs of these tests name: models, a loss, a function of bytes."""
 
 import time
-from typing import cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
+from typing_extensions import override
 
 
 def linear(inputs: int = 20, outputs: int = 3) -> nn.Module:
@@ -23,7 +23,7 @@ def problem(n: int) -> dict[str, object]:
 
 def local_data(n: int) -> TensorDataset:
     data = problem(n)
-    x = torch.tensor(np.stack(cast("list[object]", data["features"])))
+    x = torch.tensor(np.array(data["features"]))
     return TensorDataset(x, torch.tensor(data["label"]))
 
 
@@ -35,6 +35,7 @@ class Counts(nn.Module):
         self.weight = nn.Parameter(torch.zeros(8, n))
         self.seconds = seconds
 
+    @override
     def forward(self, numbers: Tensor) -> Tensor:
         time.sleep(self.seconds)
         return self.weight[:, numbers].sum(0)

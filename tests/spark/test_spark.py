@@ -19,7 +19,7 @@ from torch import nn
 import distbelief
 from distbelief.core.errors import JobError
 from distbelief.supervisor.view import JobView
-from tests.spark.nets import problem
+from tests.spark.nets import Counts, problem
 
 
 pytest.importorskip("pyspark", reason="needs pyspark: pip install '.[spark]'")
@@ -152,14 +152,14 @@ def test_rows_of_uneven_partitions_count_once_an_epoch(
     frame = frame_of(session, numbers(n), [40, 400])
     wanted = counting("Counts", tmp_path / "run", n)
     model = spark.fit(frame, wanted, inputs="row", targets="one", show=False)
-    assert model.module.weight.mean(0).tolist() == [3.0] * n
+    assert cast("Counts", model.module).weight.mean(0).tolist() == [3.0] * n
 
 
 def test_transform_has_the_bits_of_the_module_and_a_pipeline_is_saved(
     session: SparkSession, tmp_path: Path
 ) -> None:
     data = problem(600)
-    x = np.stack(cast("list[object]", data.pop("features")))
+    x: np.ndarray[tuple[int, int], np.dtype[np.float32]] = np.array(data.pop("features"))
     names = [f"x{k}" for k in range(20)]
     wide = {**data, **{name: x[:, k].astype(np.float64) for k, name in enumerate(names)}}
     frame = frame_of(session, wide, [100, 500])
@@ -195,7 +195,7 @@ def test_an_empty_partition_has_no_host(session: SparkSession, tmp_path: Path) -
     frame = frame_of(session, numbers(60), [60, 0])
     wanted = counting("Counts", tmp_path / "run", 60)
     model = spark.fit(frame, wanted, inputs="row", targets="one", show=False)
-    assert model.module.weight.mean(0).tolist() == [3.0] * 60
+    assert cast("Counts", model.module).weight.mean(0).tolist() == [3.0] * 60
     assert "has joined" in (tmp_path / "run" / "logs" / "supervisor.log").read_text()
 
 
@@ -220,7 +220,7 @@ def test_rows_of_a_killed_executor_are_read_again(session: SparkSession, tmp_pat
     wanted = counting("Counts", tmp_path / "run", n, seconds=0.1)
     model = spark.fit(frame, wanted, inputs="row", targets="one", callbacks=[kills], show=False)
     assert kills.killed
-    assert model.module.weight.mean(0).tolist() == [3.0] * n
+    assert cast("Counts", model.module).weight.mean(0).tolist() == [3.0] * n
 
 
 # --- Ctrl+C ---
@@ -237,7 +237,7 @@ if __name__ == "__main__":
     job["stop"] = {"epochs": 1000}
     model = spark.fit(frame, job, inputs="row", targets="one")
     print("ended", model.run.exit_code, model.run.summary.samples, flush=True)
-    weight = model.module.weight.mean(0)
+    weight = cast("Counts", model.module).weight.mean(0)
     print("counted", int(weight.sum()), flush=True)
 """
 

@@ -95,15 +95,19 @@ def agents(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, Options, list[str
     return started
 
 
-def writing(rows: Callable[[], list[tuple[int, str, str]]]) -> object:
+Write = Callable[[Iterator[object], Path], tuple[int, str, str]]
+
+
+def writing(rows: Callable[[], list[tuple[int, str, str]]]) -> Write:
     def write(_batches: Iterator[object], file: Path) -> tuple[int, str, str]:
         file.write_bytes(b"rows of %d" % LOCAL.part)
-        return rows()[LOCAL.part]
+        part: int = LOCAL.part
+        return rows()[part]
 
     return write
 
 
-def hosts(cluster: Cluster, write: object = None, cores: int = 1) -> SparkHosts:
+def hosts(cluster: Cluster, write: Write | None = None, cores: int = 1) -> SparkHosts:
     made = SparkHosts(cluster, host="127.0.0.1", write=write)
     made.job, made.rows_as = speech(), "rows-1"
     made.begin(n_parts=cluster.n_parts, cores=cores)
@@ -131,7 +135,8 @@ def test_tasks_write_rows_and_are_hosts_then(
     }
     assert found[0][0].address == ADDRESS
     assert found[0][0].allowed == ("speech.model", "speech.data")
-    assert cluster.errors == cluster.cancelled == []
+    assert not cluster.errors
+    assert not cluster.cancelled
 
 
 @pytest.mark.usefixtures("agents")
