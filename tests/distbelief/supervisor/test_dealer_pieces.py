@@ -291,7 +291,8 @@ def test_the_job_says_which_pieces_no_host_has_and_ends() -> None:
     for shard in SHARDS:
         desk.hear(shard, SamplesApplied(spans=Spans(dealt).to_wire()))
     desk.pass_time(MISSING_SECONDS_MAX - 1.0, beats=[*beats, "replica-0", "replica-1"])
-    assert desk.view.error is None
+    before = desk.view.error
+    assert before is None
     desk.pass_time(3.0, beats=[*beats, "replica-0", "replica-1"])
     assert desk.view.error is not None
     assert desk.view.error.startswith(f"no host has piece {missing}, ... (6 in all), and all")
