@@ -3,7 +3,7 @@
     model = distbelief.spark.fit(dataframe, "job.toml", inputs="features", targets="label")
     model.transform(dataframe)                   # adds a column "prediction"
 
-`DistBelief` and `DistBeliefModel` are the same as stages of a `pyspark.ml.Pipeline`.
+`DistBelief` and `DistBeliefModel` are the same as stages of a pyspark.ml's Pipeline.
 """
 
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""`DistBeliefModel`: a trained model as a stage of `pyspark.ml`, which adds a column.
+"""`DistBeliefModel`: a trained model as a stage of pyspark.ml, which adds a column.
 
     model = distbelief.spark.fit(dataframe, "job.toml", inputs="features", targets="label")
     model.transform(dataframe)                                 # adds "prediction"

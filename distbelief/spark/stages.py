@@ -1,4 +1,4 @@
-"""`DistBelief`: the estimator of a `pyspark.ml.Pipeline`.
+"""`DistBelief`: the estimator of a pyspark.ml's Pipeline.
 
 DistBelief(job="job.toml", inputs="features", targets="label").fit(dataframe)
 """

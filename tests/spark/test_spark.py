@@ -278,8 +278,10 @@ def test_a_driver_that_ends_leaves_no_host(tmp_path: Path, number: signal.Signal
     text = log.read_text()
     if number == signal.SIGINT:
         assert "ended 130" in text, text
+        lines = text.splitlines()
         ended, counted = (
-            int(line.split()[-1]) for line in text.splitlines() if line[:5] in {"ended", "count"}
+            int(next(line for line in lines if line.startswith(word)).split()[-1])
+            for word in ("ended 130 ", "counted ")
         )
         assert ended == counted > 0
     until(lambda: not agents())
