@@ -238,7 +238,7 @@ if __name__ == "__main__":
     job["stop"] = {"epochs": 1000}
     model = spark.fit(frame, job, inputs="row", targets="one")
     print("ended", model.run.exit_code, model.run.summary.samples, flush=True)
-    weight = cast("Counts", model.module).weight.mean(0)
+    weight = model.module.weight.mean(0)
     print("counted", int(weight.sum()), flush=True)
 """
 
