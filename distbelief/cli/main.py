@@ -107,8 +107,8 @@ def train(  # noqa: PLR0913 -- options
     on: str | None = o.option(
         None,
         "LAUNCHER",
-        "What starts the hosts, and starts lost ones again. ray: a Ray cluster, as many as --hosts "
-        "says. ssh:HOST1,HOST2: distbelief join on each of these, by ssh.",
+        "What starts the hosts, and starts lost ones again. ray, spark: such a cluster, as many as "
+        "--hosts says. ssh:HOST1,HOST2: distbelief join on each of these, by ssh.",
     ),
     remote: str | None = o.option(
         None,

@@ -80,9 +80,10 @@ def join_server(
     """Return the join server of a job that other hosts may join."""
     if on is not None and on.startswith(ssh.PREFIX):
         ssh.parse(on)
-    elif on not in {None, "ray"}:
+    elif on not in {None, "ray", "spark"}:
         raise JobError(
-            f'--on {on!r} is not supported: use "ray" or "ssh:HOST1,HOST2", or leave it out'
+            f'--on {on!r} is not supported: use "ray", "spark" or "ssh:HOST1,HOST2", or leave it '
+            "out"
         )
     elif remote is not None:
         raise JobError("--remote is for hosts reached by ssh: add --on ssh:HOST1,HOST2")

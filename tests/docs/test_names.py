@@ -35,6 +35,27 @@ QUOTED = re.compile(r"(?<!`)`([A-Za-z_][\w.]*)(?:\(\))?`(?!`)|counters? \"(\w+)\
 BLOCK = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 
 ELSEWHERE = {
+    # of Spark, and of those who trained on it
+    *(
+        "AdaptiveThresholdAlgorithm",
+        "FixedThresholdAlgorithm",
+        "PYSPARK_SUBMIT_ARGS",
+        "ParameterAveragingTrainingMaster",
+        "Pipeline",
+        "SharedTrainingMaster",
+        "addPyFile",
+        "aggregationDepth",
+        "asynchronous",
+        "authenticate",
+        "batchSizePerWorker",
+        "maxFailures",
+        "ml",
+        "pyspark",
+        "repartition",
+        "save_path",
+        "worker_num",
+        "workersPerNode",
+    ),
     *("ProcessPortion", "startAsynchronouslyFetchingParameters"),  # algorithms of the paper
     *("startAsynchronouslyPushingGradients", "dcsrch"),
     *(

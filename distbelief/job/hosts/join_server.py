@@ -12,7 +12,7 @@ import torch
 
 from distbelief.config.algorithms import cores_of
 from distbelief.config.job import Job
-from distbelief.job.hosts import ssh
+from distbelief.job.hosts import spark, ssh
 from distbelief.job.hosts.bootstrap import JobAddress, write_job_spec
 from distbelief.job.hosts.ray import RayHosts, connect
 from distbelief.job.launch.role_process import RoleSpec
@@ -47,8 +47,9 @@ class JoinServer:
     n_hosts: int = 0  # hosts to wait for before it begins
     hosts_seconds: float = 600.0  # for them; then it begins with those that are there
     cores: int | None = None  # of this host, for replicas; None for all
-    on: str = ""  # what starts the hosts: "ray", "ssh:HOST1,HOST2"; "": somebody else
+    on: str = ""  # what starts the hosts: "ray", "spark", "ssh:HOST1,HOST2"; "": somebody else
     remote: str | None = None  # shell words that run distbelief on hosts reached by ssh
+    started: HostSource | None = None  # of hosts that run already
 
     @property
     def reach_of_roles(self) -> ListenConfig:
@@ -84,18 +85,25 @@ class JoinServer:
         self.reach.check()
         if self.on == "ray":
             connect(is_local=self.reach.is_local)
+        elif self.on == "spark":
+            spark.check_reach(spark.connect(), is_local=self.reach.is_local)
         elif self.on:
             ssh.check(ssh.parse(self.on), is_local=self.reach.is_local)
         return replace(self, reach=self.reach.pinned())
 
     def source(self, job: Job, *, n_ranks: int, log: Callable[[str], None]) -> HostSource | None:
         """Return what starts hosts for this job, if anything does."""
+        if self.started is not None:
+            return self.started
         keys = "" if self.reach.keys is None else self.reach.keys.directory
         if not self.on:
             return None
+        n_hosts, n_others = max(1, self.n_hosts), n_ranks - self.slots_here(job)
         if self.on == "ray":
-            n_hosts, here = max(1, self.n_hosts), self.slots_here(job)
-            return RayHosts.of(job, n_hosts=n_hosts, n_processes=n_ranks - here, keys=keys)
+            return RayHosts.of(job, n_hosts=n_hosts, n_processes=n_others, keys=keys)
+        if self.on == "spark":
+            host = self.reach.host
+            return spark.hosts_of(job, n_hosts=n_hosts, n_processes=n_others, keys=keys, host=host)
         return ssh.SshHosts.of(job, ssh.parse(self.on), command=self.remote, keys=keys, log=log)
 
     def lines(self, address: JobAddress) -> list[str]:

@@ -1,0 +1,500 @@
+"""Hosts from a Spark cluster: one task per executor runs a host.
+
+    distbelief train speech.toml --on spark --hosts 4
+
+    task on an executor                       the supervisor's process
+      | writes its rows, then Report  ----->    |
+      | <--------------------------- Answer     |   the job's address; or "send the rows"
+      | runs the agent until the job ends       |
+
+The agent is a process that leaves when its standard input ends, so nothing is left running if Spark
+kills the task, the executor, or its own driver. Spark runs the task of a lost executor again on
+another one, which writes the same rows and joins like any late host. Parameters and gradients
+travel by this package's own messages.
+
+Where the rows of a DataFrame are trained (`distbelief.spark.fit`), tasks write them; else there are
+none. The key that a task shows comes with its code, by Spark's own channels.
+"""
+
+import os
+import re
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from math import ceil
+from multiprocessing.connection import (
+    Client,
+    Connection,
+    Listener,
+    answer_challenge,
+    deliver_challenge,
+)
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, cast, final
+
+import msgspec
+
+from distbelief.config.algorithms import cores_of
+from distbelief.config.job import Job
+from distbelief.core.errors import JobError
+from distbelief.core.signals import handlers_kept
+from distbelief.job.launch.role_process import modules_of, places_of
+from distbelief.protocol.role import Seconds
+from distbelief.transport.address import LOOPBACK, is_anywhere, own_address
+
+
+if TYPE_CHECKING:
+    from pyarrow import RecordBatch
+    from pyspark.sql import DataFrame, SparkSession
+
+    Link = Connection[bytes, bytes]
+
+CLOSE_SECONDS: Final = 5.0  # for tasks to end with the job; then Spark ends them
+RESOURCE_SECONDS: Final = 20.0  # without a sign of a task, until the user is warned
+AGAIN_SECONDS: Final = 2.0  # pause before tasks are started again
+CHUNK_BYTES: Final = 1 << 20
+ROWS: Final = "rows"  # directory of what tasks write, until it gets its name
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """task -> supervisor's process: what it has written."""
+
+    part: int  # the partition
+    rows: int = 0
+    checksum: str = ""  # of all values, in order
+    form: str = ""  # types and shapes, alike in all parts that have rows
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """supervisor's process -> task: what to do."""
+
+    refusal: str = ""  # fail, with this reason
+    sends_rows: bool = False  # send the file of rows, then wait for another answer
+    rows_as: str = ""  # name of the directory of rows
+    join: bytes = b""  # run a host with these options; b"": end
+
+
+class Options(msgspec.Struct, frozen=True, kw_only=True):
+    """The options of a host, as of `JoinOptions`."""
+
+    address: str
+    keys: str
+    cores: int
+    allowed: tuple[str, ...]
+    places: tuple[str, ...]
+    paths: tuple[str, ...]  # where the job's modules lie on the supervisor's host
+
+
+def file_of(part: int) -> str:
+    return f"part-{part:05}.arrow"
+
+
+def connect() -> "SparkSession":
+    """Return Spark's session in this process, started as Spark's configuration says."""
+    try:
+        from pyspark.sql import SparkSession  # noqa: PLC0415 -- an extra
+    except ImportError as error:
+        raise JobError(
+            f"--on spark: pyspark is not installed here ({error}): pip install 'distbelief[spark]'"
+        ) from None
+    try:
+        with handlers_kept():  # Spark's handler of SIGINT would end its tasks, not the job
+            session = SparkSession.getActiveSession() or SparkSession.builder.getOrCreate()
+            _ = session.sparkContext
+    except Exception as error:
+        why = str(error).strip().partition("\n")[0][:300]
+        raise JobError(
+            f"--on spark: cannot start a Spark session here: {why}: it needs Java 17 (JAVA_HOME), "
+            "and a session with a SparkContext (no Spark Connect)"
+        ) from error
+    return session
+
+
+def executors_of(session: "SparkSession") -> list[str]:
+    """Return the host of each executor; of a local session that of the driver."""
+    status = session.sparkContext._jsc.sc().statusTracker()  # noqa: SLF001 -- pyspark has no other way
+    found = [info.host() for info in status.getExecutorInfos()]
+    driver = session.sparkContext.getConf().get("spark.driver.host") or ""
+    # The driver is among them.
+    if len(found) > 1 and driver in found:
+        found.remove(driver)
+    return found
+
+
+def check_reach(session: "SparkSession", *, is_local: bool) -> None:
+    """Raise JobError if executors cannot reach a job that listens at this host only."""
+    driver = session.sparkContext.getConf().get("spark.driver.host") or ""
+    others = sorted({*executors_of(session)} - {driver, LOOPBACK, "localhost", own_address()})
+    if is_local and others:
+        raise JobError(
+            f"--on spark: {', '.join(others[:3])} cannot reach a job that listens at this host "
+            "only: use --listen tcp://0.0.0.0:7700 --keys DIR, with keys on all hosts"
+        )
+
+
+def cores_each(session: "SparkSession") -> int:
+    """Return the cores of an executor."""
+    context, n = session.sparkContext, len(executors_of(session))
+    given = context.getConf().get("spark.executor.cores")
+    return int(given or context.defaultParallelism // n or 1)
+
+
+# --- on executors ---
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class HostTask:
+    """What Spark runs in a task: writes the rows of a partition, and is a host of the job then."""
+
+    door: tuple[str, int]  # where the supervisor's process listens for tasks
+    key: bytes
+    # Writes rows to a file; returns number, checksum and form
+    write: "Callable[[Iterator[RecordBatch], Path], tuple[int, str, str]] | None"
+
+    def __call__(self, batches: "Iterator[RecordBatch]") -> "Iterator[RecordBatch]":
+        from pyspark import TaskContext  # noqa: PLC0415 -- an extra
+
+        context = TaskContext.get()
+        assert context is not None
+        part = context.partitionId()
+        # Spark removes these directories with the executor, whatever happens.
+        places = os.environ.get("SPARK_LOCAL_DIRS") or os.environ.get("LOCAL_DIRS") or ""
+        directory = Path(tempfile.mkdtemp(prefix="distbelief-", dir=places.split(",")[0] or None))
+        try:
+            self._take_part(batches, part, directory)
+        finally:
+            shutil.rmtree(directory, ignore_errors=True)
+        yield from ()
+
+    def _take_part(self, batches: "Iterator[RecordBatch]", part: int, directory: Path) -> None:
+        rows = directory / ROWS
+        rows.mkdir()
+        report, file = Report(part=part), rows / file_of(part)
+        if self.write is None:
+            for _ in batches:
+                pass
+        else:
+            n, checksum, form = self.write(batches, file)
+            report = Report(part=part, rows=n, checksum=checksum, form=form)
+        with Client(self.door, authkey=self.key) as link:
+            link.send_bytes(msgspec.json.encode(report))
+            while (answer := msgspec.json.decode(link.recv_bytes(), type=Answer)).sends_rows:
+                _send_file(link, file)
+        if answer.refusal:
+            raise JobError(answer.refusal)
+        if answer.join:
+            if answer.rows_as:
+                rows.rename(directory / answer.rows_as)
+            _run_agent(answer.join, directory)
+
+
+def _run_agent(options: bytes, directory: Path) -> None:
+    from pyspark import SparkFiles  # noqa: PLC0415 -- an extra
+
+    # The directories of the supervisor's host where they exist here, and the files of Spark.
+    own = msgspec.json.decode(options, type=Options).paths
+    places = [*filter(os.path.isdir, own), SparkFiles.getRootDirectory()]
+    paths = [str(Path(path).absolute()) for path in sys.path if path]
+    # A session of its own: signals to the worker are not for the job.
+    with subprocess.Popen(  # noqa: S603 -- ourselves
+        [sys.executable, "-P", "-m", __name__, places[0]],
+        cwd=directory,  # where a role finds its rows
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([*paths, *places])},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    ) as agent:
+        assert agent.stdin is not None
+        assert agent.stdout is not None
+        agent.stdin.write(options + b"\n")
+        agent.stdin.flush()  # it stays open while the task lives
+        for line in agent.stdout:
+            sys.stderr.buffer.write(line)  # to the executor's log
+            sys.stderr.flush()
+    if agent.returncode < 0:  # else it would end the same again: the job has its reason
+        raise JobError(f"the host was ended by signal {-agent.returncode}")
+
+
+def main() -> int:
+    """Run a host in the current directory, which is removed at the end."""
+    from distbelief.job.hosts.agent import JoinOptions  # noqa: PLC0415 -- torch
+    from distbelief.job.hosts.join import join  # noqa: PLC0415 -- torch
+
+    directory = Path.cwd()
+    # The bare descriptor: what a buffered reader had read on would not end the host.
+    line = b""
+    while not line.endswith(b"\n") and (byte := os.read(0, 1)):
+        line += byte
+    given = msgspec.json.decode(line, type=Options)
+    options = JoinOptions(
+        address=given.address,
+        is_held=True,
+        keys=Path(given.keys) if given.keys else None,
+        cores=given.cores,
+        allowed=given.allowed,
+        places=given.places,
+        code=Path(sys.argv[1]),
+        directory=directory / "joined",
+    )
+    try:
+        return join(options, tell=lambda text: print(text, flush=True))  # noqa: T201 -- to the executor's log
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)  # its task may have been killed
+
+
+def _send_file(link: "Link", file: Path) -> None:
+    with file.open("rb") as content:
+        while chunk := content.read(CHUNK_BYTES):
+            link.send_bytes(chunk)
+    link.send_bytes(b"")
+
+
+# --- beside the supervisor ---
+
+
+@final
+class SparkHosts:
+    """The hosts that Spark provides to one job: `begin`, then `start`, then `close`.
+
+    There is one for each partition of `dataframe`; one with rows to write runs a host only if it
+    has some. Each has so many `cores`; `keys` is a directory on the executors, or "".
+    """
+
+    def __init__(
+        self,
+        dataframe: "DataFrame",
+        *,
+        host: str,  # where executors reach this process
+        write: "Callable[[Iterator[RecordBatch], Path], tuple[int, str, str]] | None" = None,
+        keys: str = "",
+    ) -> None:
+        self._frame = dataframe
+        self._host = host
+        self._write = write
+        self._keys = keys
+        self._key = secrets.token_bytes(32)
+        self._group = f"distbelief-{secrets.token_hex(8)}"
+        self._changed = threading.Condition()  # guards all below
+        self.parts: dict[int, Report] = {}
+        self._links: dict[int, Link] = {}  # of tasks that wait for an answer
+        self._go: Answer | None = None
+        self._texts: list[str] = []
+        self._failure: str | None = None
+        self._closes = False
+        self._listener: Listener | None = None
+        self._door = host, 0
+        self._job: threading.Thread | None = None
+        self._begun_at: Seconds | None = None
+        self.n_parts = 0
+        self.cores = 1
+        self.job: Job | None = None  # set before `start`
+        self.rows_as = ""  # what the job calls the rows
+
+    def begin(self, *, n_parts: int, cores: int) -> None:
+        """Let Spark start the tasks, one of `cores` in each executor if it can."""
+        self.n_parts, self.cores = n_parts, cores
+        self._listener = listener = Listener((self._host, 0), backlog=128)
+        host, port = cast("tuple[str, int]", listener.address)
+        self._door = own_address() if is_anywhere(host) else host, port
+        threading.Thread(target=self._accept, args=[listener], daemon=True).start()
+        self._job = threading.Thread(target=self._run, daemon=True)
+        self._job.start()
+
+    def wait(self, tell: Callable[[str], object]) -> None:
+        """Return once all tasks have written their rows; JobError if Spark gives up."""
+        with self._changed:
+            while len(self.parts) < self.n_parts and self._failure is None:
+                n = len(self.parts)
+                if not self._changed.wait(RESOURCE_SECONDS) and len(self.parts) == n:
+                    tell(self._missing())
+            if self._failure is not None:
+                raise JobError(f"Spark: {self._failure}")
+
+    def _missing(self) -> str:
+        return (
+            f"Spark runs {len(self.parts)} of {self.n_parts} hosts: each needs an executor with "
+            f"{self.cores} free cores until the job ends; use fewer hosts if there are no more"
+        )
+
+    def copy_rows(self, part: int, file: Path) -> None:
+        """Bring the rows that a task has written to a file here."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: part in self._links or self._failure is not None)
+                if self._failure is not None:
+                    raise JobError(f"Spark: {self._failure}")
+                link = self._links[part]
+            try:
+                link.send_bytes(msgspec.json.encode(Answer(sends_rows=True)))
+                with file.open("wb") as content:
+                    while chunk := link.recv_bytes():
+                        content.write(chunk)
+            except (EOFError, OSError):  # its executor is lost: another task will write them
+                with self._changed:
+                    self._links.pop(part, None)
+            else:
+                return
+
+    def start(self, address: str, *, directory: Path) -> None:
+        """Let the tasks run their hosts; what these log stays with the executors."""
+        del directory
+        assert self.job is not None
+        options = Options(
+            address=address,
+            keys=self._keys,
+            cores=self.cores,
+            allowed=modules_of(self.job),
+            places=places_of(self.job),
+            paths=self.job.import_paths,
+        )
+        with self._changed:
+            self._go = Answer(join=msgspec.json.encode(options), rows_as=self.rows_as)
+            self._changed.notify_all()
+
+    def news(self, now: Seconds) -> list[str]:
+        with self._changed:
+            texts, self._texts = self._texts, []
+            self._begun_at = now if self._begun_at is None else self._begun_at
+            is_late = now - self._begun_at > RESOURCE_SECONDS
+            if is_late and len(self.parts) < self.n_parts:
+                self._begun_at = float("inf")
+                texts.append(self._missing())
+        return texts
+
+    def close(self) -> None:
+        """End the tasks: those of a job that has ended end by themselves."""
+        with self._changed:
+            self._closes = True
+            self._changed.notify_all()
+        if self._job is not None:
+            self._job.join(CLOSE_SECONDS if self._go else 0.0)
+            if self._job.is_alive():
+                with suppress(Exception):  # Spark may have ended
+                    self._frame.sparkSession.sparkContext.cancelJobGroup(self._group)
+                self._job.join(CLOSE_SECONDS)
+        listener, self._listener = self._listener, None
+        if listener is not None:
+            with suppress(OSError):  # ends the wait for another task
+                socket.create_connection(self._door, CLOSE_SECONDS).close()
+            listener.close()
+
+    # --- threads ---
+
+    def _run(self) -> None:
+        task = HostTask(door=self._door, key=self._key, write=self._write)
+        while True:
+            try:
+                context = self._frame.sparkSession.sparkContext
+                context.setJobGroup(
+                    self._group, "distbelief: a job's hosts", interruptOnCancel=True
+                )
+                self._frame.mapInArrow(task, "host long", profile=self._profile()).collect()
+            except Exception as error:  # noqa: BLE001 -- of Java, too
+                if not self._is_to_go_on(_cause(error)):
+                    return
+            else:
+                return
+
+    def _is_to_go_on(self, why: str) -> bool:
+        """Note why Spark has ended the tasks; return whether to start them again."""
+        with self._changed:
+            if self._go is None or self._failure is not None:
+                self._failure = self._failure or why
+                self._texts.append(f"Spark: {self._failure}")
+                self._changed.notify_all()
+                return False
+            self._texts.append(f"Spark has ended the hosts ({why}); starting them again")
+            return not self._changed.wait_for(lambda: self._closes, AGAIN_SECONDS)
+
+    def _profile(self) -> object:
+        context = self._frame.sparkSession.sparkContext
+        if self.cores == 1 or re.fullmatch(r"local(\[.*\])?", context.master):  # no executors
+            return None
+        from pyspark import resource  # noqa: PLC0415 -- an extra
+
+        wanted = resource.TaskResourceRequests().cpus(self.cores)
+        return resource.ResourceProfileBuilder().require(wanted).build
+
+    def _accept(self, listener: Listener) -> None:
+        while True:
+            try:
+                link = listener.accept()
+            except OSError:
+                return
+            if self._closes:
+                link.close()
+                return
+            threading.Thread(target=self._answer, args=[link], daemon=True).start()
+
+    def _answer(self, link: "Link") -> None:
+        with link, suppress(EOFError, OSError, msgspec.MsgspecError):
+            try:
+                deliver_challenge(link, self._key)
+                answer_challenge(link, self._key)
+            except Exception:  # noqa: BLE001 -- a stranger
+                return
+            report = msgspec.json.decode(link.recv_bytes(), type=Report)
+            with self._changed:
+                refusal = self._misfit(report)
+                if not refusal:
+                    self.parts[report.part] = report
+                    self._links[report.part] = link
+                self._failure = self._failure or refusal or None
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: self._go or self._closes or self._failure)
+                if self._links.get(report.part) is link:
+                    del self._links[report.part]
+                answer = Answer()
+                if self._failure is not None:
+                    answer = Answer(refusal=self._failure)
+                elif self._go is not None and (report.rows or self._write is None):
+                    answer = self._go
+            link.send_bytes(msgspec.json.encode(answer))
+
+    def _misfit(self, report: Report) -> str:
+        """Return why these rows do not fit what tasks have reported before, or ""."""
+        before = self.parts.get(report.part)
+        if before is not None and (before.rows, before.checksum) != (report.rows, report.checksum):
+            return (
+                f"partition {report.part} was read again and has other rows, or another order: "
+                "write the DataFrame to parquet and read that, or sort within partitions by a key"
+            )
+        if report.rows:
+            for other in self.parts.values():
+                if other.rows and other.form != report.form:
+                    return (
+                        f"partition {other.part} has {other.form}, and partition {report.part} has "
+                        f"{report.form}: all rows need the same"
+                    )
+        return ""
+
+
+def hosts_of(job: Job, *, n_hosts: int, n_processes: int, keys: str, host: str) -> SparkHosts:
+    """Return as many hosts, for the processes beyond those on the supervisor's own host."""
+    session = connect()
+    cores = min(ceil(max(1, n_processes) / n_hosts) * cores_of(job), cores_each(session))
+    hosts = SparkHosts(session.range(0, n_hosts, 1, n_hosts).toDF("id"), host=host, keys=keys)
+    hosts.job = job
+    hosts.begin(n_parts=n_hosts, cores=cores)
+    return hosts
+
+
+def _cause(error: Exception) -> str:
+    """Return the line of Spark's error that names the cause."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    ours = [line for line in lines if "JobError:" in line]
+    found = next(iter(ours[-1:]), next((line for line in lines if line), type(error).__name__))
+    return found.rpartition("JobError: ")[2][:1000]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

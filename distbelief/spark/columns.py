@@ -1,0 +1,173 @@
+"""Columns of a DataFrame as tensors: which, of which type, and how they are read.
+
+    column of                          tensor of a sample
+    ---------------------------------  ------------------------------------------------
+    numbers, decimals                  ()          float32, or `Columns.dtype`
+    whole numbers, true and false      ()          int64
+    arrays of these, also nested       their sizes, the same in all rows
+    vectors of pyspark.ml              (size,)
+    bytes                              what a function of the user makes of them
+    several columns of numbers         (columns,)
+
+Spark itself casts (`selected`), so that only numbers and bytes leave it, as Arrow; nothing is
+pickled. They stay Arrow in files (`task/rows`), and arrays are views of these.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Final, Literal, cast
+
+import msgspec
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from distbelief.core.errors import JobError
+from distbelief.task.imports import resolve
+
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from pyspark.sql import Column, DataFrame
+    from pyspark.sql.types import DataType
+
+Numbers = NDArray[np.float32 | np.float64 | np.int64]
+Decode = Callable[[bytes], object]
+TARGET: Final = "target"
+
+
+class Columns(msgspec.Struct, frozen=True, kw_only=True):
+    """The columns of samples; those of `selected` are called input-0, input-1, ..., target."""
+
+    inputs: tuple[str, ...]
+    target: str | None = None
+    # Import path of f(bytes) -> tensor or array, by column
+    decode: dict[str, str] = {}
+    dtype: Literal["float32", "float64"] = "float32"  # of numbers that are no whole numbers
+
+    @property
+    def names(self) -> dict[str, str]:
+        """The columns by what `selected` calls them."""
+        named = {f"input-{k}": name for k, name in enumerate(self.inputs)}
+        return named if self.target is None else named | {TARGET: self.target}
+
+    def decoders(self) -> dict[str, Decode]:
+        return {
+            key: cast("Decode", resolve(self.decode[name], table="decode"))
+            for key, name in self.names.items()
+            if name in self.decode
+        }
+
+
+def selected(dataframe: "DataFrame", columns: Columns) -> "list[Column]":
+    """Return the expressions of these columns, cast; JobError if one has no tensors."""
+    from pyspark.sql.types import BinaryType  # noqa: PLC0415 -- an extra
+
+    types = {field.name: field.dataType for field in dataframe.schema.fields}
+    unknown = [name for name in (*columns.names.values(), *columns.decode) if name not in types]
+    if unknown:
+        raise JobError(f"there is no column {unknown[0]!r}: the DataFrame has {', '.join(types)}")
+    found = [
+        _cast(dataframe[f"`{name}`"], types[name], name, columns).alias(key)
+        for key, name in columns.names.items()
+    ]
+    if len(columns.inputs) > 1:
+        for name in columns.inputs:
+            if isinstance(types[name], BinaryType) or not _is_number(types[name]):
+                raise JobError(
+                    f"inputs are several columns, and {name!r} is of type "
+                    f"{types[name].simpleString()}: several must be numbers, which become one "
+                    "vector; or give one column of vectors or arrays"
+                )
+    return found
+
+
+def _cast(column: "Column", kind: "DataType", name: str, columns: Columns) -> "Column":
+    from pyspark.ml.functions import vector_to_array  # noqa: PLC0415 -- an extra
+    from pyspark.ml.linalg import VectorUDT  # noqa: PLC0415 -- an extra
+    from pyspark.sql import types as t  # noqa: PLC0415 -- an extra
+
+    number = t.FloatType() if columns.dtype == "float32" else t.DoubleType()
+
+    def cast_of(kind: "DataType") -> "DataType | None":
+        if isinstance(kind, t.IntegralType | t.BooleanType):
+            return t.LongType()
+        if isinstance(kind, t.FractionalType):
+            return number
+        if isinstance(kind, t.ArrayType):
+            inner = cast_of(kind.elementType)
+            return inner and t.ArrayType(inner)
+        return None
+
+    if isinstance(kind, t.BinaryType):
+        if name in columns.decode:
+            return column
+        raise JobError(
+            f"column {name!r} has bytes: give decode={{{name!r}: 'module:function'}}, a function "
+            "of bytes that returns a tensor"
+        )
+    if name in columns.decode:
+        raise JobError(f"decode has {name!r}, which is of type {kind.simpleString()}, not of bytes")
+    if isinstance(kind, VectorUDT):
+        return vector_to_array(column, columns.dtype)
+    wanted = cast_of(kind)
+    if wanted is None:
+        raise JobError(
+            f"column {name!r} is of type {kind.simpleString()}, which is no tensor: give numbers, "
+            "arrays, vectors of pyspark.ml (StringIndexer makes numbers of text), or bytes"
+        )
+    return column.cast(wanted)
+
+
+def _is_number(kind: "DataType") -> bool:
+    from pyspark.sql.types import BooleanType, NumericType  # noqa: PLC0415 -- an extra
+
+    return isinstance(kind, NumericType | BooleanType)
+
+
+def numbers_of(array: "pa.Array", name: str) -> Numbers:
+    """Return numbers of Arrow as a view, (rows, ...); JobError if values are missing or uneven."""
+    import pyarrow as pa  # noqa: PLC0415 -- an extra
+
+    n, shape = len(array), [len(array)]
+    while True:
+        if array.null_count:
+            raise JobError(f"column {name!r} has missing values (null): fill or drop them")
+        if not pa.types.is_list(array.type):
+            break
+        sizes = np.diff(array.offsets.to_numpy())
+        if len(sizes) and (sizes != sizes[0]).any():
+            k = int(np.flatnonzero(sizes != sizes[0])[0])
+            raise JobError(
+                f"column {name!r} has arrays of {sizes[0]} and of {sizes[k]} numbers: all rows "
+                "need the same (pad or cut them)"
+            )
+        shape.append(int(sizes[0]) if len(sizes) else 0)
+        array = array.flatten()
+    return cast("Numbers", array.to_numpy(zero_copy_only=True).reshape(shape if n else (0,)))
+
+
+def samples_of(
+    arrays: Sequence[object], keys: Sequence[str], columns: Columns, decoders: dict[str, Decode]
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return inputs and targets of rows; an array of bytes is a list."""
+    found = {
+        key: _decoded(cast("list[bytes]", one), decoders[key], columns.names[key])
+        if key in decoders
+        else torch.from_numpy(np.require(cast("Numbers", one), requirements=["C", "W"]))
+        for key, one in zip(keys, arrays, strict=True)
+    }
+    target = found.pop(TARGET, None)
+    inputs = list(found.values())
+    if len(inputs) == 1:
+        return inputs[0], target
+    kind = torch.float64 if columns.dtype == "float64" else torch.float32
+    if not any(one.is_floating_point() for one in inputs):
+        kind = torch.int64
+    return torch.stack([one.to(kind) for one in inputs], dim=1), target
+
+
+def _decoded(values: list[bytes], decode: Decode, name: str) -> torch.Tensor:
+    made = [torch.as_tensor(decode(value)) for value in values]
+    if any(one.shape != made[0].shape for one in made):
+        raise JobError(f"decode of column {name!r} made tensors of several shapes: make one of all")
+    return torch.stack(made)

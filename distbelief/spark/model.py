@@ -1,0 +1,193 @@
+"""`DistBeliefModel`: a trained model as a stage of pyspark.ml, which adds a column.
+
+    model = distbelief.spark.fit(dataframe, "job.toml", inputs="features", targets="label")
+    model.transform(dataframe)                                 # adds "prediction"
+
+The values of a model go once to each executor (a broadcast of safetensors); the job's function
+makes its module once in each process. A saved stage is JSON and parquet: nothing is pickled.
+"""
+
+import uuid
+from collections.abc import Iterator
+from functools import reduce
+from typing import Final, Self, final
+
+import msgspec
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import torch
+from pyspark.broadcast import Broadcast
+from pyspark.ml import Model
+from pyspark.ml.model_cache import ModelCache
+from pyspark.ml.param import Param, Params, TypeConverters
+from pyspark.ml.util import (
+    DefaultParamsReader,
+    DefaultParamsWriter,
+    MLReadable,
+    MLReader,
+    MLWritable,
+    MLWriter,
+)
+from pyspark.sql import DataFrame
+from pyspark.sql.functions import pandas_udf, struct
+from pyspark.sql.types import ArrayType, DataType, DoubleType, FloatType, LongType
+from safetensors.torch import load
+from torch import nn
+from typing_extensions import override
+
+from distbelief.config.load import job_from_json
+from distbelief.core.errors import JobError
+from distbelief.job.launch.role_process import import_from
+from distbelief.job.run.result import Run
+from distbelief.spark.columns import Columns, samples_of, selected
+from distbelief.task.task import build_model
+
+
+CHUNK_BYTES: Final = 1 << 26  # of a saved model, in a row
+_TYPES: Final = {"float32": FloatType, "float64": DoubleType, "int64": LongType}
+
+
+class _Saved(msgspec.Struct, frozen=True, kw_only=True):
+    """What a saved model has beside its values."""
+
+    job: str  # as JSON
+    columns: Columns
+    dtype: str  # of an output
+    shape: tuple[int, ...]
+
+
+def param(name: str, doc: str) -> "Param[object]":
+    """Return a param of any value."""
+    return Param(Params._dummy(), name, doc, TypeConverters.identity)  # noqa: SLF001 -- as pyspark's own
+
+
+class Columned(Params):
+    """The params of both stages."""
+
+    predictionCol = param("predictionCol", "the column that transform adds")  # noqa: N815 -- pyspark.ml's name
+    batchSize = param("batchSize", "rows of one call of the model")  # noqa: N815 -- as its names
+
+
+@final
+class DistBeliefModel(Model, Columned, MLWritable, MLReadable["DistBeliefModel"]):
+    """A trained model: `transform` adds its outputs for each row as a column.
+
+    `run` is the job that trained it; None if it was loaded.
+    """
+
+    def __init__(self, saved: _Saved, values: bytes, run: Run | None = None) -> None:
+        super().__init__()
+        self._setDefault(predictionCol="prediction", batchSize=1024)
+        self.run = run
+        self.saved, self.values = saved, values
+        self._sent: Broadcast[bytes] | None = None
+        self._token = uuid.uuid4()
+
+    @classmethod
+    def of(cls, run: Run, columns: Columns, inputs: torch.Tensor) -> Self:
+        """Return the model of a run; `inputs` are some rows."""
+        with torch.inference_mode():
+            made = run.model(inputs)
+        if not isinstance(made, torch.Tensor) or str(made.dtype)[6:] not in _TYPES:
+            raise JobError(
+                f"the model returns {type(made).__name__}, of which transform makes no column: use "
+                "run.model, or let forward return one tensor"
+            )
+        saved = _Saved(
+            job=run.job.to_json().decode(),
+            columns=msgspec.structs.replace(columns, target=None),
+            dtype=str(made.dtype)[6:],
+            shape=tuple(made.shape[1:]),
+        )
+        return cls(saved, (run.directory / "model.safetensors").read_bytes(), run)
+
+    @property
+    def module(self) -> nn.Module:
+        """The trained module, in evaluation mode."""
+        return _module(self.saved, self.values)
+
+    @override
+    def _transform(self, dataset: DataFrame) -> DataFrame:
+        saved, token = self.saved, self._token
+        size, context = int(str(self.getOrDefault("batchSize"))), dataset.sparkSession.sparkContext
+        sent = self._sent = self._sent or context.broadcast(self.values)
+
+        def predict(batches: Iterator[pd.DataFrame]) -> Iterator[pd.Series]:
+            module = ModelCache.get(token)
+            if module is None:
+                torch.set_num_threads(1)
+                module = _module(saved, sent.value)
+                ModelCache.add(token, module)
+            decoders = saved.columns.decoders()
+            for frame in batches:
+                parts = []
+                for start in range(0, len(frame), size):
+                    rows = frame.iloc[start : start + size]
+                    arrays = [_array(rows[key], is_bytes=key in decoders) for key in rows.columns]
+                    inputs, _ = samples_of(arrays, list(rows.columns), saved.columns, decoders)
+                    with torch.inference_mode():
+                        parts.append(module(inputs).numpy())
+                yield pd.Series([*np.concatenate(parts)] if parts else [])
+
+        kind: DataType = _TYPES[saved.dtype]()
+        kind = reduce(lambda inner, _: ArrayType(inner), saved.shape, kind)
+        predict.__annotations__ = {"batches": Iterator[pd.DataFrame], "return": Iterator[pd.Series]}
+        added = pandas_udf(predict, kind)(struct(*selected(dataset, saved.columns)))
+        return dataset.withColumn(str(self.getOrDefault("predictionCol")), added)
+
+    @override
+    def write(self) -> "_Writer":
+        return _Writer(self)
+
+    @classmethod
+    @override
+    def read(cls) -> "_Reader":
+        return _Reader()
+
+
+def _module(saved: _Saved, values: bytes) -> nn.Module:
+    job = job_from_json(saved.job.encode())
+    import_from(job)
+    module = build_model(job.model)
+    module.load_state_dict(load(values))
+    return module.eval()
+
+
+def _array(series: "pd.Series[object]", *, is_bytes: bool) -> object:
+    if is_bytes:
+        return [*series]
+    values = series.to_numpy()
+    if values.dtype == object:
+        values = np.stack([np.stack(one) if one.dtype == object else one for one in values])
+    return values
+
+
+@final
+class _Writer(MLWriter):
+    def __init__(self, model: DistBeliefModel) -> None:
+        super().__init__()
+        self._model = model
+
+    @override
+    def saveImpl(self, path: str) -> None:
+        more = {"model": msgspec.to_builtins(self._model.saved)}
+        DefaultParamsWriter.saveMetadata(self._model, path, self.sparkSession, extraMetadata=more)
+        values = self._model.values
+        parts = [values[at : at + CHUNK_BYTES] for at in range(0, len(values), CHUNK_BYTES)]
+        table = pa.table({"part": [*range(len(parts))], "values": parts})
+        self.sparkSession.createDataFrame(table).coalesce(1).write.parquet(f"{path}/values")
+
+
+@final
+class _Reader(MLReader[DistBeliefModel]):
+    @override
+    def load(self, path: str) -> DistBeliefModel:
+        metadata = DefaultParamsReader.loadMetadata(path, self.sparkSession)
+        table = self.sparkSession.read.parquet(f"{path}/values").orderBy("part").toArrow()
+        model = DistBeliefModel(
+            msgspec.convert(metadata["model"], _Saved), b"".join(table["values"].to_pylist())
+        )
+        model._resetUid(metadata["uid"])  # noqa: SLF001 -- as pyspark's own readers
+        DefaultParamsReader.getAndSetParams(model, metadata)
+        return model

@@ -1,0 +1,215 @@
+"""`distbelief.spark.fit`: trains a job on the rows of a DataFrame, where Spark has them.
+
+    partition 0 -> task -> file of rows, agent --+
+    partition 1 -> task -> file of rows, agent --+--> replicas, which are dealt the rows beside them
+    driver: supervisor, shards, evaluator -------+
+
+A task writes its partition once, and stays as a host until the job ends. So there are as many
+partitions as hosts: more are joined (coalesced) without moving rows between executors. Training
+begins with the first host, once all tasks have counted their rows.
+"""
+
+import os
+import secrets
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from distbelief.config.algorithms import cores_of
+from distbelief.config.job import Elastic, Job
+from distbelief.config.load import job_of, load_job
+from distbelief.core.arguments import checked
+from distbelief.core.errors import JobError
+from distbelief.job.hosts.join_server import JoinServer
+from distbelief.job.hosts.spark import SparkHosts, check_reach, cores_each, executors_of, file_of
+from distbelief.job.trainer import run_job
+from distbelief.serve.options import ANY_PORT, join_server
+from distbelief.spark.columns import Columns, selected
+from distbelief.spark.model import DistBeliefModel
+from distbelief.spark.rows import HELD_OUT, PATH, RowFile, write_rows
+from distbelief.task.imports import check_is_no_import, places
+
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+
+Names = str | Sequence[str]
+_ELSEWHERE: Final = {
+    **dict.fromkeys(("features", "feature_cols", "featuresCol"), "it is inputs"),
+    **dict.fromkeys(("label", "labels", "label_cols", "labelCol", "target"), "it is targets"),
+    **dict.fromkeys(("num_proc", "num_processes", "num_workers"), "it is hosts"),
+    **dict.fromkeys(("epochs", "batch_size", "loss"), "the job says it, or overrides"),
+}
+
+
+@checked("spark.fit", _ELSEWHERE)
+def fit(  # noqa: PLR0913 -- options of one call
+    dataframe: "DataFrame",
+    job: str | os.PathLike[str] | Mapping[str, object],
+    *,
+    inputs: Names,
+    targets: str,
+    decode: Mapping[str, str] | None = None,
+    dtype: str = "float32",
+    test: "DataFrame | None" = None,
+    hosts: int | None = None,
+    cores: int | None = None,
+    listen: str | None = None,
+    keys: str | os.PathLike[str] | None = None,
+    insecure: bool = False,
+    overrides: Mapping[str, object] | None = None,
+    callbacks: Sequence[object] = (),
+    resume: str | os.PathLike[str] | None = None,
+    show: bool = True,
+) -> DistBeliefModel:
+    """Train the model of a job on the rows of a DataFrame, on Spark's executors.
+
+    Args:
+        dataframe: Rows, one sample each. They stay on the executors that compute them.
+        job: The path of a job file, or its tables; the rows take the place of [data.train]. Its
+            functions must be importable on the executors. [cluster] replicas is a multiple of the
+            hosts with rows, or left out: as many as fit.
+        inputs: The column of inputs: numbers, an array, a vector of pyspark.ml, or bytes; or
+            several columns of numbers, which become one vector.
+        targets: The column of targets.
+        decode: For columns of bytes the import path of a function (bytes) -> tensor.
+        dtype: Of numbers that are no whole numbers: "float32" or "float64".
+        test: Held-out rows, which are brought to the driver; else those of the job's [data.test].
+        hosts: Hosts to use, one in each executor; by default as many as there are executors now.
+        cores: Of each host; by default those of an executor. A replica takes [cluster] threads.
+        listen: Where executors reach this process, as "tcp://0.0.0.0:7700"; with `keys`, a
+            directory of keys that is there on all executors, or `insecure`.
+        keys: See there.
+        insecure: See there.
+        overrides: Values of single keys of the job.
+        callbacks: As of `train`.
+        resume: Run directory of an earlier call with the same rows.
+        show: Whether to show progress.
+
+    Returns:
+        The trained model, which transforms DataFrames; `model.run` has its figures and files.
+
+    Raises:
+        JobError: this cannot be run, or the job failed. What it saved is kept.
+    """
+    check_is_no_import("distbelief.spark.fit")
+    columns = columns_of(inputs, targets, decode=decode, dtype=dtype)
+    rows = dataframe.select(*selected(dataframe, columns))
+    session = dataframe.sparkSession
+    server = join_server(
+        listen or ANY_PORT,
+        keys=None if keys is None else Path(keys),
+        insecure=insecure,
+        n_hosts=1,
+        hosts_seconds=600.0,
+        cores=0,  # of this host: the rows are elsewhere
+    )
+    check_reach(session, is_local=server.reach.is_local)
+    with ExitStack() as stack:
+        n_hosts = max(1, min(hosts or len(executors_of(session)), rows.rdd.getNumPartitions()))
+        source = SparkHosts(
+            rows.coalesce(n_hosts),
+            host=server.reach.host,
+            write=partial(write_rows, columns=columns),
+            keys="" if server.reach.keys is None else server.reach.keys.directory,
+        )
+        name = f"distbelief-rows-{secrets.token_hex(8)}"
+        directory = Path(tempfile.gettempdir()) / name
+        directory.mkdir(mode=0o700)
+        stack.callback(shutil.rmtree, directory, ignore_errors=True)
+        held_out = None
+        if test is not None:
+            held_out = directory / "held-out.arrow"
+            _collect(test, columns, held_out)
+        stack.callback(source.close)
+        source.begin(n_parts=n_hosts, cores=cores or cores_each(session))
+        source.wait(print if show else str)
+        full = {part: each for part, each in sorted(source.parts.items()) if each.rows}
+        if not full:
+            raise JobError("spark.fit: the DataFrame has no rows")
+        # This process tries the job on rows, too.
+        least = min(full, key=lambda part: full[part].rows)
+        source.copy_rows(least, directory / file_of(least))
+        data = {
+            "name": name,
+            "rows": {file_of(part): each.rows for part, each in full.items()},
+            "fingerprint": " ".join(each.checksum for each in full.values()),
+            "columns": msgspec.to_builtins(columns),
+        }
+        found = _job(job, data, overrides or {}, held_out)
+        source.job, source.cores = _on_hosts(found, len(full), cores=source.cores)
+        source.rows_as = name
+        run = run_job(
+            source.job,
+            resume=resume,
+            show=show,
+            callbacks=callbacks,
+            hosting=JoinServer(reach=server.reach, n_hosts=1, cores=0, started=source),
+        ).unless_failed("spark.fit")
+        some, _ = RowFile(directory / file_of(least), columns).__getitems__([0, 1])
+    return DistBeliefModel.of(run, columns, some)
+
+
+def columns_of(
+    inputs: Names, target: str | None, *, decode: Mapping[str, str] | None, dtype: str
+) -> Columns:
+    tables = {
+        "inputs": [inputs] if isinstance(inputs, str) else [*inputs],
+        "target": target,
+        "decode": dict(decode or {}),
+        "dtype": dtype,
+    }
+    try:
+        found = msgspec.convert(tables, Columns)
+    except msgspec.ValidationError as error:
+        raise JobError(f"spark.fit: {error}") from None
+    if not found.inputs:
+        raise JobError("spark.fit: inputs has no column: name at least one")
+    return found
+
+
+def _collect(dataframe: "DataFrame", columns: Columns, file: Path) -> None:
+    rows = dataframe.select(*selected(dataframe, columns)).toArrow()
+    if not write_rows(rows.to_batches(max_chunksize=1 << 16), file, columns=columns)[0]:
+        raise JobError("spark.fit: test has no rows")
+
+
+def _job(
+    job: str | os.PathLike[str] | Mapping[str, object],
+    data: Mapping[str, object],
+    overrides: Mapping[str, object],
+    held_out: Path | None,
+) -> Job:
+    """Return the job, whose [data] are these rows."""
+    given = dict(overrides) | {"data.train": {"factory": PATH, "arguments": data}}
+    if held_out is not None:
+        arguments = {"name": data["name"], "file": held_out.name, "columns": data["columns"]}
+        given["data.test"] = {"factory": HELD_OUT, "arguments": arguments}
+    if not isinstance(job, Mapping):
+        return load_job(job, overrides=given)
+    source = {"source": {"file": "spark.fit", "import_paths": places()}}
+    return job_of(source | {"data": {}} | dict(job), user="spark.fit", overrides=given)
+
+
+def _on_hosts(job: Job, n_hosts: int, *, cores: int) -> tuple[Job, int]:
+    """Return the job, and the cores that each host offers: every host with rows gets replicas."""
+    replicas = job.cluster.replicas
+    if isinstance(replicas, Elastic) or n_hosts == replicas == 1:
+        return job, cores
+    if replicas > 1:
+        if replicas % n_hosts:
+            raise JobError(
+                f"[cluster] replicas = {replicas}, and rows lie on {n_hosts} hosts: give a "
+                "multiple of that, leave it out, or give hosts"
+            )
+        cores = replicas // n_hosts * cores_of(job)
+    # The first replica moves from a lost host at once. Then the next host needs another replica.
+    most = Elastic(max=n_hosts * (cores // cores_of(job) + 1))
+    cluster = msgspec.structs.replace(job.cluster, replicas=most)
+    return msgspec.structs.replace(job, cluster=cluster), cores

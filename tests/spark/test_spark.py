@@ -1,0 +1,387 @@
+"""Jobs on a real Spark cluster of two executors on this machine; all tests share it."""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import distbelief
+from distbelief.core.errors import JobError
+from distbelief.supervisor.view import JobView
+from tests.spark.nets import Counts, problem
+
+
+pytest.importorskip("pyspark", reason="needs pyspark: pip install '.[spark]'")
+pytest.importorskip("pandas", reason="needs pandas: pip install '.[spark]'")
+pa = pytest.importorskip("pyarrow", reason="needs pyarrow: pip install '.[spark]'")
+if shutil.which("java") is None and "JAVA_HOME" not in os.environ:
+    pytest.skip("needs Java 17", allow_module_level=True)
+
+from pyspark.ml import Pipeline, PipelineModel  # noqa: E402 -- skipped without
+from pyspark.ml.feature import VectorAssembler  # noqa: E402
+from pyspark.sql import DataFrame, SparkSession  # noqa: E402
+
+from distbelief import spark  # noqa: E402
+from distbelief.spark.columns import Columns  # noqa: E402
+from distbelief.spark.model import DistBeliefModel  # noqa: E402
+from distbelief.spark.rows import Partitions, RowFile, write_rows  # noqa: E402
+from distbelief.spark.stages import DistBelief  # noqa: E402
+
+
+if TYPE_CHECKING:
+    from pyspark.core.rdd import RDD
+
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.slow,
+    pytest.mark.untraced,
+    pytest.mark.timeout(400),
+    pytest.mark.filterwarnings("ignore"),  # of pyspark and pandas
+]
+
+ROOT = Path(__file__).parents[2]
+MASTER = "local-cluster[2,1,1024]"
+OPTIONS = {
+    "spark.executor.memory": "512m",
+    "spark.ui.enabled": "false",
+    "spark.log.level": "OFF",
+    "spark.sql.shuffle.partitions": "2",
+    "spark.sql.execution.arrow.maxRecordsPerBatch": "256",
+    "spark.driver.host": "127.0.0.1",
+    "spark.driver.bindAddress": "127.0.0.1",
+}
+
+
+def new_session() -> SparkSession:
+    os.environ["PYSPARK_PYTHON"] = sys.executable
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (*sys.path, str(ROOT))))
+    builder: SparkSession.Builder = SparkSession.builder.master(MASTER)
+    for name, value in OPTIONS.items():
+        builder = builder.config(name, value)
+    return builder.getOrCreate()
+
+
+@pytest.fixture(scope="module")
+def session() -> Iterator[SparkSession]:
+    made = new_session()
+    yield made
+    made.stop()
+
+
+def job(model: str, directory: Path, /, **tables: Mapping[str, object]) -> dict[str, object]:
+    usual: dict[str, dict[str, object]] = {
+        "model": {"factory": f"tests.spark.nets:{model}"},
+        "algorithm": {
+            "name": "downpour",
+            "loss": "cross_entropy",
+            "batch_size": 16,
+            "rule": {"name": "adagrad", "learning_rate": 0.05},
+        },
+        "stop": {"epochs": 3},
+        "output": {"directory": str(directory)},
+        "source": {"file": "test", "import_paths": [str(ROOT)]},
+    }
+    return {**usual, **{name: {**usual.get(name, {}), **tables[name]} for name in tables}}
+
+
+def frame_of(session: SparkSession, columns: Mapping[str, object], parts: list[int]) -> DataFrame:
+    """Return rows whose partitions have these sizes."""
+    table = pa.table(columns)
+    stops = np.cumsum(parts)
+    chunks = [table.slice(stop - n, n).to_pylist() for n, stop in zip(parts, stops, strict=True)]
+    numbered = session.sparkContext.parallelize([*enumerate(chunks)], len(chunks))
+    spread = cast("RDD[object]", numbered.partitionBy(len(chunks), lambda key: key))
+    schema = session.createDataFrame(table.slice(0, 1)).schema
+    rows = spread.flatMap(lambda one: [tuple(row.values()) for row in one[1]])
+    return session.createDataFrame(rows, schema)
+
+
+def counting(model: str, directory: Path, n: int, **more: object) -> dict[str, object]:
+    algorithm = {
+        "loss": "tests.spark.nets:minus_sum",
+        "batch_size": 10,
+        "order": "dealt",
+        "rule": {"name": "sgd", "learning_rate": 1.0},
+    }
+    arguments = {"arguments": {"n": n, **more}}
+    return job(model, directory, model=arguments, algorithm=algorithm)
+
+
+def numbers(n: int) -> dict[str, object]:
+    return {"row": np.arange(n), "one": np.ones(n)}
+
+
+# --- one replica: the bits of a local job ---
+
+
+def test_one_blocking_replica_has_the_bits_of_a_local_job(
+    session: SparkSession, tmp_path: Path
+) -> None:
+    data, before = problem(400), {*Path(tempfile.gettempdir()).glob("distbelief-rows-*")}
+    frame = frame_of(session, data, [400])
+    wanted = job("linear", tmp_path / "spark", algorithm={"blocking": True})
+    model = spark.fit(frame, wanted, inputs="features", targets="label", show=False)
+    assert model.run is not None
+    assert (model.run.exit_code, model.run.summary.samples) == (0, 1200)
+    wanted["output"] = {"directory": str(tmp_path / "local")}
+    local = {"factory": "tests.spark.nets:local_data", "arguments": {"n": 400}}
+    plain = distbelief.train({**wanted, "data": {"train": local}}, show=False)
+    for one, other in zip(plain.model.parameters(), model.module.parameters(), strict=True):
+        assert torch.equal(one, other)
+    assert {*Path(tempfile.gettempdir()).glob("distbelief-rows-*")} == before
+
+
+# --- every row counts once ---
+
+
+def test_rows_of_uneven_partitions_count_once_an_epoch(
+    session: SparkSession, tmp_path: Path
+) -> None:
+    n = 440
+    frame = frame_of(session, numbers(n), [40, 400])
+    wanted = counting("Counts", tmp_path / "run", n)
+    model = spark.fit(frame, wanted, inputs="row", targets="one", show=False)
+    assert cast("Counts", model.module).weight.mean(0).tolist() == [3.0] * n
+
+
+def test_transform_has_the_bits_of_the_module_and_a_pipeline_is_saved(
+    session: SparkSession, tmp_path: Path
+) -> None:
+    data = problem(600)
+    x: np.ndarray[tuple[int, int], np.dtype[np.float32]] = np.array(data.pop("features"))
+    names = [f"x{k}" for k in range(20)]
+    wide = {**data, **{name: x[:, k].astype(np.float64) for k, name in enumerate(names)}}
+    frame = frame_of(session, wide, [100, 500])
+    estimator = DistBelief(
+        job=job("linear", tmp_path / "run", stop={"epochs": 30}),
+        inputs="features",
+        targets="label",
+        batchSize=64,
+        show=False,
+    )
+    assembled = VectorAssembler(inputCols=names, outputCol="features")
+    fitted = Pipeline(stages=[assembled, estimator]).fit(frame)
+    found = fitted.transform(frame).select("label", "prediction").toArrow()
+    model = cast("DistBeliefModel", fitted.stages[-1])
+    outputs = np.array(found["prediction"].to_pylist(), np.float32)
+    # Batches are those of Spark (256 rows), in pieces of 64.
+    starts = [0, 64, *[100 + 256 * k + 64 * i for k in range(2) for i in range(4)]]
+    stops = [*starts[1:], 600]
+    with torch.inference_mode():
+        plain = [model.module(torch.from_numpy(x[a:b])) for a, b in zip(starts, stops, strict=True)]
+    assert np.array_equal(outputs, torch.cat(plain).numpy())
+    assert (outputs.argmax(1) == np.array(found["label"])).mean() > 0.9
+    fitted.save(str(tmp_path / "saved"))
+    again = PipelineModel.load(str(tmp_path / "saved"))
+    assert found.equals(again.transform(frame).select("label", "prediction").toArrow())
+    estimator.save(str(tmp_path / "estimator"))
+    loaded = DistBelief.load(str(tmp_path / "estimator"))
+    assert loaded.getOrDefault("job") == estimator.getOrDefault("job")
+    assert isinstance(model.module, nn.Module)
+
+
+def test_an_empty_partition_has_no_host(session: SparkSession, tmp_path: Path) -> None:
+    frame = frame_of(session, numbers(60), [60, 0])
+    wanted = counting("Counts", tmp_path / "run", 60)
+    model = spark.fit(frame, wanted, inputs="row", targets="one", show=False)
+    assert cast("Counts", model.module).weight.mean(0).tolist() == [3.0] * 60
+    assert "has joined" in (tmp_path / "run" / "logs" / "supervisor.log").read_text()
+
+
+class KillsAnExecutor:
+    """Kills the Java process of an executor once some samples are trained."""
+
+    def __init__(self) -> None:
+        self.killed = 0
+
+    def on_step(self, view: JobView) -> None:
+        if not self.killed and view.samples > 150:
+            found = subprocess.run(
+                ["pgrep", "-f", "CoarseGrainedExecutorBackend"], capture_output=True, check=True
+            )
+            self.killed = int(found.stdout.split()[0])
+            os.kill(self.killed, signal.SIGKILL)
+
+
+def test_rows_of_a_killed_executor_are_read_again(session: SparkSession, tmp_path: Path) -> None:
+    n, kills = 400, KillsAnExecutor()
+    frame = frame_of(session, numbers(n), [200, 200])
+    wanted = counting("Counts", tmp_path / "run", n, seconds=0.1)
+    model = spark.fit(frame, wanted, inputs="row", targets="one", callbacks=[kills], show=False)
+    assert kills.killed
+    assert cast("Counts", model.module).weight.mean(0).tolist() == [3.0] * n
+
+
+# --- Ctrl+C ---
+
+DRIVER = """
+import sys
+from pathlib import Path
+from tests.spark import test_spark as t
+from distbelief import spark
+if __name__ == "__main__":
+    session = t.new_session()
+    frame = t.frame_of(session, t.numbers(400), [200, 200])
+    job = t.counting("Counts", Path(sys.argv[1]), 400, seconds=0.1)
+    job["stop"] = {"epochs": 1000}
+    model = spark.fit(frame, job, inputs="row", targets="one")
+    print("ended", model.run.exit_code, model.run.summary.samples, flush=True)
+    weight = model.module.weight.mean(0)
+    print("counted", int(weight.sum()), flush=True)
+"""
+
+
+def agents() -> list[str]:
+    found = subprocess.run(
+        ["pgrep", "-f", "distbelief.job.hosts.spark"], capture_output=True, check=False
+    )
+    return found.stdout.decode().split()
+
+
+def until(condition: Callable[[], bool], seconds: float = 120.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_a_driver_that_ends_leaves_no_host(tmp_path: Path, number: signal.Signals) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    log = tmp_path / "out"
+    with log.open("w") as out:
+        driver = subprocess.Popen(
+            [sys.executable, "-c", DRIVER, str(tmp_path / "run")],
+            cwd=tmp_path,
+            env=environment,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+        )
+    metrics = tmp_path / "run" / "status.json"
+    try:
+        until(lambda: metrics.exists() and b'"samples":0' not in metrics.read_bytes())
+        os.kill(driver.pid, number)
+        driver.wait(120)
+    finally:
+        driver.kill()
+    text = log.read_text()
+    if number == signal.SIGINT:
+        assert "ended 130" in text, text
+        # Spark's own progress may stand before them in their lines.
+        ended, counted = (
+            int(re.findall(rf"{word} (\d+)", text)[-1]) for word in ("ended 130", "counted")
+        )
+        assert ended == counted > 0
+    until(lambda: not agents())
+
+
+# --- what is refused ---
+
+
+@pytest.mark.parametrize(
+    ("inputs", "values", "why"),
+    [
+        ("text", ["a", "b"], "no tensor"),
+        ("x", [[1.0], [1.0, 2.0]], "arrays of 1 and of 2 numbers"),
+        ("x", [1.0, None], "missing values"),
+        ("picture", [b"a", b"b"], "has bytes: give decode"),
+    ],
+)
+def test_columns_that_are_no_tensors_are_refused(
+    session: SparkSession, tmp_path: Path, inputs: str, values: list[object], why: str
+) -> None:
+    frame = session.createDataFrame(pa.table({inputs: values, "y": [0, 1]})).coalesce(1)
+    with pytest.raises(JobError, match=why):
+        spark.fit(frame, job("linear", tmp_path / "run"), inputs=inputs, targets="y", show=False)
+    assert not (tmp_path / "run").exists()
+
+
+# --- columns ---
+
+
+def test_files_of_rows_give_the_tensors_of_their_rows(tmp_path: Path) -> None:
+    generator = np.random.default_rng(0)
+    n = 1000
+    x = generator.normal(size=(n, 3, 4)).astype(np.float32)
+    content = [generator.integers(0, 17, 5, dtype=np.uint8).tobytes() for _ in range(n)]
+    y = generator.integers(0, 9, n)
+    arrays = pa.array(x.reshape(n * 3, 4).tolist(), pa.list_(pa.float32()))
+    nested = pa.ListArray.from_arrays(pa.array(np.arange(0, 3 * n + 1, 3), pa.int32()), arrays)
+    for column, expected, decode in (
+        (nested, torch.from_numpy(x), {}),
+        (
+            pa.array(content),
+            torch.stack([torch.tensor([*one]) / 16 for one in content]),
+            {"picture": "tests.spark.nets:pixels"},
+        ),
+    ):
+        columns = Columns(inputs=("picture",), target="y", decode=decode)
+        table = pa.table({"input-0": column, "target": y})
+        file = tmp_path / "rows"
+        count, checksum, _ = write_rows(table.to_batches(max_chunksize=77), file, columns=columns)
+        assert count == n
+        assert (
+            checksum != write_rows(table.slice(1).to_batches(), tmp_path / "b", columns=columns)[1]
+        )
+        rows = generator.permutation(n)[:100]
+        found = RowFile(file, columns)
+        inputs, targets = found.__getitems__(rows.tolist())
+        assert torch.equal(inputs, expected[rows])
+        assert torch.equal(targets, torch.tensor(y[rows]))
+        pieces = Partitions(tmp_path, {"rows": n, "elsewhere": 3}, checksum, columns)
+        assert pieces.here() == ["rows"]
+        assert torch.equal(pieces.read("rows", [5])[0], expected[5:6])
+
+
+# --- digits ---
+
+
+def test_digits_from_a_dataframe_reach_the_accuracy_of_the_plain_job(
+    session: SparkSession, tmp_path: Path
+) -> None:
+    from experiments.digits import digits  # noqa: PLC0415 -- needs scikit-learn
+
+    train, test = (
+        {"pixels": [one.tolist() for one in x.numpy()], "digit": y.numpy()}
+        for x, y in (digits.images(part).tensors for part in ("train", "test"))
+    )
+    wanted = job(
+        "digits",
+        tmp_path / "run",
+        model={"factory": "experiments.digits.digits:net"},
+        algorithm={"batch_size": 32, "rule": {"name": "adagrad", "learning_rate": 0.03}},
+        stop={"epochs": 12},
+    )
+    model = spark.fit(
+        frame_of(session, train, [700, 737]),
+        wanted,
+        inputs="pixels",
+        targets="digit",
+        test=frame_of(session, test, [360]),
+        show=False,
+    )
+    local = {
+        name: {"factory": "experiments.digits.digits:images", "arguments": {"part": name}}
+        for name in ("train", "test")
+    }
+    cluster = {"replicas": 2}
+    directory = {"directory": str(tmp_path / "local")}
+    plain = distbelief.train(
+        {**wanted, "data": local, "cluster": cluster, "output": directory}, show=False
+    )
+    assert model.run is not None
+    assert model.run.summary.metric is not None
+    assert plain.summary.metric is not None
+    assert model.run.summary.metric > plain.summary.metric - 0.03
