@@ -102,7 +102,8 @@ def _method_of(config: SandblasterSettings, context: BuildContext) -> tuple[Runn
     if config.method == PROGRAM:
         program = program_of(model)
         kept = {key: one for key, one in model.arguments.items() if key not in program.bounds}
-        goal = {"program": model.factory, **kept}
+        # Values of other data would be taken for those of these.
+        goal = {"program": model.factory, "checksum": program.checksum, **kept}
         return Scheduled(program), json.dumps(goal, sort_keys=True, default=str)
     rounding = float(np.finfo(context.layout.dtype).eps) / 2.0
     chosen = config.chosen()

@@ -447,8 +447,8 @@ class Coordinator:
         is_start = resume_point.savepoint == 0 and resume_point.entry is None
         if self._config.in_rounds and not (resume_point.whole or is_start):
             raise StorageError(
-                "what was saved is of other settings, or lacks the state of the program: start "
-                "again, with --from-scratch"
+                "what was saved is of other settings or files, or lacks the state of the program: "
+                "restore them, or start again, with --from-scratch"
             )
         has_all = resume_point.whole and resume_point.has_all
         series.return_to = wire.Restore(savepoint=resume_point.savepoint, whole=has_all)

@@ -37,7 +37,7 @@ from sandblaster.strads.estimator import (
     checked_entries,
 )
 from sandblaster.strads.factor_kernel import stepper, subtract
-from sandblaster.strads.program import Mark, Program, Pushed, Steps, Task, Types, run
+from sandblaster.strads.program import Mark, Program, Pushed, Steps, Task, Types, checksum, run
 
 
 Matrix: TypeAlias = "sparse.csr_array[np.float64]"
@@ -127,6 +127,7 @@ class Factors(Program[Block, Turn, Report, History]):
         self.types = Types(argument=Turn, report=Report, state=History)
         self.bounds = ("max_iter", "patience", "tol")
         self.keeps_state = True
+        self.checksum = checksum(self.targets, self.weights, self.held_out)
         ends = self.targets.indptr[1:].astype(np.int64)
         shares = np.arange(self.n_blocks + 1) * (ends[-1] / self.n_blocks)
         self._ends = np.searchsorted(ends, shares)

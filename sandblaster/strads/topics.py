@@ -19,7 +19,6 @@ they begin anew: there a job can go on.
 """
 
 import os
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -49,7 +48,7 @@ from sandblaster.strads.documents import (
     uniforms,
 )
 from sandblaster.strads.estimator import Estimator, blocks_of, check_numbers, checked_entries
-from sandblaster.strads.program import Mark, Program, Pushed, Steps, Task, Types, run
+from sandblaster.strads.program import Mark, Program, Pushed, Steps, Task, Types, checksum, run
 from sandblaster.strads.topic_kernel import LANES, Counts, sampler
 
 
@@ -218,8 +217,8 @@ class Topics(Program[Block, Argument, Report, Learned]):
         self.pulls = {"priors": Pull("divide")}
         self.types = Types(argument=Argument, report=Report, state=Learned)
         self.keeps_state = True
-        parts = self.held_out.data, self.held_out.indices, self.held_out.indptr
-        self._checksum = zlib.crc32(b"".join(part.astype(np.int64).tobytes() for part in parts))
+        self._checksum = checksum(self.held_out)
+        self.checksum = checksum(self.counts, self.held_out)
 
     @override
     def load(self, block: int) -> Block:
@@ -352,8 +351,8 @@ class Topics(Program[Block, Argument, Report, Learned]):
                 total = alpha.sum()
                 of_lengths = (digamma(block.lengths + total) - digamma(total)).sum()
                 return Pushed(adds={}, report=np.append(of_topics, of_lengths))
-            case Evaluate(alpha, checksum):
-                if checksum != self._checksum:
+            case Evaluate(alpha, found):
+                if found != self._checksum:
                     raise SettingError("held_out has other documents here: give all hosts the same")
                 weights = self.word_weights(taken)
                 score = completion(

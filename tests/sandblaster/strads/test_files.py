@@ -344,7 +344,9 @@ def test_a_host_with_other_held_out_data_is_refused() -> None:
     held = {"held_out_x": "held.npy", "held_out_y": "held_y.npy"}
     other = jobs.lasso("train.npy", "train_y.npy", n_blocks=4, **held).program
     here.push = other.push  # type: ignore[method-assign] # of a worker elsewhere
-    with pytest.raises(JobError, match="held-out data are others here: give all hosts the same"):
+    with pytest.raises(
+        JobError, match="held-out data are others here: give all hosts the same files"
+    ):
         run(here)
     run(there)
 
