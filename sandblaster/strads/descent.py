@@ -290,11 +290,10 @@ class Descent(Program[Block, Argument, Report, Sequence[Solution]]):
         if state is not None:
             scheduler = cast("State", state)
         solutions, last = scheduler.solutions, scheduler
-        if scheduler.is_closed and len(solutions) < len(self._alphas):
-            if not self._is_over(solutions):  # with more patience: go on from the last one
-                yield from self._close(scheduler, solutions[-1])
-                scheduler.is_closed = False
-                scheduler.begin()
+        if scheduler.is_closed and not self._is_over(solutions):  # there is more patience
+            yield from self._close(scheduler, solutions[-1])
+            scheduler.is_closed = False
+            scheduler.begin()
         if self._relative and not scheduler.unit:
             score = Score(alpha=1.0, n_offers=1, checksum=self.checksum)
             scored = yield [self._task(block, score) for block in range(self.n_blocks)]
@@ -302,7 +301,7 @@ class Descent(Program[Block, Argument, Report, Sequence[Solution]]):
             if not largest > 0.0:
                 raise SettingError("no column varies with the targets; give others")
             scheduler.unit = largest / self._n_samples
-        while len(solutions) < len(self._alphas) and not self._is_over(solutions):
+        while not self._is_over(solutions):
             alpha = self._alphas[len(solutions)] * (scheduler.unit or 1.0)
             solution = yield from self._solve(scheduler, alpha)
             # From before it has ended: other bounds let a job go on there.
@@ -334,6 +333,8 @@ class Descent(Program[Block, Argument, Report, Sequence[Solution]]):
             ]
 
     def _is_over(self, solutions: "Sequence[Solution]") -> bool:
+        if len(solutions) == len(self._alphas):
+            return True
         best = min(range(len(solutions)), key=lambda k: solutions[k].held_out, default=0)
         return self._patience is not None and len(solutions) - 1 - best >= self._patience
 
