@@ -50,6 +50,7 @@ _ALL: Final = slice(None)
 _FIRST_SIZE: Final = 100  # of a working set
 _TURN: Final = 64  # variables of each block that take their turn together
 _N_PASSES_MAX: Final = 1000  # over one working set
+_LEAST: Final = 1e-280  # of a loss: parts of smaller ones are lost
 _N_LINEAR: Final = 5  # passes over one quadratic bound that is not the loss itself
 _N_COMPARED_MAX: Final = 4096  # columns, and their entries: beyond, one block after the other
 _N_ENTRIES_MAX: Final = 1 << 24
@@ -259,8 +260,9 @@ class Descent(Program[Block, Argument, Report, Sequence[Solution]]):
         constant = loss.constant(y, centred=centred)
         with np.errstate(over="ignore"):
             scale = loss.value(y, np.full(n_samples, constant))
-        if not scale < math.inf:
-            raise SettingError("the squares of y are too large for float64: scale y")
+        if not (_LEAST <= scale < math.inf or (y == y[0]).all()):
+            what = "large" if scale > 1.0 else "small"
+            raise SettingError(f"the squares of y are too {what} for float64: scale y")
         self._gap_max = tolerance * scale
         coefficients, intercept = (np.zeros(n_features), constant) if start is None else start
         matrices = [x] if held_out is None else [x, held_out[0]]

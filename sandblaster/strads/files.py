@@ -46,7 +46,7 @@ def read_matrix(path: str, y: str = "", *, n_features: int | None = None) -> Mat
             return cast("Floats", _tried(path, lambda: np.load(path, mmap_mode="r")))
         case ".npz":
             _check_fits(path)
-            return cast("Matrix", _tried(path, lambda: sparse.load_npz(path)))
+            return cast("Matrix", _tried(path, lambda: _whole(path)))
         case ".parquet":
             kept = [one for name, one in _table(path).items() if name != y]
             return np.stack(kept).T if kept else np.zeros((0, 0))
@@ -126,8 +126,15 @@ def _kind_of(path: str, kinds: tuple[str, ...]) -> str:
 def _tried(path: str, read: Callable[[], object]) -> object:
     try:
         return read()
-    except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
+    except (OSError, ValueError, KeyError, EOFError, OverflowError, zipfile.BadZipFile) as error:
         raise JobError(f"{path} cannot be read: {error}") from None
+
+
+def _whole(path: str) -> object:
+    matrix = sparse.load_npz(path)
+    if matrix.format in {"csr", "csc", "bsr"}:
+        matrix.check_format(full_check=True)  # or numbers beside its arrays are read
+    return matrix
 
 
 def _check_fits(path: str) -> None:
@@ -179,11 +186,13 @@ def _mapped(path: str) -> Mapped | None:
         members = {info.filename: info for info in archive.infolist()}
         if any(one.compress_type != zipfile.ZIP_STORED for one in members.values()):
             return None
+        with np.load(path) as small:
+            if "format" not in small or small["format"].item() != b"csc":
+                return None
         arrays = [_map(file, members[f"{name}.npy"]) for name in ("data", "indices")]
     values, rows = cast("tuple[Floats | None, Ids | None]", tuple(arrays))
     with np.load(path) as small:
-        is_csc = small["format"].item() == b"csc"
-        if not is_csc or values is None or rows is None or values.dtype != np.float64:
+        if values is None or rows is None or values.dtype != np.float64:
             return None
         n_rows, n_columns = small["shape"].tolist()
         return Mapped((n_rows, n_columns), values, rows, small["indptr"].astype(np.int64))

@@ -154,7 +154,7 @@ def sparse_logistic(x: str, y: str = "", *, n_blocks: int = 8, **arguments: obje
     labels = read_targets(x, y)
     # Whatever evaluates takes them as they are.
     if not np.isin(labels, (0, 1)).all():
-        raise JobError(f"[model] {y or x} has other labels than 0 and 1: save y == class")
+        raise JobError(f"[model] {y or x} has other labels than 0 and 1: save y == class as .npy")
     return _linear(SparseLogisticRegression, n_blocks, x, y, labels, arguments)
 
 
