@@ -132,7 +132,9 @@ def _tried(path: str, read: Callable[[], object]) -> object:
 
 def _whole(path: str) -> object:
     matrix = sparse.load_npz(path)
-    if matrix.format in {"csr", "csc", "bsr"}:
+    if isinstance(
+        matrix, sparse.csr_array | sparse.csc_array | sparse.csr_matrix | sparse.csc_matrix
+    ):
         matrix.check_format(full_check=True)  # or numbers beside its arrays are read
     return matrix
 

@@ -93,6 +93,7 @@ class Sample(msgspec.Struct, frozen=True, eq=False, tag=True):
     number: int  # of the pass; 0: any topics
     bucket: int
     alpha: Values  # (n_topics,)
+    checksum: int  # of the data: a host with other ones is refused
 
 
 @final
@@ -104,10 +105,9 @@ class Weigh(msgspec.Struct, frozen=True, eq=False, tag=True):
 
 @final
 class Evaluate(msgspec.Struct, frozen=True, eq=False, tag=True):
-    """Score held-out documents, which have this checksum."""
+    """Score held-out documents."""
 
     alpha: Values
-    checksum: int
 
 
 @final
@@ -217,7 +217,6 @@ class Topics(Program[Block, Argument, Report, Learned]):
         self.pulls = {"priors": Pull("divide")}
         self.types = Types(argument=Argument, report=Report, state=Learned)
         self.keeps_state = True
-        self._checksum = checksum(self.held_out)
         self.checksum = checksum(self.counts, self.held_out)
 
     @override
@@ -268,9 +267,7 @@ class Topics(Program[Block, Argument, Report, Learned]):
             evaluations = list(learned.held_out_scores)
             if self.held_out.shape[0] and not number % self.evaluate_every:
                 takes = {name: slice(0, len(self.tables[name])) for name in ("words", "sums")}
-                total, n_tokens = sum(
-                    (yield self._all(Evaluate(alpha, self._checksum), takes)), np.zeros(2)
-                )
+                total, n_tokens = sum((yield self._all(Evaluate(alpha), takes)), np.zeros(2))
                 evaluations.append((number, float(total / n_tokens)))
             scores = [*learned.scores, float(totals[0] / totals[1])]
             learned = Learned(alpha, scores, evaluations)
@@ -295,7 +292,7 @@ class Topics(Program[Block, Argument, Report, Learned]):
             takes: dict[str, Rows] = {"words": self._rows(bucket), "sums": slice(0, len(alpha))}
             if anew:
                 takes["topics"] = self._kept(block)
-            argument = Sample(number, bucket, alpha)
+            argument = Sample(number, bucket, alpha, self.checksum)
             tasks.append(Task(block=block, argument=argument, takes=takes))
         return tasks
 
@@ -344,6 +341,10 @@ class Topics(Program[Block, Argument, Report, Learned]):
     def push(self, block: Block, argument: Argument, taken: Mapping[str, Values]) -> Pushed[Report]:
         match argument:
             case Sample():
+                if argument.checksum != self.checksum:
+                    raise SettingError(
+                        "counts or held_out are others here: give all hosts the same"
+                    )
                 return self._sample(block, argument, taken)
             case Weigh(alpha):
                 numbers = block.document_topics[:, : len(alpha)]
@@ -351,9 +352,7 @@ class Topics(Program[Block, Argument, Report, Learned]):
                 total = alpha.sum()
                 of_lengths = (digamma(block.lengths + total) - digamma(total)).sum()
                 return Pushed(adds={}, report=np.append(of_topics, of_lengths))
-            case Evaluate(alpha, found):
-                if found != self._checksum:
-                    raise SettingError("held_out has other documents here: give all hosts the same")
+            case Evaluate(alpha):
                 weights = self.word_weights(taken)
                 score = completion(
                     block.held_out, weights, alpha, seed=self.seed, first=block.first_held_out

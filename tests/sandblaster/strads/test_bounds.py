@@ -13,10 +13,10 @@ from sandblaster import LatentDirichletAllocation, MatrixFactorization
 from sandblaster.optimizers import base
 from sandblaster.optimizers.termination import Reason
 from sandblaster.strads import descent
-from sandblaster.strads.columns import checked_matrix
+from sandblaster.strads.columns import Matrix, checked_matrix
 from sandblaster.strads.descent import Descent
 from sandblaster.strads.losses import Squares
-from sandblaster.strads.method import AnyProgram, Span, task_content
+from sandblaster.strads.method import AnyProgram, Scheduled, Span, task_content
 from sandblaster.strads.program import Mark, Pushed, Steps, Task, packed, run, unpacked
 
 
@@ -114,7 +114,7 @@ def test_bounds_are_arguments_of_the_factories(make: Callable[[], AnyProgram]) -
 HELD_OUT = checked_matrix(X[60:], user="test"), Y[60:]
 
 
-def path(patience: int, held_out: tuple[Values, Values] = HELD_OUT) -> Descent:
+def path(patience: int, held_out: "tuple[Matrix, Values]" = HELD_OUT) -> Descent:
     x = checked_matrix(X[:60], user="test")
     shares = np.geomspace(1.0, 1e-3, 20).tolist()
     return Descent(
@@ -142,13 +142,31 @@ def test_other_data_have_another_checksum() -> None:
     x, y = HELD_OUT
     sparse_x = sparse.csc_array(np.eye(20, 60))
     others = [(x, y + 1), (2 * x, y), (sparse_x, y), (sparse.csc_array(np.eye(20, 60, k=1)), y)]
-    assert len({path(1, pair).checksum for pair in [HELD_OUT, *others]}) == 5  # type: ignore[arg-type]
+    assert len({path(1, pair).checksum for pair in [HELD_OUT, *others]}) == 5
     few = RATINGS.copy()
     few.data[0] += 1
     shifted = RATINGS[:, ::-1]
-    programs = [MatrixFactorization(3).program(one) for one in (RATINGS, few, shifted)]
-    topics = [LatentDirichletAllocation(3).program(abs(one) > 0) for one in (RATINGS, shifted)]
-    assert len({one.checksum for one in [*programs, *topics]}) == 5
+    programs: list[AnyProgram] = [
+        MatrixFactorization(3).program(one) for one in (RATINGS, few, shifted)
+    ]
+    programs += [LatentDirichletAllocation(3).program(abs(one) > 0) for one in (RATINGS, shifted)]
+    assert len({one.checksum for one in programs}) == 5
+
+
+def test_a_job_whose_objective_is_not_finite_has_failed() -> None:
+    """It said that the number of iterations had reached its bound."""
+    program = lasso(3, 1e-9)
+
+    def schedule(_: object = None) -> Steps[object, object, object]:
+        yield Mark(objective=float("nan"), n_updates=1, state=None, end=Reason.MAX_ITERATIONS)
+        return None
+
+    program.schedule = schedule  # type: ignore[method-assign, assignment]
+    steps = Scheduled(program).steps()
+    assert isinstance(next(steps), base.IterationDone)
+    with pytest.raises(StopIteration) as end:
+        steps.send(())
+    assert cast("base.Result", end.value.value).reason is Reason.NOT_FINITE
 
 
 # --- what is sent ---

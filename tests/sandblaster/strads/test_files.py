@@ -10,10 +10,10 @@ import pytest
 from safetensors.numpy import save_file
 from scipy import sparse
 
-from distbelief.core.errors import JobError
+from distbelief.core.errors import JobError, SettingError
 from sandblaster import Lasso, MatrixFactorization, sparse_path
 from sandblaster.strads import columns, jobs
-from sandblaster.strads.columns import Csc, Mapped
+from sandblaster.strads.columns import Csc, Mapped, columns_of
 from sandblaster.strads.descent import COEFFICIENTS, INTERCEPT, PATH, PREDICTOR, Descent
 from sandblaster.strads.factorization import Factors
 from sandblaster.strads.files import read_columns, read_entries, read_matrix, read_targets
@@ -364,3 +364,33 @@ def test_held_out_ratings_end_a_job_of_factors() -> None:
 def test_workers_without_a_block_are_refused(kind: Any) -> None:  # noqa: ANN401 -- an estimator
     with pytest.raises(JobError, match="workers is 3, and there are 2 blocks: use no more workers"):
         kind(n_blocks=2, workers=3).fit(X, Y)
+
+
+def test_other_sparse_files_are_read_and_broken_ones_refused(tmp_path: Path) -> None:
+    """A matrix of triples, saved without compression, was refused: it has no 'indices'."""
+    dense = np.arange(6.0).reshape(3, 2)
+    file = str(tmp_path / "x.npz")
+    sparse.save_npz(file, sparse.coo_array(dense), compressed=False)
+    found = read_columns(file)
+    assert not isinstance(found, np.ndarray | Mapped)
+    np.testing.assert_array_equal(found.toarray(), dense)
+    broken = sparse.csc_array(dense)
+    broken.indices[0] = 7
+    sparse.save_npz(file, broken, compressed=False)
+    with pytest.raises(SettingError, match="entries outside its 3 rows"):
+        columns_of(read_columns(file), range(2))
+    sparse.save_npz(file, broken)
+    with pytest.raises(JobError, match=r"x\.npz cannot be read"):
+        read_columns(file)
+    text = tmp_path / "x.svm"
+    text.write_text("1 1:0.5 99999999999:1\n")
+    with pytest.raises(JobError, match=r"x\.svm cannot be read"):
+        read_columns(str(text))
+
+
+@pytest.mark.parametrize("scale", [1e-200, 1e160])
+def test_targets_whose_squares_are_lost_are_refused(scale: float) -> None:
+    """Those that vanish were solved with all coefficients 0, and a gap of 0."""
+    with pytest.raises(SettingError, match="the squares of y are too (small|large)"):
+        Lasso(alpha=0.01 * scale).fit(X, Y * scale)
+    assert not Lasso(alpha=0.01).fit(X, np.zeros(len(X))).coef_.any()
