@@ -391,6 +391,6 @@ def test_other_sparse_files_are_read_and_broken_ones_refused(tmp_path: Path) -> 
 @pytest.mark.parametrize("scale", [1e-200, 1e160])
 def test_targets_whose_squares_are_lost_are_refused(scale: float) -> None:
     """Those that vanish were solved with all coefficients 0, and a gap of 0."""
-    with pytest.raises(SettingError, match="the squares of y are too (small|large)"):
+    with pytest.raises(SettingError, match=r"the squares of y are too (small|large)"):
         Lasso(alpha=0.01 * scale).fit(X, Y * scale)
-    assert not Lasso(alpha=0.01).fit(X, np.zeros(len(X))).coef_.any()
+    assert not Lasso(alpha=0.01).fit(X, np.zeros(X.shape[0])).coef_.any()
