@@ -13,7 +13,9 @@ import struct
 import zipfile
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from itertools import zip_longest
 from pathlib import Path
+from types import ModuleType
 from typing import BinaryIO, Final, cast
 
 import numpy as np
@@ -107,9 +109,22 @@ def _triple(path: str) -> tuple[tuple[Ids, Ids], Floats]:
         raise JobError(f"{path} has {len(table)} columns: save three, row, column and value")
     rows, ids, values = table.values()
     for name, one in list(table.items())[:2]:
-        if not (np.isfinite(one).all() and (one >= 0).all() and (one % 1 == 0).all()):
+        if not ((one >= 0) & (one < 2**31) & (one % 1 == 0)).all():
             raise JobError(f"{path}: {name!r} has numbers that are no index: save 0, 1, 2, ...")
     return (rows.astype(np.int64), ids.astype(np.int64)), values
+
+
+def check_columns(x: str, y: str, other: str, other_y: str) -> None:
+    """Raise JobError if the tables have other columns: those of one would be taken for others."""
+    if x != other and {Path(one).suffix for one in (x, other)} == {".parquet"}:
+        tables = {x: y, other: other_y}.items()
+        own, names = ([one for one in _names(path) if one != of_y] for path, of_y in tables)
+        for one, name in zip_longest(own, names):
+            if one != name:
+                raise JobError(
+                    f"{other} has the column {name!r} where {x} has {one!r}: save both with the "
+                    "same columns, in one order"
+                )
 
 
 def is_text(path: str) -> bool:
@@ -162,14 +177,24 @@ def _text(path: str, n_features: int | None) -> tuple[Matrix, Floats]:
     return cast("tuple[Matrix, Floats]", found)
 
 
-def _table(path: str) -> Mapping[str, Floats]:
+def _parquet(path: str) -> ModuleType:
     try:
         from pyarrow import parquet  # noqa: PLC0415 -- an extra, slow to import
     except ImportError:
         raise JobError(
             f"{path} is read by pyarrow: install distbelief[parquet], or save it as .npy"
         ) from None
-    table = _tried(path, lambda: parquet.read_table(path))
+    return cast("ModuleType", parquet)
+
+
+def _names(path: str) -> list[str]:
+    reader = _parquet(path)
+    return cast("list[str]", _tried(path, lambda: reader.read_schema(path).names))
+
+
+def _table(path: str) -> Mapping[str, Floats]:
+    reader = _parquet(path)
+    table = _tried(path, lambda: reader.read_table(path))
     found: dict[str, Floats] = {}
     for name, column in zip(table.column_names, table.columns, strict=True):  # type: ignore[attr-defined] # no types
         values = column.to_numpy()

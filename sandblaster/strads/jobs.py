@@ -34,7 +34,14 @@ from sandblaster.strads.columns import check_memory
 from sandblaster.strads.documents import Matrix as TopicCounts, fold_in, given_half
 from sandblaster.strads.estimator import Estimator
 from sandblaster.strads.factorization import MatrixFactorization
-from sandblaster.strads.files import is_text, read_columns, read_entries, read_matrix, read_targets
+from sandblaster.strads.files import (
+    check_columns,
+    is_text,
+    read_columns,
+    read_entries,
+    read_matrix,
+    read_targets,
+)
 from sandblaster.strads.kernels import Floats
 from sandblaster.strads.linear import Lasso, SparseLogisticRegression
 from sandblaster.strads.method import AnyProgram
@@ -85,6 +92,9 @@ def check_data(task: TaskSpec) -> None:
         )
     if data.factory not in _FACTORIES:
         return
+    if task.test is not None and {"x"} <= given.keys() & task.test.arguments.keys():
+        names = (str(one.get(name, "")) for one in (given, task.test.arguments) for name in "xy")
+        check_columns(*names)
     for name in sorted({*data.arguments} | {"y", "n_features"} & {*given}):
         value, own = data.arguments.get(name, ""), str(given.get(name, ""))
         if Path(str(value)).resolve() != Path(own).resolve():
@@ -179,6 +189,7 @@ def _linear(  # type: ignore[explicit-any] # of a job file
                 )
             # A column has the same name in another table; a file of targets is of one x.
             held_y = held_y or ("" if y.endswith(".npy") else y)
+            check_columns(x, y, held_x, held_y)
             width = matrix.shape[1] if is_text(held_x) else None
             pair = read_matrix(held_x, held_y, n_features=width), read_targets(held_x, held_y)
             program = estimator.path_program(matrix, targets, held_out=pair, **path)

@@ -101,6 +101,10 @@ def test_a_table_has_targets_in_a_column() -> None:
     assert (jobs.samples("x.parquet", "price")[3][0].numpy() == X.toarray()[3]).all()
     with pytest.raises(JobError, match=r"x.parquet has no column 'prise': it has price, c0"):
         read_targets("x.parquet", "prise")
+    first, *others = named.items()
+    parquet.write_table(pyarrow.table(dict([*others, first, ("price", Y)])), "turned.parquet")
+    with pytest.raises(JobError, match=r"turned.parquet has the column 'c1' where x.parquet has"):
+        jobs.lasso("x.parquet", "price", held_out_x="turned.parquet")
     parquet.write_table(pyarrow.table({"name": ["a", "b"]}), "words.parquet")
     with pytest.raises(JobError, match=r"column 'name' is of string: save numbers, or drop it"):
         read_matrix("words.parquet")
@@ -118,9 +122,10 @@ def test_a_table_of_ratings_has_rows_columns_and_values() -> None:
     assert (found.toarray() == X.toarray()).all()
     assert held_out.shape == X.shape
     jobs.factors("r.parquet", held_out="held.parquet", n_components=2)
-    parquet.write_table(pyarrow.table({"u": [0.5], "i": [1], "r": [1.0]}), "r.parquet")
-    with pytest.raises(JobError, match="'u' has numbers that are no index: save 0, 1, 2"):
-        read_entries("r.parquet")
+    for wrong in (0.5, 1e12):
+        parquet.write_table(pyarrow.table({"u": [wrong], "i": [1], "r": [1.0]}), "r.parquet")
+        with pytest.raises(JobError, match="'u' has numbers that are no index: save 0, 1, 2"):
+            read_entries("r.parquet")
     parquet.write_table(pyarrow.table({"u": [0]}), "r.parquet")
     with pytest.raises(JobError, match="has 1 columns: save three"):
         read_entries("r.parquet")
