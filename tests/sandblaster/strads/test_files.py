@@ -287,10 +287,12 @@ def test_a_job_of_a_path_predicts_by_its_best_solution() -> None:
         ({"n_features": 40}, "n_features is 40, but the file says it: leave it out"),
         ({"start": "none.safetensors"}, "start: none.safetensors cannot be read"),
         ({"start": "other.safetensors"}, "start has 3 coefficients, and X 40 columns"),
+        ({"start": "nan.safetensors"}, "start has no intercept, or numbers that are not finite"),
     ],
 )
 def test_what_a_job_has_no_use_for_is_refused(arguments: dict[str, Any], says: str) -> None:
     save_file({"coefficients": np.ones(3)}, "other.safetensors")
+    save_file({"coefficients": np.ones(40), "intercept": np.full(1, np.nan)}, "nan.safetensors")
     with pytest.raises(JobError, match=says):
         jobs.lasso("x.npy", "y.npy", **arguments)
 
