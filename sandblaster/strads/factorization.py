@@ -128,7 +128,7 @@ class Factors(Program[Block, Turn, Report, History]):
         self.types = Types(argument=Turn, report=Report, state=History)
         self.bounds = ("max_iter", "patience", "tol")
         self.keeps_state = True
-        self.checksum = checksum(self.targets, self.weights, self.held_out)
+        self.checksum = checksum(self.targets, self.held_out)  # weights follow
         ends = self.targets.indptr[1:].astype(np.int64)
         shares = np.arange(self.n_blocks + 1) * (ends[-1] / self.n_blocks)
         self._ends = np.searchsorted(ends, shares)
