@@ -163,10 +163,9 @@ class Journal:
         ]
         shared = set(per_shard[0]).intersection(*per_shard[1:])
         if self._parameters_only:  # without its state it can only start
-            usable = {one for one in shared if one == 0 or self._can_resume(one)}
-            if shared and not usable:
+            if self._entries and not any(map(self._can_resume, self._entries)):
                 raise StorageError(OTHER)
-            shared = usable
+            shared = {one for one in shared if one == 0 or self._can_resume(one)}
         if not shared:
             shown = "; ".join(
                 f"shard {k}: {sorted(known) or 'none'}" for k, known in enumerate(per_shard)

@@ -36,6 +36,10 @@ class Mapped:
     rows: Ids | None = None  # (n_entries,), if it is sparse
     starts: Ids | None = None  # (n_columns + 1,)
 
+    @property
+    def arrays(self) -> list[object]:
+        return [one for one in (self.values, self.rows, self.starts) if one is not None]
+
 
 _PRECISE: Final = 1e-9  # of |x|^2 that must be left when a column is centred: the rest is rounding
 

@@ -253,7 +253,8 @@ class Descent(Program[Block, Argument, Report, Sequence[Solution]]):
         self._gather_max = max(gather * n_samples, _N_GATHERED) if gather else 0.0
         self._n_samples = n_samples
         self.types = Types(argument=Argument, report=Report, state=State)
-        self.checksum = checksum(y, *(held_out or ()))  # of X a process may have a part
+        self.checksum = checksum(y, *(held_out or ()))
+        self.data = x.arrays if isinstance(x, Mapped) else [x]  # a worker reads a part
         self.bounds = ("max_iter", "patience", "tol")
         self._which = cut(n_features, n_blocks)
         self._ends = np.array([which.stop for which in self._which])
@@ -335,10 +336,9 @@ class Descent(Program[Block, Argument, Report, Sequence[Solution]]):
             ]
 
     def _is_over(self, solutions: "Sequence[Solution]") -> bool:
-        if len(solutions) == len(self._alphas):
-            return True
         best = min(range(len(solutions)), key=lambda k: solutions[k].held_out, default=0)
-        return self._patience is not None and len(solutions) - 1 - best >= self._patience
+        patience = math.inf if self._patience is None else self._patience
+        return len(solutions) == len(self._alphas) or len(solutions) - 1 - best >= patience
 
     def _mark(self, scheduler: "State", objective: float, end: Reason | None = None) -> Mark:
         before = sum(one.n_updates for one in scheduler.solutions)

@@ -203,18 +203,18 @@ def _linear(  # type: ignore[explicit-any] # of a job file
         if "start" in given:
             n = matrix.shape[1]
             tables = _start(str(given["start"]))
-            found, own = (tables.get(one, np.zeros(0)) for one in ("coefficients", "intercept"))
+            found, level = (tables.get(one, np.zeros(0)) for one in ("coefficients", "intercept"))
             if found.shape != (n,):
                 raise JobError(
                     f"[model.arguments] start has {found.size} coefficients, and X {n} columns: "
                     "give the model of a run on such data"
                 )
-            if own.shape != (1,) or not np.isfinite([*found, *own]).all():
+            if level.shape != (1,) or not np.isfinite([*found, *level]).all():
                 raise JobError(
                     "[model.arguments] start has no intercept, or numbers that are not finite: "
                     "give the model of a run that has ended well"
                 )
-            fitted = {"coef_": found, "intercept_": own}
+            fitted = {"coef_": found, "intercept_": level}
             vars(estimator).update(fitted, n_features_in_=n, warm_start=True)
         program = estimator.program(matrix, targets)
         check_memory(matrix, 1.0 / program.n_blocks, user=kind.__name__)

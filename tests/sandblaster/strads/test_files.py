@@ -17,7 +17,7 @@ from sandblaster.strads.columns import Csc, Mapped, columns_of
 from sandblaster.strads.descent import COEFFICIENTS, INTERCEPT, PATH, PREDICTOR, Descent
 from sandblaster.strads.factorization import Factors
 from sandblaster.strads.files import read_columns, read_entries, read_matrix, read_targets
-from sandblaster.strads.program import Mark, Steps, run
+from sandblaster.strads.program import Mark, Steps, checksum, run
 from tests.sandblaster.strads.problems import Floats, sparse_problem
 from tests.sandblaster.strads.test_jobs import LINEAR, checked
 
@@ -401,3 +401,20 @@ def test_targets_whose_squares_are_lost_are_refused(scale: float) -> None:
     with pytest.raises(SettingError, match=r"the squares of y are too (small|large)"):
         Lasso(alpha=0.01 * scale).fit(X, Y * scale)
     assert not Lasso(alpha=0.01).fit(X, np.zeros(X.shape[0])).coef_.any()
+
+
+@pytest.mark.parametrize("file", ["x.npy", "fortran.npy", "columns.npz", "x.npz"])
+def test_one_other_number_of_a_file_has_another_checksum(file: str) -> None:
+    """A job resumed with it, and its predictor was that of the old numbers."""
+
+    def found() -> int:
+        return checksum(*jobs.lasso(file, "y.npy").program.data)
+
+    before, changed = found(), X.copy()
+    assert before == found()
+    changed.data[17] += 1
+    np.save("x.npy", changed.toarray())
+    np.save("fortran.npy", np.asfortranarray(changed.toarray()))
+    sparse.save_npz("columns.npz", changed, compressed=False)
+    sparse.save_npz("x.npz", changed)
+    assert found() != before

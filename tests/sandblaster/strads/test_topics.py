@@ -189,7 +189,7 @@ def test_st4_tables_count_every_token_after_each_round_and_match_its_blocks() ->
     class Kept:
         n_blocks, tables = program.n_blocks, program.tables
         types, keeps_state = program.types, program.keeps_state
-        bounds, checksum = program.bounds, program.checksum
+        bounds, checksum, data = program.bounds, program.checksum, program.data
         schedule, push, pulls = program.schedule, program.push, program.pulls
 
         def load(self, block: int) -> Block:
