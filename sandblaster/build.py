@@ -33,6 +33,7 @@ from sandblaster.optimizers.base import Runnable
 from sandblaster.settings import PROGRAM, SandblasterSettings
 from sandblaster.strads.jobs import check_blocks, check_data, program_in, program_of
 from sandblaster.strads.method import Scheduled
+from sandblaster.strads.program import checksum
 from sandblaster.strads.worker import BlockWorker
 from sandblaster.warm_start_worker import WarmStartWorker
 from sandblaster.worker import ChunkProgram
@@ -102,7 +103,9 @@ def _method_of(config: SandblasterSettings, context: BuildContext) -> tuple[Runn
     if config.method == PROGRAM:
         program = program_of(model)
         kept = {key: one for key, one in model.arguments.items() if key not in program.bounds}
-        goal = {"program": model.factory, **kept}
+        # Values of other data would be taken for those of these.
+        data = [program.checksum, checksum(*program.data)]
+        goal = {"program": model.factory, "checksum": data, **kept}
         return Scheduled(program), json.dumps(goal, sort_keys=True, default=str)
     rounding = float(np.finfo(context.layout.dtype).eps) / 2.0
     chosen = config.chosen()

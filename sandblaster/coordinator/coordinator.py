@@ -27,7 +27,7 @@ from distbelief.core.errors import DistBeliefError, PeerLostError, RemoteProtoco
 from distbelief.core.reliable import Silence
 from distbelief.protocol import role as rl
 from distbelief.protocol.vector_commands import Batch, Scalars, combine
-from sandblaster.coordinator.journal import CheckpointEntry, Journal
+from sandblaster.coordinator.journal import OTHER, CheckpointEntry, Journal
 from sandblaster.coordinator.round_queue import RoundQueue
 from sandblaster.coordinator.shard_commands import TIMER as COMMANDS_TIMER, CommandBroadcast
 from sandblaster.coordinator.warm_start import TIMER as WARM_TIMER, WarmStart
@@ -446,10 +446,7 @@ class Coordinator:
             series.unsaved = 0
         is_start = resume_point.savepoint == 0 and resume_point.entry is None
         if self._config.in_rounds and not (resume_point.whole or is_start):
-            raise StorageError(
-                "what was saved is of other settings, or lacks the state of the program: start "
-                "again, with --from-scratch"
-            )
+            raise StorageError(OTHER)
         has_all = resume_point.whole and resume_point.has_all
         series.return_to = wire.Restore(savepoint=resume_point.savepoint, whole=has_all)
         yield series.return_to

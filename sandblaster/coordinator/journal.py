@@ -27,6 +27,11 @@ N_ON_DISK: Final = 3
 """Savepoints on disk whose entries are kept: as many as snapshots of each shard. If newer
 snapshots are damaged, a run resumes from an older one with its history."""
 
+OTHER: Final = (
+    "what was saved is of other settings or files, or lacks the state of the program: restore "
+    "them, or start again, with --from-scratch"
+)
+
 
 class CheckpointEntry(msgspec.Struct, frozen=True, kw_only=True):
     """One savepoint, as the optimizer left it."""
@@ -158,6 +163,8 @@ class Journal:
         ]
         shared = set(per_shard[0]).intersection(*per_shard[1:])
         if self._parameters_only:  # without its state it can only start
+            if self._entries and not any(map(self._can_resume, self._entries)):
+                raise StorageError(OTHER)
             shared = {one for one in shared if one == 0 or self._can_resume(one)}
         if not shared:
             shown = "; ".join(

@@ -30,7 +30,7 @@ class Reason(Enum):
     LINE_SEARCH_FAILED = (
         "no step along the gradient improves the loss: check that both are of the same function"
     )
-    NOT_FINITE = "the loss or its gradient at the starting point is not finite"
+    NOT_FINITE = "the loss, or its gradient at the starting point, is not finite"
     STOPPED = "stopped by the caller"
     NO_FINITE_TRIAL = (
         "no step along the gradient has a finite loss and gradient: check the model, its "

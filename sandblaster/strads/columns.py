@@ -36,6 +36,10 @@ class Mapped:
     rows: Ids | None = None  # (n_entries,), if it is sparse
     starts: Ids | None = None  # (n_columns + 1,)
 
+    @property
+    def arrays(self) -> list[object]:
+        return [one for one in (self.values, self.rows, self.starts) if one is not None]
+
 
 _PRECISE: Final = 1e-9  # of |x|^2 that must be left when a column is centred: the rest is rounding
 
@@ -57,7 +61,10 @@ def columns_of(matrix: "Matrix | Mapped", which: "range | Ids") -> Matrix:
     if isinstance(which, range):
         places = slice(int(matrix.starts[which.start]), int(matrix.starts[which.stop]))
     entries = np.array(matrix.values[places]), np.array(matrix.rows[places])
-    columns: Csc = sparse.csc_array((*entries, ends), shape=(matrix.shape[0], len(ids)))
+    n_rows = matrix.shape[0]
+    if entries[1].size and not 0 <= entries[1].min() <= entries[1].max() < n_rows:
+        raise SettingError(f"X has entries outside its {n_rows} rows: the file is broken; save it")
+    columns: Csc = sparse.csc_array((*entries, ends), shape=(n_rows, len(ids)))
     columns.sum_duplicates()
     return columns
 

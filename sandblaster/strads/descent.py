@@ -19,7 +19,6 @@ objective (`plan`). Several alphas make a path: each begins at the solution of t
 """
 
 import math
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, Literal, TypeAlias, TypeVar, cast, final
@@ -37,7 +36,7 @@ from sandblaster.strads import plan
 from sandblaster.strads.columns import Columns, Csc, Ids, Mapped, Matrix, columns_of, cut, n_entries
 from sandblaster.strads.kernels import Floats
 from sandblaster.strads.losses import Loss, Squares
-from sandblaster.strads.program import Mark, Program, Pushed, Steps, Task, Types
+from sandblaster.strads.program import Mark, Program, Pushed, Steps, Task, Types, checksum
 
 
 Schedule = Literal["priority", "round_robin"]
@@ -51,10 +50,12 @@ _ALL: Final = slice(None)
 _FIRST_SIZE: Final = 100  # of a working set
 _TURN: Final = 64  # variables of each block that take their turn together
 _N_PASSES_MAX: Final = 1000  # over one working set
+_LEAST: Final = 1e-280  # of a loss: parts of smaller ones are lost
 _N_LINEAR: Final = 5  # passes over one quadratic bound that is not the loss itself
 _N_COMPARED_MAX: Final = 4096  # columns, and their entries: beyond, one block after the other
 _N_ENTRIES_MAX: Final = 1 << 24
 _N_OF_TASK: Final = 1 << 15  # variables: task and report are sent in one message each
+_N_CLOSED: Final = _N_OF_TASK // 2  # of those that a path's end sets
 _N_GATHERED: Final = 1 << 20  # entries: a pass over so few takes less than rounds of many blocks
 
 
@@ -67,7 +68,7 @@ class Score(_Packed, frozen=True):
 
     alpha: float
     n_offers: int
-    held_out: int  # checksum of these data: a host with other ones is refused
+    checksum: int  # of y and held-out data: a host with other ones is refused
 
 
 class Measure(_Packed, frozen=True):
@@ -252,18 +253,17 @@ class Descent(Program[Block, Argument, Report, Sequence[Solution]]):
         self._gather_max = max(gather * n_samples, _N_GATHERED) if gather else 0.0
         self._n_samples = n_samples
         self.types = Types(argument=Argument, report=Report, state=State)
-        self._checksum = 0
-        for one in () if held_out is None else held_out:
-            values = one if isinstance(one, np.ndarray) else one.data
-            self._checksum = zlib.crc32(values.tobytes(), self._checksum)
-        self.bounds = ("max_iter", "tol")
+        self.checksum = checksum(y, *(held_out or ()))
+        self.data = x.arrays if isinstance(x, Mapped) else [x]  # a worker reads a part
+        self.bounds = ("max_iter", "patience", "tol")
         self._which = cut(n_features, n_blocks)
         self._ends = np.array([which.stop for which in self._which])
         constant = loss.constant(y, centred=centred)
         with np.errstate(over="ignore"):
             scale = loss.value(y, np.full(n_samples, constant))
-        if not scale < math.inf:
-            raise SettingError("the squares of y are too large for float64: scale y")
+        if not (_LEAST <= scale < math.inf or (y == y[0]).all()):
+            what = "large" if scale > 1.0 else "small"
+            raise SettingError(f"the squares of y are too {what} for float64: scale y")
         self._gap_max = tolerance * scale
         coefficients, intercept = (np.zeros(n_features), constant) if start is None else start
         matrices = [x] if held_out is None else [x, held_out[0]]
@@ -293,14 +293,18 @@ class Descent(Program[Block, Argument, Report, Sequence[Solution]]):
         if state is not None:
             scheduler = cast("State", state)
         solutions, last = scheduler.solutions, scheduler
+        if scheduler.is_closed and not self._is_over(solutions):  # there is more patience
+            yield from self._close(scheduler, solutions[-1])
+            scheduler.is_closed = False
+            scheduler.begin()
         if self._relative and not scheduler.unit:
-            score = Score(alpha=1.0, n_offers=1, held_out=self._checksum)
+            score = Score(alpha=1.0, n_offers=1, checksum=self.checksum)
             scored = yield [self._task(block, score) for block in range(self.n_blocks)]
             largest = max(one.largest for one in scored if isinstance(one, Scored))
             if not largest > 0.0:
                 raise SettingError("no column varies with the targets; give others")
             scheduler.unit = largest / self._n_samples
-        while len(solutions) < len(self._alphas) and not self._is_over(solutions):
+        while not self._is_over(solutions):
             alpha = self._alphas[len(solutions)] * (scheduler.unit or 1.0)
             solution = yield from self._solve(scheduler, alpha)
             # From before it has ended: other bounds let a job go on there.
@@ -312,17 +316,29 @@ class Descent(Program[Block, Argument, Report, Sequence[Solution]]):
         if self._keeps_best:
             # From here on the state is that of the best one, as the tables are.
             found = min(solutions, key=lambda one: one.held_out)
-            yield [self._task(0, scheduler.close(found, self.tables[PATH].shape))]
-            last = scheduler
+            yield from self._close(scheduler, found)
+            last, scheduler.is_closed = scheduler, True
         end = Reason.CONVERGED_GAP if found.converged else Reason.MAX_ITERATIONS
         if len(solutions) < len(self._alphas):
             end = Reason.HELD_OUT
         yield self._mark(last, found.objective, end)
         return solutions
 
+    def _close(self, scheduler: "State", best: Solution) -> "_Steps[None]":
+        whole = scheduler.close(best, self.tables[PATH].shape)
+        for first in range(0, max(len(whole.ids), 1), _N_CLOSED):
+            some = slice(first, first + _N_CLOSED)
+            yield [
+                self._task(
+                    0,
+                    msgspec.structs.replace(whole, ids=whole.ids[some], values=whole.values[some]),
+                )
+            ]
+
     def _is_over(self, solutions: "Sequence[Solution]") -> bool:
         best = min(range(len(solutions)), key=lambda k: solutions[k].held_out, default=0)
-        return self._patience is not None and len(solutions) - 1 - best >= self._patience
+        patience = math.inf if self._patience is None else self._patience
+        return len(solutions) == len(self._alphas) or len(solutions) - 1 - best >= patience
 
     def _mark(self, scheduler: "State", objective: float, end: Reason | None = None) -> Mark:
         before = sum(one.n_updates for one in scheduler.solutions)
@@ -334,7 +350,7 @@ class Descent(Program[Block, Argument, Report, Sequence[Solution]]):
         while True:
             size = max(_FIRST_SIZE, 2 * scheduler.n_used)
             n_offers = min(size - scheduler.n_used, _N_OF_TASK)
-            score = Score(alpha=alpha, n_offers=n_offers, held_out=self._checksum)
+            score = Score(alpha=alpha, n_offers=n_offers, checksum=self.checksum)
             scored = yield [self._task(block, score) for block in range(self.n_blocks)]
             largest = max(one.largest for one in scored if isinstance(one, Scored))
             (measured,) = yield [self._task(0, Measure(alpha=alpha, largest=largest))]
@@ -492,8 +508,8 @@ class Descent(Program[Block, Argument, Report, Sequence[Solution]]):
     def _score(
         self, columns: Columns, argument: Score, f: Floats, is_used: "NDArray[np.bool_]"
     ) -> Scored:
-        if argument.held_out != self._checksum:
-            raise SettingError("held-out data are others here: give all hosts the same files")
+        if argument.checksum != self.checksum:
+            raise SettingError("y or held-out data are others here: give all hosts the same files")
         vector = self._loss.dual_vector(self._y, f, centred=self._centred)
         sizes = np.abs(columns.products(vector))
         sizes[columns.norms == 0.0] = 0.0
@@ -611,6 +627,7 @@ class State:
     best_dual: float = -math.inf
     last_gap: float = math.inf
     tightness: float = 0.1
+    is_closed: bool = False  # tables are those of the best solution, not of the last
 
     @classmethod
     def at(cls, coefficients: Floats) -> "State":

@@ -37,7 +37,7 @@ from sandblaster.strads.estimator import (
     checked_entries,
 )
 from sandblaster.strads.factor_kernel import stepper, subtract
-from sandblaster.strads.program import Mark, Program, Pushed, Steps, Task, Types, run
+from sandblaster.strads.program import Mark, Program, Pushed, Steps, Task, Types, checksum, run
 
 
 Matrix: TypeAlias = "sparse.csr_array[np.float64]"
@@ -58,6 +58,7 @@ class Turn:
     rank: int | None
     before: int | None = None  # the rank whose v has changed since
     anew: bool = False  # from all of the tables
+    checksum: int = 0  # of the data: a host with other ones is refused
 
 
 @final
@@ -127,6 +128,7 @@ class Factors(Program[Block, Turn, Report, History]):
         self.types = Types(argument=Turn, report=Report, state=History)
         self.bounds = ("max_iter", "patience", "tol")
         self.keeps_state = True
+        self.checksum = checksum(self.targets, self.held_out)  # weights follow
         ends = self.targets.indptr[1:].astype(np.int64)
         shares = np.arange(self.n_blocks + 1) * (ends[-1] / self.n_blocks)
         self._ends = np.searchsorted(ends, shares)
@@ -195,7 +197,8 @@ class Factors(Program[Block, Turn, Report, History]):
         takes: dict[str, Rows] = {}
         if changed and before is not None:
             takes = {"columns": self._columns(before)}
-        turn = Turn(rank=rank, before=before if changed else None, anew=anew)
+        before = before if changed else None
+        turn = Turn(rank=rank, before=before, anew=anew, checksum=self.checksum)
         blocks = range(self.n_blocks)
         if not anew:
             return [Task(block=block, argument=turn, takes=takes) for block in blocks]
@@ -231,6 +234,8 @@ class Factors(Program[Block, Turn, Report, History]):
     @override
     def push(self, block: Block, argument: Turn, taken: Mapping[str, Values]) -> Pushed[Report]:
         rank, before = argument.rank, argument.before
+        if argument.checksum != self.checksum:
+            raise SettingError("ratings or held_out are others here: give all hosts the same")
         if argument.anew:
             self._begin_anew(block, taken)
         entries = block.starts, block.columns, block.residuals, block.weights

@@ -13,7 +13,9 @@ import struct
 import zipfile
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from itertools import zip_longest
 from pathlib import Path
+from types import ModuleType
 from typing import BinaryIO, Final, cast
 
 import numpy as np
@@ -46,7 +48,7 @@ def read_matrix(path: str, y: str = "", *, n_features: int | None = None) -> Mat
             return cast("Floats", _tried(path, lambda: np.load(path, mmap_mode="r")))
         case ".npz":
             _check_fits(path)
-            return cast("Matrix", _tried(path, lambda: sparse.load_npz(path)))
+            return cast("Matrix", _tried(path, lambda: _whole(path)))
         case ".parquet":
             kept = [one for name, one in _table(path).items() if name != y]
             return np.stack(kept).T if kept else np.zeros((0, 0))
@@ -107,9 +109,22 @@ def _triple(path: str) -> tuple[tuple[Ids, Ids], Floats]:
         raise JobError(f"{path} has {len(table)} columns: save three, row, column and value")
     rows, ids, values = table.values()
     for name, one in list(table.items())[:2]:
-        if not (np.isfinite(one).all() and (one >= 0).all() and (one % 1 == 0).all()):
+        if not ((one >= 0) & (one < 2**31) & (one % 1 == 0)).all():
             raise JobError(f"{path}: {name!r} has numbers that are no index: save 0, 1, 2, ...")
     return (rows.astype(np.int64), ids.astype(np.int64)), values
+
+
+def check_columns(x: str, y: str, other: str, other_y: str) -> None:
+    """Raise JobError if the tables have other columns: those of one would be taken for others."""
+    if x != other and {Path(one).suffix for one in (x, other)} == {".parquet"}:
+        tables = {x: y, other: other_y}.items()
+        own, names = ([one for one in _names(path) if one != of_y] for path, of_y in tables)
+        for one, name in zip_longest(own, names):
+            if one != name:
+                raise JobError(
+                    f"{other} has the column {name!r} where {x} has {one!r}: save both with the "
+                    "same columns, in one order"
+                )
 
 
 def is_text(path: str) -> bool:
@@ -126,8 +141,17 @@ def _kind_of(path: str, kinds: tuple[str, ...]) -> str:
 def _tried(path: str, read: Callable[[], object]) -> object:
     try:
         return read()
-    except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
+    except (OSError, ValueError, KeyError, EOFError, OverflowError, zipfile.BadZipFile) as error:
         raise JobError(f"{path} cannot be read: {error}") from None
+
+
+def _whole(path: str) -> object:
+    matrix = sparse.load_npz(path)
+    if isinstance(
+        matrix, sparse.csr_array | sparse.csc_array | sparse.csr_matrix | sparse.csc_matrix
+    ):
+        matrix.check_format(full_check=True)  # or numbers beside its arrays are read
+    return matrix
 
 
 def _check_fits(path: str) -> None:
@@ -153,14 +177,24 @@ def _text(path: str, n_features: int | None) -> tuple[Matrix, Floats]:
     return cast("tuple[Matrix, Floats]", found)
 
 
-def _table(path: str) -> Mapping[str, Floats]:
+def _parquet(path: str) -> ModuleType:
     try:
         from pyarrow import parquet  # noqa: PLC0415 -- an extra, slow to import
     except ImportError:
         raise JobError(
             f"{path} is read by pyarrow: install distbelief[parquet], or save it as .npy"
         ) from None
-    table = _tried(path, lambda: parquet.read_table(path))
+    return cast("ModuleType", parquet)
+
+
+def _names(path: str) -> list[str]:
+    reader = _parquet(path)
+    return cast("list[str]", _tried(path, lambda: reader.read_schema(path).names))
+
+
+def _table(path: str) -> Mapping[str, Floats]:
+    reader = _parquet(path)
+    table = _tried(path, lambda: reader.read_table(path))
     found: dict[str, Floats] = {}
     for name, column in zip(table.column_names, table.columns, strict=True):  # type: ignore[attr-defined] # no types
         values = column.to_numpy()
@@ -179,11 +213,13 @@ def _mapped(path: str) -> Mapped | None:
         members = {info.filename: info for info in archive.infolist()}
         if any(one.compress_type != zipfile.ZIP_STORED for one in members.values()):
             return None
+        with np.load(path) as small:
+            if "format" not in small or small["format"].item() != b"csc":
+                return None
         arrays = [_map(file, members[f"{name}.npy"]) for name in ("data", "indices")]
     values, rows = cast("tuple[Floats | None, Ids | None]", tuple(arrays))
     with np.load(path) as small:
-        is_csc = small["format"].item() == b"csc"
-        if not is_csc or values is None or rows is None or values.dtype != np.float64:
+        if values is None or rows is None or values.dtype != np.float64:
             return None
         n_rows, n_columns = small["shape"].tolist()
         return Mapped((n_rows, n_columns), values, rows, small["indptr"].astype(np.int64))

@@ -34,7 +34,14 @@ from sandblaster.strads.columns import check_memory
 from sandblaster.strads.documents import Matrix as TopicCounts, fold_in, given_half
 from sandblaster.strads.estimator import Estimator
 from sandblaster.strads.factorization import MatrixFactorization
-from sandblaster.strads.files import is_text, read_columns, read_entries, read_matrix, read_targets
+from sandblaster.strads.files import (
+    check_columns,
+    is_text,
+    read_columns,
+    read_entries,
+    read_matrix,
+    read_targets,
+)
 from sandblaster.strads.kernels import Floats
 from sandblaster.strads.linear import Lasso, SparseLogisticRegression
 from sandblaster.strads.method import AnyProgram
@@ -85,6 +92,9 @@ def check_data(task: TaskSpec) -> None:
         )
     if data.factory not in _FACTORIES:
         return
+    if task.test is not None and {"x"} <= given.keys() & task.test.arguments.keys():
+        names = (str(one.get(name, "")) for one in (given, task.test.arguments) for name in "xy")
+        check_columns(*names)
     for name in sorted({*data.arguments} | {"y", "n_features"} & {*given}):
         value, own = data.arguments.get(name, ""), str(given.get(name, ""))
         if Path(str(value)).resolve() != Path(own).resolve():
@@ -154,7 +164,7 @@ def sparse_logistic(x: str, y: str = "", *, n_blocks: int = 8, **arguments: obje
     labels = read_targets(x, y)
     # Whatever evaluates takes them as they are.
     if not np.isin(labels, (0, 1)).all():
-        raise JobError(f"[model] {y or x} has other labels than 0 and 1: save y == class")
+        raise JobError(f"[model] {y or x} has other labels than 0 and 1: save y == class as .npy")
     return _linear(SparseLogisticRegression, n_blocks, x, y, labels, arguments)
 
 
@@ -179,6 +189,7 @@ def _linear(  # type: ignore[explicit-any] # of a job file
                 )
             # A column has the same name in another table; a file of targets is of one x.
             held_y = held_y or ("" if y.endswith(".npy") else y)
+            check_columns(x, y, held_x, held_y)
             width = matrix.shape[1] if is_text(held_x) else None
             pair = read_matrix(held_x, held_y, n_features=width), read_targets(held_x, held_y)
             program = estimator.path_program(matrix, targets, held_out=pair, **path)
@@ -192,13 +203,18 @@ def _linear(  # type: ignore[explicit-any] # of a job file
         if "start" in given:
             n = matrix.shape[1]
             tables = _start(str(given["start"]))
-            found = tables.get("coefficients", np.zeros(0))
-            if found.shape != (n,) or not np.isfinite(found).all():
+            found, level = (tables.get(one, np.zeros(0)) for one in ("coefficients", "intercept"))
+            if found.shape != (n,):
                 raise JobError(
-                    f"[model.arguments] start has {len(found)} coefficients, and X {n} columns: "
+                    f"[model.arguments] start has {found.size} coefficients, and X {n} columns: "
                     "give the model of a run on such data"
                 )
-            fitted = {"coef_": found, "intercept_": tables["intercept"]}
+            if level.shape != (1,) or not np.isfinite([*found, *level]).all():
+                raise JobError(
+                    "[model.arguments] start has no intercept, or numbers that are not finite: "
+                    "give the model of a run that has ended well"
+                )
+            fitted = {"coef_": found, "intercept_": level}
             vars(estimator).update(fitted, n_features_in_=n, warm_start=True)
         program = estimator.program(matrix, targets)
         check_memory(matrix, 1.0 / program.n_blocks, user=kind.__name__)

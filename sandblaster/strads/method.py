@@ -4,6 +4,7 @@ Rounds become requests, marks iterations. What is saved is the program's own sta
 tables: a job goes on from there with the same bits.
 """
 
+import math
 from base64 import b64decode, b64encode
 from dataclasses import asdict
 from typing import Any, cast, final
@@ -88,7 +89,10 @@ class Scheduled:
                 done = _iteration(step, iteration, n_rounds)
                 stops = yield done
                 if step.end is not None or (stops and step.state is not None):
-                    return base.Result(reason=step.end or Reason.STOPPED, **asdict(done))
+                    reason = step.end or Reason.STOPPED
+                    if not math.isfinite(step.objective):
+                        reason = Reason.NOT_FINITE
+                    return base.Result(reason=reason, **asdict(done))
                 may_move, reports = may_move or step.state is not None, []
             else:
                 tasks = tuple((task.block, task_content(task, n_rows)) for task in step)

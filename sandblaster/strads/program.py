@@ -82,7 +82,8 @@ class Program(Protocol[Block, Argument, Report, Result_co]):
     `pulls` are by table; rows of others become old ones plus sums. Without `types` only `run` can
     run it. `bounds` are arguments that say only when it ends: a job that resumes may have others.
     `keeps_state` says that blocks keep more from round to round than what follows from data and
-    tables; but not over marks with a state.
+    tables; but not over marks with a state. A job resumes only with the same `checksum`, which
+    is of what no table has, and with the same arrays `data`, which only the coordinator reads.
     """
 
     n_blocks: int
@@ -91,6 +92,8 @@ class Program(Protocol[Block, Argument, Report, Result_co]):
     types: Types | None = None
     bounds: Sequence[str] = ()
     keeps_state: bool = False
+    checksum: int = 0
+    data: Sequence[object] = ()
 
     def load(self, block: int) -> Block:
         """Return this block of the data, with what its worker keeps from round to round."""
@@ -154,6 +157,22 @@ def run(
 
 
 # --- as bytes ---
+
+
+def checksum(*values: object) -> int:
+    """Return a number that other arrays, dense or sparse by rows or columns, hardly have."""
+    found = 0
+    for one in values:
+        parts = [one] if isinstance(one, np.ndarray) else [one.data, one.indices, one.indptr]  # type: ignore[attr-defined] # of scipy
+        for part in parts:
+            flat = part.reshape(-1, order="A")  # as it is in a file
+            for first in range(0, flat.size, 1 << 20):
+                some = flat[first : first + (1 << 20)]
+                # scipy has indices in 32 or 64 bits.
+                plain = some.astype(np.int64) if some.dtype.kind in "iu" else some
+                found = zlib.crc32(np.ascontiguousarray(plain).data, found)
+    return found
+
 
 _COMPRESSED: Final = 4096  # bytes from which they are worth it
 _TYPES: Final = ("<f8", "<i8", "<i4")

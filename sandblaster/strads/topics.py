@@ -19,7 +19,6 @@ they begin anew: there a job can go on.
 """
 
 import os
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -49,7 +48,7 @@ from sandblaster.strads.documents import (
     uniforms,
 )
 from sandblaster.strads.estimator import Estimator, blocks_of, check_numbers, checked_entries
-from sandblaster.strads.program import Mark, Program, Pushed, Steps, Task, Types, run
+from sandblaster.strads.program import Mark, Program, Pushed, Steps, Task, Types, checksum, run
 from sandblaster.strads.topic_kernel import LANES, Counts, sampler
 
 
@@ -94,6 +93,7 @@ class Sample(msgspec.Struct, frozen=True, eq=False, tag=True):
     number: int  # of the pass; 0: any topics
     bucket: int
     alpha: Values  # (n_topics,)
+    checksum: int  # of the data: a host with other ones is refused
 
 
 @final
@@ -105,10 +105,9 @@ class Weigh(msgspec.Struct, frozen=True, eq=False, tag=True):
 
 @final
 class Evaluate(msgspec.Struct, frozen=True, eq=False, tag=True):
-    """Score held-out documents, which have this checksum."""
+    """Score held-out documents."""
 
     alpha: Values
-    checksum: int
 
 
 @final
@@ -218,8 +217,7 @@ class Topics(Program[Block, Argument, Report, Learned]):
         self.pulls = {"priors": Pull("divide")}
         self.types = Types(argument=Argument, report=Report, state=Learned)
         self.keeps_state = True
-        parts = self.held_out.data, self.held_out.indices, self.held_out.indptr
-        self._checksum = zlib.crc32(b"".join(part.astype(np.int64).tobytes() for part in parts))
+        self.checksum = checksum(self.counts, self.held_out)
 
     @override
     def load(self, block: int) -> Block:
@@ -269,9 +267,7 @@ class Topics(Program[Block, Argument, Report, Learned]):
             evaluations = list(learned.held_out_scores)
             if self.held_out.shape[0] and not number % self.evaluate_every:
                 takes = {name: slice(0, len(self.tables[name])) for name in ("words", "sums")}
-                total, n_tokens = sum(
-                    (yield self._all(Evaluate(alpha, self._checksum), takes)), np.zeros(2)
-                )
+                total, n_tokens = sum((yield self._all(Evaluate(alpha), takes)), np.zeros(2))
                 evaluations.append((number, float(total / n_tokens)))
             scores = [*learned.scores, float(totals[0] / totals[1])]
             learned = Learned(alpha, scores, evaluations)
@@ -296,7 +292,7 @@ class Topics(Program[Block, Argument, Report, Learned]):
             takes: dict[str, Rows] = {"words": self._rows(bucket), "sums": slice(0, len(alpha))}
             if anew:
                 takes["topics"] = self._kept(block)
-            argument = Sample(number, bucket, alpha)
+            argument = Sample(number, bucket, alpha, self.checksum)
             tasks.append(Task(block=block, argument=argument, takes=takes))
         return tasks
 
@@ -345,6 +341,10 @@ class Topics(Program[Block, Argument, Report, Learned]):
     def push(self, block: Block, argument: Argument, taken: Mapping[str, Values]) -> Pushed[Report]:
         match argument:
             case Sample():
+                if argument.checksum != self.checksum:
+                    raise SettingError(
+                        "counts or held_out are others here: give all hosts the same"
+                    )
                 return self._sample(block, argument, taken)
             case Weigh(alpha):
                 numbers = block.document_topics[:, : len(alpha)]
@@ -352,9 +352,7 @@ class Topics(Program[Block, Argument, Report, Learned]):
                 total = alpha.sum()
                 of_lengths = (digamma(block.lengths + total) - digamma(total)).sum()
                 return Pushed(adds={}, report=np.append(of_topics, of_lengths))
-            case Evaluate(alpha, checksum):
-                if checksum != self._checksum:
-                    raise SettingError("held_out has other documents here: give all hosts the same")
+            case Evaluate(alpha):
                 weights = self.word_weights(taken)
                 score = completion(
                     block.held_out, weights, alpha, seed=self.seed, first=block.first_held_out

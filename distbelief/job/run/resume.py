@@ -752,7 +752,7 @@ def _check_data(job: Job, run: RunDirectory, *, was: DataFacts, now: DataFacts) 
     for of, to in pairs:
         if of != to:
             fix = "Restore the data, or start a new run"
-            if run.model_file.is_file():
+            if run.model_file.is_file() and not facts_of(job).bounds:  # programs have own values
                 fix += f" (with model.initial={run.model_file} to keep what was learned)"
             # The replicas' positions in the data would be of other samples.
             raise JobError(

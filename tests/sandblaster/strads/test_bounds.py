@@ -9,14 +9,14 @@ import pytest
 from scipy import sparse
 
 from distbelief.parameter_server.rows import Values
-from sandblaster import MatrixFactorization
+from sandblaster import LatentDirichletAllocation, MatrixFactorization
 from sandblaster.optimizers import base
 from sandblaster.optimizers.termination import Reason
 from sandblaster.strads import descent
-from sandblaster.strads.columns import checked_matrix
+from sandblaster.strads.columns import Matrix, checked_matrix
 from sandblaster.strads.descent import Descent
 from sandblaster.strads.losses import Squares
-from sandblaster.strads.method import AnyProgram, Span, task_content
+from sandblaster.strads.method import AnyProgram, Scheduled, Span, task_content
 from sandblaster.strads.program import Mark, Pushed, Steps, Task, packed, run, unpacked
 
 
@@ -111,7 +111,74 @@ def test_bounds_are_arguments_of_the_factories(make: Callable[[], AnyProgram]) -
     assert {"max_iter", "tol"} <= {*make().bounds}
 
 
+HELD_OUT = checked_matrix(X[60:], user="test"), Y[60:]
+
+
+def path(patience: int, held_out: "tuple[Matrix, Values]" = HELD_OUT) -> Descent:
+    x = checked_matrix(X[:60], user="test")
+    shares = np.geomspace(1.0, 1e-3, 20).tolist()
+    return Descent(
+        x, Y[:60], Squares(), alphas=shares, relative=True, n_blocks=3, held_out=held_out,
+        patience=patience, keeps_best=True,
+    )  # fmt: skip
+
+
+def test_a_path_that_ran_out_of_patience_goes_on_with_more() -> None:
+    """Its tables are those of its best model then: it first returns to the last one."""
+    short, _ = ended(path(1))
+    assert 1 < np.count_nonzero(short["path"][:, 0]) < 20
+    expected, _ = ended(path(20))
+    found, mark = gone_on(path(1), path(20))
+    assert np.count_nonzero(found["path"][:, 0]) == 20
+    assert mark.end is not Reason.HELD_OUT
+    for name, rows in expected.items():
+        np.testing.assert_allclose(found[name], rows, rtol=1e-9, atol=1e-12)
+    again, mark = gone_on(path(1), path(1))
+    assert (mark.end, again["path"].tobytes()) == (Reason.HELD_OUT, short["path"].tobytes())
+
+
+def test_other_data_have_another_checksum() -> None:
+    """A job resumes only with the same: held-out losses were those of the old predictor."""
+    x, y = HELD_OUT
+    sparse_x = sparse.csc_array(np.eye(20, 60))
+    others = [(x, y + 1), (2 * x, y), (sparse_x, y), (sparse.csc_array(np.eye(20, 60, k=1)), y)]
+    assert len({path(1, pair).checksum for pair in [HELD_OUT, *others]}) == 5
+    few = RATINGS.copy()
+    few.data[0] += 1
+    shifted = RATINGS[:, ::-1]
+    programs: list[AnyProgram] = [
+        MatrixFactorization(3).program(one) for one in (RATINGS, few, shifted)
+    ]
+    programs += [LatentDirichletAllocation(3).program(abs(one) > 0) for one in (RATINGS, shifted)]
+    assert len({one.checksum for one in programs}) == 5
+
+
+def test_a_job_whose_objective_is_not_finite_has_failed() -> None:
+    """It said that the number of iterations had reached its bound."""
+    program = lasso(3, 1e-9)
+
+    def schedule(_: object = None) -> Steps[object, object, object]:
+        yield Mark(objective=float("nan"), n_updates=1, state=None, end=Reason.MAX_ITERATIONS)
+        return None
+
+    program.schedule = schedule  # type: ignore[method-assign, assignment]
+    steps = Scheduled(program).steps()
+    assert isinstance(next(steps), base.IterationDone)
+    with pytest.raises(StopIteration) as end:
+        steps.send(())
+    assert cast("base.Result", end.value.value).reason is Reason.NOT_FINITE
+
+
 # --- what is sent ---
+
+
+def test_a_path_returns_to_many_variables_in_several_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, _ = ended(path(1))
+    monkeypatch.setattr(descent, "_N_CLOSED", 2)
+    parts, _ = ended(path(1))
+    assert np.count_nonzero(whole["coefficients"]) > 2
+    for name, rows in whole.items():
+        np.testing.assert_allclose(parts[name], rows, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("n_blocks", [1, 3])

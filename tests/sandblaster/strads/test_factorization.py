@@ -292,3 +292,11 @@ def test_indices_that_are_no_whole_numbers_and_ratings_given_twice_are_refused()
         MatrixFactorization(2, n_blocks=1).fit(twice)
     with pytest.raises(SettingError, match="not finite"), np.errstate(all="ignore"):
         MatrixFactorization(2, n_blocks=1).fit(ratings * 1e200)
+
+
+def test_a_host_with_other_ratings_is_refused() -> None:
+    ratings = sparse.csr_array(np.arange(1.0, 13.0).reshape(3, 4))
+    here, there = (MatrixFactorization(2).program(one) for one in (ratings, ratings * 2))
+    (task, *_) = here._round(0, None, anew=True)
+    with pytest.raises(SettingError, match="ratings or held_out are others here: give all hosts"):
+        there.push(there.load(0), task.argument, here.tables)

@@ -10,14 +10,14 @@ import pytest
 from safetensors.numpy import save_file
 from scipy import sparse
 
-from distbelief.core.errors import JobError
+from distbelief.core.errors import JobError, SettingError
 from sandblaster import Lasso, MatrixFactorization, sparse_path
 from sandblaster.strads import columns, jobs
-from sandblaster.strads.columns import Csc, Mapped
+from sandblaster.strads.columns import Csc, Mapped, columns_of
 from sandblaster.strads.descent import COEFFICIENTS, INTERCEPT, PATH, PREDICTOR, Descent
 from sandblaster.strads.factorization import Factors
 from sandblaster.strads.files import read_columns, read_entries, read_matrix, read_targets
-from sandblaster.strads.program import Mark, Steps, run
+from sandblaster.strads.program import Mark, Steps, checksum, run
 from tests.sandblaster.strads.problems import Floats, sparse_problem
 from tests.sandblaster.strads.test_jobs import LINEAR, checked
 
@@ -101,6 +101,10 @@ def test_a_table_has_targets_in_a_column() -> None:
     assert (jobs.samples("x.parquet", "price")[3][0].numpy() == X.toarray()[3]).all()
     with pytest.raises(JobError, match=r"x.parquet has no column 'prise': it has price, c0"):
         read_targets("x.parquet", "prise")
+    first, *others = named.items()
+    parquet.write_table(pyarrow.table(dict([*others, first, ("price", Y)])), "turned.parquet")
+    with pytest.raises(JobError, match=r"turned.parquet has the column 'c1' where x.parquet has"):
+        jobs.lasso("x.parquet", "price", held_out_x="turned.parquet")
     parquet.write_table(pyarrow.table({"name": ["a", "b"]}), "words.parquet")
     with pytest.raises(JobError, match=r"column 'name' is of string: save numbers, or drop it"):
         read_matrix("words.parquet")
@@ -118,9 +122,10 @@ def test_a_table_of_ratings_has_rows_columns_and_values() -> None:
     assert (found.toarray() == X.toarray()).all()
     assert held_out.shape == X.shape
     jobs.factors("r.parquet", held_out="held.parquet", n_components=2)
-    parquet.write_table(pyarrow.table({"u": [0.5], "i": [1], "r": [1.0]}), "r.parquet")
-    with pytest.raises(JobError, match="'u' has numbers that are no index: save 0, 1, 2"):
-        read_entries("r.parquet")
+    for wrong in (0.5, 1e12):
+        parquet.write_table(pyarrow.table({"u": [wrong], "i": [1], "r": [1.0]}), "r.parquet")
+        with pytest.raises(JobError, match="'u' has numbers that are no index: save 0, 1, 2"):
+            read_entries("r.parquet")
     parquet.write_table(pyarrow.table({"u": [0]}), "r.parquet")
     with pytest.raises(JobError, match="has 1 columns: save three"):
         read_entries("r.parquet")
@@ -282,10 +287,12 @@ def test_a_job_of_a_path_predicts_by_its_best_solution() -> None:
         ({"n_features": 40}, "n_features is 40, but the file says it: leave it out"),
         ({"start": "none.safetensors"}, "start: none.safetensors cannot be read"),
         ({"start": "other.safetensors"}, "start has 3 coefficients, and X 40 columns"),
+        ({"start": "nan.safetensors"}, "start has no intercept, or numbers that are not finite"),
     ],
 )
 def test_what_a_job_has_no_use_for_is_refused(arguments: dict[str, Any], says: str) -> None:
     save_file({"coefficients": np.ones(3)}, "other.safetensors")
+    save_file({"coefficients": np.ones(40), "intercept": np.full(1, np.nan)}, "nan.safetensors")
     with pytest.raises(JobError, match=says):
         jobs.lasso("x.npy", "y.npy", **arguments)
 
@@ -344,7 +351,9 @@ def test_a_host_with_other_held_out_data_is_refused() -> None:
     held = {"held_out_x": "held.npy", "held_out_y": "held_y.npy"}
     other = jobs.lasso("train.npy", "train_y.npy", n_blocks=4, **held).program
     here.push = other.push  # type: ignore[method-assign] # of a worker elsewhere
-    with pytest.raises(JobError, match="held-out data are others here: give all hosts the same"):
+    with pytest.raises(
+        JobError, match="held-out data are others here: give all hosts the same files"
+    ):
         run(here)
     run(there)
 
@@ -362,3 +371,50 @@ def test_held_out_ratings_end_a_job_of_factors() -> None:
 def test_workers_without_a_block_are_refused(kind: Any) -> None:  # noqa: ANN401 -- an estimator
     with pytest.raises(JobError, match="workers is 3, and there are 2 blocks: use no more workers"):
         kind(n_blocks=2, workers=3).fit(X, Y)
+
+
+def test_other_sparse_files_are_read_and_broken_ones_refused(tmp_path: Path) -> None:
+    """A matrix of triples, saved without compression, was refused: it has no 'indices'."""
+    dense = np.arange(6.0).reshape(3, 2)
+    file = str(tmp_path / "x.npz")
+    sparse.save_npz(file, sparse.coo_array(dense), compressed=False)
+    found = read_columns(file)
+    assert not isinstance(found, np.ndarray | Mapped)
+    np.testing.assert_array_equal(found.toarray(), dense)
+    broken = sparse.csc_array(dense)
+    broken.indices[0] = 7
+    sparse.save_npz(file, broken, compressed=False)
+    with pytest.raises(SettingError, match="entries outside its 3 rows"):
+        columns_of(read_columns(file), range(2))
+    sparse.save_npz(file, broken)
+    with pytest.raises(JobError, match=r"x\.npz cannot be read"):
+        read_columns(file)
+    text = tmp_path / "x.svm"
+    text.write_text("1 1:0.5 99999999999:1\n")
+    with pytest.raises(JobError, match=r"x\.svm cannot be read"):
+        read_columns(str(text))
+
+
+@pytest.mark.parametrize("scale", [1e-200, 1e160])
+def test_targets_whose_squares_are_lost_are_refused(scale: float) -> None:
+    """Those that vanish were solved with all coefficients 0, and a gap of 0."""
+    with pytest.raises(SettingError, match=r"the squares of y are too (small|large)"):
+        Lasso(alpha=0.01 * scale).fit(X, Y * scale)
+    assert not Lasso(alpha=0.01).fit(X, np.zeros(X.shape[0])).coef_.any()
+
+
+@pytest.mark.parametrize("file", ["x.npy", "fortran.npy", "columns.npz", "x.npz"])
+def test_one_other_number_of_a_file_has_another_checksum(file: str) -> None:
+    """A job resumed with it, and its predictor was that of the old numbers."""
+
+    def found() -> int:
+        return checksum(*jobs.lasso(file, "y.npy").program.data)
+
+    before, changed = found(), X.copy()
+    assert before == found()
+    changed.data[17] += 1
+    np.save("x.npy", changed.toarray())
+    np.save("fortran.npy", np.asfortranarray(changed.toarray()))
+    sparse.save_npz("columns.npz", changed, compressed=False)
+    sparse.save_npz("x.npz", changed)
+    assert found() != before

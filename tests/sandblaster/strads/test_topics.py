@@ -24,7 +24,6 @@ from sandblaster.strads.program import Mark, Task, packed, run, unpacked
 from sandblaster.strads.topics import (
     Argument,
     Block,
-    Evaluate,
     Learned,
     Sample,
     Topics,
@@ -102,7 +101,7 @@ def test_st4_samples_have_the_frequencies_of_the_posterior_by_enumeration() -> N
     # Tokens of one bucket are in the order of documents, then words: as listed above.
     for number in range(n + 10):
         taken = {name: tables[name] for name in ("words", "sums")}
-        pushed = program.push(block, Sample(number, 0, program.alpha), taken)
+        pushed = program.push(block, Sample(number, 0, program.alpha, program.checksum), taken)
         for name, (rows, sums) in pushed.adds.items():
             tables[name][rows] += sums
         if number >= 10:
@@ -190,7 +189,7 @@ def test_st4_tables_count_every_token_after_each_round_and_match_its_blocks() ->
     class Kept:
         n_blocks, tables = program.n_blocks, program.tables
         types, keeps_state = program.types, program.keeps_state
-        bounds = program.bounds
+        bounds, checksum, data = program.bounds, program.checksum, program.data
         schedule, push, pulls = program.schedule, program.push, program.pulls
 
         def load(self, block: int) -> Block:
@@ -295,11 +294,15 @@ def test_from_any_mark_and_after_the_end_it_goes_on_with_the_same_bits() -> None
         np.testing.assert_array_equal(expected["priors"][:-1, 0], learned.alpha)
 
 
-def test_a_host_with_other_held_out_documents_is_refused() -> None:
-    held_out = corpus(seed=1)
-    program, other = (topics(corpus(), 4, held_out=one) for one in (held_out, held_out[1:]))
-    task = program._all(Evaluate(program.alpha, program._checksum), {})[0]
-    with pytest.raises(SettingError, match="held_out has other documents here: give all hosts"):
+@pytest.mark.parametrize("name", ["counts", "held_out"])
+def test_a_host_with_other_documents_is_refused(name: str) -> None:
+    """Its draws changed the counts of words that it has, in the rows of others."""
+    given = {"counts": corpus(), "held_out": corpus(seed=1)}
+    changed = given[name].copy()
+    changed.data[0] += 1
+    program, other = (topics(n_topics=4, **one) for one in (given, {**given, name: changed}))
+    (task, *_) = program._turn(0, 0, program.alpha, anew=True)
+    with pytest.raises(SettingError, match="counts or held_out are others here: give all hosts"):
         other.push(other.load(0), task.argument, {})
 
 
