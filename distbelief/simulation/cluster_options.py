@@ -221,8 +221,9 @@ def _processes(
             continue
         for start in machines[:: process.group]:
             group = range(start, min(start + process.group, machines.stop))
-            if any(index in used for index in group):
-                until = max(cluster.machines[index].leave for index in group)
+            # Others' outages are of no use: once these have left, a search would never end.
+            until = max((cluster.machines[n].leave for n in group if n in used), default=None)
+            if until is not None:
                 yield _drawn(process, group, until, stream=[seed, 0x60E, min(kind, 2), start])
 
 

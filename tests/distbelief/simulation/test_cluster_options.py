@@ -137,6 +137,15 @@ def test_machines_join_and_leave() -> None:
         msgspec.structs.replace(comes, leave=5.0).__post_init__()
 
 
+def test_the_search_for_outages_ends_with_the_machines_in_use() -> None:
+    """A machine that left had spares which stay: the outages of these were drawn for ever."""
+    spot = msgspec.structs.replace(MACHINE, preemptions=Outages(mean_time=1.0, away=1.0, group=2))
+    leaves = msgspec.structs.replace(spot, leave=5.0)
+    lab = cluster(machines=(leaves, spot, MACHINE))
+    *_, last = outages(lab, {R0: 0, R1: 2}, seed=0)
+    assert last == Outage(at=5.0, roles=(R0,), seconds=math.inf)
+
+
 def test_a_trace_is_followed() -> None:
     trace = OutageTrace(outages=(Lost(at=3.0, machine=1, away=2.0),), covers=10.0)
     assert list(outages(cluster(trace=trace), {R0: 1}, seed=0, restarts=True)) == [
@@ -187,15 +196,22 @@ def test_latencies_are_those_of_two_hosts_or_of_their_regions() -> None:
         lab.check_plannable()
 
 
-def test_one_more_machine_leaves_links_where_they_were() -> None:
+def test_one_more_machine_is_like_its_own_and_leaves_links_where_they_were() -> None:
+    """The copy had none of the slow links, and the outages of a trace hit other machines."""
+    trace = OutageTrace(
+        outages=tuple(Lost(at=1.0, machine=n, away=2.0) for n in (0, 1, 2)), covers=10.0
+    )
     lab = cluster(
+        trace=trace,
         links={"0-2": 1e5, "1-3": 2e5},
         latencies={"1-2": 0.5, "eu-us": 0.1},
         switches=(Switch(first=0, last=1, bandwidth=1.0), Switch(first=2, last=3, bandwidth=2.0)),
     ).with_copy(1)
     assert len(lab) == 7
-    assert lab.links == {"0-3": 1e5, "1-4": 2e5}
-    assert lab.latencies == {"1-3": 0.5, "eu-us": 0.1}
+    assert lab.links == {"0-3": 1e5, "1-4": 2e5, "2-4": 2e5}
+    assert lab.latencies == {"1-3": 0.5, "2-3": 0.5, "eu-us": 0.1}
+    assert lab.trace is not None
+    assert [lost.machine for lost in lab.trace.outages] == [0, 1, 2, 3]
     assert [(one.first, one.last) for one in lab.switches] == [(0, 2), (3, 4)]
 
 
