@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from distbelief.cli.main import app
 from distbelief.cli.options import FAILED, MISTAKEN
 from distbelief.config.job import Job
 from distbelief.core.errors import JobError, StorageError
-from distbelief.simulation.forecast.prepare import Preparation
+from distbelief.simulation.forecast.prepare import Preparation, PreparedJob
 from distbelief.simulation.forecast.simulate import (
     Forecast,
     SimulationRequest,
@@ -242,6 +243,20 @@ def test_spot_machines_of_another_region_are_paid_while_they_are_there() -> None
     late = 3 * 0.1 * 2 / 3600
     assert 0.7 * whole < run.price < whole - late
     assert any(one.kind == "card" for one in run.resources)
+
+
+def test_a_machine_that_comes_late_does_not_lose_its_roles_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """After half an hour its roles "had been building" since their launch: they were killed."""
+    config = PreparedJob.config
+    monkeypatch.setattr(
+        PreparedJob, "config", lambda self: replace(config(self), build_seconds_max=1.0)
+    )
+    Path("rack.toml").write_text(RACK + 'join = "5 s"\n')
+    (run,) = forecast(small("cluster.placement=here", "stop.samples=400")).variants[0].outcomes
+    assert run.seconds > 5.0
+    assert run.restarts == 0
 
 
 @pytest.mark.parametrize(
