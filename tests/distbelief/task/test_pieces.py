@@ -237,6 +237,7 @@ def test_what_a_job_cannot_do_with_pieces_is_refused_before_the_start() -> None:
     check([1, 5])  # all can read all, so batches span pieces
     check([3, 5], here=[0])
     check([3, 5], here=[0, 1], table="data.test")
+    check([3, 0, 5], here=[0, 2], table="data.test")  # nothing is read of the empty one
     check([3, 5], here=[0], fetches=True, table="data.test")
     with pytest.raises(JobError, match=r'order is "parts": use order = "dealt"'):
         check([3, 5], dealt=False)
