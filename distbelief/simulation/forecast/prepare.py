@@ -200,8 +200,8 @@ class Preparation:
 
 
 def _splits(job: Job) -> tuple[object, ...]:
-    # The keys that decide how a replica is split over machines.
+    # The keys that decide how replicas are split over machines: the ranks of each.
     cluster = job.cluster
     if not cluster.is_split:
         return ()
-    return (cluster.partitions, cluster.plan, cluster.machines, cluster.device)
+    return (cluster.replicas, cluster.partitions, cluster.plan, cluster.machines, cluster.device)

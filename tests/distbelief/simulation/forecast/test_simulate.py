@@ -306,6 +306,18 @@ def test_each_row_of_a_sweep_says_what_limits_it_and_what_one_more_brings(tmp_pa
     assert variant.limit.gain > 0.05
 
 
+def test_one_more_split_replica_has_a_machine_for_each_rank(tmp_path: Path) -> None:
+    """The ranks were those of the row's replicas (an IndexError, as in a sweep of replicas).
+
+    And it had one machine more, so that the job did not fit where none was to spare.
+    """
+    Path("rack.toml").write_text(RACK.replace("count = 6", "count = 3"))
+    text = TEXT.replace("shards = 2", "shards = 1\npartitions = 2").replace('"spread"', '"here"')
+    (variant,) = forecast(written(tmp_path, text=text), sweep=("replicas=1",)).variants
+    assert variant.limit is not None
+    assert (variant.limit.more, variant.limit.why_not) == ("one more replica", "")
+
+
 def test_settings_that_a_job_never_comes_to_are_told() -> None:
     def warnings(*wish: str) -> str:
         return " ".join(forecast(small(*wish)).variants[0].warnings)
