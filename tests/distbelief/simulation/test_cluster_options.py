@@ -126,6 +126,15 @@ def test_spot_machines_are_taken_back_and_the_others_stay() -> None:
     assert len(found) == pytest.approx(200, rel=0.25)
 
 
+def test_no_group_of_spot_machines_spans_two_regions() -> None:
+    """With equal preemptions, the last machine of one region went with the first of the next."""
+    spot = msgspec.structs.replace(MACHINE, preemptions=Outages(mean_time=9.0, away=1.0, group=2))
+    eu, us = (msgspec.structs.replace(spot, region=region) for region in ("eu", "us"))
+    found = drawn(cluster(machines=(eu, us, us)), {S0: 0, R0: 1, R1: 2}, until=1000.0)
+    times = {name: [fault.at for fault in found if name in fault.roles] for name in (S0, R0, R1)}
+    assert times[S0] != times[R0] == times[R1]
+
+
 def test_machines_join_and_leave() -> None:
     comes = msgspec.structs.replace(MACHINE, join=10.0, leave=50.0)
     lab = cluster(machines=(MACHINE, comes), failures=Outages(mean_time=1.0, away=1.0))
