@@ -211,27 +211,42 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         )
 
     def with_copy(self, index: int) -> "Cluster":
-        """Return the cluster with one more machine like this one, behind it."""
+        """Return the cluster with one more machine like this one, behind it, with its links."""
 
-        def moved(n: int) -> int:
-            return n + (n > index)
+        def moved(n: int) -> tuple[int, int]:
+            return n + (n > index), n + (n >= index)  # and where its copy is, if it has one
 
-        def renamed(ends: str) -> str:
-            pair = ends.split("-")
-            return "-".join(str(moved(int(n))) for n in pair) if pair[0].isdigit() else ends
+        def renamed(ends: str) -> set[str]:
+            if not ends[0].isdigit():
+                return {ends}
+            a, b = map(int, ends.split("-"))
+            return {f"{a}-{b}" for a, b in zip(moved(a), moved(b), strict=True)}
 
         switches = tuple(
             msgspec.structs.replace(
-                switch, first=moved(switch.first), last=switch.last + (switch.last >= index)
+                switch, first=moved(switch.first)[0], last=moved(switch.last)[1]
             )
             for switch in self.switches
+        )
+        trace = self.trace and msgspec.structs.replace(
+            self.trace,
+            outages=tuple(
+                msgspec.structs.replace(lost, machine=n)
+                for lost in self.trace.outages
+                for n in dict.fromkeys(moved(lost.machine))
+            ),
+        )
+        links, latencies = (
+            {name: value for ends, value in table.items() for name in renamed(ends)}
+            for table in (self.links, self.latencies)
         )
         return msgspec.structs.replace(
             self,
             machines=(*self.machines[: index + 1], *self.machines[index:]),
-            links={renamed(ends): rate for ends, rate in self.links.items()},
-            latencies={renamed(ends): value for ends, value in self.latencies.items()},
+            links=links,
+            latencies=latencies,
             switches=switches,
+            trace=trace,
         )
 
     def rate(self, sender: int, receiver: int) -> float:

@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from heapq import merge
 from itertools import groupby
+from operator import attrgetter
 from typing import Final
 
 import msgspec
@@ -158,6 +159,8 @@ def _fabric(cluster: Cluster, used: Collection[int]) -> SwitchedNetwork:
 
 N_OUTAGES_MAX: Final = 1_000_000  # of one run
 
+_spot_key: Final = attrgetter("region", "preemptions")  # no group spans two regions
+
 Absence = tuple[Seconds, int, Seconds]  # start, machine, duration
 
 
@@ -212,7 +215,7 @@ def _processes(
     everyone = range(len(cluster))
     found = [(everyone, cluster.failures), (everyone, cluster.preemptions)]
     first = 0
-    for own, alike in groupby(cluster.machines, key=lambda machine: machine.preemptions):
+    for (_, own), alike in groupby(cluster.machines, key=_spot_key):
         last = first + len(list(alike))
         found.append((range(first, last), own))
         first = last
@@ -221,8 +224,9 @@ def _processes(
             continue
         for start in machines[:: process.group]:
             group = range(start, min(start + process.group, machines.stop))
-            if any(index in used for index in group):
-                until = max(cluster.machines[index].leave for index in group)
+            # Others' outages are of no use: once these have left, a search would never end.
+            until = max((cluster.machines[n].leave for n in group if n in used), default=None)
+            if until is not None:
                 yield _drawn(process, group, until, stream=[seed, 0x60E, min(kind, 2), start])
 
 

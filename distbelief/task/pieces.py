@@ -65,7 +65,9 @@ class PieceData:
             found = self._call("here()", here)
             if isinstance(found, str) or not isinstance(found, Iterable):
                 raise JobError(f"{user}: here() returned {shown(found)}: it must be names")
-            self._near, known = set(found), self._near
+            known, names = self._near, found
+            # A generator may fail only now.
+            self._near = cast("set[str]", self._call("here()", lambda: set(names)))
             if unknown := sorted(map(repr, self._near - known)):
                 raise JobError(f"{user}: here() has {unknown[0]}, which pieces() does not have")
         # Where those that are here begin and end.
@@ -163,7 +165,7 @@ class PieceData:
         if all(isinstance(part, list) for part in parts):
             every = [sample for part in cast("list[list[object]]", parts) for sample in part]
             return [every[k] for k in back.tolist()]
-        return self._joined(parts, back)
+        return self._joined(parts, [len(at) for at in places], back)
 
     def _read(self, piece: int, rows: Indices) -> object:
         name = self.pieces.names[piece]
@@ -187,18 +189,27 @@ class PieceData:
             )
         return read
 
-    def _joined(self, parts: Sequence[object], back: torch.Tensor) -> object:
+    def _joined(self, parts: Sequence[object], rows: list[int], back: torch.Tensor) -> object:
         """Join finished batches of several pieces, in the order of their samples."""
         first = parts[0]
         if any(type(part) is not type(first) for part in parts):
             raise JobError(f"{self._user}: read() returned {shown(first)} of one piece only")
         if isinstance(first, Mapping):
             of = cast("Sequence[Mapping[str, object]]", parts)
-            return {key: self._joined([part[key] for part in of], back) for key in first}
+            if any(part.keys() != first.keys() for part in of):
+                raise JobError(f"{self._user}: read() returned other keys of some pieces")
+            return {key: self._joined([part[key] for part in of], rows, back) for key in first}
         if isinstance(first, tuple):
             columns = zip(*cast("Sequence[tuple[object, ...]]", parts), strict=True)
-            return tuple(self._joined(column, back) for column in columns)
-        return torch.cat([torch.as_tensor(part) for part in parts])[back]
+            return tuple(self._joined(column, rows, back) for column in columns)
+        tensors = [torch.as_tensor(part) for part in parts]
+        # Only their sum is known to the job: samples would be those of other rows.
+        if [*map(len, tensors)] != rows:
+            raise JobError(
+                f"{self._user}: read() returned {[*map(len, tensors)]} samples of pieces of which "
+                f"it was to read {rows} rows"
+            )
+        return torch.cat(tensors)[back]
 
     def _call(self, what: str, code: Callable[[], object]) -> object:
         try:

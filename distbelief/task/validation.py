@@ -146,7 +146,10 @@ def _unfit_pieces(
     if pieces is None:
         return {}
     here = () if placed is None else placed.here
-    n_away = len(pieces.names) - sum(here[1::2]) + sum(here[::2])
+    near = {
+        k for start, stop in zip(here[::2], here[1::2], strict=True) for k in range(start, stop)
+    }
+    n_away = sum(n > 0 and k not in near for k, n in enumerate(pieces.rows))
     single = next((name for name, n in zip(pieces.names, pieces.rows, strict=True) if n == 1), None)
     return {
         'is in pieces, which are dealt, and [algorithm] order is "parts"': (

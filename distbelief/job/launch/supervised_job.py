@@ -114,7 +114,8 @@ def void_settings(job: Job, answer: PreflightResult) -> list[str]:
         if n_batches < n_replicas:
             found.append(
                 f"[cluster] replicas = {n_replicas:,}, and [stop] ends the job after "
-                f"{n_batches:,} batches of {job.batch_size}: some replicas train nothing. Use "
+                f"{n_batches:,} batch{'es' * (n_batches > 1)} of {job.batch_size}: some replicas "
+                "train nothing. Use "
                 "fewer replicas, smaller batches or a longer job"
             )
         elif every > n_steps and n_replicas > 1:

@@ -76,10 +76,13 @@ def _one_more(
         machine = msgspec.structs.replace(machine, cores=n, flops=machine.flops * n / (n - 1))
         return "one more core", _moved(trial, _with(cluster, {0: machine}))
     if is_computing and "replica" in _users(busiest, places):
-        own = max(place for name, place in places.items() if first_word(name) == "replica")
-        table = msgspec.structs.replace(job.cluster, replicas=job.cluster.n_replicas + 1)
+        n = job.cluster.n_replicas
+        last = {place for name, place in places.items() if name.split(".")[0] == f"replica-{n - 1}"}
+        for place in sorted(last, reverse=True):  # of each rank
+            cluster = cluster.with_copy(place)
+        table = msgspec.structs.replace(job.cluster, replicas=n + 1)
         changed = msgspec.structs.replace(job, cluster=table)
-        return "one more replica", _staged(trial, changed, stage, host, cluster.with_copy(own))
+        return "one more replica", _staged(trial, changed, stage, host, cluster)
     if is_computing:
         table = msgspec.structs.replace(job.cluster, shards=job.cluster.shards + 1)
         changed = msgspec.structs.replace(job, cluster=table)

@@ -218,8 +218,7 @@ class PlacedCluster:
         )
 
     def builders(self, prepared: PreparedJob) -> dict[Address, Builder]:
-        # A role whose machine is away is not slow to start.
-        builders = prepared.builders(start_seconds_max=math.inf if self.loses_machines else None)
+        builders = prepared.builders(machines_go=self.loses_machines)
         if self.rates is None:
             return builders
         adapt: Adapt = partial(

@@ -6,6 +6,7 @@ check is not repeated for a job that differs only in its cluster (replicas, shar
 often it fetches and pushes.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Self, final
@@ -97,10 +98,10 @@ class PreparedJob:
     def config(self) -> SupervisorConfig:
         return supervisor_config(self.job, self.preflight)
 
-    def builders(self, *, start_seconds_max: Seconds | None = None) -> dict[Address, Builder]:
+    def builders(self, *, machines_go: bool = False) -> dict[Address, Builder]:
         config = self.config()
-        if start_seconds_max is not None:
-            config = replace(config, start_seconds_max=start_seconds_max)
+        if machines_go:  # a role whose machine is away is not slow to start, nor to build
+            config = replace(config, start_seconds_max=math.inf, build_seconds_max=math.inf)
         algorithm = load(find(self.job.algorithm_name))
         spec = self.preflight.role_spec(self.job, self.layout)
         builders: dict[Address, Builder] = {SUPERVISOR: lambda _: Supervisor(config)}
@@ -199,8 +200,8 @@ class Preparation:
 
 
 def _splits(job: Job) -> tuple[object, ...]:
-    # The keys that decide how a replica is split over machines.
+    # The keys that decide how replicas are split over machines: the ranks of each.
     cluster = job.cluster
     if not cluster.is_split:
         return ()
-    return (cluster.partitions, cluster.plan, cluster.machines, cluster.device)
+    return (cluster.replicas, cluster.partitions, cluster.plan, cluster.machines, cluster.device)

@@ -126,6 +126,15 @@ def test_spot_machines_are_taken_back_and_the_others_stay() -> None:
     assert len(found) == pytest.approx(200, rel=0.25)
 
 
+def test_no_group_of_spot_machines_spans_two_regions() -> None:
+    """With equal preemptions, the last machine of one region went with the first of the next."""
+    spot = msgspec.structs.replace(MACHINE, preemptions=Outages(mean_time=9.0, away=1.0, group=2))
+    eu, us = (msgspec.structs.replace(spot, region=region) for region in ("eu", "us"))
+    found = drawn(cluster(machines=(eu, us, us)), {S0: 0, R0: 1, R1: 2}, until=1000.0)
+    times = {name: [fault.at for fault in found if name in fault.roles] for name in (S0, R0, R1)}
+    assert times[S0] != times[R0] == times[R1]
+
+
 def test_machines_join_and_leave() -> None:
     comes = msgspec.structs.replace(MACHINE, join=10.0, leave=50.0)
     lab = cluster(machines=(MACHINE, comes), failures=Outages(mean_time=1.0, away=1.0))
@@ -135,6 +144,15 @@ def test_machines_join_and_leave() -> None:
     assert max(fault.at for fault in found) == 50.0
     with pytest.raises(GraphError, match="join after 10 s and leave after 5 s"):
         msgspec.structs.replace(comes, leave=5.0).__post_init__()
+
+
+def test_the_search_for_outages_ends_with_the_machines_in_use() -> None:
+    """A machine that left had spares which stay: the outages of these were drawn for ever."""
+    spot = msgspec.structs.replace(MACHINE, preemptions=Outages(mean_time=1.0, away=1.0, group=2))
+    leaves = msgspec.structs.replace(spot, leave=5.0)
+    lab = cluster(machines=(leaves, spot, MACHINE))
+    *_, last = outages(lab, {R0: 0, R1: 2}, seed=0)
+    assert last == Outage(at=5.0, roles=(R0,), seconds=math.inf)
 
 
 def test_a_trace_is_followed() -> None:
@@ -187,15 +205,22 @@ def test_latencies_are_those_of_two_hosts_or_of_their_regions() -> None:
         lab.check_plannable()
 
 
-def test_one_more_machine_leaves_links_where_they_were() -> None:
+def test_one_more_machine_is_like_its_own_and_leaves_links_where_they_were() -> None:
+    """The copy had none of the slow links, and the outages of a trace hit other machines."""
+    trace = OutageTrace(
+        outages=tuple(Lost(at=1.0, machine=n, away=2.0) for n in (0, 1, 2)), covers=10.0
+    )
     lab = cluster(
+        trace=trace,
         links={"0-2": 1e5, "1-3": 2e5},
         latencies={"1-2": 0.5, "eu-us": 0.1},
         switches=(Switch(first=0, last=1, bandwidth=1.0), Switch(first=2, last=3, bandwidth=2.0)),
     ).with_copy(1)
     assert len(lab) == 7
-    assert lab.links == {"0-3": 1e5, "1-4": 2e5}
-    assert lab.latencies == {"1-3": 0.5, "eu-us": 0.1}
+    assert lab.links == {"0-3": 1e5, "1-4": 2e5, "2-4": 2e5}
+    assert lab.latencies == {"1-3": 0.5, "2-3": 0.5, "eu-us": 0.1}
+    assert lab.trace is not None
+    assert [lost.machine for lost in lab.trace.outages] == [0, 1, 2, 3]
     assert [(one.first, one.last) for one in lab.switches] == [(0, 2), (3, 4)]
 
 

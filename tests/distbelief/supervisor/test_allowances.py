@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 
 from distbelief.config.job import StopTable
-from distbelief.protocol import StartTraining, Stop
+from distbelief.core.spans import Epochs, Spans
+from distbelief.protocol import SamplesApplied, StartTraining, Stop
 from distbelief.protocol.role import Action
 from distbelief.supervisor.membership import Kind
 from distbelief.supervisor.metrics import PreviousTotals
@@ -106,3 +107,14 @@ def test_a_lost_report_of_a_replica_that_waits_is_made_up_for() -> None:
     report(desk, "replica-0", 10)
     desk.beat("replica-1", samples=10, samples_allowed=10)
     assert set(sent(desk.pass_time(0.5), Stop)) == set(REPLICAS)
+
+
+def test_those_that_were_just_started_keep_their_share_of_a_short_job() -> None:
+    """The first one that came was dealt half of the job, and then the rest: one trained alone."""
+    epochs = Epochs(n_samples=400, batch_size=BATCH)
+    desk = desk_of(ROSTER, StopTable(samples=400), batch_size=BATCH, dealt=epochs)
+    desk.join("shard-0", "replica-0")  # replica-1 is on its way
+    told = desk.hear("shard-0", SamplesApplied(spans=()))
+    told += desk.beat("replica-0", ranges=0.0)
+    dealt = Spans(span for _, begin in letters(told, StartTraining) for span in begin.ranges or ())
+    assert dealt.n_positions == 100  # half of its share, as of all replicas

@@ -109,6 +109,16 @@ def test_finished_batches_are_joined(
     assert second.tolist() == [2.0 * k for k in wanted]
 
 
+def test_finished_batches_of_other_rows_are_refused() -> None:
+    """Where `read` returned all rows of the first piece, the batch had none of the second."""
+    data = source_of(Finished(lambda _: (torch.zeros(4), torch.zeros(4))), name="finished")
+    with pytest.raises(JobError, match=r"returned \[4, 4\] samples .* read \[2, 2\] rows"):
+        read_batch(data, [7, 0, 9, 3])
+    some = Finished(lambda x: {"x": x} if x.max() < 6 else {"x": x, "y": x})
+    with pytest.raises(JobError, match="other keys"):
+        read_batch(source_of(some, name="finished"), [7, 0, 9, 3])
+
+
 def test_samples_to_try_are_those_that_are_here() -> None:
     data = source(here=[0, 4])
     assert first_of(data, 100) == [0, 1, 2, 14, 15, 16, 17, 18, 19]
@@ -227,6 +237,7 @@ def test_what_a_job_cannot_do_with_pieces_is_refused_before_the_start() -> None:
     check([1, 5])  # all can read all, so batches span pieces
     check([3, 5], here=[0])
     check([3, 5], here=[0, 1], table="data.test")
+    check([3, 0, 5], here=[0, 2], table="data.test")  # nothing is read of the empty one
     check([3, 5], here=[0], fetches=True, table="data.test")
     with pytest.raises(JobError, match=r'order is "parts": use order = "dealt"'):
         check([3, 5], dealt=False)

@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from distbelief.cli.main import app
 from distbelief.cli.options import FAILED, MISTAKEN
 from distbelief.config.job import Job
 from distbelief.core.errors import JobError, StorageError
-from distbelief.simulation.forecast.prepare import Preparation
+from distbelief.simulation.forecast.prepare import Preparation, PreparedJob
 from distbelief.simulation.forecast.simulate import (
     Forecast,
     SimulationRequest,
@@ -244,6 +245,20 @@ def test_spot_machines_of_another_region_are_paid_while_they_are_there() -> None
     assert any(one.kind == "card" for one in run.resources)
 
 
+def test_a_machine_that_comes_late_does_not_lose_its_roles_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """After half an hour its roles "had been building" since their launch: they were killed."""
+    config = PreparedJob.config
+    monkeypatch.setattr(
+        PreparedJob, "config", lambda self: replace(config(self), build_seconds_max=1.0)
+    )
+    Path("rack.toml").write_text(RACK + 'join = "5 s"\n')
+    (run,) = forecast(small("cluster.placement=here", "stop.samples=400")).variants[0].outcomes
+    assert run.seconds > 5.0
+    assert run.restarts == 0
+
+
 @pytest.mark.parametrize(
     ("wish", "said"),
     [
@@ -289,6 +304,18 @@ def test_each_row_of_a_sweep_says_what_limits_it_and_what_one_more_brings(tmp_pa
     assert variant.limit.more == "a second card"
     assert variant.limit.gain is not None
     assert variant.limit.gain > 0.05
+
+
+def test_one_more_split_replica_has_a_machine_for_each_rank(tmp_path: Path) -> None:
+    """The ranks were those of the row's replicas (an IndexError, as in a sweep of replicas).
+
+    And it had one machine more, so that the job did not fit where none was to spare.
+    """
+    Path("rack.toml").write_text(RACK.replace("count = 6", "count = 3"))
+    text = TEXT.replace("shards = 2", "shards = 1\npartitions = 2").replace('"spread"', '"here"')
+    (variant,) = forecast(written(tmp_path, text=text), sweep=("replicas=1",)).variants
+    assert variant.limit is not None
+    assert (variant.limit.more, variant.limit.why_not) == ("one more replica", "")
 
 
 def test_settings_that_a_job_never_comes_to_are_told() -> None:
