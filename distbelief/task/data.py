@@ -18,6 +18,7 @@ it, so a restarted replica continues from one number: the samples consumed. Wher
 any replica reads any positions, in another shuffle for each epoch (`dealt_samples`).
 """
 
+import ctypes
 import inspect
 import math
 import random  # noqa: TID251 -- it is given seeds, and draws nothing
@@ -29,6 +30,7 @@ from typing import Final, NamedTuple, Protocol, cast, final, runtime_checkable
 
 import numpy as np
 import torch
+from numpy.random.mtrand import get_bit_generator
 from numpy.typing import NDArray
 from torch import nn
 from torch.utils.data import default_collate
@@ -226,6 +228,21 @@ def reseed(seed: int) -> None:
         torch.cuda.manual_seed_all(seed)
     np.random.seed(seed % 2**32)  # noqa: NPY002 -- the generator of users' code, none of ours
     random.seed(seed)
+
+
+def generator_states(*, with_torch: bool = True) -> object:
+    """Return the states of these generators, or of those beside torch's."""
+    found: list[object] = [random.getstate()]
+    bits = get_bit_generator()
+    if isinstance(bits, np.random.MT19937):  # as usual; `state` takes 80 µs
+        found.append(ctypes.string_at(bits.ctypes.state_address, 4 * 625))
+    else:
+        found.append(str(bits.state))
+    if with_torch:
+        found.append(torch.default_generator.get_state().numpy().tobytes())
+        if torch.cuda.is_initialized():
+            found.append(torch.cuda.get_rng_state().numpy().tobytes())
+    return found
 
 
 def read_batch(

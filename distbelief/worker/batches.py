@@ -4,12 +4,11 @@ Each rank of a group has a `BatchPlan`, equal on all ranks, and a reader of what
 batch: a `SliceReader` of the input regions of its partition, or the executor of a whole model.
 """
 
-import random  # noqa: TID251 -- its state is looked at
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Final, Protocol, TypeVar, final
+from typing import ClassVar, Final, Protocol, TypeVar, final
 
 import numpy as np
 import torch
@@ -32,6 +31,7 @@ from distbelief.task.data import (
     SampleOrder,
     Wanted,
     dealt_samples,
+    generator_states,
     read_batch,
     reseed,
 )
@@ -339,14 +339,17 @@ class Draws:
     `always`. Code that does not draw waits for nobody between these times.
     """
 
+    n_alone: ClassVar[int] = 0  # begins and ends of code that ran alone: odd meanwhile
+
     def __init__(self, *, always: bool = False) -> None:
         self.are_seen = False
+        self.looks_next = False
         self._always = always
         self._n_runs = 0
 
     def run(self, code: Callable[[], T], *, seed: Callable[[], int]) -> T:
         """Let code draw from this seed, alone; what draws nothing runs as it is."""
-        is_time = self._always or self._n_runs & (self._n_runs + 1) == 0
+        is_time = self._always or self.looks_next or self._n_runs & (self._n_runs + 1) == 0
         looks = self.are_seen or is_time
         # The first run counts once it has ended: others that begin meanwhile are looked at, too.
         is_first = not self._n_runs
@@ -354,24 +357,17 @@ class Draws:
         if not looks:
             return code()
         with ALONE:
-            reseed(seed())
-            before = None if self.are_seen else _states()
-            result = code()
-            self.are_seen = before is None or _states() != before
+            Draws.n_alone += 1
+            try:
+                reseed(seed())
+                before = None if self.are_seen else generator_states()
+                result = code()
+                self.are_seen = before is None or generator_states() != before
+            finally:
+                Draws.n_alone += 1
             self._n_runs += is_first
+            self.looks_next = False
         return result
-
-
-def _states() -> object:
-    numbers = torch.default_generator.get_state().numpy().tobytes()
-    if torch.cuda.is_initialized():
-        numbers += torch.cuda.get_rng_state().numpy().tobytes()
-    return numbers, _states_beside_torch()
-
-
-def _states_beside_torch() -> object:
-    _, keys, *rest = np.random.get_state()  # noqa: NPY002 -- the generator of users' code
-    return np.asarray(keys).tobytes(), rest, random.getstate()
 
 
 @final
@@ -416,8 +412,11 @@ class BatchReader:
             return mixed(of_epoch, index)
 
         were_seen = self._draws.are_seen, self._draws_beside_torch
+        n_alone = Draws.n_alone
+        has_drawn = False
 
         def read() -> Batch:
+            nonlocal has_drawn
             generator = torch.default_generator
             before: Callable[[int], object] | None = None
             if all(were_seen):
@@ -426,12 +425,19 @@ class BatchReader:
                 before = lambda index: generator.manual_seed(seed(index))  # noqa: E731
             # To seed the others takes as long as many transforms of a sample: look once a batch.
             looks = before is not None and not self._draws_beside_torch
-            others = _states_beside_torch() if looks else None
+            states = None if all(were_seen) else generator_states(with_torch=before is None)
             batch = read_batch(self._dataset, indices, table=self._table, before=before)
-            self._draws_beside_torch |= looks and _states_beside_torch() != others
+            if states is not None and generator_states(with_torch=before is None) != states:
+                has_drawn = True
+                self._draws_beside_torch |= looks
             return batch
 
         batch = self._draws.run(read, seed=lambda: seed(indices[0]))
+        # Each process looks at other times, and what a sample draws must not depend on that. So
+        # look now, unless the numbers may be those of other code, which ran alone meanwhile.
+        if has_drawn and not any(were_seen) and n_alone % 2 == 0 and Draws.n_alone == n_alone:
+            self._draws.looks_next = True
+            return self.read(samples)
         # What was drawn when that was seen for the first time was of one stream.
         is_same = were_seen == (self._draws.are_seen, self._draws_beside_torch)
         return batch if is_same else self.read(samples)

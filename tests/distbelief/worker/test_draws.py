@@ -88,6 +88,19 @@ def test_samples_of_which_only_some_draw_are_found_out(source: str) -> None:
     assert rows(BatchReader(Noisy(SOURCES[source])), 7, 2)[0] == late[1]
 
 
+@pytest.mark.parametrize("source", SOURCES)
+def test_a_sample_that_draws_for_the_first_time_at_any_time_is_found_out(source: str) -> None:
+    """A resumed run and one with readers had other weights, where few samples drew numbers."""
+    dataset = Noisy(SOURCES[source], first=N - 1)
+    found: list[float] = []
+    for n_before in range(8):
+        reader = BatchReader(dataset, seed=3)
+        for _ in range(n_before):
+            rows(reader, 0, 1)
+        found += rows(reader, N - 1)
+    assert len({*found}) == 1
+
+
 @pytest.mark.parametrize("source", ["numpy", "random"])
 def test_a_second_generator_that_is_drawn_from_later_is_found_out(source: str) -> None:
     """Only torch's is seeded for each sample, until others are seen to be drawn from."""
