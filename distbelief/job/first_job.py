@@ -15,10 +15,17 @@ from distbelief.config import toml
 from distbelief.config.load import parse_job
 from distbelief.core import files
 from distbelief.core.errors import JobError
-from distbelief.task.data import ENDLESS, Batch, Dataset, DataSource, read_batch, some_of
+from distbelief.task.data import (
+    ENDLESS,
+    Batch,
+    Dataset,
+    DataSource,
+    read_batch,
+    some_of,
+    tensors_of,
+)
 from distbelief.task.imports import resolve
 from distbelief.task.losses import OWN, labels_of, scores_of
-from distbelief.task.nested import tensors_of
 from distbelief.task.task import DataSpec, ModelSpec, build_dataset, build_model
 from distbelief.task.validation import check
 

@@ -42,10 +42,9 @@ from distbelief.job.run.directory import RunDirectory
 from distbelief.job.run.model_file import check_trained
 from distbelief.plans.placement import Placement
 from distbelief.plans.plan import Plan, load, packed
-from distbelief.task.data import Batch, n_samples_of
+from distbelief.task.data import Batch, n_samples_of, tensors_of
 from distbelief.task.dry_run import check_arguments, shown
 from distbelief.task.forward import Sample, input_specs
-from distbelief.task.nested import tensors_of
 from distbelief.task.task import build_model, forward_graph
 from distbelief.worker.computation import Computation, output_name
 

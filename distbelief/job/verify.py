@@ -29,10 +29,9 @@ from distbelief.plans.compiler import compile_plan
 from distbelief.plans.plan import Plan
 from distbelief.plans.planner.plan_report import seconds
 from distbelief.plans.planner.planning_result import PlanningResult
-from distbelief.task.data import Batch
+from distbelief.task.data import Batch, Path as Keys
 from distbelief.task.forward import Sample
 from distbelief.task.losses import Loss, loss_function
-from distbelief.task.nested import Path as Keys
 from distbelief.task.task import ModelSpec, build_model
 from distbelief.worker.batches import step_seed
 from distbelief.worker.computation import SEED, Computation

@@ -19,10 +19,11 @@ any replica reads any positions, in another shuffle for each epoch (`dealt_sampl
 """
 
 import ctypes
+import dataclasses
 import inspect
 import math
 import random  # noqa: TID251 -- it is given seeds, and draws nothing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass
 from functools import lru_cache
@@ -34,10 +35,77 @@ from numpy.random.mtrand import get_bit_generator
 from numpy.typing import NDArray
 from torch import nn
 from torch.utils.data import default_collate
+from typing_extensions import override
 
 from distbelief.core.errors import JobError
 from distbelief.core.pieces import Pieces, Placed
-from distbelief.task.nested import Fields, Path, leaves, moved, rebuilt, shown_path, tensors_of
+
+
+# --- tensors in tuples, dictionaries and objects with fields ---
+
+Path = tuple[str | int, ...]
+"""Where a tensor stands: ("inputs", "mask"), ("logits",), ()."""
+
+
+def tensors_of(value: object, path: Path = ()) -> dict[Path, torch.Tensor]:
+    """Return the tensors in a value by their paths; everything else is left out."""
+    leaves = _leaves(value, path, lists=True)
+    return {path: leaf for path, leaf in leaves.items() if isinstance(leaf, torch.Tensor)}
+
+
+def _leaves(value: object, path: Path, *, lists: bool = False) -> dict[Path, object]:
+    parts: Iterable[tuple[str | int, object]]
+    if isinstance(value, torch.Tensor | int):  # most are: the other questions take longer
+        return {path: value}
+    if isinstance(value, Mapping):
+        parts = [(str(key), part) for key, part in value.items()]
+    elif hasattr(value, "_fields"):  # a named tuple
+        parts = [(name, getattr(value, name)) for name in value._fields]
+    elif dataclasses.is_dataclass(value):
+        names = [field.name for field in dataclasses.fields(value)]
+        parts = [(name, getattr(value, name)) for name in names]
+    elif isinstance(value, (tuple, list) if lists else tuple):
+        parts = list(enumerate(value))
+    elif lists and hasattr(value, "__dict__") and not isinstance(value, torch.Tensor):
+        parts = [(n, part) for n, part in vars(value).items() if isinstance(part, torch.Tensor)]
+    else:
+        return {path: value}
+    return {
+        p: leaf
+        for key, part in parts
+        for p, leaf in _leaves(part, (*path, key), lists=lists).items()
+    }
+
+
+@final
+class Fields(dict[str | int, object]):
+    """Entries by key, attribute or position, as an object with fields has them."""
+
+    def __getattr__(self, name: str) -> object:
+        if name in self:
+            return self[name]
+        raise AttributeError(f"there is no {name!r}, only {', '.join(map(str, self))}")
+
+    @override
+    def __getitem__(self, key: str | int, /) -> object:
+        return list(self.values())[key] if isinstance(key, int) else super().__getitem__(key)
+
+
+def rebuilt(tensors: Mapping[Path, torch.Tensor]) -> object:
+    """Return the value that has these tensors: a tensor, tuples, and `Fields` for the rest."""
+    if () in tensors:
+        return tensors[()]
+    parts: dict[str | int, dict[Path, torch.Tensor]] = {}
+    for (key, *rest), tensor in tensors.items():
+        parts.setdefault(key, {})[tuple(rest)] = tensor
+    found = {key: rebuilt(part) for key, part in parts.items()}
+    if parts and all(isinstance(key, int) for key in parts):
+        return tuple(found.get(index) for index in range(max(map(int, parts)) + 1))
+    return Fields(found)
+
+
+def shown_path(path: Path) -> str:
+    return ".".join(map(str, path))
 
 
 # --- data sets ---
@@ -88,13 +156,30 @@ class Batch(NamedTuple):
 
     def to(self, device: torch.device) -> "Batch":
         """Return the batch with its tensors on this device."""
-        inputs = moved(self.inputs, device)
-        return Batch(inputs, inputs if self.is_dictionary else moved(self.targets, device))
+        inputs = _moved(self.inputs, device)
+        return Batch(inputs, inputs if self.is_dictionary else _moved(self.targets, device))
 
     def run(self, module: nn.Module) -> object:
         arguments, keywords = self.arguments(module)
         result: object = module(*arguments, **keywords)
         return result
+
+
+def _moved(value: object, device: torch.device) -> object:
+    match value:
+        case torch.Tensor():
+            return value.to(device, non_blocking=True)
+        case dict():
+            return {key: _moved(part, device) for key, part in value.items()}
+        case tuple() if hasattr(value, "_make"):
+            return value._make(_moved(part, device) for part in value)
+        case tuple() | list():
+            return type(value)(_moved(part, device) for part in value)
+        case _ if callable(move := getattr(value, "to", None)):  # an object of some library
+            found: object = move(device)
+            return found
+        case _:
+            return value
 
 
 def n_samples_of(value: object) -> int:
@@ -410,9 +495,9 @@ def _joined(samples: list[object], wanted: Sequence[int], *, table: str) -> Batc
 
 def _entries(read: object) -> dict[Path, object]:
     if isinstance(read, Mapping):
-        return leaves(read, ("batch",))
+        return _leaves(read, ("batch",))
     inputs, targets = cast("tuple[object, object]", read)
-    return leaves(inputs, ("inputs",)) | leaves(targets, ("targets",))
+    return _leaves(inputs, ("inputs",)) | _leaves(targets, ("targets",))
 
 
 def _readable(value: object, path: Path, index: int, table: str) -> object:

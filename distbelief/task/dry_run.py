@@ -22,7 +22,7 @@ from distbelief.core.errors import JobError
 from distbelief.graph.graph import GraphError, LayerGraph
 from distbelief.graph.ops.loss_layers import ClassSums, ElementwiseLoss
 from distbelief.graph.unsupported import refuse_bounded_tables
-from distbelief.task.data import Batch, n_samples_of
+from distbelief.task.data import Batch, n_samples_of, shown_path, tensors_of
 from distbelief.task.losses import (
     CLASS_LOSSES,
     LOSSES,
@@ -35,7 +35,6 @@ from distbelief.task.losses import (
     number_of,
     scores_of,
 )
-from distbelief.task.nested import shown_path, tensors_of
 
 
 MEAN_ERROR_MAX: Final = 1e-3  # between a metric of a batch and the mean of its parts

@@ -16,11 +16,10 @@ from typing_extensions import override
 from distbelief.core.errors import JobError
 from distbelief.graph.capture import InputSpec, input_names, reason_of
 from distbelief.graph.graph import GraphError
-from distbelief.task.data import Batch
+from distbelief.task.data import Batch, Path, rebuilt, shown_path, tensors_of
 from distbelief.task.dry_run import check_arguments
 from distbelief.task.imports import place
 from distbelief.task.losses import Loss, scores_path
-from distbelief.task.nested import Path, rebuilt, shown_path, tensors_of
 
 
 @final

@@ -26,8 +26,8 @@ from torch.nn import functional
 
 from distbelief.core.errors import JobError
 from distbelief.core.formatting import nearest
+from distbelief.task.data import Path, shown_path, tensors_of
 from distbelief.task.imports import call_factory, named, resolve
-from distbelief.task.nested import Path, shown_path, tensors_of
 
 
 # Of what the model returns, and targets or batch.

@@ -31,18 +31,19 @@ from distbelief.task.data import (
     Collate,
     Dataset,
     DataSource,
+    Path,
     Readers,
     are_alike,
     first_of,
     marks_of,
     pieces_of,
     read_batch,
+    shown_path,
 )
 from distbelief.task.forward import Forward, Sample, WholeLoss, input_specs
 from distbelief.task.imports import call_factory, parameters_of, resolve
 from distbelief.task.initializers import InitialFile
 from distbelief.task.losses import Loss, Metric
-from distbelief.task.nested import Path, shown_path
 from distbelief.task.sources import source_of
 
 

@@ -34,9 +34,9 @@ from distbelief.task.data import (
     generator_states,
     read_batch,
     reseed,
+    shown_path,
 )
 from distbelief.task.dry_run import check_labels, class_counts
-from distbelief.task.nested import shown_path
 
 
 T = TypeVar("T")

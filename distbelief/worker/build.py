@@ -32,10 +32,9 @@ from distbelief.plans.compiler import Compiled, compile_plan
 from distbelief.plans.plan import Plan, load
 from distbelief.protocol.role import Address, Role, Seconds
 from distbelief.task import dry_run, task as tk
-from distbelief.task.data import Dataset, DataShard, DataSource, Indices
+from distbelief.task.data import Dataset, DataShard, DataSource, Indices, rebuilt
 from distbelief.task.initializers import reader
 from distbelief.task.losses import CHUNK, LOSS_METRIC, OWN, Measures, higher_is_better
-from distbelief.task.nested import rebuilt
 from distbelief.task.task import BuildContext, Kind, RosterEntry
 from distbelief.worker import batches
 from distbelief.worker.downpour_settings import DownpourSettings

@@ -29,8 +29,7 @@ from distbelief.parameter_server.layout import Layout, PartialView
 from distbelief.parameter_server.shard_config import ClientConfig
 from distbelief.protocol import Evaluate, StartTraining, Stop
 from distbelief.protocol.role import Role, Seconds
-from distbelief.task.data import Batch, Indices
-from distbelief.task.nested import Path as Keys, shown_path
+from distbelief.task.data import Batch, Indices, Path as Keys, shown_path
 from distbelief.task.task import BuildContext
 from distbelief.worker.batches import BatchIndices, BatchPlan, EvaluationPlan, Limits, SliceReader
 from distbelief.worker.build import RankBuild, Split, assemble, rank_in

@@ -38,11 +38,10 @@ from distbelief.graph.region import Region, Shape
 from distbelief.plans.compiler import Compiled
 from distbelief.plans.plan import Plan
 from distbelief.task import task as tk
-from distbelief.task.data import Batch, n_samples_of
+from distbelief.task.data import Batch, n_samples_of, tensors_of
 from distbelief.task.dry_run import Names, check_mean
 from distbelief.task.forward import Sample
 from distbelief.task.losses import Loss, is_named
-from distbelief.task.nested import tensors_of
 from distbelief.worker.batches import step_seed
 from distbelief.worker.build import Split
 from distbelief.worker.computation import SEED, output_name, outputs_of

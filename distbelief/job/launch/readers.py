@@ -31,8 +31,7 @@ import torch
 
 from distbelief.core.errors import DistBeliefError, JobError
 from distbelief.job.launch.children import end_with_parent, run_child
-from distbelief.task.data import Batch, Dataset, Wanted
-from distbelief.task.nested import Path, shown_path
+from distbelief.task.data import Batch, Dataset, Path, Wanted, shown_path
 from distbelief.worker.batches import BatchIndices, BatchReader
 
 

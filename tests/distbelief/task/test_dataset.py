@@ -9,8 +9,17 @@ from torch.utils.data import TensorDataset
 from typing_extensions import override
 
 from distbelief.core.errors import JobError
-from distbelief.task.data import Batch, Dataset, are_alike, marks_of, read_batch
-from distbelief.task.nested import Fields, rebuilt, shown_path, tensors_of
+from distbelief.task.data import (
+    Batch,
+    Dataset,
+    Fields,
+    are_alike,
+    marks_of,
+    read_batch,
+    rebuilt,
+    shown_path,
+    tensors_of,
+)
 
 
 class Samples:
