@@ -67,7 +67,7 @@ def selected(dataframe: "DataFrame", columns: Columns) -> "list[Column]":
     if unknown:
         raise JobError(f"there is no column {unknown[0]!r}: the DataFrame has {', '.join(types)}")
     found = [
-        _cast(dataframe[f"`{name}`"], types[name], name, columns).alias(key)
+        _cast(dataframe[f"`{name.replace('`', '``')}`"], types[name], name, columns).alias(key)
         for key, name in columns.names.items()
     ]
     if len(columns.inputs) > 1:
@@ -113,7 +113,8 @@ def _cast(column: "Column", kind: "DataType", name: str, columns: Columns) -> "C
     if wanted is None:
         raise JobError(
             f"column {name!r} is of type {kind.simpleString()}, which is no tensor: give numbers, "
-            "arrays, vectors of pyspark.ml (StringIndexer makes numbers of text), or bytes"
+            "arrays, vectors of pyspark.ml, or bytes (StringIndexer makes numbers of text; "
+            "labels are whole ones: .cast('int'))"
         )
     return column.cast(wanted)
 
@@ -144,6 +145,13 @@ def numbers_of(array: "pa.Array", name: str) -> Numbers:
         shape.append(int(sizes[0]) if len(sizes) else 0)
         array = array.flatten()
     return cast("Numbers", array.to_numpy(zero_copy_only=True).reshape(shape if n else (0,)))
+
+
+def bytes_of(array: "pa.Array", name: str) -> list[bytes]:
+    """Return bytes of Arrow; JobError if values are missing."""
+    if array.null_count:
+        raise JobError(f"column {name!r} has missing values (null): drop them")
+    return cast("list[bytes]", array.to_pylist())
 
 
 def samples_of(

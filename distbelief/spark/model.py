@@ -14,7 +14,6 @@ from typing import Final, Self, final
 
 import msgspec
 import numpy as np
-import pandas as pd
 import pyarrow as pa
 import torch
 from pyspark.broadcast import Broadcast
@@ -30,7 +29,8 @@ from pyspark.ml.util import (
     MLWriter,
 )
 from pyspark.sql import DataFrame
-from pyspark.sql.functions import pandas_udf, struct
+from pyspark.sql.functions import struct
+from pyspark.sql.pandas.functions import arrow_udf
 from pyspark.sql.types import ArrayType, DataType, DoubleType, FloatType, LongType
 from safetensors.torch import load
 from torch import nn
@@ -40,7 +40,7 @@ from distbelief.config.load import job_from_json
 from distbelief.core.errors import JobError
 from distbelief.job.launch.role_process import import_from
 from distbelief.job.run.result import Run
-from distbelief.spark.columns import Columns, samples_of, selected
+from distbelief.spark.columns import Columns, Numbers, bytes_of, numbers_of, samples_of, selected
 from distbelief.task.task import build_model
 
 
@@ -48,12 +48,12 @@ CHUNK_BYTES: Final = 1 << 26  # of a saved model, in a row
 _TYPES: Final = {"float32": FloatType, "float64": DoubleType, "int64": LongType}
 
 
-class _Saved(msgspec.Struct, frozen=True, kw_only=True):
+class Saved(msgspec.Struct, frozen=True, kw_only=True):
     """What a saved model has beside its values."""
 
     job: str  # as JSON
     columns: Columns
-    dtype: str  # of an output
+    dtype: str  # of an output; of one that is no tensor its type
     shape: tuple[int, ...]
 
 
@@ -76,7 +76,7 @@ class DistBeliefModel(Model, Columned, MLWritable, MLReadable["DistBeliefModel"]
     `run` is the job that trained it; None if it was loaded.
     """
 
-    def __init__(self, saved: _Saved, values: bytes, run: Run | None = None) -> None:
+    def __init__(self, saved: Saved, values: bytes, run: Run | None = None) -> None:
         super().__init__()
         self._setDefault(predictionCol="prediction", batchSize=1024)
         self.run = run
@@ -89,16 +89,12 @@ class DistBeliefModel(Model, Columned, MLWritable, MLReadable["DistBeliefModel"]
         """Return the model of a run; `inputs` are some rows."""
         with torch.inference_mode():
             made = run.model(inputs)
-        if not isinstance(made, torch.Tensor) or str(made.dtype)[6:] not in _TYPES:
-            raise JobError(
-                f"the model returns {type(made).__name__}, of which transform makes no column: use "
-                "run.model, or let forward return one tensor"
-            )
-        saved = _Saved(
+        is_tensor = isinstance(made, torch.Tensor)
+        saved = Saved(
             job=run.job.to_json().decode(),
             columns=msgspec.structs.replace(columns, target=None),
-            dtype=str(made.dtype)[6:],
-            shape=tuple(made.shape[1:]),
+            dtype=str(made.dtype)[6:] if is_tensor else f"a {type(made).__name__}",
+            shape=tuple(made.shape[1:]) if is_tensor else (),
         )
         return cls(saved, (run.directory / "model.safetensors").read_bytes(), run)
 
@@ -110,31 +106,45 @@ class DistBeliefModel(Model, Columned, MLWritable, MLReadable["DistBeliefModel"]
     @override
     def _transform(self, dataset: DataFrame) -> DataFrame:
         saved, token = self.saved, self._token
+        name = str(self.getOrDefault("predictionCol"))
+        if name in dataset.columns:
+            raise JobError(f"there is a column {name!r} already: drop it, or set predictionCol")
+        if saved.dtype not in _TYPES:
+            raise JobError(
+                f"the model returns {saved.dtype}, of which transform makes no column: use "
+                "run.model or module, or let forward return one tensor"
+            )
         size, context = int(str(self.getOrDefault("batchSize"))), dataset.sparkSession.sparkContext
         sent = self._sent = self._sent or context.broadcast(self.values)
 
-        def predict(batches: Iterator[pd.DataFrame]) -> Iterator[pd.Series]:
+        def predict(batches: Iterator[pa.StructArray]) -> Iterator[pa.Array]:
             module = ModelCache.get(token)
             if module is None:
                 torch.set_num_threads(1)
                 module = _module(saved, sent.value)
                 ModelCache.add(token, module)
             decoders = saved.columns.decoders()
-            for frame in batches:
-                parts = []
-                for start in range(0, len(frame), size):
-                    rows = frame.iloc[start : start + size]
-                    arrays = [_array(rows[key], is_bytes=key in decoders) for key in rows.columns]
-                    inputs, _ = samples_of(arrays, list(rows.columns), saved.columns, decoders)
+            for batch in batches:
+                parts = [np.empty((0, *saved.shape), saved.dtype)]
+                for start in range(0, len(batch), size):
+                    rows = pa.RecordBatch.from_struct_array(batch.slice(start, size))
+                    keys = rows.schema.names
+                    arrays = [
+                        bytes_of(column, saved.columns.names[key])
+                        if key in decoders
+                        else numbers_of(column, saved.columns.names[key])
+                        for key, column in zip(keys, rows.columns, strict=True)
+                    ]
+                    inputs, _ = samples_of(arrays, keys, saved.columns, decoders)
                     with torch.inference_mode():
                         parts.append(module(inputs).numpy())
-                yield pd.Series([*np.concatenate(parts)] if parts else [])
+                yield _lists(np.concatenate(parts))
 
         kind: DataType = _TYPES[saved.dtype]()
         kind = reduce(lambda inner, _: ArrayType(inner), saved.shape, kind)
-        predict.__annotations__ = {"batches": Iterator[pd.DataFrame], "return": Iterator[pd.Series]}
-        added = pandas_udf(predict, kind)(struct(*selected(dataset, saved.columns)))
-        return dataset.withColumn(str(self.getOrDefault("predictionCol")), added)
+        predict.__annotations__ = {"batches": Iterator[pa.Array], "return": Iterator[pa.Array]}
+        added = arrow_udf(predict, kind)(struct(*selected(dataset, saved.columns)))
+        return dataset.withColumn(name, added)
 
     @override
     def write(self) -> "_Writer":
@@ -146,7 +156,7 @@ class DistBeliefModel(Model, Columned, MLWritable, MLReadable["DistBeliefModel"]
         return _Reader()
 
 
-def _module(saved: _Saved, values: bytes) -> nn.Module:
+def _module(saved: Saved, values: bytes) -> nn.Module:
     job = job_from_json(saved.job.encode())
     import_from(job)
     module = build_model(job.model)
@@ -154,13 +164,13 @@ def _module(saved: _Saved, values: bytes) -> nn.Module:
     return module.eval()
 
 
-def _array(series: "pd.Series[object]", *, is_bytes: bool) -> object:
-    if is_bytes:
-        return [*series]
-    values = series.to_numpy()
-    if values.dtype == object:
-        values = np.stack([np.stack(one) if one.dtype == object else one for one in values])
-    return values
+def _lists(outputs: Numbers) -> pa.Array:
+    """Return outputs as Arrow, a list for each row and each further dimension."""
+    found = pa.array(outputs.reshape(-1))
+    for size in map(int, reversed(outputs.shape[1:])):
+        stops = np.arange(0, len(found) + 1, size, dtype=np.int32)
+        found = pa.ListArray.from_arrays(stops, found)
+    return found
 
 
 @final
@@ -186,7 +196,7 @@ class _Reader(MLReader[DistBeliefModel]):
         metadata = DefaultParamsReader.loadMetadata(path, self.sparkSession)
         table = self.sparkSession.read.parquet(f"{path}/values").orderBy("part").toArrow()
         model = DistBeliefModel(
-            msgspec.convert(metadata["model"], _Saved), b"".join(table["values"].to_pylist())
+            msgspec.convert(metadata["model"], Saved), b"".join(table["values"].to_pylist())
         )
         model._resetUid(metadata["uid"])  # noqa: SLF001 -- as pyspark's own readers
         DefaultParamsReader.getAndSetParams(model, metadata)

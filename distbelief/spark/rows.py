@@ -3,7 +3,6 @@
 A task writes its partition once (`write_rows`); roles on its host map the file into memory.
 """
 
-import tempfile
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
@@ -15,7 +14,7 @@ import numpy as np
 import torch
 
 from distbelief.core.errors import JobError
-from distbelief.spark.columns import Columns, Numbers, numbers_of, samples_of
+from distbelief.spark.columns import Columns, Numbers, bytes_of, numbers_of, samples_of
 
 
 if TYPE_CHECKING:
@@ -40,11 +39,9 @@ def write_rows(
             one = []
             for key, array in zip(batch.schema.names, batch.columns, strict=True):
                 name = columns.names[key]
-                if pa.types.is_binary(array.type):
-                    if array.null_count:
-                        raise JobError(f"column {name!r} has missing values (null): drop them")
-                    for value in array:
-                        checksum = zlib.crc32(value.as_buffer(), checksum)
+                if pa.types.is_binary(array.type) or pa.types.is_large_binary(array.type):
+                    for value in bytes_of(array, name):
+                        checksum = zlib.crc32(value, checksum)
                     one.append(f"{name}: bytes")
                     continue
                 numbers = numbers_of(array, name)
@@ -139,19 +136,19 @@ class Partitions:
         return self._files[piece].__getitems__(rows)
 
 
-def place_of(name: str) -> Path:
-    """Return the directory of rows of this name: beside the host's agent, or beside the driver."""
-    beside = Path.cwd() / name
-    return beside if beside.is_dir() else Path(tempfile.gettempdir()) / name
+def place_of(directory: str) -> Path:
+    """Return the directory of rows: beside the host's agent, or the driver's `directory`."""
+    beside = Path.cwd() / Path(directory).name
+    return beside if beside.is_dir() else Path(directory)
 
 
 def dataframe(
-    *, name: str, rows: dict[str, int], fingerprint: str, columns: dict[str, object]
+    *, directory: str, rows: dict[str, int], fingerprint: str, columns: dict[str, object]
 ) -> Partitions:
     """Return the training data of a job, as `distbelief.spark.fit` names it."""
-    return Partitions(place_of(name), rows, fingerprint, msgspec.convert(columns, Columns))
+    return Partitions(place_of(directory), rows, fingerprint, msgspec.convert(columns, Columns))
 
 
-def held_out(*, name: str, file: str, columns: dict[str, object]) -> RowFile:
+def held_out(*, directory: str, file: str, columns: dict[str, object]) -> RowFile:
     """Return held-out data, which lie beside the driver."""
-    return RowFile(place_of(name) / file, msgspec.convert(columns, Columns))
+    return RowFile(place_of(directory) / file, msgspec.convert(columns, Columns))

@@ -12,7 +12,6 @@ begins with the first host, once all tasks have counted their rows.
 import os
 import secrets
 import shutil
-import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -120,7 +119,8 @@ def fit(  # noqa: PLR0913 -- options of one call
             keys="" if server.reach.keys is None else server.reach.keys.directory,
         )
         name = f"distbelief-rows-{secrets.token_hex(8)}"
-        directory = Path(tempfile.gettempdir()) / name
+        # Spark's JVM removes what lies there, even if this process is killed.
+        directory = Path(session.sparkContext._temp_dir) / name  # noqa: SLF001 -- pyspark has no other way
         directory.mkdir(mode=0o700)
         stack.callback(shutil.rmtree, directory, ignore_errors=True)
         held_out = None
@@ -137,7 +137,7 @@ def fit(  # noqa: PLR0913 -- options of one call
         least = min(full, key=lambda part: full[part].rows)
         source.copy_rows(least, directory / file_of(least))
         data = {
-            "name": name,
+            "directory": str(directory),
             "rows": {file_of(part): each.rows for part, each in full.items()},
             "fingerprint": " ".join(each.checksum for each in full.values()),
             "columns": msgspec.to_builtins(columns),
@@ -189,7 +189,11 @@ def _job(
     """Return the job, whose [data] are these rows."""
     given = dict(overrides) | {"data.train": {"factory": PATH, "arguments": data}}
     if held_out is not None:
-        arguments = {"name": data["name"], "file": held_out.name, "columns": data["columns"]}
+        arguments = {
+            "directory": data["directory"],
+            "file": held_out.name,
+            "columns": data["columns"],
+        }
         given["data.test"] = {"factory": HELD_OUT, "arguments": arguments}
     if not isinstance(job, Mapping):
         return load_job(job, overrides=given)

@@ -40,6 +40,7 @@ ELSEWHERE = {
         "AdaptiveThresholdAlgorithm",
         "FixedThresholdAlgorithm",
         "PYSPARK_SUBMIT_ARGS",
+        "StringIndexer",
         "ParameterAveragingTrainingMaster",
         "Pipeline",
         "SharedTrainingMaster",

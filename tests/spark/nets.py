@@ -13,6 +13,10 @@ def linear(inputs: int = 20, outputs: int = 3) -> nn.Module:
     return nn.Sequential(nn.Linear(inputs, 16), nn.Tanh(), nn.Linear(16, outputs))
 
 
+def grid() -> nn.Module:
+    return nn.Sequential(nn.Embedding(10, 6), nn.Unflatten(1, (2, 3)))
+
+
 def problem(n: int) -> dict[str, object]:
     """Three classes that lines separate."""
     generator = torch.Generator().manual_seed(0)

@@ -6,7 +6,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -18,8 +17,10 @@ import torch
 from torch import nn
 
 import distbelief
+from distbelief.config.load import job_of
 from distbelief.core.errors import JobError
 from distbelief.supervisor.view import JobView
+from tests.spark import nets
 from tests.spark.nets import Counts, problem
 
 
@@ -29,13 +30,15 @@ pa = pytest.importorskip("pyarrow", reason="needs pyarrow: pip install '.[spark]
 if shutil.which("java") is None and "JAVA_HOME" not in os.environ:
     pytest.skip("needs Java 17", allow_module_level=True)
 
+from pyspark.errors import PythonException  # noqa: E402 -- skipped without
 from pyspark.ml import Pipeline, PipelineModel  # noqa: E402 -- skipped without
 from pyspark.ml.feature import VectorAssembler  # noqa: E402
 from pyspark.sql import DataFrame, SparkSession  # noqa: E402
+from safetensors.torch import save  # noqa: E402
 
 from distbelief import spark  # noqa: E402
 from distbelief.spark.columns import Columns  # noqa: E402
-from distbelief.spark.model import DistBeliefModel  # noqa: E402
+from distbelief.spark.model import DistBeliefModel, Saved  # noqa: E402
 from distbelief.spark.rows import Partitions, RowFile, write_rows  # noqa: E402
 from distbelief.spark.stages import DistBelief  # noqa: E402
 
@@ -129,7 +132,7 @@ def numbers(n: int) -> dict[str, object]:
 def test_one_blocking_replica_has_the_bits_of_a_local_job(
     session: SparkSession, tmp_path: Path
 ) -> None:
-    data, before = problem(400), {*Path(tempfile.gettempdir()).glob("distbelief-rows-*")}
+    data = problem(400)
     frame = frame_of(session, data, [400])
     wanted = job("linear", tmp_path / "spark", algorithm={"blocking": True})
     model = spark.fit(frame, wanted, inputs="features", targets="label", show=False)
@@ -140,7 +143,7 @@ def test_one_blocking_replica_has_the_bits_of_a_local_job(
     plain = distbelief.train({**wanted, "data": {"train": local}}, show=False)
     for one, other in zip(plain.model.parameters(), model.module.parameters(), strict=True):
         assert torch.equal(one, other)
-    assert {*Path(tempfile.gettempdir()).glob("distbelief-rows-*")} == before
+    assert not [*Path(session.sparkContext._temp_dir).glob("distbelief-rows-*")]
 
 
 # --- every row counts once ---
@@ -192,6 +195,43 @@ def test_transform_has_the_bits_of_the_module_and_a_pipeline_is_saved(
     assert isinstance(model.module, nn.Module)
 
 
+def untrained(
+    name: str, directory: Path, inputs: str, dtype: str, shape: tuple[int, ...]
+) -> DistBeliefModel:
+    local = {"train": {"factory": "tests.spark.nets:local_data", "arguments": {"n": 4}}}
+    made = job_of({**job(name, directory), "data": local}, user="test", overrides={})
+    saved = Saved(
+        job=made.to_json().decode(), columns=Columns(inputs=(inputs,)), dtype=dtype, shape=shape
+    )
+    return DistBeliefModel(saved, save(nets.grid().state_dict()))
+
+
+def test_outputs_of_several_dimensions_are_nested_lists(
+    session: SparkSession, tmp_path: Path
+) -> None:
+    """A user's model gave a grid for each row: pandas had no column for it."""
+    model = untrained("grid", tmp_path, "odd `name`", "float32", (2, 3))
+    frame = session.createDataFrame(pa.table({"odd `name`": [*range(10)] * 100}))
+    found = model.transform(frame).toArrow()
+    outputs = np.array(found["prediction"].to_pylist(), np.float32)
+    with torch.inference_mode():
+        assert np.array_equal(outputs, model.module(torch.arange(10).repeat(100)).numpy())
+    assert model.transform(frame.limit(0)).toArrow().num_rows == 0
+
+
+def test_transform_refuses_what_it_would_guess(session: SparkSession, tmp_path: Path) -> None:
+    """A missing whole number came to the model as a float, a missing float as NaN."""
+    model = untrained("grid", tmp_path, "x", "float32", (2, 3))
+    frame = session.createDataFrame(pa.table({"x": [1, None, 3]}))
+    with pytest.raises(PythonException, match=r"column 'x' has missing values"):
+        model.transform(frame).collect()
+    with pytest.raises(JobError, match="a column 'prediction' already"):
+        model.transform(frame.withColumn("prediction", frame.x))
+    two = untrained("grid", tmp_path, "x", "a tuple", ())
+    with pytest.raises(JobError, match="returns a tuple, of which transform makes no column"):
+        two.transform(frame)
+
+
 def test_an_empty_partition_has_no_host(session: SparkSession, tmp_path: Path) -> None:
     frame = frame_of(session, numbers(60), [60, 0])
     wanted = counting("Counts", tmp_path / "run", 60)
@@ -236,6 +276,7 @@ if __name__ == "__main__":
     frame = t.frame_of(session, t.numbers(400), [200, 200])
     job = t.counting("Counts", Path(sys.argv[1]), 400, seconds=0.1)
     job["stop"] = {"epochs": 1000}
+    job["cluster"] = {"patience": 30.0}  # of shards whose driver is killed
     model = spark.fit(frame, job, inputs="row", targets="one")
     print("ended", model.run.exit_code, model.run.summary.samples, flush=True)
     weight = model.module.weight.mean(0)
@@ -385,3 +426,26 @@ def test_digits_from_a_dataframe_reach_the_accuracy_of_the_plain_job(
     assert model.run.summary.metric is not None
     assert plain.summary.metric is not None
     assert model.run.summary.metric > plain.summary.metric - 0.03
+
+
+# --- hosts for a job with data of its own ---
+
+
+def test_executors_train_a_job_file_from_the_command_line(tmp_path: Path) -> None:
+    command = ("train", ROOT / "experiments/digits/digits.toml", "--on", "spark", "--hosts", "2")
+    ended = subprocess.run(
+        [Path(sys.executable).with_name("distbelief"), *command],
+        cwd=tmp_path,  # the job's functions lie elsewhere
+        env={
+            **os.environ,
+            "PYSPARK_PYTHON": sys.executable,
+            "PYSPARK_SUBMIT_ARGS": "--master local[2] --conf spark.ui.enabled=false pyspark-shell",
+            "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
+        },
+        capture_output=True,
+        check=False,
+        text=True,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "2 hosts joined" in re.sub(r"\s+", " ", ended.stdout)
+    until(lambda: not agents())

@@ -402,6 +402,14 @@ class SparkHosts:
                 if not self._is_to_go_on(_cause(error)):
                     return
             else:
+                with self._changed:
+                    # Spark runs no task for rows that it knows to be none.
+                    self.parts |= {
+                        part: Report(part=part)
+                        for part in {*range(self.n_parts)} - {*self.parts}
+                        if self._go is None
+                    }
+                    self._changed.notify_all()
                 return
 
     def _is_to_go_on(self, why: str) -> bool:

@@ -106,6 +106,7 @@ def void_settings(job: Job, answer: PreflightResult) -> list[str]:
     total, every = stop.total_samples, 1
     if facts.epochs is not None:
         every = facts.epochs(train.n_samples, answer.pieces).n_push
+        every = min(every, -(-train.n_samples // job.batch_size))  # it ends with its epoch
     elif facts.policy is not None and isinstance(facts.policy.every, int):
         every = facts.policy.every
     if total is not None:

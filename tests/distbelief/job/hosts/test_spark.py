@@ -229,3 +229,12 @@ def test_a_host_leaves_with_its_task_and_takes_its_files_along(tmp_path: Path) -
         host.stdout.read()
     assert host.returncode == 0
     assert not folder.exists()
+
+
+def test_rows_that_spark_knows_to_be_none_are_no_wait() -> None:
+    """`fit(frame.limit(0))` waited for ever: Spark ran no task that could report."""
+    made = SparkHosts(Cluster(0), host="127.0.0.1", write=writing(list))
+    made.begin(n_parts=1, cores=1)
+    made.wait(str)
+    assert made.parts[0].rows == 0
+    made.close()
