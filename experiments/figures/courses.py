@@ -24,6 +24,7 @@ import msgspec
 
 from distbelief.config.job import Job
 from distbelief.config.load import parse_job
+from distbelief.plans.cluster import Machine
 from distbelief.protocol.role import Seconds
 from distbelief.simulation.forecast.run import FinishedRun
 from experiments.figures import task
@@ -189,9 +190,23 @@ def show(course: Course, report: Callable[[str], None]) -> None:
 
 def identity(entry: Entry, *, setting: float) -> str:
     """Return a fingerprint of all that decides a course, but for its seed and data."""
-    machine = ScaledMachines(entry.replicas, entry.time_scale).machine
+    machine = _figures_of(ScaledMachines(entry.replicas, entry.time_scale).machine)
     parts = (entry.algorithm(setting, squares=0.0), entry.replicas, entry.time_scale)
     return fingerprint(parts, machine, task.identity(), SETTINGS)
+
+
+_LATER: Final = {"upload", "region", "price", "join", "leave", "preemptions"}
+
+
+def _figures_of(machine: Machine) -> object:
+    """Return a machine without the fields that came after the first kept results, if unused."""
+    fields = [
+        field
+        for field in msgspec.structs.fields(machine)
+        if field.name not in _LATER or getattr(machine, field.name) != field.default
+    ]
+    kept = msgspec.defstruct("Machine", [field.name for field in fields])
+    return kept(*(getattr(machine, field.name) for field in fields))
 
 
 def _identity(entry: Entry, setting: float, seed: int) -> str:

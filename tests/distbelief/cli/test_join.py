@@ -55,8 +55,8 @@ def test_where_a_job_listens_is_checked() -> None:
         listening("x")
     with pytest.raises(JobError, match="can be reached from other hosts and needs keys"):
         listening("tcp://0.0.0.0:7700")
-    with pytest.raises(JobError, match="--on 'spark'"):
-        listening("tcp://127.0.0.1:0", on="spark")
+    with pytest.raises(JobError, match="--on 'slurm'"):
+        listening("tcp://127.0.0.1:0", on="slurm")
 
 
 def test_without_ray_nothing_is_begun(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -189,9 +189,9 @@ def test_what_does_not_fit_is_shown_and_is_a_failure(tmp_path: Path) -> None:
         ((*ARGUMENTS, "--cluster", "rak-10g"), "net", "rack-10g"),
         ((*ARGUMENTS, "--machines", "33"), "net", "has 32 machines, but 33 are requested"),
         (
-            (*ARGUMENTS, "--cluster", "here", "--machines", "10001"),
+            (*ARGUMENTS, "--cluster", "here", "--machines", "20001"),
             "net",
-            "machines = 10001 for cluster 'here': use 1 to 10000",
+            "machines = 20001 for cluster 'here': use 1 to 20000",
         ),
         ((*ARGUMENTS, "--pin", "3"), "net", "pins nothing"),
         ((*ARGUMENTS, "--pin", "fc=whole"), "net", "there is no such layer"),
