@@ -106,7 +106,6 @@ def void_settings(job: Job, answer: PreflightResult) -> list[str]:
     total, every = stop.total_samples, 1
     if facts.epochs is not None:
         every = facts.epochs(train.n_samples, answer.pieces).n_push
-        every = min(every, -(-train.n_samples // job.batch_size))  # it ends with its epoch
     elif facts.policy is not None and isinstance(facts.policy.every, int):
         every = facts.policy.every
     if total is not None:
@@ -119,7 +118,12 @@ def void_settings(job: Job, answer: PreflightResult) -> list[str]:
                 "train nothing. Use "
                 "fewer replicas, smaller batches or a longer job"
             )
-        elif every > n_steps and n_replicas > 1:
+        # Of dealt data each epoch ends an exchange.
+        elif (
+            every > n_steps
+            and n_replicas > 1
+            and (facts.epochs is None or total <= train.n_samples)
+        ):
             found.append(
                 f"every = {every:,} steps, and until [stop] each of {n_replicas:,} replicas takes "
                 f"about {n_steps:.3g}: they exchange nothing before the end. Use every = "

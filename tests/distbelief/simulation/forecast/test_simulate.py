@@ -324,7 +324,8 @@ def test_settings_that_a_job_never_comes_to_are_told() -> None:
 
     assert warnings() == ""
     rounds = ("algorithm.preset=local", "algorithm.rule={name='sgd', learning_rate=1.0}")
-    assert "they exchange nothing before the end" in warnings(*rounds)
+    assert "they exchange nothing before the end" in warnings(*rounds, "stop.samples=40")
+    assert "they exchange nothing" not in warnings(*rounds)  # each epoch ends an exchange
     assert "some replicas train nothing" in warnings("stop.samples=4")
     assert "only the last evaluation comes" in warnings("evaluation.every=500 steps")
     assert "the first and the last evaluation alone" in warnings(
