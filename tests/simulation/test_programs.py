@@ -72,7 +72,9 @@ def test_the_same_for_topics(seeds: range) -> None:
     "seeds", chunks(range(FIRST_OF_TOPICS + 8, FIRST_OF_TOPICS + 2008), 500), ids=name
 )
 def test_the_same_for_two_thousand_seeds_of_topics(seeds: range) -> None:
-    play_seeds(seeds, played, file=FILE, seldom=SELDOM)
+    # Blocks keep topics from round to round, so tasks get second attempts in few rounds.
+    seldom = [what for what in SELDOM if what != "backups"]
+    play_seeds(seeds, played, file=FILE, seldom=seldom)
 
 
 @pytest.mark.slow
