@@ -1,4 +1,4 @@
-"""Data in pieces on some hosts: each row of an epoch counts once, whoever dies, leaves or joins."""
+"""Data in pieces on some hosts: each row counts once, also when hosts die, leave or join."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path

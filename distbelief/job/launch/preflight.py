@@ -231,6 +231,8 @@ def answer_to(
         if coordinator_of(job) is not None:
             check_fixed(task, job.batch_size, datasets)
             check_sums(task, job.batch_size, datasets)
+        if cluster.is_on_device:
+            _check_forward(job, datasets["data.train"])
         module = tasks.build_model(task.model)
         facts_of(job).check(module, task, cluster.n_replicas)
         found = _found(job, initial_file, FlatModel(module), datasets)
@@ -359,6 +361,20 @@ def _proof_of_threads(job: Job, data: Dataset) -> str:
     dry_run.train(build(), first, loss=loss, names=names)  # of so few samples at once
     prove(build, (first, second), loss=loss, name=name)
     return f"Copies of the model for {facts_of(job).threads} threads compute what it does alone"
+
+
+def _check_forward(job: Job, data: Dataset) -> None:
+    """Refuse a model whose forward changes parameters: on a device that would be lost."""
+    module = tasks.build_model(job.task.model).train()
+    before = {name: one.detach().clone() for name, one in module.named_parameters()}
+    with torch.no_grad():
+        read_batch(data, first_of(data, min(job.batch_size, len(data)))).run(module)
+    for name, one in module.named_parameters():
+        if not torch.equal(one, before[name]):
+            raise JobError(
+                f"[model] forward changes parameter {name!r} itself, which is not exchanged with "
+                f"device = {job.cluster.device!r}: keep it in a buffer, or leave device out"
+            )
 
 
 def check_device(device: str, fix: str) -> None:

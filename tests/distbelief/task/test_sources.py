@@ -253,7 +253,7 @@ class Sized(Items):
 
 
 class Epochal(Sized):
-    """It is told the epoch, and has another order in each."""
+    """The job gives it the epoch, and it has another order in each."""
 
     def set_epoch(self, epoch: int) -> None:
         self.epochs.append(epoch)

@@ -291,3 +291,29 @@ def test_a_sum_as_loss_is_refused(tmp_path: Path, overrides: tuple[str, ...]) ->
         "mean over the samples, as by reduction='mean'",
         str(found.error),
     )
+
+
+class Clamped(nn.Linear):
+    """Keeps its weights small, in its forward pass: as people write it, by `data`."""
+
+    @override
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        self.weight.data.clamp_(-0.01, 0.01)
+        return super().forward(input)
+
+
+def clamped() -> nn.Module:
+    return Clamped(3, 3)
+
+
+def test_parameters_that_forward_changes_are_refused_on_a_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next step began with the values of the host's memory, without the change."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    changes = (f"model.factory={__name__}:clamped", "cluster.device=cuda")
+    error = checked(tmp_path, *changes).error
+    assert error is not None
+    assert "forward changes parameter 'weight' itself" in error
+    assert checked(tmp_path, changes[0]).error is None
+    assert checked(tmp_path, changes[1]).error is None
