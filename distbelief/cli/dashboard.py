@@ -1,7 +1,7 @@
 """The command `distbelief dashboard`: a page that shows runs live, in a browser."""
 
-import threading
 from pathlib import Path
+from queue import SimpleQueue
 
 import typer
 
@@ -54,8 +54,8 @@ def dashboard(
     listening = server.listen(listen)
     token = server.token_for(listening, token_file)
     page = server.PageServer(listening, server.Watch(runs), token=token)
-    ended = threading.Event()
+    ends: SimpleQueue[object] = SimpleQueue()
     with caught_signals() as caught:
-        caught.tell = lambda _: ended.set()
+        caught.tell = ends.put
         typer.echo(f"page: {server.url(listening, token)}   (Ctrl+C ends it)")
-        server.serve(page, ended)
+        server.serve(page, ends)

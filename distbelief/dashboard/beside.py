@@ -5,9 +5,11 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from queue import SimpleQueue
 from socket import socket
 from typing import Final
 
@@ -45,19 +47,19 @@ def page_beside(run: Path, listening: socket) -> Iterator[None]:
 
 
 def _main(path: str, descriptor: str, parent: str) -> None:
-    ended = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: ended.set())
+    ends: SimpleQueue[object] = SimpleQueue()
+    signal.signal(signal.SIGTERM, lambda *_: ends.put("terminated"))
     # Its directory may still be empty.
     run = RunDirectory(Path(path), lock=None)
     server = PageServer(socket(fileno=int(descriptor)), Watch([run]))
 
     def end_with_parent() -> None:
-        while os.getppid() == int(parent) and not ended.wait(LOOK_SECONDS):
-            pass
-        ended.set()
+        while os.getppid() == int(parent):
+            time.sleep(LOOK_SECONDS)
+        ends.put("the run's process has ended")
 
     threading.Thread(target=end_with_parent, daemon=True).start()
-    serve(server, ended)
+    serve(server, ends)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files as resources
 from pathlib import Path
+from queue import SimpleQueue
 from typing import ClassVar, Final, final
 from urllib.parse import parse_qs, urlsplit
 
@@ -35,6 +36,7 @@ from distbelief.job.run.directory import RunDirectory
 HOST: Final = "127.0.0.1"
 PORT: Final = 7788
 POLL_SECONDS: Final = 1.0
+FIRST_SECONDS: Final = 20.0  # for the first reading of the runs
 ALIVE_SECONDS: Final = 15.0  # between two signs of life to a page
 REQUEST_SECONDS: Final = 30.0  # for a reader that takes no bytes
 N_POINTS_MAX: Final = 5000  # in one event, so that no page is busy for long
@@ -97,6 +99,12 @@ class Watch:
         with self.changed:
             self.is_over = True
             self.changed.notify_all()
+
+    def metrics(self) -> str:
+        """Return the figures for Prometheus, once the runs have been read."""
+        with self.changed:
+            self.changed.wait_for(lambda: self.version > 0, FIRST_SECONDS)
+            return exposition(self.readers)
 
     def points(self, index: int, epoch: int, start: int) -> tuple[int, int, bytes] | None:
         """Return epoch, end and JSON of a run's points from `start`; None if there are none."""
@@ -207,16 +215,19 @@ def url(listening: socket.socket, token: str = "") -> str:
     return f"http://{where}:{port}/" + (f"?token={token}" if token else "")
 
 
-def serve(server: PageServer, ended: threading.Event) -> None:
-    """Serve until `ended` is set, and the last state has been sent."""
+def serve(server: PageServer, ends: SimpleQueue[object]) -> None:
+    """Serve until something is put into `ends`, and the last state has been sent.
+
+    A queue, because a signal's handler may put into it: a handler that sets an Event while the
+    same thread waits for it can wait for ever for the Event's lock.
+    """
+    ended = threading.Event()
     reading = threading.Thread(target=server.watch.run, args=(ended,), daemon=True)
     serving = threading.Thread(target=server.serve_forever, args=(0.1,), daemon=True)
     reading.start()
     serving.start()
     try:
-        # With a timeout, so that a signal's handler has its turn.
-        while not ended.wait(1.0):
-            pass
+        ends.get()
     finally:
         ended.set()
         reading.join(POLL_SECONDS * 2)
@@ -251,7 +262,7 @@ class _Handler(BaseHTTPRequestHandler):
             content = resources("distbelief.dashboard").joinpath("page", name).read_bytes()
             self._send(content, kind)
         elif parts.path == "/metrics":
-            self._send(exposition(self.page.watch.readers).encode(), "text/plain; version=0.0.4")
+            self._send(self.page.watch.metrics().encode(), "text/plain; version=0.0.4")
         elif parts.path == "/events":
             self._stream()
         elif (found := _CSV.fullmatch(parts.path)) and int(found[1]) < len(self._readers):

@@ -56,15 +56,19 @@ def test_the_command_serves_until_it_is_interrupted(tmp_path: Path) -> None:
         [*command, str(path), "--listen", "127.0.0.1:0"], stdout=subprocess.PIPE, text=True
     ) as running:
         assert running.stdout is not None
-        line = running.stdout.readline()
-        assert line.startswith("page: http://127.0.0.1:")
-        port = int(line.split("/")[2].split(":")[1])
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-        connection.request("GET", "/metrics")
-        assert b"distbelief_samples_total" in connection.getresponse().read()
-        connection.close()
-        os.kill(running.pid, signal.SIGINT)
-        assert running.wait(60) == 0
+        try:
+            line = running.stdout.readline()
+            assert line.startswith("page: http://127.0.0.1:")
+            port = int(line.split("/")[2].split(":")[1])
+            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+            # At once: the first reply waits for the first reading of the run.
+            connection.request("GET", "/metrics")
+            assert b"distbelief_samples_total" in connection.getresponse().read()
+            connection.close()
+            os.kill(running.pid, signal.SIGINT)
+            assert running.wait(60) == 0
+        finally:
+            running.kill()
 
 
 def test_mistakes_are_told(tmp_path: Path) -> None:
