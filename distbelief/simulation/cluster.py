@@ -99,7 +99,7 @@ class SimulatedCluster:
         max_events: int = N_EVENTS_MAX,
         every: int = 1,
     ) -> None:
-        """Run until `condition` holds; it is checked after every `every` events.
+        """Run until `condition` holds, as checked after every `every` events and ends of roles.
 
         SimulationFailed if it does not hold within `within` virtual seconds.
         """

@@ -610,6 +610,7 @@ class Driver:
             process.memory.release_all()
         elif by is not None:
             self.halted[process.name] = by.error
+            self.event_queue.stop()  # a run that waits for this ends now
         if process.launcher is not None:
             self._report_loss(process.launcher, process.name, process.incarnation, reason)
         if process.restart_after is not None and by is None:

@@ -32,6 +32,7 @@ class EventQueue:
     def __init__(self) -> None:
         self.now: Seconds = 0.0
         self.n_at_once = 0  # calls made since the clock last moved
+        self._stops = False  # `steps` returns after the present call
         # Time, sequence, call and its arguments.
         self._heap: list[tuple[Seconds, int, Callable[..., None], tuple[object, ...]]] = []  # type: ignore[explicit-any]  # of any kind
         self._first: deque[Call] = deque()
@@ -73,12 +74,17 @@ class EventQueue:
             return self.now
         return self._heap[0][0] if self._heap else math.inf
 
+    def stop(self) -> None:
+        """Let `steps` return after the present call, so that its caller looks what has changed."""
+        self._stops = True
+
     def steps(self, n_max: int, *, until: Seconds) -> int:
         """Make at most `n_max` of the calls due by `until`; return how many were made."""
+        self._stops = False
         heap, first = self._heap, self._first  # local names: this loop is hot
         now, n, since = self.now, 0, -self.n_at_once
         try:
-            while n < n_max:
+            while n < n_max and not self._stops:
                 if first:
                     n += 1
                     first.popleft()()

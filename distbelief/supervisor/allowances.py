@@ -18,7 +18,7 @@ from typing import Final, final
 from distbelief.protocol import Progress, StartTraining
 from distbelief.protocol.role import Address
 from distbelief.supervisor.dealer import Dealer
-from distbelief.supervisor.membership import Membership, Presence, RoleRecord, Seldom
+from distbelief.supervisor.membership import FEW, Membership, Presence, RoleRecord, Seldom
 from distbelief.supervisor.metrics import JobMetrics
 from distbelief.supervisor.supervisor_config import SupervisorConfig
 
@@ -53,7 +53,9 @@ class Allowances:
         self._low: dict[Address, int] = {}  # samples at which the bound is raised
         self._releases, self._rates_again = Seldom(), Seldom()
         # As of a while ago, where replicas are many: their number, the mean and the sum of rates.
-        self._rates = 0, 0.0, 0.0
+        self._rates: tuple[int, float, float] | None = None
+        # As of the last tick, less what was given since.
+        self._pool, self._looks_again = 0, True
         self.dealer: Dealer | None = None
         if config.dealt is not None:
             self.dealer = Dealer(
@@ -71,6 +73,10 @@ class Allowances:
         replicas = self._members.of("replica")
         # Without replica 0 nobody would ever end the warm start.
         return self.warm_start_left <= 0 or len(replicas) < 2 or not replicas[0].is_alive
+
+    def tick(self) -> None:
+        """Look again at what all replicas hold: those that are lost hold nothing."""
+        self._looks_again = True
 
     def progressed(self, record: RoleRecord, message: Progress) -> None:
         """Count steps of replica 0; `record` is as it was before the message."""
@@ -99,6 +105,7 @@ class Allowances:
             self._bounds.pop(record.name, None)  # a new incarnation holds nothing yet
             if 0.0 <= (allowed := record.counters.get("samples_allowed", -1.0)) < 2.0**53:
                 self._bounds[record.name] = int(allowed)  # by another supervisor
+                self._pool -= max(int(allowed) - self._samples(record), 0)
             self._raise_bound(record)
             begins.append((record.name, StartTraining(samples=self._bounds.get(record.name))))
         return begins
@@ -124,7 +131,7 @@ class Allowances:
         bound = self._bounds.get(record.name)
         if bound is not None and self._samples(record) >= bound:
             # A replica at its bound waits and does not report again: its last report may be lost.
-            self._metrics.samples_of[record.name] = self._samples(record)
+            self._metrics.count(record.name, self._samples(record))
         self._raise_bound(record)
         heard = record.counters.get("samples_allowed")
         if record.progressed and heard == self._bounds.get(record.name):
@@ -148,15 +155,17 @@ class Allowances:
             return False
         before = self._bounds.get(name)
         bound = max(self._bounds.setdefault(name, samples), samples)
-        more = min(self._wanted_samples(record) - (bound - samples), self._pool())
+        more = min(self._wanted_samples(record) - (bound - samples), self._in_pool())
         if more > 0:
             bound += more
             self._bounds[name] = bound
+            self._pool -= more
         self._low[name] = bound - (bound - samples) // 2
         return self._bounds[name] != before
 
     def _wanted_samples(self, record: RoleRecord) -> int:
-        if self._rates_again.is_due(len(self._members.of("replica"))):
+        is_due = self._rates_again.is_due(len(self._members.of("replica")))
+        if is_due or self._rates is None:  # never without: the first would get half of the job
             self._rates = self._usual_rates()
         n_replicas, usual, all_together = self._rates
         own = record.rate.per_second
@@ -185,9 +194,14 @@ class Allowances:
         assert self._total is not None
         return self._total - self._metrics.samples
 
-    def _pool(self) -> int:
+    def _in_pool(self) -> int:
+        replicas = self._members.of("replica")
+        # A step leaves the pool as it is: less is left, and its replica holds less.
+        if len(replicas) > FEW and not self._looks_again:
+            return self._pool
+        self._looks_again = False
         held = 0
-        for record in self._members.of("replica"):
+        for record in replicas:
             # A dead or silent replica holds nothing: others get its samples. If it goes on
             # after all, they are trained beyond the job's bound.
             if record.silence_reported or record.presence is not Presence.PRESENT:
@@ -195,4 +209,5 @@ class Allowances:
             samples = self._samples(record)
             bound = self._bounds.get(record.name, samples)
             held += max(bound, samples) - self._metrics.samples_of.get(record.name, 0)
-        return self._left - held
+        self._pool = self._left - held
+        return self._pool

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from heapq import heapify, heapreplace
+from heapq import heapify, heappop, heapreplace
 from typing import Final, Self, final
 
 import msgspec
@@ -235,6 +235,7 @@ class HostTable:
         self.here = Host(name=HERE, offer=offer, slots=slots_here, ready=True)
         self.joined: dict[Address, Host] = {}  # those that are gone included
         self._at: dict[Address, tuple[Host, int]] = {}  # host of each role that runs, its slots
+        self.are_changed = False  # some, since all assignments were last sent
         self._was_at: dict[Address, Host] = {}  # a restarted role goes back if there is a slot
         # While roles are placed: the hosts, and their order, fastest first, then emptiest.
         self._placing: list[Host] = []
@@ -268,7 +269,7 @@ class HostTable:
         self._was_at[role] = host
         host.roles[role] = incarnation
         host.used += slots
-        host.changed = True
+        host.changed = self.are_changed = True
 
     def leave(self, role: Address) -> Host | None:
         """Note that a role does not run any more; return its host, if it had one."""
@@ -276,7 +277,7 @@ class HostTable:
         if host is not None:
             del host.roles[role]
             host.used -= slots
-            host.changed = True
+            host.changed = self.are_changed = True
         return host
 
     @contextmanager
@@ -296,13 +297,16 @@ class HostTable:
             self._heap, self._placing = [], []
 
     def _first(self) -> Host | None:
-        """Return the first of `find`'s order, if that is known."""
+        """Return the first of `find`'s order that has a free slot, if the order is known."""
         while self._heap:
             grade, free, index = self._heap[0]
             host = self._placing[index]
-            if -free == host.free:
+            if not host.free:  # for good: meanwhile no role leaves
+                heappop(self._heap)
+            elif -free == host.free:
                 return host
-            heapreplace(self._heap, (grade, -host.free, index))
+            else:
+                heapreplace(self._heap, (grade, -host.free, index))
         return None
 
     def find(self, names: Sequence[Address], *, must: bool = False) -> list[Host] | None:
@@ -321,6 +325,8 @@ class HostTable:
         first = self._first()
         if first is not None and first.free >= n:
             return [first] * n
+        if first is None and self._placing and not must:
+            return None
         hosts = self.usable
         best = min((host.grade for host in hosts if host.grade is not None), default=0)
         # Stable: fastest first, then emptiest.

@@ -12,7 +12,7 @@ model-parallel group is its "replica" or "evaluator"; the other ranks are "rank"
 """
 
 import sys
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -119,6 +119,7 @@ class RoleRecord:
     name: Address
     kind: Kind
     index: int  # among those of its kind
+    place: int  # in the roster, and then among guests
     incarnation: int
     presence: Presence = Presence.LAUNCHED
     launched_at: Seconds = 0.0
@@ -242,13 +243,14 @@ class Membership:
     ) -> None:
         self._records: dict[Address, RoleRecord] = {}
         self._of_kind: dict[Kind, list[RoleRecord]] = {kind: [] for kind in get_args(Kind)}
+        self._of_group: dict[str, list[RoleRecord]] = {}
+        self._n_added = 0
         self._no_replicas: dict[Address, RoleRecord] = {}  # these may be thousands
         self._admits_guests = admits_guests
         for name, kind in roster:
             self._add(Address(name), kind, incarnation=incarnation)
-        n_ranks = Counter(record.group for record in self)
         for record in self:
-            record.ranks = n_ranks[record.group]
+            record.ranks = len(self._of_group[record.group])
             record.in_ring = in_ring and record.kind == "replica"
 
     def __iter__(self) -> Iterator[RoleRecord]:
@@ -276,7 +278,17 @@ class Membership:
     def ranks_with(self, record: RoleRecord) -> list[RoleRecord]:
         if record.ranks == 1:
             return []
-        return [other for other in self if other is not record and other.group == record.group]
+        return [other for other in self._of_group[record.group] if other is not record]
+
+    def in_order(self, names: Iterable[Address]) -> list[RoleRecord]:
+        """Return these roles in roster order, as far as they are members."""
+        known = [record for record in map(self.get, names) if record is not None]
+        return sorted(known, key=lambda record: record.place)
+
+    def groups(self, names: Iterable[Address]) -> list[Sequence[RoleRecord]]:
+        """Return the groups of these roles, all of their ranks, in roster order."""
+        found = {record.group: self._of_group[record.group] for record in self.in_order(names)}
+        return sorted(found.values(), key=lambda group: group[0].place)
 
     @property
     def evaluator(self) -> RoleRecord | None:
@@ -312,6 +324,10 @@ class Membership:
         del self._records[record.name]
         self._no_replicas.pop(record.name, None)
         self._of_kind[record.kind].remove(record)
+        group = self._of_group[record.group]
+        group.remove(record)
+        if not group:
+            del self._of_group[record.group]
 
     def peers_of(self, record: RoleRecord) -> Peers:
         """Return the roles that this one needs, and the ranks of its group that are gone."""
@@ -341,8 +357,12 @@ class Membership:
 
     def _add(self, name: Address, kind: Kind, *, incarnation: int) -> RoleRecord:
         same = self._of_kind[kind]
-        record = RoleRecord(name=name, kind=kind, index=len(same), incarnation=incarnation)
+        place, self._n_added = self._n_added, self._n_added + 1
+        record = RoleRecord(
+            name=name, kind=kind, index=len(same), place=place, incarnation=incarnation
+        )
         self._records[name] = record
+        self._of_group.setdefault(record.group, []).append(record)
         if kind != "replica":
             self._no_replicas[name] = record
         same.append(record)

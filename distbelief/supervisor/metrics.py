@@ -64,7 +64,8 @@ class JobMetrics:
         self.ended_at: Seconds | None = None
         self.step = self.before.step
         self._history: list[Point] = list(self.before.history)
-        self.samples_of = dict(before.samples)  # of each replica
+        self._samples_of = dict(before.samples)  # of each replica
+        self._n_samples = sum(self._samples_of.values())  # these may be thousands
         self.dealt: int | None = None  # done so far, once that is known where samples are dealt
         self._loss_sum = 0.0
         self._n_in_sum = 0
@@ -76,8 +77,8 @@ class JobMetrics:
         Roles went on meanwhile, so that time counts, as their samples do: the clock is that of the
         same host.
         """
-        self.step, self._history, self.samples_of = view.step, list(view.history), dict(samples)
-        self._known = view
+        self.step, self._history, self._known = view.step, list(view.history), view
+        self._samples_of, self._n_samples = dict(samples), sum(samples.values())
         self.dealt = None if view.samples == sum(samples.values()) else view.samples
         at = min(view.now, now)
         self.started_at = at - (view.seconds - self.before.seconds)
@@ -86,7 +87,17 @@ class JobMetrics:
 
     @property
     def samples(self) -> int:
-        return sum(self.samples_of.values()) if self.dealt is None else self.dealt
+        return self._n_samples if self.dealt is None else self.dealt
+
+    @property
+    def samples_of(self) -> dict[str, int]:
+        """Of each replica, in all of its incarnations; to be read only."""
+        return self._samples_of
+
+    def count(self, name: str, samples: int) -> None:
+        """Note how many samples a replica has trained in all."""
+        self._n_samples += samples - self._samples_of.get(name, 0)
+        self._samples_of[name] = samples
 
     def seconds(self, now: Seconds) -> Seconds:
         end = now if self.ended_at is None else self.ended_at
@@ -111,7 +122,7 @@ class JobMetrics:
         if self.training_since is None:
             began = now - message.seconds_computing - message.seconds_waiting
             self.training_since = max(began, self.started_at)
-        before = self.samples_of.get(record.name, 0)
+        before = self._samples_of.get(record.name, 0)
         n_new = message.samples - before if record.progressed else 0
         weight = max(n_new, 1)
         if record.kind == "coordinator":
@@ -123,7 +134,7 @@ class JobMetrics:
         if math.isfinite(message.loss):  # nothing is learned from a step with another loss
             self._loss_sum += weight * message.loss
             self._n_in_sum += weight
-        self.samples_of[record.name] = message.samples
+        self.count(record.name, message.samples)
         self.step += max(0, message.step - record.step)
         record.step = max(record.step, message.step)
         record.rate.add(now, message.samples)

@@ -52,19 +52,16 @@ def takes_slots(record: RoleRecord) -> bool:
 
 
 def place_roles(
-    members: Iterable[RoleRecord],
+    members: Membership,
     waiting: Mapping[Address, int],  # roles to place, and their incarnations
     hosts: HostTable,
     policy: PlacementPolicy,
 ) -> dict[Address, Host | None]:
     """Put waiting roles on hosts; None if a role waits on, for a free slot."""
-    groups: dict[str, list[RoleRecord]] = {}
-    for record in members:
-        groups.setdefault(record.group, []).append(record)
     found: dict[Address, Host | None] = {}
     with hosts.placing():
         # Replicas first: shards may go beside them. The evaluator gets what is left.
-        for group in sorted(groups.values(), key=_turn):
+        for group in sorted(members.groups(waiting), key=_turn):
             wanted = [record for record in group if record.name in waiting]
             others = [record for record in group if record.name not in waiting]
             running = [record for record in others if hosts.at(record.name)]

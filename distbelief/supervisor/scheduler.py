@@ -85,6 +85,7 @@ class Scheduler:
         place = (_UNLIMITED, 0) if cluster is None else (cluster.slots_here, cluster.memory_here)
         self.hosts = HostTable(slots_here=place[0], memory_here=place[1])
         self._waiting: dict[rl.Address, int] = {}  # roles without a host, their incarnations
+        self._has_news = False  # of roles or hosts: those that wait may get a host now
         self._moving: dict[rl.Address, rl.Seconds] = {}  # roles that leave their host: deadline
         self._begins_at: rl.Seconds = math.inf
         self._cut_off_at: rl.Seconds | None = None
@@ -141,6 +142,7 @@ class Scheduler:
     def launch(self, record: RoleRecord) -> None:
         """Start the present incarnation of a role, as soon as there is a host for it."""
         self._waiting[record.name] = record.incarnation
+        self._has_news = True
 
     def adopt(self, record: RoleRecord, host_name: rl.Address) -> None:
         """Note that a role runs already, started by another supervisor."""
@@ -163,6 +165,7 @@ class Scheduler:
             self._out.add(rl.AssignName(name=name, to=to))
 
     def terminate(self, name: rl.Address) -> None:
+        self._has_news = True
         self._waiting.pop(name, None)
         self._moving.pop(name, None)
         if self.hosts.leave(name) in {None, self.hosts.here}:
@@ -170,6 +173,7 @@ class Scheduler:
 
     def ended(self, event: rl.PeerLost) -> None:
         """Free the slot of a role whose process has ended here; give up a host's that has."""
+        self._has_news = True
         host = self.hosts.joined.get(event.peer)
         if self.hosts.here.roles.get(event.peer) == event.incarnation:
             self.hosts.leave(event.peer)
@@ -178,17 +182,20 @@ class Scheduler:
 
     def place(self) -> None:
         """Start waiting roles, as far as there are hosts for them; tell the hosts what is new."""
-        if self._waiting:
+        if self._waiting and self._has_news:
             self._place_waiting()
-        for host in self.hosts.joined.values():
-            if host.changed and host.present:
-                self._assign(host)
+        self._has_news = False
+        if self.hosts.are_changed:
+            self.hosts.are_changed = False
+            for host in self.hosts.joined.values():
+                if host.changed and host.present:
+                    self._assign(host)
 
     def _place_waiting(self) -> None:
         found = place_roles(self._members, self._waiting, self.hosts, self._policy)
         given: dict[str, list[str]] = {}
         # In roster order, whatever the order in which they got their hosts.
-        for record in [record for record in self._members if record.name in found]:
+        for record in self._members.in_order(found):
             host = found[record.name]
             if host is None:
                 self._wait(record)
@@ -246,6 +253,7 @@ class Scheduler:
                 f"{event.sender} sent the supervisor {type(message).__name__}"
             )
         if isinstance(message, wire.Offer):
+            self._has_news = True
             self._offered(event, message)
         elif host is None or host.refused:
             pass
@@ -327,7 +335,9 @@ class Scheduler:
         if report.refusal is not None:
             self.reject(host, report.refusal)
             return
+        self._has_news |= report.leaving or bool(report.ended)
         if report.ready and not host.ready:
+            self._has_news = True
             cluster.admit(host, report.bandwidth)
             self._out.log(LogEvent("host_ready", host=host.full_label, detail=host.speeds()))
         if host.is_adopted:  # only now its key is known
@@ -401,6 +411,7 @@ class Scheduler:
             self._lose_role(name, f"was lost with {host.label}")
 
     def _lose_role(self, name: rl.Address, reason: str) -> None:
+        self._has_news = True
         self._moving.pop(name, None)
         host, record = self.hosts.leave(name), self._members.get(name)
         if host is not None and record is not None:
@@ -493,6 +504,7 @@ class Scheduler:
 
     def tick(self, *, late: rl.Seconds) -> None:
         """Look for silent hosts, and for roles that do not leave in time; called every tick."""
+        self._has_news = True
         if self._cluster is None:
             return
         now = self._out.now

@@ -209,6 +209,7 @@ class Supervisor:
             self.shutdown.add_delay(late)
         self._set_tick()
         self.scheduler.tick(late=late)
+        self.allowances.tick()
         to_introduce, self._to_introduce = self._to_introduce, {}
         for record in to_introduce.values():
             if record.has_joined:

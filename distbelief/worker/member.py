@@ -1,7 +1,7 @@
 """Wraps a role as a member of a job: joins, sends heartbeats, learns of its peers.
 
     member                        supervisor
-      | Heartbeat --------------->  |   twice a second, from the start
+      | Heartbeat --------------->  |   twice a second, from the start; of thousands less often
       | Join -------------------->  |   with every heartbeat, until Peers comes
       | <------------ HeartbeatAck  |   the answer to every heartbeat
       | <------------------- Peers  |   connect to these; those no longer listed are gone
@@ -35,6 +35,9 @@ from distbelief.protocol import role as rl
 TIMER = "member:heartbeat"
 BUILD = "member:build"
 HEARTBEAT_SECONDS: Final = 0.5
+# Of thousands: the supervisor gets at most 2000 a second, and reports no silence of 3 s.
+HEARTBEAT_SECONDS_MAX: Final = 2.0
+HEARTBEATS_PER_SECOND: Final = 2000
 # Of a shard with a backup, which takes over after a second of silence.
 PAIRED_HEARTBEAT_SECONDS: Final = 0.2
 # For the last checkpoint of a shard whose supervisor is lost.
@@ -79,9 +82,11 @@ def new_peers(
     return connects, joined
 
 
-def heartbeat_seconds(name: str, shard_copies: int) -> rl.Seconds:
-    paired = shard_copies > 1 and name.startswith("shard-")
-    return PAIRED_HEARTBEAT_SECONDS if paired else HEARTBEAT_SECONDS
+def heartbeat_seconds(name: str, shard_copies: int, n_replicas: int) -> rl.Seconds:
+    if name.startswith("shard-"):
+        return PAIRED_HEARTBEAT_SECONDS if shard_copies > 1 else HEARTBEAT_SECONDS
+    all_together = n_replicas / HEARTBEATS_PER_SECOND
+    return min(max(HEARTBEAT_SECONDS, all_together), HEARTBEAT_SECONDS_MAX)
 
 
 @final

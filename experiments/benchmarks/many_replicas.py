@@ -1,7 +1,7 @@
 """Thousands of replicas over five regions, whose machines come and go, in virtual time.
 
-    python experiments/benchmarks/many_replicas.py [--replicas 10000] [--exchanges 20]
-        [--only local diloco decoupled-diloco horovod] [--profile] [--small]
+    python experiments/benchmarks/many_replicas.py [--replicas 10000] [--exchanges 20] [--every 1]
+        [--only local diloco decoupled-diloco horovod] [--losses] [--profile] [--small]
 
 One process and thread; gradients of a small net are real, and the price of a step is that of a
 large one: 1 s. Half of the replicas are spot machines that are taken back every half hour and
@@ -9,22 +9,45 @@ cost a third; a tenth of all come 5 s later. Not in `make bench`: 10,000 replica
 
     seconds_*    processor time; virtual_*: how long the job was
     micro_*      microseconds of it for a message; messages_*: how many
-    goodput_*    steps of the job, over those that its machines could have taken while they were
-                 there and it trained
+    goodput_*    samples of the job, over those that its machines would have trained in the time
+                 that it trained, undisturbed: none of them late, lost, waiting, or done early
     megabytes    the most memory
+
+`--losses` says what became of the rest, as shares of all machines' time. It keeps each piece of
+work in memory, so take a thousand replicas or fewer:
+
+    away         the machine was not there yet, or was lost
+    start        it was there, and its replica had not begun its first step
+    again        it was back, and its replica had not begun a step again
+    cut          steps that its loss cut short, and waiting before it
+    waiting      between two steps: for the shards, for other replicas, for links
+    end          after its last step
+    unused       steps that count for nothing
+
+Beside each, data-parallel training with a barrier in every step, on the same machines with the same
+outages, without a message: a step ends with the slowest machine and a mean over the slowest link,
+and none ends while a machine is away.
+
+    goodput_barrier_waits_*      the step begins anew when all machines are back
+    goodput_barrier_restarts_*   so does all since the last checkpoint, of every 100th step
 """
 
 import argparse
 import cProfile
+import math
 import pstats
 import resource
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Final, NamedTuple
+from statistics import NormalDist
+from typing import Final, NamedTuple, final
 
+import numpy as np
 import torch
 from msgspec import structs
+from torch.utils.data import Dataset
+from typing_extensions import override
 
 from distbelief.config.job import Job
 from distbelief.config.load import parse_job
@@ -37,8 +60,9 @@ from distbelief.simulation.forecast.prepare import Preparation, PreparedJob
 from distbelief.simulation.forecast.run import FinishedRun, run_simulated
 from distbelief.simulation.machines import ClusterOptions, CostScale
 from distbelief.worker.local_executor import FlatModel
+from distbelief.worker.steps import STEP
 from experiments.benchmarks.measuring import measurement
-from experiments.benchmarks.simulated.task import net
+from experiments.benchmarks.simulated.task import net, samples
 
 
 PRESET_NAMES: Final = ("local", "diloco", "decoupled-diloco")
@@ -60,13 +84,35 @@ APART: Final = {
     "south-home": 0.11,
 }
 LATE: Final = 5.0  # seconds, when a tenth of the machines come
+JITTER: Final = 0.1  # standard deviation of the logarithm of a step's time
+MEAN_SECONDS: Final = STEP_SECONDS * math.exp(JITTER**2 / 2.0)
+STEPS_KEPT: Final = 100  # between checkpoints of data-parallel training
+BARRIER_SECONDS: Final = 3600.0  # of it: a loss is seldom where machines are few
 SPOT: Final = Outages(mean_time=1800.0, away=60.0)
+
+
+@final
+class Rows(Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    """The samples, of which a batch is read at once: this process reads for all replicas."""
+
+    def __init__(self) -> None:
+        self._inputs, self._targets = samples().tensors
+
+    def __len__(self) -> int:
+        return len(self._inputs)
+
+    @override
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._inputs[index], self._targets[index]
+
+    def __getitems__(self, indices: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._inputs[indices], self._targets[indices]
 
 
 def wan(n_replicas: int) -> Cluster:
     """Return five regions with a machine for each replica, and one for shards and supervisor."""
     one = Machine(
-        flops=FLOPS, memory_rate=1e10, bandwidth=1.25e8, upload=2.5e7, jitter=0.1, price=0.3
+        flops=FLOPS, memory_rate=1e10, bandwidth=1.25e8, upload=2.5e7, jitter=JITTER, price=0.3
     )
     kinds = []
     for region in REGIONS:
@@ -88,12 +134,13 @@ def job_of(preset: str, n_replicas: int, *, every: int, exchanges: int) -> Job:
 factory = "experiments.benchmarks.simulated.task:net"
 initial = "seed"
 [data]
-train = {{ factory = "experiments.benchmarks.simulated.task:samples" }}
+train = {{ factory = "experiments.benchmarks.many_replicas:Rows" }}
 [algorithm]
 name = "downpour"
 preset = "{preset}"
 loss = "cross_entropy"
 batch_size = {BATCH}
+inner = {{ name = "AdamW", lr = 1e-3, fused = true }}
 exchange = {{ every = {every}, route = "server" }}
 [cluster]
 replicas = {n_replicas}
@@ -102,6 +149,7 @@ steps = {n_replicas * every * exchanges}
 [output]
 directory = "unused"
 snapshot_every = "10 h"
+report_every = "20 s"
 """,
         path="many_replicas.toml",
     )
@@ -134,10 +182,68 @@ class Wan:
 class Figures(NamedTuple):
     run: FinishedRun
     spent: Seconds  # of the processor
-    goodput: float
+    shares: dict[str, float]  # of the machines' time: goodput, and what else became of it
 
 
-def run(preparation: Preparation, job: Job, *, flops: float) -> Figures:
+def shares_of(ended: FinishedRun, outages: Sequence[Outage], job: Job) -> dict[str, float]:
+    """Return what became of the machines' time while the job trained; see above."""
+    outcome, n_replicas = ended.outcome, job.cluster.n_replicas
+    since, until = outcome.seconds - outcome.training_seconds, outcome.seconds
+    whole = n_replicas * outcome.training_seconds
+    shares = {"goodput": outcome.samples / job.batch_size * MEAN_SECONDS / whole}
+    steps: dict[Address, list[tuple[Seconds, Seconds]]] = {}
+    for span in ended.timeline.spans:
+        if span.name == STEP:
+            steps.setdefault(span.role, []).append((span.ends - span.seconds, span.ends))
+    if not steps:
+        return shares
+    away: dict[Address, list[tuple[Seconds, Seconds]]] = {}
+    for outage in outages:
+        for name in outage.roles:
+            away.setdefault(name, []).append((outage.at, outage.at + outage.seconds))
+    lost = dict.fromkeys(("away", "start", "again", "cut", "waiting", "end"), 0.0)
+    for n in range(n_replicas):
+        name, at, kind = Address(f"replica-{n}"), since, "start"
+        for begins, ends in [*steps.get(name, []), (until, until)]:
+            kind = "end" if begins == until and kind == "waiting" else kind
+            for gone, back in away.get(name, []):
+                if gone < begins and back > at:
+                    lost["cut" if kind == "waiting" else kind] += max(gone - at, 0.0)
+                    lost["away"] += min(back, begins) - max(gone, at)
+                    at, kind = min(back, begins), "start" if kind == "start" else "again"
+            lost[kind] += max(begins - at, 0.0)
+            at, kind = max(at, ends), "waiting"
+    shares |= {name: seconds / whole for name, seconds in lost.items()}
+    return shares | {"unused": 1.0 - sum(shares.values())}
+
+
+def barrier(
+    outages: Iterator[Outage], n_replicas: int, *, seconds: Seconds, keeps: int = 0
+) -> float:
+    """Return the goodput of steps that all machines take together, for so many seconds.
+
+    With `keeps`, a checkpoint is taken every so many steps, and a loss takes back to it. Training
+    begins when all machines are there.
+    """
+    chance, slowest = np.random.default_rng(0), 2.0 * max(APART.values())
+    began = now = there_at = LATE
+    done = kept = 0
+    following = next(one for one in outages if one.at > began)
+    while now < began + seconds:
+        largest = float(chance.random()) ** (1.0 / n_replicas)  # of so many draws
+        takes = STEP_SECONDS * math.exp(JITTER * NormalDist().inv_cdf(largest)) + slowest
+        now = max(now, there_at)
+        if following.at > now + takes:
+            now, done = now + takes, done + 1
+            kept = done if keeps and done % keeps == 0 else kept
+            continue
+        done, now = kept if keeps else done, max(now, following.at)
+        there_at = max(there_at, following.at + following.seconds)
+        following = next(outages)
+    return done * MEAN_SECONDS / (now - began)
+
+
+def run(preparation: Preparation, job: Job, *, flops: float, losses: bool) -> Figures:
     """Run a job; `flops` of one step of its net."""
     prepared = preparation.stage(job)
     cluster = wan(job.cluster.n_replicas)
@@ -153,16 +259,17 @@ def run(preparation: Preparation, job: Job, *, flops: float) -> Figures:
 
     began = time.process_time()
     host = Wan(placed=placed, flops=flops)
-    ended = run_simulated(prepared, host, seed=0, outages=outages())
+    ended = run_simulated(prepared, host, seed=0, outages=outages(), keeps_spans=losses)
     spent = time.process_time() - began
-    # Steps that the machines could have taken while training went on and they were there
-    outcome = ended.outcome
-    since = outcome.seconds - outcome.training_seconds
-    there = job.cluster.n_replicas * outcome.training_seconds
-    for outage in begun:
-        ends = min(outage.at + outage.seconds, outcome.seconds)
-        there -= max(0.0, ends - max(outage.at, since))
-    return Figures(ended, spent, outcome.samples / job.batch_size * STEP_SECONDS / there)
+    shares = shares_of(ended, begun, job)
+    for name, keeps in (("waits", 0), ("restarts", STEPS_KEPT)):
+        shares[f"goodput_barrier_{name}"] = barrier(
+            placed.outages(prepared, seed=0),
+            job.cluster.n_replicas,
+            seconds=max(ended.outcome.training_seconds, BARRIER_SECONDS),
+            keeps=keeps,
+        )
+    return Figures(ended, spent, shares)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -171,6 +278,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--exchanges", type=int, default=20)
     parser.add_argument("--every", type=int, default=1, help="steps of an exchange")
     parser.add_argument("--only", nargs="+", default=PRESET_NAMES)
+    parser.add_argument("--losses", action="store_true", help="say where time was lost")
     parser.add_argument("--profile", action="store_true")
     options = measurement.options_of(parser, arguments, small={"replicas": 12, "exchanges": 3})
     torch.set_num_threads(1)
@@ -181,7 +289,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             profile = cProfile.Profile()
             if options.profile:
                 profile.enable()
-            found = run(preparation, job, flops=flops)
+            found = run(preparation, job, flops=flops, losses=options.losses)
             profile.disable()
             outcome = found.run.outcome
             figures |= {
@@ -189,10 +297,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 f"virtual_{preset}": outcome.seconds,
                 f"micro_{preset}": 1e6 * found.spent / outcome.n_messages,
                 f"messages_{preset}": outcome.n_messages,
-                f"goodput_{preset}": found.goodput,
                 f"restarts_{preset}": outcome.restarts,
                 f"failed_{preset}": float(outcome.error is not None),
             }
+            figures |= {f"{name}_{preset}": share for name, share in found.shares.items()}
             print(preset, outcome.stop_reason, outcome.error or "", flush=True)
             if options.profile:
                 pstats.Stats(profile).sort_stats("tottime").print_stats(40)

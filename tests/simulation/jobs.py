@@ -318,7 +318,7 @@ class JobCluster(Downpour, JobScene):
         config = JobMemberConfig(
             name=name,
             host=memory.host,
-            heartbeat_seconds=heartbeat_seconds(name, self.shard_copies),
+            heartbeat_seconds=heartbeat_seconds(name, self.shard_copies, self.n_replicas),
             patience_seconds=self.patience,
         )
         return JobMember(config, build=lambda: self._build(name, context))

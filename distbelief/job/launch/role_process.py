@@ -223,7 +223,9 @@ def _run_role(
             endpoint=transport.endpoint,
             host=memory.host,
             pid=os.getpid(),
-            heartbeat_seconds=heartbeat_seconds(name, job.cluster.shard_copies),
+            heartbeat_seconds=heartbeat_seconds(
+                name, job.cluster.shard_copies, job.cluster.n_replicas
+            ),
             patience_seconds=job.cluster.patience,
         )
         member = JobMember(config, build=lambda: _build(name, job, spec, memory, remote, readers))

@@ -20,7 +20,7 @@ from distbelief.simulation.chaos.chaos_report import (
     completed,
 )
 from distbelief.simulation.chaos.schedule import FaultEvent, faults_of, schedule
-from distbelief.simulation.cluster import SimulatedCluster
+from distbelief.simulation.cluster import N_EVENTS_TOGETHER, SimulatedCluster
 from distbelief.simulation.driver import HandledEvent
 from distbelief.simulation.forecast.prepare import PreparedJob
 from distbelief.simulation.forecast.run import N_EVENTS_MAX, Tell, report_until_over, view_of
@@ -158,5 +158,5 @@ def _run(
     simulation.observe(run.observe)
     is_over = report_until_over(simulation, tell)
     within = PATIENCE * max(LENGTH_SECONDS, horizon) if fault_events else 1e7
-    simulation.run_until(is_over, within=within, max_events=N_EVENTS_MAX)
+    simulation.run_until(is_over, within=within, max_events=N_EVENTS_MAX, every=N_EVENTS_TOGETHER)
     return run

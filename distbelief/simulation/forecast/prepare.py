@@ -121,7 +121,9 @@ class PreparedJob:
             config = JobMemberConfig(
                 name=name,
                 host=memory.host,
-                heartbeat_seconds=heartbeat_seconds(name, job.cluster.shard_copies),
+                heartbeat_seconds=heartbeat_seconds(
+                    name, job.cluster.shard_copies, job.cluster.n_replicas
+                ),
                 patience_seconds=job.cluster.patience,
             )
             here = replace(context, memory=memory)

@@ -15,7 +15,7 @@ from distbelief.core.errors import JobError
 from distbelief.job.display.progress import WaitProgress
 from distbelief.job.launch.supervised_job import short_epochs, void_settings
 from distbelief.protocol.role import SUPERVISOR, Address, Compute, Computed, Executor, Seconds
-from distbelief.simulation.cluster import SimulatedCluster
+from distbelief.simulation.cluster import N_EVENTS_TOGETHER, SimulatedCluster
 from distbelief.simulation.driver import Builder, HandledEvent
 from distbelief.simulation.faults import Fault, Outage
 from distbelief.simulation.forecast.placed_cluster import PlacedCluster
@@ -88,13 +88,16 @@ def view_of(simulation: SimulatedCluster) -> JobView:
 def report_until_over(simulation: SimulatedCluster, tell: Tell | None) -> Callable[[], bool]:
     """Return a condition for `run_until` that holds when the job has ended.
 
-    It calls `tell` with the view of the job after every N_EVENTS_BETWEEN events.
+    It is for every N_EVENTS_TOGETHER events, and calls `tell` with the view of the job after
+    N_EVENTS_BETWEEN of them or more.
     """
     n_events, n_between = 0, N_EVENTS_BETWEEN
 
     def is_over() -> bool:
         nonlocal n_events, n_between
-        n_events += 1
+        n_events += N_EVENTS_TOGETHER
+        # Nobody reads these: of thousands of roles they would fill the memory.
+        cast("Supervisor", simulation.role(SUPERVISOR)).take_records()
         if tell is not None and n_events >= n_between:
             view = view_of(simulation)
             n_events, n_between = 0, max(N_EVENTS_BETWEEN, N_EVENTS_OF_ROLE * len(view.roles))
@@ -150,7 +153,9 @@ def run_simulated(
     if keeps_spans:
         simulation.observe(lambda handled: timeline.observe(handled, simulation.now))
     is_over = report_until_over(simulation, tell)
-    simulation.run_until(is_over, within=SECONDS_MAX, max_events=N_EVENTS_MAX)
+    simulation.run_until(
+        is_over, within=SECONDS_MAX, max_events=N_EVENTS_MAX, every=N_EVENTS_TOGETHER
+    )
     view = view_of(simulation)
     if tell is not None:
         tell(view)

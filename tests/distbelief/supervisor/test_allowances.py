@@ -1,12 +1,13 @@
 """How far each replica may train: the supervisor's side, message by message."""
 
+import random
 from collections.abc import Sequence
 
 from distbelief.config.job import StopTable
 from distbelief.core.spans import Epochs, Spans
 from distbelief.protocol import SamplesApplied, StartTraining, Stop
-from distbelief.protocol.role import Action
-from distbelief.supervisor.membership import Kind
+from distbelief.protocol.role import Action, TimerFired
+from distbelief.supervisor.membership import FEW, Kind
 from distbelief.supervisor.metrics import PreviousTotals
 from tests.distbelief.supervisor.test_supervisor import Desk, a_job as desk_of, letters, sent
 
@@ -118,3 +119,30 @@ def test_those_that_were_just_started_keep_their_share_of_a_short_job() -> None:
     told += desk.beat("replica-0", ranges=0.0)
     dealt = Spans(span for _, begin in letters(told, StartTraining) for span in begin.ranges or ())
     assert dealt.n_positions == 100  # half of its share, as of all replicas
+
+
+def test_many_replicas_train_the_whole_job_and_no_more() -> None:
+    """The first one got half of the job, the next half of the rest: the others had nothing to do.
+
+    Of more than 256, rates are looked at now and then, and were not before the first look.
+    """
+    names, n_steps = [f"replica-{n}" for n in range(FEW + 4)], 20
+    total = n_steps * BATCH * len(names)
+    roster: list[tuple[str, Kind]] = [("shard-0", "shard"), *((n, "replica") for n in names)]
+    desk = desk_of(roster, StopTable(samples=total), batch_size=BATCH)
+    told, samples, lost = bounds(desk.join()), dict.fromkeys(names, 0), set(names[100:110])
+    for step in range(6 * n_steps):
+        desk.now += 0.25
+        for index, name in enumerate(names):
+            if name in lost and samples[name]:
+                continue  # silent from then on
+            if samples[name] < (told.get(name) or 0) and (step + index) % 3:
+                samples[name] += BATCH
+                told |= bounds(report(desk, name, samples[name]))
+            else:
+                told |= bounds(desk.beat(name, samples=samples[name]))
+        told |= bounds(desk.handle(TimerFired(name="supervisor:tick")))
+        # Once they count as silent, others get what they held.
+        held = {name: samples[name] if name in lost and step > 12 else told[name] for name in told}
+        assert sum(bound or 0 for bound in held.values()) <= total
+    assert sum(samples.values()) == total
