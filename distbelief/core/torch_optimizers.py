@@ -34,7 +34,8 @@ OF_WHOLE_TENSORS: Final = {"Adafactor", "Muon"}  # the others treat each element
 _OWN: Final = {"Muon": Muon}  # which in torch is for matrices only
 
 
-def kinds_of(module: object, base: type) -> dict[str, type]:
+@cache  # asked for at each start of a replica, and a simulation has thousands
+def kinds_of(module: object, base: type) -> Mapping[str, type]:
     """Return the classes of a module of torch that can be made from a table, by name."""
     return {
         name: kind
@@ -53,7 +54,7 @@ def made(
     """Return the optimizer of a table, and its scheduler if it has one; or raise SettingError."""
     keywords = {key: value for key, value in table.items() if key not in {"schedule", "groups"}}
     groups = _groups(table, where=where)
-    kinds = kinds_of(torch.optim, Optimizer) | _OWN
+    kinds = {**kinds_of(torch.optim, Optimizer), **_OWN}
     name = _known(keywords.pop("name", None), kinds, where=where)
     _check_keywords(kinds[name], keywords, where=f"{where} {name}")
     for pattern, other in groups.items():

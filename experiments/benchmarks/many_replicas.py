@@ -51,6 +51,7 @@ from typing_extensions import override
 
 from distbelief.config.job import Job
 from distbelief.config.load import parse_job
+from distbelief.config.presets import PRESETS
 from distbelief.plans.cluster import Cluster, Machine, Outages
 from distbelief.protocol.role import Address, Seconds
 from distbelief.simulation.driver import Builder
@@ -83,6 +84,7 @@ APART: Final = {
     "asia-home": 0.12,
     "south-home": 0.11,
 }
+INNER: Final = 'name = "AdamW", lr = 1e-3, fused = true'
 LATE: Final = 5.0  # seconds, when a tenth of the machines come
 JITTER: Final = 0.1  # standard deviation of the logarithm of a step's time
 MEAN_SECONDS: Final = STEP_SECONDS * math.exp(JITTER**2 / 2.0)
@@ -128,6 +130,8 @@ def wan(n_replicas: int) -> Cluster:
 
 
 def job_of(preset: str, n_replicas: int, *, every: int, exchanges: int) -> Job:
+    # The same update as without `fused`, in one call: half of a step's time is torch's.
+    inner = f"inner = {{ {INNER} }}" if "inner" in PRESETS[preset] else ""
     return parse_job(
         f"""
 [model]
@@ -140,7 +144,7 @@ name = "downpour"
 preset = "{preset}"
 loss = "cross_entropy"
 batch_size = {BATCH}
-inner = {{ name = "AdamW", lr = 1e-3, fused = true }}
+{inner}
 exchange = {{ every = {every}, route = "server" }}
 [cluster]
 replicas = {n_replicas}
