@@ -191,7 +191,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     options = measurement.options_of(parser, arguments, small={})
     numbers = (10, 20) if options.small else (10, 100, 1000, 4000)
-    n_each = 20 if options.small else 2000
+    n_each = 20 if options.small else 500
     rows: dict[str, dict[str, str]] = {}
     figures: dict[str, float] = {}
     for name, (built, act, is_of_all) in ROWS.items():

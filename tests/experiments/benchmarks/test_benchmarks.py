@@ -19,6 +19,7 @@ from experiments.benchmarks import (
     codecs,
     lockfree,
     many_clients,
+    many_members,
     many_replicas,
     parameter_server,
     planner,
@@ -85,10 +86,11 @@ FIGURES: dict[str, set[str]] = {
         *(f"growth_{message}" for message in ("push", "enter", "leave")),
         *("bytes_downpour", "pushes_per_second", "least_share"),
     },
+    "many_members": {f"growth_{row}" for row in many_members.ROWS},
     "many_replicas": {
         *(
             f"{figure}_{preset}"
-            for figure in ("micro", "goodput")
+            for figure in ("micro", "goodput", "goodput_barrier_waits", "goodput_barrier_restarts")
             for preset in ("local", "diloco")
         ),
         "megabytes",
@@ -244,10 +246,20 @@ def test_messages_of_many_clients_are_measured(capsys: pytest.CaptureFixture[str
 
 @pytest.mark.slow
 def test_replicas_of_many_regions_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
-    many_replicas.main(["--small", "--only", "local", "diloco"])
+    many_replicas.main(["--small", "--losses", "--only", "local", "diloco"])
     figures = figures_in(capsys.readouterr().out, "many_replicas")
     assert FIGURES["many_replicas"] <= figures.keys()
     assert figures["failed_local"] == figures["failed_diloco"] == 0.0
+    shares = ("goodput", "away", "start", "again", "cut", "waiting", "end", "unused")
+    assert sum(figures[f"{name}_local"] for name in shares) == pytest.approx(1.0, abs=1e-3)
+    assert all(figures[f"{name}_local"] >= 0.0 for name in shares[:-1])
+
+
+@pytest.mark.slow
+def test_messages_of_many_members_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    many_members.main(["--small"])
+    figures = figures_in(capsys.readouterr().out, "many_members")
+    assert FIGURES["many_members"] <= figures.keys()
 
 
 @pytest.mark.processes
