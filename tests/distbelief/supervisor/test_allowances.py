@@ -1,6 +1,5 @@
 """How far each replica may train: the supervisor's side, message by message."""
 
-import random
 from collections.abc import Sequence
 
 from distbelief.config.job import StopTable
