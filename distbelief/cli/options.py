@@ -2,11 +2,13 @@
 
 import inspect
 import os
+import shutil
 import sys
+import textwrap
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from types import EllipsisType
 from typing import Final, ParamSpec, TypeVar, cast
@@ -36,7 +38,7 @@ def reported_errors(*, show_traceback: bool) -> Iterator[None]:
     except DistBeliefError as error:
         if show_traceback:
             traceback.print_exc()
-        typer.echo(plain(str(error)), err=True)
+        _say(str(error))
         code = MISTAKEN if isinstance(error, JobError) else FAILED
         raise typer.Exit(code) from None
     except KeyboardInterrupt:
@@ -50,8 +52,18 @@ def reported_errors(*, show_traceback: bool) -> Iterator[None]:
         if refused is not None:  # Python would try it again at its end, and complain itself
             with Path(os.devnull).open("wb") as null:
                 os.dup2(null.fileno(), sys.stdout.fileno())
-        typer.echo(plain(refused or _pointer(error)), err=True)
+        _say(refused or _pointer(error))
         raise typer.Exit(FAILED) from None
+
+
+def _say(text: str) -> None:
+    """Print a message to standard error; a terminal breaks no word of it."""
+    text = plain(text)
+    if sys.stderr.isatty():
+        width = shutil.get_terminal_size().columns
+        fill = partial(textwrap.fill, break_long_words=False, break_on_hyphens=False)
+        text = "\n".join(fill(line, width) for line in text.split("\n"))
+    typer.echo(text, err=True)
 
 
 def _output_refused(error: Exception) -> str | None:

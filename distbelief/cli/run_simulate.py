@@ -54,14 +54,15 @@ def _print(forecast: Forecast, console: Console, *, n_seeds: int) -> None:
     seeds = "" if n_seeds == 1 else f", {n_seeds} seeds: median (p10 to p90)"
     title = f"{forecast.job.name} on {forecast.cluster}{seeds}"
     console.print(Text(title, "bold"))
-    console.print(reports.table_of(run, best=forecast.best))
+    console.print(reports.table_of(run, best=forecast.best, width=console.width))
+    unbroken = not console.is_terminal  # in a pipe a sentence is one line
     if len(run) == 1:
-        console.print(reports.details_of(run[0]), soft_wrap=True)
+        console.print(reports.details_of(run[0]), soft_wrap=unbroken)
     if forecast.best is not None:
         chosen = " ".join(f"--set {key}={value}" for key, value in forecast.best.settings.items())
         console.print(f"suggested: {chosen}", soft_wrap=True, markup=False)
     for line in reports.remarks_on(forecast.variants):
-        console.print(line, soft_wrap=True, markup=False)
+        console.print(line, soft_wrap=unbroken, markup=False)
     console.print()
     console.print(reports.constants_table(forecast.constants))
 

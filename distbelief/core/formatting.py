@@ -139,6 +139,22 @@ def named(figures: Mapping[str, float]) -> list[str]:
     ]
 
 
+def leave_out(
+    columns: dict[str, list[str]], *, width: int, gap: int, order: Iterable[str]
+) -> list[str]:
+    """Delete columns, in this order, until the rest fits into a line; return which.
+
+    A column is its heading and its cells; `gap` characters stand between two.
+    """
+    left = []
+    for name in order:
+        if sum(max(map(len, column)) + gap for column in columns.values()) <= width:
+            break
+        if columns.pop(name, None) is not None:
+            left.append(name)
+    return left
+
+
 def role(name: str) -> str:
     """Return "shard 1" for "shard-1"."""
     return name.replace("-", " ")

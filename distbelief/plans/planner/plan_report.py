@@ -13,6 +13,7 @@ from rich.box import SIMPLE
 from rich.table import Table
 from rich.text import Text
 
+from distbelief.core import formatting
 from distbelief.graph.graph import INPUT, GraphError, LayerGraph
 from distbelief.plans.planner.candidates import near
 from distbelief.plans.planner.cost_model import ProfiledCosts
@@ -45,7 +46,7 @@ def table(rows: Sequence[Planned], *, title: str, width: int = WIDTH) -> Table:
 
     Rows that do not fit into the machines' memory are red.
     """
-    columns = {
+    cells = {
         "machines": [str(done.n_machines) for done in rows],
         "used": [str(len(done.used)) for done in rows],
         "step p50": [seconds(done.best.seconds[1]) for done in rows],
@@ -64,15 +65,13 @@ def table(rows: Sequence[Planned], *, title: str, width: int = WIDTH) -> Table:
             done.best.method.replace("elimination", "exact").replace(" + ", "+") for done in rows
         ],
     }
-    for name in _LEFT_OUT:
-        if sum(max(map(len, [name, *cells])) + 3 for name, cells in columns.items()) <= width:
-            break
-        del columns[name]
+    columns = {name: [name, *column] for name, column in cells.items()}
+    formatting.leave_out(columns, width=width, gap=3, order=_LEFT_OUT)
     shown = Table(title=Text(title), box=SIMPLE, pad_edge=False, title_justify="left")
     for name in columns:
         shown.add_column(name, justify="left" if name == "by" else "right", no_wrap=True)
-    for done, *cells in zip(rows, *columns.values(), strict=True):
-        shown.add_row(*cells, style="red" if done.lacking else "")
+    for index, done in enumerate(rows, start=1):
+        shown.add_row(*(c[index] for c in columns.values()), style="red" if done.lacking else "")
     return shown
 
 

@@ -162,7 +162,10 @@ class PlanningResult:
         told = "; ".join(f"{name}: {meanings[name]}" for name in heads if name in meanings)
         console.print(f" {told}", style="dim")
         for remark in self.remarks:
-            console.print(f" {remark}", style="dim", markup=False, soft_wrap=True)
+            # In a pipe a remark is one line, however long.
+            console.print(
+                f" {remark}", style="dim", markup=False, soft_wrap=not console.is_terminal
+            )
 
     def explain(self, layer: str) -> Table:
         """Return every split of a layer, for the most machines, and why it was not chosen.

@@ -73,13 +73,49 @@ _OF_SOME: Final = {
 }  # exchanges count them
 
 
-def table_of(variants: Sequence[Variant], *, best: Variant | None = None) -> Table:
-    """Return a table with one row per variant; the best one is marked."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    keys = list(variants[0].settings)
-    for key in keys:
-        table.add_column(key.rpartition(".")[2], justify="right", no_wrap=True)
-    table.add_column("machines", justify="right", no_wrap=True)
+# The first to be left out where lines are short.
+_LEFT_OUT: Final = (
+    *("steps_per_push", "clock_gap_max", "seconds_waited", "staleness_p95"),
+    *("bytes_in", "bytes_out", "training_seconds", "machine_hours", "staleness_mean"),
+    *("machines", "price", "one more of it", "busiest"),
+)
+_GAP: Final = 2
+
+
+def table_of(
+    variants: Sequence[Variant], *, best: Variant | None = None, width: int = 200
+) -> Table:
+    """Return a table with one row per variant, the best one marked, or one column for a single one.
+
+    It has the columns that fit in `width` characters, and names the others.
+    """
+    columns = _columns(variants)
+    headings = {name: column[0] for name, column in columns.items()}
+    if len(variants) == 1:
+        table = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0), show_header=False)
+        for column in columns.values():
+            table.add_row(*map(Text, column))
+        return table
+    left = formatting.leave_out(columns, width=width, gap=_GAP, order=_LEFT_OUT)
+    caption = f"not shown for want of width: {', '.join(map(headings.__getitem__, left))}"
+    table = Table(
+        box=None,
+        pad_edge=False,
+        padding=(0, _GAP, 0, 0),
+        caption=caption if left else None,
+        caption_justify="left",
+    )
+    for name, column in columns.items():
+        words = name in {"busiest", "one more of it"}
+        table.add_column(column[0], justify="left" if words else "right")
+    for index, variant in enumerate(variants, start=1):
+        cells = (Text(column[index]) for column in columns.values())
+        table.add_row(*cells, style="bold green" if variant is best else None)
+    return table
+
+
+def _columns(variants: Sequence[Variant]) -> dict[str, list[str]]:
+    """Return headings and cells: of settings, figures, limits and the metric."""
     job = variants[0].job
     shown = {
         name: column
@@ -87,27 +123,25 @@ def table_of(variants: Sequence[Variant], *, best: Variant | None = None) -> Tab
         if (name != "target_seconds" or has_target(job))
         and (name not in _OF_SOME or any(name in variant.spreads for variant in variants))
     }
-    for heading, _ in shown.values():
-        table.add_column(heading, justify="right", no_wrap=True)
-    has_limits = any(variant.limit is not None for variant in variants)
-    for heading in ("busiest", "one more of it") if has_limits else ():
-        table.add_column(heading, no_wrap=True)
     metric = next((o.metric_name for v in variants for o in v.outcomes), "metric")
-    table.add_column(metric, justify="right", no_wrap=True)
-    for variant in variants:
-        found, n_runs = variant.spreads, len(variant.outcomes)
-        cells = [variant.settings[key] for key in keys]
-        cells.append(str(variant.n_machines))
-        cells += [
-            spread_text(found.get(name), show, n_runs=n_runs) for name, (_, show) in shown.items()
-        ]
-        if has_limits:
-            cells += _limit_cells(variant.limit)
-        accuracy = partial(formatting.metric, name=metric)
-        cells.append(spread_text(found.get("metric"), accuracy, n_runs=n_runs))
-        style = "bold green" if variant is best else None
-        table.add_row(*cells, style=style)
-    return table
+    columns = {
+        key: [key.rpartition(".")[2], *(variant.settings[key] for variant in variants)]
+        for key in variants[0].settings
+    }
+    columns["machines"] = ["machines", *(str(variant.n_machines) for variant in variants)]
+    for name, (heading, show) in shown.items():
+        columns[name] = [heading, *(_spread(variant, name, show) for variant in variants)]
+    if any(variant.limit is not None for variant in variants):
+        limits = [_limit_cells(variant.limit) for variant in variants]
+        for heading, *cells in zip(("busiest", "one more of it"), *limits, strict=True):
+            columns[heading] = [heading, *cells]
+    show = partial(formatting.metric, name=metric)
+    columns["metric"] = [metric, *(_spread(variant, "metric", show) for variant in variants)]
+    return columns
+
+
+def _spread(variant: Variant, name: str, show: Show) -> str:
+    return spread_text(variant.spreads.get(name), show, n_runs=len(variant.outcomes))
 
 
 def _limit_cells(limit: Limit | None) -> tuple[str, str]:
