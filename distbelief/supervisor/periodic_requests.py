@@ -25,13 +25,16 @@ def _asked(now: Seconds) -> Backoff:
 
 @final
 class Evaluations:
-    """Requests to the evaluator, one every so many seconds, or samples of all replicas."""
+    """Requests to the evaluator, one every so many seconds, or samples of all replicas.
+
+    After an earlier `first` one the time between two doubles until it is `every`.
+    """
 
     def __init__(
         self, *, every: Seconds, first: Seconds | None = None, n_samples: int | None = None
     ) -> None:
         self._every = every
-        self._first = every if first is None else first
+        self._gap = every if first is None else first
         self.n_samples = n_samples
         self._next_sample: int | None = None
         self._next_at: Seconds = math.inf
@@ -44,7 +47,7 @@ class Evaluations:
         return self._pending is not None
 
     def begin(self, now: Seconds, samples: int) -> None:
-        self._next_at = now + self._first
+        self._next_at = now + self._gap
         self._count_from(samples)
 
     def _count_from(self, samples: int) -> None:
@@ -64,7 +67,8 @@ class Evaluations:
         self.n_requests += 1
         self._pending = Evaluate(request=self.n_requests, whole=whole)
         self._backoff.start(now)
-        self._next_at = now + self._every
+        self._gap = min(self._every, 2 * self._gap)
+        self._next_at = now + self._gap
         return self._pending
 
     def repeat(self, now: Seconds) -> Evaluate | None:

@@ -19,7 +19,7 @@ from distbelief.supervisor.supervisor_config import SupervisorConfig
 from distbelief.worker.build import Split, pushing_ranks, roster_of
 
 
-FIRST_EVALUATION_SECONDS: Final = 2.0  # so that a short job has a curve, too
+FIRST_EVALUATION_SECONDS: Final = 1.0  # so that a short job has a curve, too
 
 
 def check_data(job: Job, answer: PreflightResult) -> None:

@@ -105,6 +105,8 @@ def measurements_in(content: bytes) -> list[Measurement]:
     return measurements
 
 
+N_MARKED_MAX: Final = 40  # points of a curve that are marked
+
 _IMPORTING: Final = Lock()  # matplotlib's modules import each other: two threads must not
 
 
@@ -151,6 +153,9 @@ def draw_curve(path: Path, measurements: Sequence[Measurement], *, title: str) -
         axis.set_ylabel(f"held-out {name}")
         if is_share(name):
             axis.yaxis.set_major_formatter(PercentFormatter(xmax=1.0))
+        _widen(axis, 0.1 if is_share(name) else None, most=1.0 if is_share(name) else math.inf)
+    _widen(axes[0], None, most=math.inf)
+    axes[-1].set_xlim(left=0.0)
     axes[-1].set_xlabel(f"seconds ({drawn[-1].samples:,} samples in all)")
     for one in axes:
         one.grid(alpha=0.3)
@@ -169,11 +174,20 @@ def _line(axes: "Axes", points: Sequence[tuple[float, float | None]], *, label: 
         if not values or value != values[-1]:
             times.append(time)
             values.append(value)
-    # A line through one point is invisible.
-    marker = "o" if len(values) == 1 else ""
+    # A line through one point is invisible, and of few the line hides which were measured.
+    marker = "o" if len(values) == 1 else "." if len(values) <= N_MARKED_MAX else ""
     if values:
         axes.plot(times, values, label=label, linewidth=1.5, marker=marker)
     return bool(values)
+
+
+def _widen(axes: "Axes", least: float | None, *, most: float) -> None:
+    """Show a range of at least `least`, or else a tenth of the largest value: noise stays small."""
+    low, high = axes.get_ylim()
+    lacking = (max(abs(low), abs(high)) / 10 if least is None else least) - (high - low)
+    if lacking > 0:
+        top = min(high + lacking / 2, max(high, most))
+        axes.set_ylim(top - (high - low) - lacking, top)
 
 
 def _say_nothing_measured(axes: "Axes") -> None:

@@ -5,6 +5,7 @@ import matplotlib.image
 import numpy as np
 import pytest
 from hypothesis import given, strategies as st
+from matplotlib.figure import Figure
 
 from distbelief.core.errors import StorageError
 from distbelief.job.run.metrics_file import Measurement, MetricsFile, draw_curve, read_metrics
@@ -154,3 +155,30 @@ def test_a_panel_without_any_number_says_so(tmp_path: Path) -> None:
     height, width, _ = pixels.shape
     middle = pixels[int(0.65 * height) : int(0.75 * height), width // 3 : 2 * width // 3]
     assert (middle[..., :3].max(axis=-1) < 0.4).sum() > 50  # words, dark
+
+
+def test_a_short_run_shows_its_points_and_noise_does_not_fill_the_panel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four accuracies between 97.7 and 99 % were a line from the lower corner to the upper."""
+    figures: list[Figure] = []
+
+    def save(figure: Figure, path: Path, **_: str) -> None:
+        figures.append(figure)
+        path.write_bytes(b"")
+
+    monkeypatch.setattr(Figure, "savefig", save)
+    drawn_of: list[tuple[float, ...]] = [(0.977, 0.982, 0.99, 0.988), tuple(np.linspace(0, 1, 90))]
+    for shares in drawn_of:
+        lines = [
+            Measurement(time=t + 2.0, step=1, samples=64, loss=5.0 + share / 100, metric=share)
+            for t, share in enumerate(shares)
+        ]
+        assert draw_curve(tmp_path / "curve.png", lines, title="demo")
+    (loss, metric), (_, whole) = (figure.axes for figure in figures)
+    assert metric.get_xlim()[0] == 0.0
+    assert np.ptp(metric.get_ylim()) == pytest.approx(0.1)
+    assert metric.get_ylim()[1] <= 1.0
+    assert np.ptp(loss.get_ylim()) >= 0.49
+    assert np.ptp(whole.get_ylim()) > 1.0  # wide enough already
+    assert [metric.lines[0].get_marker(), whole.lines[0].get_marker()] == [".", ""]
