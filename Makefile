@@ -35,7 +35,7 @@ coverage: .venv/dev
 # The web site, in build/site. A warning or a dead link is an error.
 docs: .venv/docs
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --clean
-	@echo "build/site/index.html"
+	@echo "build/site/index.html (its search needs a server: python3 -m http.server -d build/site)"
 
 BENCHMARKS := downpour parameter_server async_peers chaos planner \
     model_parallel planner_against_runtime sandblaster codecs lockfree
