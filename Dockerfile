@@ -17,6 +17,6 @@ COPY sandblaster /src/sandblaster
 RUN pip install --no-cache-dir /src && useradd --create-home --uid 1000 trainer \
     && install -d -o trainer /job /keys
 
-USER trainer
+USER 1000
 WORKDIR /job
 ENTRYPOINT ["distbelief"]

@@ -27,7 +27,7 @@ def test_the_image_has_what_the_package_needs_and_no_more() -> None:
     kept = [line[1:] for line in (ROOT / ".dockerignore").read_text().split() if line[0] == "!"]
     assert names == set(kept)
     assert all((ROOT / name).exists() for name in names)
-    assert "USER trainer" in DOCKERFILE  # none of its processes is root's
+    assert "USER 1000" in DOCKERFILE  # none of its processes is root's
 
 
 def test_its_job_and_volumes_exist() -> None:

@@ -13,9 +13,10 @@ from typing_extensions import override
 
 from distbelief.config.algorithms import facts_of
 from distbelief.config.job import Job
+from distbelief.core import notebook
 from distbelief.core.errors import JobError, StorageError
 from distbelief.job.run.metrics_file import read_metrics
-from distbelief.job.run.summary import Summary
+from distbelief.job.run.summary import Summary, final_table
 from distbelief.task.task import build_model
 
 
@@ -49,6 +50,10 @@ class Run:
         shown = "".join(f", {name} {n:.4g}" for name, n in figures.items() if n is not None)
         ended = found.error or found.stop_reason
         return f"<Run {self.directory}: {found.samples:,} samples{shown}; {ended}>"
+
+    def _repr_html_(self) -> str:
+        curve = notebook.picture(self.directory / "curve.png")
+        return notebook.html(lambda console: console.print(final_table(self.summary))) + curve
 
     @property
     def metrics(self) -> list[dict[str, object]]:

@@ -21,7 +21,7 @@ from rich.table import Table
 from torch import nn
 from typing_extensions import override
 
-from distbelief.core import files
+from distbelief.core import files, notebook
 from distbelief.core.arguments import checked
 from distbelief.core.errors import JobError
 from distbelief.graph.capture import InputSpec
@@ -166,6 +166,9 @@ class PlanningResult:
             console.print(
                 f" {remark}", style="dim", markup=False, soft_wrap=not console.is_terminal
             )
+
+    def _repr_html_(self) -> str:
+        return notebook.html(self.show)
 
     def explain(self, layer: str) -> Table:
         """Return every split of a layer, for the most machines, and why it was not chosen.

@@ -12,13 +12,15 @@ from typing import Final, final
 
 import msgspec
 from rich.console import Console
+from rich.text import Text
 
 from distbelief.config.job import Job
 from distbelief.config.load import load_job
+from distbelief.core import notebook
 from distbelief.core.arguments import checked
 from distbelief.core.errors import JobError
 from distbelief.job.display.progress import WaitProgress
-from distbelief.simulation.forecast.forecast_report import check_place
+from distbelief.simulation.forecast.forecast_report import check_place, remarks_on, table_of
 from distbelief.simulation.forecast.limits import Stage, limit_of
 from distbelief.simulation.forecast.placed_cluster import HostCosts
 from distbelief.simulation.forecast.prepare import Preparation
@@ -74,6 +76,13 @@ class Forecast(msgspec.Struct, frozen=True, kw_only=True):
     variants: tuple[Variant, ...]  # in order
     best: Variant | None = None  # the suggested one, if a suggestion was asked for
     timeline: Timeline | None = None  # of the first run, if a trace was asked for
+
+    def _repr_html_(self) -> str:
+        run = [variant for variant in self.variants if variant.outcomes]
+        table = table_of(run, best=self.best, width=notebook.WIDTH) if run else ""
+        title = Text(f"{self.job.name} on {self.cluster}", "bold")
+        remarks = map(Text, remarks_on(self.variants))
+        return notebook.html(lambda console: console.print(title, table, *remarks, sep="\n"))
 
     def plain(self) -> dict[str, object]:
         """Return what `distbelief simulate --json` prints."""

@@ -84,6 +84,7 @@ def plan() -> PlanningResult:
 def test_partition(plan: PlanningResult, width: int) -> None:
     check(plan.show, width)
     check(printing(plan.explain("0")), width)
+    assert "comp/comms/sync/wait" in plan._repr_html_()
 
 
 def a_variant(*settings: tuple[str, str], n_runs: int) -> Variant:
