@@ -50,12 +50,21 @@ def test_it_runs(example: Path, tmp_path: Path) -> None:
 @pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.timeout(180)
-def test_the_notebook_runs() -> None:
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("digits", r"held out [89]\d\.\d%\n"),
+        ("papers_figures", r"speech on 8 machines: 2\.\d times as fast, in the paper 2\.2\n"),
+    ],
+)
+def test_the_notebook_runs(name: str, said: str) -> None:
     why = "nbclient or a kernel is not installed"
     nbclient: Any = pytest.importorskip("nbclient", reason=why)
     pytest.importorskip("ipykernel", reason=why)
     nbformat: Any = pytest.importorskip("nbformat", reason=why)
-    notebook = nbformat.read(FOLDER / "digits.ipynb", as_version=4)
+    notebook = nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
     nbclient.NotebookClient(notebook, timeout=120).execute()
     (printed,) = notebook.cells[-1]["outputs"]
-    assert re.fullmatch(r"held out [89]\d\.\d%\n", printed["text"]), printed
+    assert re.fullmatch(said, printed["text"]), printed
+    shown = [each for cell in notebook.cells for each in cell.get("outputs", ())]
+    assert any("<pre" in each.get("data", {}).get("text/html", "") for each in shown)
