@@ -100,6 +100,7 @@ FIGURES: dict[str, set[str]] = {
         *("speech_bs64_apart", "speech_bs256_over_dtensor", "image_apart"),
         "speech_bs64_2_machines_bytes",
     },
+    "page_cost": {"rate", "work"},
     "parameter_server": {
         *("shared_memory_over_floor", "push_over_floor", "fetch_over_copy"),
         *("shared_memory_over_copies", "tcp_over_zmq", "files_over_zmq", "files_over_torch_rpc"),
