@@ -11,7 +11,7 @@ PIP := $(BIN)/pip install -q --no-compile -c constraints.txt
 export PYTHONPYCACHEPREFIX := $(CURDIR)/.venv/pycache
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test coverage docs bench soak format clean
+.PHONY: demo test coverage docs bench soak release format clean
 
 demo: .venv/demo
 	$(BIN)/distbelief train experiments/speech/demo.toml
@@ -54,6 +54,18 @@ bench: .venv/dev
 soak: .venv/dev
 	$(BIN)/python $(PYTEST) --hypothesis-profile=nightly -m "" --timeout=3600 \
 	    --ignore=tests/test_static.py
+
+# Builds dist/*.whl and dist/*.tar.gz of what is committed, checks their content, and tags the
+# commit: CHANGELOG.md must have a heading for the version. Nothing is uploaded.
+release: .venv/dev
+	@git diff --quiet HEAD && test -z "$$(git status --porcelain)" || { \
+	    echo "commit or remove what git status shows, then release" >&2; exit 1; }
+	@rm -rf dist && mkdir dist
+	@$(BIN)/pip install -q build
+	@$(BIN)/python -m build --outdir dist . > dist/build.log || { cat dist/build.log >&2; exit 1; }
+	@$(BIN)/python experiments/release.py dist
+	@version=$$($(BIN)/python experiments/release.py dist --version) && \
+	    git tag -a "v$$version" -m "$$version" && echo "tagged v$$version; upload dist/*"
 
 format: .venv/dev
 	$(BIN)/ruff format .
