@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from queue import SimpleQueue
 
 import msgspec
 import pytest
@@ -38,14 +39,14 @@ def served(*paths: Path, token: str = "") -> Iterator[PageServer]:
     page = PageServer(
         listen("127.0.0.1:0"), Watch(directories([str(path) for path in paths])), token=token
     )
-    ended = threading.Event()
+    ends = SimpleQueue[object]()
     page.watch.poll()
-    thread = threading.Thread(target=serve, args=(page, ended))
+    thread = threading.Thread(target=serve, args=(page, ends))
     thread.start()
     try:
         yield page
     finally:
-        ended.set()
+        ends.put(None)
         thread.join(30)
     assert not thread.is_alive()
 
@@ -240,13 +241,13 @@ def test_events_tell_what_is_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_the_last_state_is_sent_before_the_end(tmp_path: Path) -> None:
     path = made_runs.make(tmp_path / "run")
     page = PageServer(listen("127.0.0.1:0"), Watch(directories([str(path)])))
-    ended = threading.Event()
-    thread = threading.Thread(target=serve, args=(page, ended))
+    ends = SimpleQueue[object]()
+    thread = threading.Thread(target=serve, args=(page, ends))
     thread.start()
     with stream(page) as events:
         assert next(events)[0] == "points"
         made_runs.write_status(path, made_runs.view(), ended=True)
-        ended.set()
+        ends.put(None)
         names = []
         state = ""
         for name, data in events:
