@@ -78,8 +78,9 @@ class Facts:
     n_small_batches: int = 1  # of a step of theirs
     takes_sparse: bool = False  # gradients may be sparse
     policy: "ExchangePolicy | None" = None  # how replicas exchange
-    # From the number of samples: how they are dealt. None: each replica has a part of its own.
-    epochs: "Callable[[int, Pieces | None], Epochs] | None" = None
+    # From the numbers of samples and replicas: how they are dealt. None: each replica has a part of
+    # its own.
+    epochs: "Callable[[int, Pieces | None, int], Epochs] | None" = None
     in_ring: bool = False  # replicas talk to each other
     bounds: Sequence[str] = ()  # of [model] arguments, which a resumed run may change
     epoch_share: float = 1.0  # of an epoch of dealt samples; what is left then is not waited for

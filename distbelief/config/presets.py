@@ -134,6 +134,48 @@ ABOUT: Final[Mapping[str, str]] = {
 }
 
 
+_PUSH: Final = 'of [algorithm.exchange]: push = { codec = "threshold", tau = 0.001'
+_KNOBS: Final = {
+    "mode": (
+        'It is preset of [algorithm]: "dpplee3-asgd" is asynchronous, "dl4j-averaging" '
+        'synchronous, and "hogwild" has threads that share the memory of a replica.'
+    ),
+    "frequency frequency_num": (
+        "It is every of [algorithm.exchange]: every = 10 counts batches, and "
+        'every = "1 epoch" passes of a replica over its share.'
+    ),
+    "server_optimizer set_server_optimizer": (
+        'It is rule of [algorithm]: rule = { name = "sgd", learning_rate = 1.0 }.'
+    ),
+    "worker_optimizer set_worker_optimizer": (
+        'It is inner of [algorithm]: inner = { name = "SGD", lr = 0.1 }.'
+    ),
+    "worker_num": "It is replicas of [cluster].",
+    "target_accuracy": "It is accuracy of [stop], with held-out data: accuracy = 0.98.",
+    "save_path": "It is directory of [output], where model.safetensors is at the end.",
+    "backup backup_path": (
+        "It is checkpoints of [cluster], where they are, and snapshot_every of [output], how often."
+    ),
+    "averaging_frequency": (
+        'It is every of [algorithm.exchange], with preset = "dl4j-averaging": every = 5.'
+    ),
+    "aggregation_depth": (
+        "There is no tree of executors that would add up: shards do. Leave it out."
+    ),
+    "threshold_algorithm": f"It is push {_PUSH}, adaptive = {{}} }}.",
+    "residual_clipping residual_post_processor": (
+        f"It is clip and clip_every {_PUSH}, clip = 5.0, clip_every = 5 }}."
+    ),
+}
+# What knobs of Dpplee3 and DL4J are here, by their names in Python and Java.
+KNOBS: Final[Mapping[str, str]] = {
+    spelling: text
+    for names, text in _KNOBS.items()
+    for name in names.split()
+    for spelling in (name, name[0] + name.title().replace("_", "")[1:])
+}
+
+
 _CHOICES: Final = {
     "Fast links, equal machines": "horovod; plain asynchrony: downpour",
     "Slow links, or replicas of unequal speed": "local-rounds; large batches: muloco",

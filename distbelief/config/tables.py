@@ -12,7 +12,7 @@ from typing import TypeVar, cast
 import msgspec
 from msgspec import inspect
 
-from distbelief.config import toml
+from distbelief.config import presets, toml
 from distbelief.core import units
 from distbelief.core.errors import JobError, JobFileError
 from distbelief.core.formatting import SYNONYMS, nearest
@@ -136,6 +136,7 @@ _ELSEWHERE = {
         'It is an option of rule = { name = "momentum", learning_rate = 0.1, momentum = 0.9 }.',
     ),
     "betas": "Give beta1 and beta2.",
+    **{name.lower(): text for name, text in presets.KNOBS.items()},
 }
 
 _OF_WHOLE_TENSORS = (
@@ -274,6 +275,7 @@ def _check_keys(value: object, kind: inspect.Type, path: Path) -> None:
     if isinstance(value, str | float):
         literals = (option for option in options if isinstance(option, inspect.LiteralType))
         words = [str(word) for literal in literals for word in literal.values]
+        words += _examples(options, value)
         takes_floats = any(isinstance(option, inspect.FloatType) for option in options)
         if words and value not in words and not (takes_floats and isinstance(value, float)):
             takes_number = any(isinstance(option, inspect.IntType) for option in options)
@@ -308,6 +310,20 @@ def _check_keys(value: object, kind: inspect.Type, path: Path) -> None:
             raise TableError(
                 path, f"{header(path)} lacks the key '{key}': give it {_wanted(field.type)}"
             )
+
+
+def _examples(options: Iterable[inspect.Type], value: object) -> list[str]:
+    """Return examples of texts that have a form; or the value, if it has that."""
+    for option in options:
+        match option:
+            case inspect.Metadata(
+                type=inspect.StrType(pattern=str(form)), extra_json_schema={"examples": [*shown]}
+            ):
+                is_so = isinstance(value, str) and re.search(form, value) is not None
+                return [str(value)] if is_so else [str(one) for one in shown]
+            case _:
+                pass
+    return []
 
 
 def _chosen(

@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from distbelief.config.load import job_of
+from distbelief.config.presets import KNOBS
 from distbelief.core.arguments import checked
 from distbelief.core.errors import JobError
 from distbelief.job.given import check_apart, copy_of, copying, given, giving, path_of
@@ -79,6 +80,7 @@ _ELSEWHERE: Final = {
         ("precision", "mixed_precision", "autocast"), "let forward compute under torch.autocast"
     ),
     "verbose": "it is show",
+    **KNOBS,
 }
 
 

@@ -29,6 +29,7 @@ from torch import nn
 from distbelief.config.algorithms import facts_of, find
 from distbelief.config.job import Job
 from distbelief.config.load import job_from_json, job_of, load_job
+from distbelief.config.presets import KNOBS
 from distbelief.core import files
 from distbelief.core.arguments import checked
 from distbelief.core.errors import JobError, StorageError
@@ -475,7 +476,7 @@ _OF_THE_JOB: Final = {
     name: f'give overrides={{"{table}.{name}": ...}}'
     for table, names in _IN_TABLES.items()
     for name in names
-} | {"watch": "give it in a list: callbacks=[watch]"}
+} | {"watch": "give it in a list: callbacks=[watch]", **KNOBS}
 
 
 @checked("train", _OF_THE_JOB)

@@ -13,16 +13,25 @@ deltas in rounds.
 """
 
 import math
-from typing import Literal
+from fractions import Fraction
+from typing import Annotated, Literal
 
 import msgspec
 
+from distbelief.core.units import parse_count
 from distbelief.parameter_server.codecs import Auto, Bfloat16, Codec, Factors, Int4, Int8
 from distbelief.parameter_server.rules import UpdateRule
 
 
 Numbers = Literal["float32", "bfloat16"]
 Fetched = Literal["float32", "bfloat16", "changed"] | Int8 | Int4
+# Its examples are for messages.
+Every = (
+    int
+    | Annotated[
+        str, msgspec.Meta(pattern=r"^(auto|[0-9.]+ epochs?)$", examples=["auto", "1 epoch"])
+    ]
+)
 
 
 class Round(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -49,7 +58,9 @@ class Round(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 class ExchangePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Table [algorithm.exchange] of a job; the keywords of `Exchange` and `ParameterServer`."""
 
-    every: int | Literal["auto"] = 1  # steps between two exchanges; "auto": fitted to the link
+    # Steps between two exchanges; "auto": fitted to the link; "2 epochs": passes of a replica over
+    # its own share of the data, in steps once the number of samples is known (`steps_of`).
+    every: Every = 1
     send: Literal["gradient", "delta"] = "gradient"  # the sum of gradients, or of local steps
     staleness: int | None = None  # ticks that a worker may be ahead of the slowest; None: any
     round: Round | None = None  # None: shards apply each push by itself
@@ -73,8 +84,9 @@ class ExchangePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     commit_every: int = 32  # steps between two commits of a ring: what a death repeats at most
 
     def __post_init__(self) -> None:
-        if self.every != "auto" and self.every < 1:
-            raise ValueError(f'every is {self.every}; use 1 or more, or "auto"')
+        is_count = isinstance(self.every, int) and self.every >= 1
+        if not (is_count or self.every == "auto" or self.n_epochs):
+            raise ValueError(f'every is {self.every}; use 1 or more, "auto", or "1 epoch"')
         if self.staleness is not None and self.staleness < 0:
             raise ValueError(f"staleness is {self.staleness}; use 0 or more, or leave it out")
         if self.round is not None:
@@ -88,7 +100,7 @@ class ExchangePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                     f"damping is {self.damping!r} and there is a round, whose pushes are folded "
                     "into one: leave damping or round out"
                 )
-            is_fixed = self.every not in {1, "auto"} and self.send == "delta"
+            is_fixed = isinstance(self.every, int) and self.every > 1 and self.send == "delta"
             if self.round.early and not (is_fixed and self.round.quorum < 1.0):
                 raise ValueError(
                     f"round has early = true, quorum is {self.round.quorum}, every {self.every!r} "
@@ -144,6 +156,21 @@ class ExchangePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                     f'route is "ring" and {what}: a ring sums one whole gradient of each replica '
                     f'in each step: use {fix}, or route = "server"'
                 )
+
+    @property
+    def n_epochs(self) -> Fraction | None:
+        """Passes over a replica's share of the data between two exchanges; None: steps count."""
+        count = parse_count(self.every)
+        return Fraction(repr(count[0])) if count is not None and count[1] == "epoch" else None
+
+    def steps_of(self, n_pass: Fraction | int) -> "ExchangePolicy":
+        """Return the policy of a replica with so many steps in a pass: `every` counts steps.
+
+        A short batch at the end of a pass is a step, and what is left of one counts as a whole.
+        """
+        if self.n_epochs is None:
+            return self
+        return msgspec.structs.replace(self, every=max(1, math.ceil(self.n_epochs * n_pass)))
 
     @property
     def push_codec(self) -> Codec | None:

@@ -131,7 +131,7 @@ class Exchange(ServerLoop, torch.optim.Optimizer):
             keys=keys,
             frozen=frozen,
             pace=Pace(
-                n_push=EVERY_MIN if policy.every == "auto" else policy.every, sends_delta=True
+                n_push=EVERY_MIN if policy.every == "auto" else int(policy.every), sends_delta=True
             ),
         )
         # What comes between two steps: it must not change the model.
@@ -362,6 +362,11 @@ def _policy(address: ServerAddress, preset: str | None, **given: object) -> Exch
     elif server.send == "gradient":
         usual |= {"every": 64, "send": "delta"}
     policy = exchange_policy("Exchange", usual, preset, **given)
+    if policy.n_epochs is not None:
+        raise JobError(
+            f'Exchange: every is "{policy.every}", and the data of your loop are not known here: '
+            "give steps, as every=len(loader)"
+        )
     if policy.send == "gradient":
         raise JobError(f"Exchange: preset {preset!r} sends gradients: use distbelief.DownpourSGD")
     for name in ("staleness", "round", "weight", "damping"):

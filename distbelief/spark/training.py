@@ -23,6 +23,7 @@ import msgspec
 from distbelief.config.algorithms import cores_of
 from distbelief.config.job import Elastic, Job
 from distbelief.config.load import job_of, load_job
+from distbelief.config.presets import KNOBS
 from distbelief.core.arguments import checked
 from distbelief.core.errors import JobError
 from distbelief.job.hosts.join_server import JoinServer
@@ -32,7 +33,9 @@ from distbelief.serve.options import ANY_PORT, join_server
 from distbelief.spark.columns import Columns, selected
 from distbelief.spark.model import DistBeliefModel
 from distbelief.spark.rows import HELD_OUT, PATH, RowFile, write_rows
+from distbelief.task.data import DataShard
 from distbelief.task.imports import check_is_no_import, places
+from distbelief.worker.downpour_settings import DownpourSettings
 
 
 if TYPE_CHECKING:
@@ -40,9 +43,10 @@ if TYPE_CHECKING:
 
 Names = str | Sequence[str]
 _ELSEWHERE: Final = {
+    **KNOBS,
     **dict.fromkeys(("features", "feature_cols", "featuresCol"), "it is inputs"),
     **dict.fromkeys(("label", "labels", "label_cols", "labelCol", "target"), "it is targets"),
-    **dict.fromkeys(("num_proc", "num_processes", "num_workers"), "it is hosts"),
+    **dict.fromkeys(("num_proc", "num_processes", "num_workers", "worker_num"), "it is hosts"),
     **dict.fromkeys(("epochs", "batch_size", "loss"), "the job says it, or overrides"),
 }
 
@@ -143,7 +147,8 @@ def fit(  # noqa: PLR0913 -- options of one call
             "columns": msgspec.to_builtins(columns),
         }
         found = _job(job, data, overrides or {}, held_out)
-        source.job, source.cores = _on_hosts(found, len(full), cores=source.cores)
+        n_rows = sum(each.rows for each in full.values())
+        source.job, source.cores = _on_hosts(found, len(full), n_rows, cores=source.cores)
         source.rows_as = name
         run = run_job(
             source.job,
@@ -201,7 +206,7 @@ def _job(
     return job_of(source | {"data": {}} | dict(job), user="spark.fit", overrides=given)
 
 
-def _on_hosts(job: Job, n_hosts: int, *, cores: int) -> tuple[Job, int]:
+def _on_hosts(job: Job, n_hosts: int, n_rows: int, *, cores: int) -> tuple[Job, int]:
     """Return the job, and the cores that each host offers: every host with rows gets replicas."""
     replicas = job.cluster.replicas
     if isinstance(replicas, Elastic) or n_hosts == replicas == 1:
@@ -213,7 +218,11 @@ def _on_hosts(job: Job, n_hosts: int, *, cores: int) -> tuple[Job, int]:
                 "multiple of that, leave it out, or give hosts"
             )
         cores = replicas // n_hosts * cores_of(job)
+    n_each, settings = cores // cores_of(job), job.algorithm
+    if isinstance(settings, DownpourSettings):
+        n = max(n_hosts * n_each, 1)
+        share = DataShard(n_rows, replica_index=0, n_replicas=n, seed=0)
+        settings = settings.in_steps(share, n_replicas=n)
     # The first replica moves from a lost host at once. Then the next host needs another replica.
-    most = Elastic(max=n_hosts * (cores // cores_of(job) + 1))
-    cluster = msgspec.structs.replace(job.cluster, replicas=most)
-    return msgspec.structs.replace(job, cluster=cluster), cores
+    cluster = msgspec.structs.replace(job.cluster, replicas=Elastic(max=n_hosts * (n_each + 1)))
+    return msgspec.structs.replace(job, cluster=cluster, algorithm=settings), cores

@@ -299,6 +299,8 @@ def training_limits(
 def build_replica(index: int, *, config: DownpourSettings, context: BuildContext) -> Replica:
     """Return the replica of this index of an unpartitioned model."""
     context = with_data(context, index)
+    data_shard = data_shard_of(index, config=config, context=context)
+    config = config.in_steps(data_shard, n_replicas=context.n_replicas)
     module = tk.build_model(context.task.model)
     module.train()
     model = FlatModel(module, device=context.device)
@@ -329,7 +331,7 @@ def build_replica(index: int, *, config: DownpourSettings, context: BuildContext
         executor=local_executor(
             model, context, clip_norm=config.clip_norm_of_step, seed=seed, small=small
         ),
-        data_shard=data_shard_of(index, config=config, context=context),
+        data_shard=data_shard,
         await_begin=context.await_begin,
         progress_seconds=progress_seconds(context),
     )
@@ -715,13 +717,14 @@ def build_rank(name: str, *, config: DownpourSettings, context: BuildContext, sp
     if rank.replica is None:
         return evaluating_rank(rank, context=context, split=split)
     context = with_data(context, rank.replica)
+    data_shard = data_shard_of(rank.replica, config=config, context=context)
+    config = config.in_steps(data_shard, n_replicas=context.n_replicas)
     batch = "batch_size", config.batch_size
     exchange, frozen = config.exchange, split.frozen
     parts = replica_parts(
         rank, context=context, split=split, batch=batch, exchange=exchange, frozen=frozen
     )
     flow = parts.flow
-    data_shard = data_shard_of(rank.replica, config=config, context=context)
     batch_plan = training_plan(config, data_shard)
     n_ranks = split.plan.cluster.n_machines
     pushing: list[int] = []

@@ -35,13 +35,16 @@ class DownpourAlgorithm:
     )
 
     def facts(self, config: DownpourSettings) -> Facts:
-        pace, lockfree, n_small = config.pace, config.lockfree, 1
+        lockfree, n_small, exchanges = config.lockfree, 1, 0.0
+        if config.exchange.n_epochs is None:  # else seldom, and it depends on the data
+            pace = config.pace
+            exchanges = 1.0 / (pace.n_push if pace.means else pace.n_fetch) + 1.0 / pace.n_push
         if lockfree is not None:
             n_small = len(lockfree.sizes(config.batch_size, batch_size=config.batch_size))
         return Facts(
             loss=config.loss,
             batch_size=config.batch_size,
-            exchanges=1.0 / (pace.n_push if pace.means else pace.n_fetch) + 1.0 / pace.n_push,
+            exchanges=exchanges,
             in_ring=config.exchange.route == "ring",
             seed=config.seed,
             rule=config.rule,
@@ -80,6 +83,7 @@ class DownpourAlgorithm:
             self._check_ring(config, cluster)
         if config.exchange.sends_factors:
             self._check_factors(config, cluster)
+        self._check_share(config, cluster)
         if isinstance(cluster.replicas, Elastic) and config.order != "dealt":
             raise JobError(
                 f'[cluster] replicas has min and max, and [algorithm] order is "{config.order}", '
@@ -109,7 +113,7 @@ class DownpourAlgorithm:
             )
         if cluster.is_split:
             self._check_codecs(config.exchange)
-        if config.pace.norm_max is not None and cluster.is_split:
+        if config.accumulate > 1 and config.clip_norm is not None and cluster.is_split:
             raise JobError(
                 f"[algorithm] accumulate is {config.accumulate}, there is clip_norm, and [cluster] "
                 "partitions, plan or device splits replicas, whose ranks know the norm of single "
@@ -119,6 +123,23 @@ class DownpourAlgorithm:
             raise JobError(
                 f"[algorithm] inner.name is {inner['name']!r}, whose steps depend on whole "
                 "tensors, and [cluster] partitions or plan splits them: use another optimizer"
+            )
+
+    def _check_share(self, config: DownpourSettings, cluster: ClusterTable) -> None:
+        """Refuse `every` in epochs where a replica has no share, or an exchange ends sooner."""
+        every, n_epochs = config.exchange.every, config.exchange.n_epochs
+        if n_epochs is None:
+            return
+        if isinstance(cluster.replicas, Elastic):
+            raise JobError(
+                f'[algorithm.exchange] every is "{every}", of the share of a replica, and '
+                "[cluster] replicas has min and max, so that shares change: give replicas a "
+                "number, or let every count steps"
+            )
+        if n_epochs > 1 and config.order == "dealt":
+            raise JobError(
+                f'[algorithm.exchange] every is "{every}", and samples are dealt, so that an '
+                'exchange ends with its epoch: use order = "parts", or at most "1 epoch"'
             )
 
     def _check_codecs(self, exchange: ExchangePolicy) -> None:

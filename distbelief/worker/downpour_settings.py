@@ -2,6 +2,8 @@
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
+from fractions import Fraction
 from typing import Literal
 
 import msgspec
@@ -163,9 +165,9 @@ class DownpourSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
                 f'epoch_share is {self.epoch_share} and order is "{self.order}": only of dealt '
                 'samples it is known which are left: use order = "dealt"'
             )
-        n_fetch = self.pace.n_fetch
+        n_fetch = self.n_fetch if self.exchange.every == 1 else self.exchange.every
         rule, has_rate = self.rule, self.local_learning_rate is not None or is_delta
-        if (rule.adaptive or rule.groups) and n_fetch > 1 and not has_rate:
+        if (rule.adaptive or rule.groups) and n_fetch != 1 and not has_rate:
             key = "n_fetch" if self.n_fetch > 1 else "exchange.every"
             why = "has groups" if rule.groups else "adapts its rate on the shards"
             raise ValueError(
@@ -222,28 +224,49 @@ class DownpourSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         """Whether a schedule is in epochs, samples or steps."""
         return any(rule.schedule.counted for rule in self.rule.rules)
 
+    def in_steps(self, data: DataShard, *, n_replicas: int) -> "DownpourSettings":
+        """Return the settings of a replica that reads these samples: `every` counts steps.
+
+        Of dealt samples it reads no part of its own: as many as each of `n_replicas` in the mean.
+        """
+        if self.exchange.n_epochs is None:
+            return self
+        if self.order == "dealt":
+            placed = None if data.placed is None else data.placed.pieces
+            n_push = self.epochs(data.n_samples, placed, n_replicas).n_push
+            exchange = msgspec.structs.replace(self.exchange, every=n_push)
+        else:
+            plan = TrainingPlan(data, batch_size=self.batch_size)
+            exchange = self.exchange.steps_of(plan.n_steps(0, len(data)))
+        return msgspec.structs.replace(self, exchange=exchange)
+
     def in_pushes(
         self, n_train: int, *, n_replicas: int, pieces: Pieces | None = None
     ) -> "DownpourSettings":
         """Return the settings with schedules in pushes, of so many training samples."""
         if not self.counts_in_data:
             return self
-        n_push = self.pace.n_push
         # The last batch of an epoch may be short; of dealt samples so may its last push.
+        n_push: Fraction | int
+        n_steps: float
+        n_each: Fraction | float
         if self.order == "dealt":
-            epochs, share = self.epochs(n_train, pieces), self.epoch_share
+            epochs, share = self.epochs(n_train, pieces, n_replicas), self.epoch_share
+            n_push = epochs.n_push
             n_steps, n_each = epochs.n_batches(0, n_train) * share, epochs.n_pushes * share
         else:
             parts = (
                 DataShard(n_train, replica_index=r, n_replicas=n_replicas, seed=0)
                 for r in range(n_replicas)
             )
-            n_steps = sum(
+            n_all = sum(
                 TrainingPlan(one, batch_size=self.batch_size).n_steps(0, len(one))
                 for one in parts
                 if len(one)
             )
-            n_each = n_steps / n_push
+            n_epochs = self.exchange.n_epochs
+            n_push = self.pace.n_push if n_epochs is None else n_epochs * n_all / n_replicas
+            n_steps, n_each = n_all, n_all / n_push
 
         def n_pushes(n: float, unit: str) -> int:
             n_of_epoch = {"epoch": 1, "sample": n_train, "step": n_steps}[unit]
@@ -253,20 +276,18 @@ class DownpourSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
         return msgspec.structs.replace(self, rule=self.rule.in_pushes(n_pushes))
 
-    def epochs(self, n_samples: int, pieces: Pieces | None = None) -> Epochs:
-        """Return how dealt samples are cut."""
+    def epochs(self, n_samples: int, pieces: Pieces | None = None, n_replicas: int = 1) -> Epochs:
+        """Return how dealt samples are cut; the number of replicas is for `every` in epochs."""
+        is_placed = pieces is not None and pieces.is_placed
+        order = PieceOrder(pieces, seed=self.seed) if pieces is not None and is_placed else None
+        batches = Epochs(n_samples=n_samples, batch_size=self.batch_size, pieces=order)
         # Pushes that are fitted to the link, or to others, are of any batches of a range.
-        n_push = 1 if self.exchange.is_of_any_length else self.pace.n_push
-        return Epochs(
-            n_samples=n_samples,
-            batch_size=self.batch_size,
-            n_push=n_push,
-            pieces=(
-                PieceOrder(pieces, seed=self.seed)
-                if pieces is not None and pieces.is_placed
-                else None
-            ),
-        )
+        if self.exchange.is_of_any_length:
+            return batches
+        n_pass = Fraction(batches.n_pushes, n_replicas)
+        exchange = self.exchange.steps_of(n_pass)
+        pace = msgspec.structs.replace(self, exchange=exchange).pace
+        return replace(batches, n_push=pace.n_push)
 
     def warm_start_left(self, n_done: int, n_samples: int, n_replicas: int) -> int:
         """Return the steps left of the warm start once so many samples are done: by replica 0."""
@@ -279,6 +300,7 @@ class DownpourSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     def pace(self) -> Pace:
         exchange = self.exchange
         every = EVERY_MIN if exchange.every == "auto" else exchange.every
+        assert isinstance(every, int), "in_steps comes first"
         return Pace(
             n_fetch=self.n_fetch if every == 1 else every,
             n_push=self.n_push * self.accumulate if every == 1 else every,

@@ -286,10 +286,11 @@ class JobCluster(Downpour, JobScene):
         train = build_dataset(self.task.train)
         n_train, pieces = len(train), pieces_of(train)
         n_done = sum(self.before.samples.values())
+        dealt = settings.epochs(n_train, pieces, self.n_replicas)
         config = SupervisorConfig(
             roster=tuple(roster),
             stop=StopRules(self.stop, n_train=n_train),
-            dealt=settings.epochs(n_train, pieces) if settings.order == "dealt" else None,
+            dealt=dealt if settings.order == "dealt" else None,
             parts=None if split is None else wb.pushing_ranks(split(), self.layout),
             epoch_share=settings.epoch_share,
             in_ring=settings.exchange.route == "ring",

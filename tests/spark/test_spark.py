@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 import distbelief
+from distbelief.config import algorithms
 from distbelief.config.load import job_of
 from distbelief.core.errors import JobError
 from distbelief.supervisor.view import JobView
@@ -37,6 +38,7 @@ from pyspark.sql import DataFrame, SparkSession  # noqa: E402
 from safetensors.torch import save  # noqa: E402
 
 from distbelief import spark  # noqa: E402
+from distbelief.spark import training  # noqa: E402
 from distbelief.spark.columns import Columns  # noqa: E402
 from distbelief.spark.model import DistBeliefModel, Saved  # noqa: E402
 from distbelief.spark.rows import Partitions, RowFile, write_rows  # noqa: E402
@@ -449,3 +451,31 @@ def test_executors_train_a_job_file_from_the_command_line(tmp_path: Path) -> Non
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "2 hosts joined" in re.sub(r"\s+", " ", ended.stdout)
     until(lambda: not agents())
+
+
+def test_an_exchange_of_an_epoch_counts_the_steps_of_a_share_of_the_rows(tmp_path: Path) -> None:
+    """Replicas come and go with executors: a share is that of those that were asked for."""
+    exchange = {"every": "1 epoch"}
+    tables = {
+        "model": {"factory": "nets:net"},
+        "data": {"train": {"factory": "nets:rows"}},
+        "algorithm": {
+            "name": "downpour",
+            "preset": "dpplee3-asgd",
+            "loss": "cross_entropy",
+            "batch_size": 10,
+            "exchange": exchange,
+        },
+        "stop": {"epochs": 2},
+        "output": {"directory": str(tmp_path / "run")},
+    }
+    for replicas, cores, every in ((4, 1, 26), (1, 1, 51), (1, 2, 26), (6, 9, 17)):
+        job = job_of(tables | {"cluster": {"replicas": replicas}}, user="test")
+        found, _ = training._on_hosts(job, 2, 1015, cores=cores)
+        settings = algorithms.facts_of(found).policy
+        assert settings is not None
+        assert settings.every == every, (replicas, cores)
+    with pytest.raises(JobError, match=r"spark.fit has no option 'mode': it is preset of"):
+        spark.fit(None, {}, inputs="x", targets="y", mode="hogwild")  # type: ignore[arg-type, call-arg]
+    with pytest.raises(JobError, match=r"spark.fit has no option 'worker_num': it is hosts"):
+        spark.fit(None, {}, inputs="x", targets="y", worker_num=2)  # type: ignore[arg-type, call-arg]

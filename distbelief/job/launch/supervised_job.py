@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from fractions import Fraction
 from typing import Final
 
 from distbelief.config.algorithms import algorithm_of, coordinator_of, facts_of
@@ -27,14 +28,16 @@ def check_data(job: Job, answer: PreflightResult) -> None:
 
     And epochs of a stream without length.
     """
-    train, is_dealt = answer.task.train, facts_of(job).epochs is not None
+    train, facts = answer.task.train, facts_of(job)
     if job.stop.steps is not None and coordinator_of(job) is not None:
         raise JobError(
             f"[stop] steps = {job.stop.steps}: under a coordinator replicas take no steps of their "
             "own: use [algorithm] max_iterations, or [stop] samples"
         )
     every = job.evaluation.every
+    share = None if facts.policy is None else facts.policy.n_epochs
     in_epochs = {
+        '[algorithm.exchange] every = "... epochs"': share is not None,
         "[stop] epochs": job.stop.epochs is not None,
         '[evaluation] every = "... epochs"': isinstance(every, Passes) and every.of == "epoch",
     }
@@ -44,14 +47,14 @@ def check_data(job: Job, answer: PreflightResult) -> None:
             f"{key} is given, and the stream of [data.train] has no length: give it __len__, or "
             "limit = N in [data.train] (an epoch of N samples), or count in samples or steps"
         )
-    pieces, left = answer.pieces, facts_of(job).warm_start_left
+    pieces, left = answer.pieces, facts.warm_start_left
     is_stuck = pieces is not None and pieces.is_placed and not pieces.can_fetch
     if train is not None and is_stuck and left(0, train.n_samples, job.cluster.n_replicas):
         raise JobError(
             "[algorithm] has warm_start_steps, in which replica 0 trains alone, and pieces of "
             "[data.train] lie on other hosts: leave them out, or give its object fetch(piece)"
         )
-    if train is not None and not is_dealt and 1 < job.cluster.n_replicas > train.n_samples:
+    if train is not None and facts.epochs is None and 1 < job.cluster.n_replicas > train.n_samples:
         raise JobError(
             f"[cluster] replicas = {job.cluster.n_replicas}, but [data.train] "
             f"has {train.n_samples} samples: each replica needs at least one"
@@ -74,7 +77,7 @@ def short_epochs(job: Job, answer: PreflightResult) -> str | None:
     epochs, train = facts_of(job).epochs, answer.task.train
     if epochs is None or train is None:
         return None
-    found = epochs(train.n_samples, answer.pieces)
+    found = epochs(train.n_samples, answer.pieces, job.cluster.n_replicas)
     n_samples, n_push, n_batches = (
         train.n_samples,
         found.n_push,
@@ -105,9 +108,10 @@ def void_settings(job: Job, answer: PreflightResult) -> list[str]:
     stop = StopRules(job.stop, n_train=train.n_samples, batch_size=job.batch_size)
     total, every = stop.total_samples, 1
     if facts.epochs is not None:
-        every = facts.epochs(train.n_samples, answer.pieces).n_push
-    elif facts.policy is not None and isinstance(facts.policy.every, int):
-        every = facts.policy.every
+        every = facts.epochs(train.n_samples, answer.pieces, n_replicas).n_push
+    elif facts.policy is not None and facts.policy.every != "auto":
+        n_pass = Fraction(train.n_samples, n_replicas * job.batch_size)
+        every = int(facts.policy.steps_of(n_pass).every)
     if total is not None:
         n_batches = -(-total // job.batch_size)
         n_steps = n_batches / n_replicas
@@ -167,7 +171,8 @@ def supervisor_config(
     facts = facts_of(job)
     assert answer.task.train is not None
     n_train, n_done = answer.task.train.n_samples, sum(previous.before.samples.values())
-    dealt = facts.epochs(n_train, answer.pieces) if facts.epochs else None
+    n_replicas = job.cluster.n_replicas
+    dealt = facts.epochs(n_train, answer.pieces, n_replicas) if facts.epochs else None
     every, n_samples = job.evaluation.every, None
     if isinstance(every, Passes):
         n_samples = every.n_samples(n_train=n_train, batch_size=job.batch_size)
@@ -189,7 +194,7 @@ def supervisor_config(
         batch_size=job.batch_size,
         in_ring=facts.in_ring,
         replicas_min=job.cluster.replicas_min,
-        warm_start_steps=facts.warm_start_left(n_done, n_train, job.cluster.n_replicas),
+        warm_start_steps=facts.warm_start_left(n_done, n_train, n_replicas),
         dealt=dealt,
         parts=None if dealt is None else _parts(job, answer),
         epoch_share=facts.epoch_share,
