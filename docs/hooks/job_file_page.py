@@ -151,6 +151,8 @@ def type_in_words(kind: inspect.Type) -> str:
             if tags and len(tags) == len(options):
                 return "table with a name"
             return " or ".join(type_in_words(each) for each in options)
+        case inspect.Metadata(extra_json_schema={"examples": [*examples]}):
+            return f"text as {' or '.join(map(str, examples))}"
         case inspect.LiteralType(values=values):
             return f"one of {', '.join(map(str, values))}"
         case inspect.VarTupleType() | inspect.ListType():

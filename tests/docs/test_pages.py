@@ -51,6 +51,23 @@ def test_every_block_of_the_page_is_found_and_can_be_read(page: Path) -> None:
             parse_job(block.text, path="job.toml")
 
 
+def test_tests_that_pages_name_exist() -> None:
+    """Pages cite them as evidence: a test that was renamed would be none."""
+    named = [
+        (page, *found)
+        for page in sorted((ROOT / "docs").rglob("*.md"))
+        for found in re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", page.read_text())
+    ]
+    assert len(named) > 10
+    for page, path, name in named:
+        functions = {
+            node.name
+            for node in ast.walk(ast.parse((ROOT / path).read_text()))
+            if isinstance(node, ast.FunctionDef)
+        }
+        assert not name or name in functions, f"{page.name}: {path}::{name}"
+
+
 def test_the_readme_is_short() -> None:
     assert README.stat().st_size <= README_BYTES_MAX
 

@@ -45,3 +45,19 @@ def test_what_is_named_instead_is_there() -> None:
     assert job.algorithm.exchange.n_epochs == 1
     for key in re.findall(r'(\w+) = (?:10|5|"1 epoch")', said):
         assert key == "every" or key.startswith("clip")
+
+
+def test_momentum_of_the_server_is_refused_with_several_asynchronous_workers() -> None:
+    """Dpplee3 let them: its buffers were written by all at once."""
+    momentum = 'algorithm.rule={ name = "momentum", learning_rate = 0.1, momentum = 0.5 }'
+    for preset in ("dpplee3-asgd", "hogwild", "dl4j-sharing"):
+        job = ("algorithm.batch_size=32", f"algorithm.preset={preset}", momentum)
+        with pytest.raises(JobFileError, match="velocity would meet deltas from other anchors"):
+            speech(*job, "cluster.replicas=2")
+        speech(*job, "cluster.replicas=1")
+
+
+@pytest.mark.parametrize("elsewhere", ["cluster.partitions=2", "cluster.device=cuda"])
+def test_hogwild_is_refused_where_no_memory_is_shared(elsewhere: str) -> None:
+    with pytest.raises(JobFileError, match="threads share the parameters of a whole model on the"):
+        speech("algorithm.batch_size=32", "algorithm.preset=hogwild", elsewhere)
