@@ -157,10 +157,9 @@ def type_in_words(kind: inspect.Type) -> str:
             return f"one of {', '.join(map(str, values))}"
         case inspect.VarTupleType() | inspect.ListType():
             return f"list of {type_in_words(kind.item_type)}"
-        case inspect.IntType() | inspect.FloatType():
-            return _WORDS[type(kind)] + _bounds(kind)
         case _:
-            return _WORDS[type(kind)]
+            is_number = isinstance(kind, inspect.IntType | inspect.FloatType)
+            return _WORDS[type(kind)] + (_bounds(kind) if is_number else "")
 
 
 def _bounds(kind: inspect.IntType | inspect.FloatType) -> str:
