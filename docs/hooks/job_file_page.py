@@ -158,8 +158,8 @@ def type_in_words(kind: inspect.Type) -> str:
         case inspect.VarTupleType() | inspect.ListType():
             return f"list of {type_in_words(kind.item_type)}"
         case _:
-            is_number = isinstance(kind, inspect.IntType | inspect.FloatType)
-            return _WORDS[type(kind)] + (_bounds(kind) if is_number else "")
+            bounds = _bounds(kind) if isinstance(kind, inspect.IntType | inspect.FloatType) else ""
+            return _WORDS[type(kind)] + bounds
 
 
 def _bounds(kind: inspect.IntType | inspect.FloatType) -> str:

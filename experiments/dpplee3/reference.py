@@ -11,9 +11,8 @@ Dpplee3 of 2018 loses at other fetches is no equation of its design. Workers kee
 """
 
 import heapq
-import threading
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from typing import Final
 
 import torch
@@ -34,76 +33,53 @@ SPEEDS: Final = (1.0, 0.9)  # of workers, so that they do not go in step
 Values = dict[str, torch.Tensor]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Score:
-    """Of the server's values on the held-out digits."""
-
-    loss: float
-    accuracy: float
-
-
-def batches(worker: int, n_epochs: int, generator: torch.Generator) -> Iterator[torch.Tensor]:
-    """Yield the samples of each step; the last batch of an epoch may be short."""
-    n = len(digits.images("train"))
-    first, last = n * worker // N_WORKERS, n * (worker + 1) // N_WORKERS
-    for _ in range(n_epochs):
-        order = first + torch.randperm(last - first, generator=generator)
-        yield from order.split(BATCH)
-
-
-def steps_of_epoch(worker: int) -> int:
-    return len([*batches(worker, 1, torch.Generator())])
+@cache
+def images(part: str) -> tuple[torch.Tensor, torch.Tensor]:
+    inputs, targets = digits.images(part).tensors
+    return inputs, targets
 
 
 class Worker:
     """A worker with a part of the data, and an optimizer that it keeps."""
 
-    def __init__(
-        self, index: int, n_epochs: int, *, seed: int, rate: float, momentum: float
-    ) -> None:
-        self.net = digits.net()
+    def __init__(self, index: int, n_epochs: int, *, seed: int, is_hogwild: bool = False) -> None:
+        self.net, self.speed = digits.net(), SPEEDS[index]
+        rate, momentum = (HOGWILD_RATE, 0.0) if is_hogwild else (RATE, MOMENTUM)
         self.optimizer = torch.optim.SGD(self.net.parameters(), lr=rate, momentum=momentum)
+        self.inputs, self.targets = images("train")
+        n = len(self.targets)
+        part = torch.arange(n * index // N_WORKERS, n * (index + 1) // N_WORKERS)
         generator = torch.Generator().manual_seed(1000 * seed + index)
-        self.batches = [*batches(index, n_epochs, generator)]
-        self.inputs, self.targets = digits.images("train").tensors
-        self.n_done = 0
-
-    @property
-    def is_done(self) -> bool:
-        return self.n_done == len(self.batches)
+        epochs = [part[torch.randperm(len(part), generator=generator)] for _ in range(n_epochs)]
+        # The last batch of an epoch may be short.
+        self.left = [rows for order in epochs for rows in order.split(BATCH)][::-1]
 
     def step(self) -> None:
-        rows = self.batches[self.n_done]
+        rows = self.left.pop()
         self.optimizer.zero_grad()
-        loss = functional.cross_entropy(self.net(self.inputs[rows]), self.targets[rows])
-        loss.backward()
+        functional.cross_entropy(self.net(self.inputs[rows]), self.targets[rows]).backward()
         self.optimizer.step()
-        self.n_done += 1
 
     def difference(self, values: Values, n_steps: int) -> Values:
         """Take so many steps from these values, or those that are left, and return w - x."""
         self.net.load_state_dict(values)
-        for _ in range(min(n_steps, len(self.batches) - self.n_done)):
+        for _ in range(min(n_steps, len(self.left))):
             self.step()
         return {name: values[name] - x for name, x in self.net.state_dict().items()}
 
 
-def train(mode: str, every: int | None, *, n_epochs: int, seed: int) -> Score:
-    """Train; `every`: steps between exchanges, or None for one at the end of each n_epochs."""
+def steps_of_epoch() -> int:
+    return len(Worker(0, 1, seed=0).left)  # as many as of the others
+
+
+def train(mode: str, every: int, *, n_epochs: int, seed: int) -> tuple[float, float]:
+    """Train with so many steps between exchanges; return the held-out loss and accuracy."""
     torch.manual_seed(seed)
     values = {name: value.clone() for name, value in digits.net().state_dict().items()}
-    momentum, rate = (0.0, HOGWILD_RATE) if mode == "hogwild" else (MOMENTUM, RATE)
-    workers = [
-        Worker(index, n_epochs, seed=seed, rate=rate, momentum=momentum)
-        for index in range(N_WORKERS)
-    ]
-    each = [every or steps_of_epoch(index) for index in range(N_WORKERS)]
-    if mode == "synchronous":
-        _synchronous(workers, values, each)
-    elif mode == "asynchronous":
-        _asynchronous(workers, values, each)
-    else:
-        _hogwild(workers, values)
+    is_hogwild = mode == "hogwild"
+    workers = [Worker(k, n_epochs, seed=seed, is_hogwild=is_hogwild) for k in range(N_WORKERS)]
+    run = {"synchronous": _synchronous, "asynchronous": _asynchronous, "hogwild": _hogwild}[mode]
+    run(workers, values, every)
     return score(values)
 
 
@@ -112,54 +88,45 @@ def _apply(values: Values, difference: Values) -> None:
         values[name] -= SERVER_RATE * moved
 
 
-def _synchronous(workers: Sequence[Worker], values: Values, each: Sequence[int]) -> None:
-    while not all(worker.is_done for worker in workers):
+def _synchronous(workers: list[Worker], values: Values, every: int) -> None:
+    while workers[0].left:
         begun = {name: value.clone() for name, value in values.items()}
-        found = [one.difference(begun, n) for one, n in zip(workers, each, strict=True)]
-        for difference in found:
+        for difference in [worker.difference(begun, every) for worker in workers]:
             _apply(values, difference)
 
 
-def _asynchronous(workers: Sequence[Worker], values: Values, each: Sequence[int]) -> None:
-    pushes: list[tuple[float, int, Values]] = []
-
-    def begin(index: int, now: float) -> None:
-        if not workers[index].is_done:
-            fetched = {name: value.clone() for name, value in values.items()}
-            found = workers[index].difference(fetched, each[index])
-            heapq.heappush(pushes, (now + each[index] / SPEEDS[index], index, found))
-
-    for index in range(N_WORKERS):
-        begin(index, 0.0)
+def _asynchronous(workers: list[Worker], values: Values, every: int) -> None:
+    pushes = [
+        (every / one.speed, k, one.difference(values, every)) for k, one in enumerate(workers)
+    ]
+    heapq.heapify(pushes)
     while pushes:
-        now, index, found = heapq.heappop(pushes)
+        now, k, found = heapq.heappop(pushes)
         _apply(values, found)
-        begin(index, now)
+        if workers[k].left:
+            found = workers[k].difference(values, every)
+            heapq.heappush(pushes, (now + every / workers[k].speed, k, found))
 
 
-def _hogwild(workers: Sequence[Worker], values: Values) -> None:
+def _hogwild(workers: list[Worker], values: Values, every: int) -> None:
+    del every  # each step is in the shared memory at once
     for worker in workers:
         for name, parameter in worker.net.named_parameters():
-            parameter.data = values[name]  # the same memory
+            parameter.data = values[name]
 
     def run(worker: Worker) -> None:
-        while not worker.is_done:
+        while worker.left:
             worker.step()
 
-    threads = [threading.Thread(target=run, args=(worker,)) for worker in workers]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(N_WORKERS) as threads:
+        list(threads.map(run, workers))
 
 
 @torch.no_grad()
-def score(values: Values) -> Score:
+def score(values: Values) -> tuple[float, float]:
     net = digits.net()
     net.load_state_dict(values)
-    inputs, targets = digits.images("test").tensors
-    outputs: torch.Tensor = net.eval()(inputs)
-    return Score(
-        loss=float(functional.cross_entropy(outputs, targets)),
-        accuracy=float((outputs.argmax(1) == targets).float().mean()),
-    )
+    inputs, targets = images("test")
+    outputs: torch.Tensor = net(inputs)
+    accuracy = (outputs.argmax(1) == targets).float().mean()
+    return float(functional.cross_entropy(outputs, targets)), float(accuracy)

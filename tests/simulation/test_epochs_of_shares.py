@@ -156,21 +156,14 @@ def test_a_stream_without_length_has_no_epochs() -> None:
         check_data(job, answer_of(ENDLESS))
 
 
-REFUSED: Final = [
-    ({"order": "dealt"}, "2 epochs", {}, 'samples are dealt, .*: use order = "parts", or at most'),
-    ({"order": "dealt"}, "1 epoch", {"replicas": Elastic(max=2)}, "so that shares change: give r"),
-]
-
-
-@pytest.mark.parametrize(("choices", "every", "cluster", "why"), REFUSED)
-def test_shares_that_are_not_known_are_refused(
-    choices: dict[str, object], every: str, cluster: dict[str, Elastic], why: str
-) -> None:
-    with pytest.raises(JobError, match=why):
-        DOWNPOUR.settled(settings(every, **choices), ClusterTable(**cluster))
-    assert DOWNPOUR.settled(settings("1 epoch", order=None), ClusterTable(replicas=2)).order == (
-        "dealt"
-    )
+def test_shares_that_are_not_known_are_refused() -> None:
+    dealt = settings("2 epochs", order="dealt")
+    with pytest.raises(JobError, match=r'samples are dealt, .*: use order = "parts", or at most'):
+        DOWNPOUR.settled(dealt, ClusterTable(replicas=2))
+    one = settings("1 epoch", order=None)
+    with pytest.raises(JobError, match=r"has min and max, so that shares change: give replicas a"):
+        DOWNPOUR.settled(one, ClusterTable(replicas=Elastic(max=2)))
+    assert DOWNPOUR.settled(one, ClusterTable(replicas=2)).order == "dealt"
 
 
 @pytest.mark.parametrize("every", ["0 epochs", "epoch", "1.2.3 epochs", "3 steps", "-1 epochs"])
