@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import pytest
@@ -475,7 +475,8 @@ def test_an_exchange_of_an_epoch_counts_the_steps_of_a_share_of_the_rows(tmp_pat
         settings = algorithms.facts_of(found).policy
         assert settings is not None
         assert settings.every == every, (replicas, cores)
-    with pytest.raises(JobError, match=r"spark.fit has no option 'mode': it is preset of"):
-        spark.fit(None, {}, inputs="x", targets="y", mode="hogwild")  # type: ignore[arg-type, call-arg]
-    with pytest.raises(JobError, match=r"spark.fit has no option 'worker_num': it is hosts"):
-        spark.fit(None, {}, inputs="x", targets="y", worker_num=2)  # type: ignore[arg-type, call-arg]
+    none = cast("DataFrame", None)
+    for option, hint in {"mode": "it is preset of", "worker_num": "it is hosts"}.items():
+        given: dict[str, Any] = {"inputs": "x", "targets": "y", option: 2}
+        with pytest.raises(JobError, match=rf"spark.fit has no option '{option}': {hint}"):
+            spark.fit(none, {}, **given)

@@ -264,6 +264,10 @@ def test_wrong_arguments_are_rejected(monkeypatch: pytest.MonkeyPatch, model: nn
         (0, "Exchange: every is 0; use 1 or more"),
         (2.5, 'Exchange: every = 2.5: wants a whole number or "auto"'),
         ("3", 'Exchange: every = "3": wants a whole number or "auto"'),
+        (
+            "1 epoch",
+            r"the data of your loop are not known here: give steps, as every=len\(loader\)",
+        ),
     ]:
         with pytest.raises(distbelief.JobError, match=said):
             server.exchange(monkeypatch, inner, every=every)
