@@ -1,4 +1,4 @@
-"""Matrix factorization by coordinate descent, rank after rank (ST-5; CCD++: Yu et al. 2012).
+"""Matrix factorization by coordinate descent, some ranks at a time (ST-5; CCD++: Yu et al. 2012).
 
     minimize over U, V   sum over entries of w (t - u.v)^2 + whole * sum over all pairs of (u.v)^2
                          + regularization (|U|^2 + |V|^2)
@@ -7,9 +7,11 @@ Ratings have t = rating, w = 1, whole = 0. Implicit feedback r (Hu, Koren and Vo
 a pair without an entry is a 0 of weight 1 and one with an entry a 1 of weight c = 1 + strength r,
 is the same problem, up to a constant: w = c - 1, t = c / (c - 1), whole = 1.
 
-Rows are cut into blocks. One round updates one rank f of all: each block solves for u_f of its own
-rows, which do not depend on each other given the rest, and adds up what v_f follows from; `pull`
-divides. A row's bias is a rank whose v is held at 1; a column's one, whose u is.
+Rows are cut into blocks, ranks into groups. The first round of a group solves for all its u: each
+block for those of its own rows, which do not depend on each other given the rest. Each round then
+updates one v_f: blocks add up what it follows from, given those before, and `pull` divides. So
+entries, and all other ranks, are read once for a group. With groups of one rank it is CCD++. A
+row's bias is a rank whose v is held at 1; a column's one, whose u is: groups of their own.
 
 Blocks keep residuals, and what they take of v. At every fourth pass they begin anew, from tables,
 and where a run that has ended goes on with other bounds.
@@ -36,7 +38,7 @@ from sandblaster.strads.estimator import (
     check_workers,
     checked_entries,
 )
-from sandblaster.strads.factor_kernel import stepper, subtract
+from sandblaster.strads.factor_kernel import PAIRS, TOGETHER, stepper, subtract
 from sandblaster.strads.program import Mark, Program, Pushed, Steps, Task, Types, checksum, run
 
 
@@ -48,6 +50,7 @@ History: TypeAlias = list[tuple[float, float]]
 
 _N_BIASES: Final = 2  # ranks: of rows, then of columns
 _ANEW_EVERY: Final = 4  # passes
+_AT_ONCE: Final = 4096  # entries
 
 
 @final
@@ -75,6 +78,11 @@ class Block:
     u: Values  # (n_ranks, n_rows)
     v: Values  # (n_ranks, n_columns): as taken last
     held_out: Matrix
+    # Of the present group:
+    u_of: Values  # (n_rows, 4)
+    changes: Values  # (n_rows, 4) of its u
+    moved: Values  # (n_columns, 4) of its v: not yet in the residuals
+    sums: Values  # (n_columns, 14), as `step` returns them, of all pairs
 
 
 @final
@@ -96,6 +104,8 @@ class Factors(Program[Block, Turn, Report, History]):
         held_out: Entries that are only evaluated; may be none. Their error is the mean square of
             t - u.v, or with `whole` the mean share of columns with a larger u.v.
 
+        n_together: Ranks of a group: 1 to 4.
+
     All others as those of the estimator.
     """
 
@@ -112,12 +122,19 @@ class Factors(Program[Block, Turn, Report, History]):
     tol: float
     held_out: Matrix
     patience: int
+    n_together: int = TOGETHER
     tables: Mapping[str, Values] = field(init=False)
 
     def __post_init__(self) -> None:
         n_rows, n_columns = self.targets.shape
         # Which u and v are free: those of biases are not on the other side.
         self._free = np.ones((2, self.n_ranks), bool)
+        n_alone = _N_BIASES * self.biases
+        # (n_ranks, 2): the first rank of the group of each, and the end
+        self._groups = [(rank, rank + 1) for rank in range(n_alone)]
+        for rank in range(n_alone, self.n_ranks):
+            first = rank - (rank - n_alone) % self.n_together
+            self._groups.append((first, min(first + self.n_together, self.n_ranks)))
         u, v = np.zeros((self.n_ranks, n_rows)), np.zeros((self.n_ranks, n_columns, 2))
         v[..., 0] = np.random.default_rng(self.seed).standard_normal((self.n_ranks, n_columns)) / 10
         if self.biases:
@@ -152,6 +169,8 @@ class Factors(Program[Block, Turn, Report, History]):
     def load(self, block: int) -> Block:
         first, end = self._ends[block : block + 2]
         targets, weights = self.targets[first:end], self.weights[first:end]
+        n_columns = targets.shape[1]
+        of_rows = np.zeros((2, end - first, TOGETHER))
         return Block(
             first=int(first),
             starts=targets.indptr.astype(np.int64),
@@ -160,8 +179,12 @@ class Factors(Program[Block, Turn, Report, History]):
             residuals=np.zeros_like(targets.data),
             weights=weights.data,
             u=np.zeros((self.n_ranks, end - first)),
-            v=np.zeros((self.n_ranks, targets.shape[1])),
+            v=np.zeros((self.n_ranks, n_columns)),
             held_out=self.held_out[first:end],
+            u_of=of_rows[0],
+            changes=of_rows[1],
+            moved=np.zeros((n_columns, TOGETHER)),
+            sums=np.zeros((n_columns, TOGETHER + len(PAIRS))),
         )
 
     @override
@@ -238,46 +261,71 @@ class Factors(Program[Block, Turn, Report, History]):
             raise SettingError("ratings or held_out are others here: give all hosts the same")
         if argument.anew:
             self._begin_anew(block, taken)
-        entries = block.starts, block.columns, block.residuals, block.weights
-        u_before, moved = block.u[0], np.zeros(block.v.shape[1])
         if before is not None:
-            u_before, moved = block.u[before], taken["columns"][:, 0] - block.v[before]
+            place = before - self._groups[before][0]
+            block.moved[:, place] = taken["columns"][:, 0] - block.v[before]
             block.v[before] = taken["columns"][:, 0]
+        entries = block.starts, block.columns, block.residuals, block.weights
         if rank is None:
-            subtract(*entries, u_before, moved)
+            subtract(*entries, block.u_of, block.moved)
+            block.moved[:] = 0
             return Pushed(adds={}, report=self._report(block))
-        u, v = block.u[rank].copy(), block.v[rank]
-        rest, size = self._of_all_pairs(block.u, block.v, rank)
-        divisor = self.regularization + size if self._free[0, rank] else np.inf
-        sums = stepper()(*entries, u_before, moved, u, v, rest, divisor)
-        change = u - block.u[rank]
-        block.u[rank] = u
-        start = rank * self.targets.shape[0] + block.first
+        first, end = self._groups[rank]
+        if rank == first:
+            self._solve(block, first, end)
+        place, start = rank - first, rank * self.targets.shape[0] + block.first
+        change = block.changes[:, place].copy()
         adds: dict[str, tuple[slice[int, int, None], Values]] = {}
-        adds["rows"] = slice(start, start + len(u)), change
+        adds["rows"] = slice(start, start + len(change)), change
         if self._free[1, rank]:
-            rest, size = self._of_all_pairs(block.v, block.u, rank)
-            sums[:, 0] += rest
-            sums[:, 1] += size
-            adds["columns"] = self._columns(rank), sums
+            size = block.sums[:, TOGETHER + PAIRS.index((place, place))]
+            numerators = block.sums[:, place] + size * block.v[rank]
+            for other in range(place):  # whose v has been updated
+                both = block.sums[:, TOGETHER + PAIRS.index((other, place))]
+                numerators -= both * block.moved[:, other]
+            adds["columns"] = self._columns(rank), np.stack([numerators, size], axis=1)
         return Pushed(adds=adds, report=np.zeros(4))
 
-    def _of_all_pairs(self, u: Values, v: Values, rank: int) -> tuple[Values, float]:
-        """Return what the sum over all pairs adds to numerators and divisors of u."""
+    def _solve(self, block: Block, first: int, end: int) -> None:
+        """Update u of a group, and set what its v follow from."""
+        those, n = slice(first, end), end - first
+        u, v = np.zeros_like(block.u_of), np.zeros_like(block.moved)
+        u[:, :n], v[:, :n] = block.u[those].T, block.v[those].T
+        old = u.copy()
+        gram, rest = self._of_all_pairs(block.u, block.v, v)
+        gram[[i == j for i, j in PAIRS]] += self.regularization
+        rest = np.ascontiguousarray(rest) - self.regularization * old
+        if not self._free[0, first]:
+            gram[0] = np.inf
+        entries = block.starts, block.columns, block.residuals, block.weights
+        block.sums = stepper()(*entries, block.u_of, block.moved, u, v, rest, gram)
+        block.u[those] = u[:, :n].T
+        gram, rest = self._of_all_pairs(block.v, block.u, u)
+        block.sums[:, :TOGETHER] += rest
+        block.sums[:, TOGETHER:] += gram
+        block.u_of, block.changes = u, u - old
+        block.moved[:] = 0
+
+    def _of_all_pairs(self, u: Values, v: Values, some: Values) -> tuple[Values, Values]:
+        """Return what all pairs add to the matrix, (10,), and to the numerators of u, (n, 4).
+
+        `some` are those of v in the group.
+        """
         if not self.whole:
-            return np.zeros(u.shape[1]), 0.0
-        products = self.whole * (v @ v[rank])
-        size = float(products[rank])
-        products[rank] = 0
-        return -products @ u, size
+            return np.zeros(len(PAIRS)), np.zeros((u.shape[1], TOGETHER))
+        own = self.whole * (some.T @ some)
+        return own[tuple(np.transpose(PAIRS))], -((self.whole * (v @ some)).T @ u).T
 
     def _begin_anew(self, block: Block, taken: Mapping[str, Values]) -> None:
         block.u = taken["rows"].reshape(self.n_ranks, -1).copy()
         block.v = taken["columns"][:, 0].reshape(self.n_ranks, -1).copy()
+        block.moved[:] = 0
+        u, v = (np.ascontiguousarray(one.T) for one in (block.u, block.v))
         rows = np.repeat(np.arange(len(block.starts) - 1), np.diff(block.starts))
         rest = block.targets.copy()
-        for u, v in zip(block.u, block.v, strict=True):
-            rest -= u[rows] * v[block.columns]
+        for start in range(0, len(rows), _AT_ONCE):
+            some = slice(start, start + _AT_ONCE)
+            rest[some] -= np.einsum("ij,ij->i", u[rows[some]], v[block.columns[some]])
         block.residuals = rest * block.weights
 
     def _report(self, block: Block) -> Report:

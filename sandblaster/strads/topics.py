@@ -53,6 +53,7 @@ from sandblaster.strads.topic_kernel import LANES, Counts, sampler
 
 
 _WINDOW: Final = 5  # passes of which the mean is compared: single ones are noisy
+_FEW: Final = 4  # times as many numbers: fewer changes are sent one by one, with their places
 _PRIOR_EVERY: Final = 10  # passes
 _KEPT_EVERY: Final = 4  # passes
 _PRIOR_MIN: Final = 1e-6  # products of smaller ones are lost in float32,
@@ -398,11 +399,13 @@ class Topics(Program[Block, Argument, Report, Learned]):
         others = np.log(np.maximum(block.lengths - 1, 0) + argument.alpha.sum())
         n_of = np.bincount(tokens[:, 1], minlength=len(others))
         score = np.log(weights).sum(dtype=np.float64) - n_of @ others
+        of_words: tuple[Rows, Values]
+        of_words = self._rows(bucket), (words[:, :n_topics] - before).ravel()
+        changed = np.flatnonzero(of_words[1])
+        if _FEW * len(changed) < before.size:
+            of_words = changed + self._rows(bucket).start, of_words[1][changed]
         return Pushed(
-            adds={
-                "words": (self._rows(bucket), (words[:, :n_topics] - before).ravel()),
-                "sums": (slice(0, n_topics), sums[:n_topics] - taken["sums"]),
-            },
+            adds={"words": of_words, "sums": (slice(0, n_topics), sums[:n_topics] - taken["sums"])},
             report=np.array([score, len(tokens)]),
         )
 

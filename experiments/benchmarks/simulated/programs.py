@@ -9,7 +9,7 @@ cluster rack-10g, one each; the time of a task is that of the entries it goes ov
                     Teboulle 2009) with the sum over all workers in each step
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final, cast
@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 from scipy import sparse
 from scipy.sparse.linalg import svds
+from scipy.special import gammaln
 from typing_extensions import override
 
 from distbelief.core.memory import Memory
@@ -31,7 +32,15 @@ from distbelief.protocol.role import Address, Compute, Cost, Role, Seconds
 from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.driver import Builder
 from distbelief.simulation.forecast.prepare import CostedRole
+from distbelief.simulation.machines import CostScale
 from experiments.benchmarks.batches.sparse_models import Problem
+from experiments.benchmarks.batches.topics_and_factors import (
+    ALPHA,
+    BETA,
+    N_TOPICS,
+    counted,
+    documents,
+)
 from sandblaster import MatrixFactorization
 from sandblaster.chunks import COORDINATOR, ChunkSizes
 from sandblaster.coordinator.coordinator import Coordinator
@@ -39,13 +48,18 @@ from sandblaster.coordinator.workers import CoordinatorConfig
 from sandblaster.optimizers.termination import Reason
 from sandblaster.strads.columns import Ids
 from sandblaster.strads.descent import Descend, Descended, Score
+from sandblaster.strads.documents import uniforms
 from sandblaster.strads.factorization import Factors
 from sandblaster.strads.method import AnyProgram, Scheduled
-from sandblaster.strads.program import Mark, Program, Pushed, Steps, Task, Types
+from sandblaster.strads.program import Mark, Program, Pushed, Steps, Task, Types, run
+from sandblaster.strads.topic_kernel import sampler
+from sandblaster.strads.topics import Block as TopicBlock, LatentDirichletAllocation, Sample, Topics
 from sandblaster.strads.worker import BlockWorker
 
 
 SECONDS_PER_ENTRY: Final = 2e-9  # to go over one, as measured: of a product and of a sum
+SECONDS_PER_DRAW: Final = 1.15e-9  # to weigh a topic for a token, as measured: 100 in 115 ns
+TOPICS_SCALE: Final = 400.0  # 200 million tokens of 2 million words: a table of 1.8 GB
 N_SHARDS: Final = 4
 TARGET: Final = 1e-3  # above the minimum, relative
 
@@ -129,6 +143,84 @@ class FISTA(Program[Part, Step, Values, None]):
         return Pushed(adds=adds, report=np.array([np.abs(z).sum()]))
 
 
+class CopiedTopics(Program[TopicBlock, Sample, Values, None]):
+    """Topics, data-parallel: each worker samples all words of its documents.
+
+    As many parallel samplers do (Newman et al. 2009, YahooLDA): it takes the whole table, draws on
+    its copy, and adds what it has changed; meanwhile it knows of no change of others.
+
+    Args:
+        topics: Whose documents, tokens, random numbers and priors these are.
+        n_takes: How often a pass takes the table.
+        n_passes: Without the first one, of any topics.
+    """
+
+    def __init__(self, topics: Topics, *, n_takes: int, n_passes: int) -> None:
+        self._topics, self._n_passes, self._n_takes = topics, n_passes, n_takes
+        self.n_blocks = topics.n_blocks
+        tables = {name: topics.tables[name] for name in ("words", "sums")}
+        self.tables: Mapping[str, Values] = tables
+        self.types = Types(argument=Sample, report=Values, state=object)
+        self.keeps_state = True
+        n_words, n_blocks = len(topics.row_of), topics.n_blocks
+        sizes = [len(range(bucket, n_words, n_blocks)) for bucket in range(n_blocks)]
+        self._starts = np.cumsum([0, *sizes])  # of buckets, among rows
+
+    @override
+    def load(self, block: int) -> TopicBlock:
+        one = self._topics.load(block)
+        one.tokens[:, 0] += np.repeat(self._starts[:-1], np.diff(one.buckets)).astype(np.int32)
+        order = np.argsort(one.tokens[:, 1], kind="stable")  # one document after the other
+        one.tokens, one.keys = one.tokens[order], one.keys[order]
+        one.buckets = np.linspace(0, len(order), self._n_takes + 1).astype(np.int64)
+        return one
+
+    @override
+    def schedule(self, state: object = None) -> Steps[Sample, Values, None]:
+        takes: dict[str, Rows] = {name: slice(0, len(self.tables[name])) for name in self.tables}
+        for number in range(self._n_passes + 1):
+            for part in range(self._n_takes):
+                argument = Sample(number, part, self._topics.alpha, 0)
+                blocks = range(self.n_blocks)
+                yield [Task(block=one, argument=argument, takes=takes) for one in blocks]
+            end = Reason.MAX_ITERATIONS if number == self._n_passes else None
+            if number:
+                yield Mark(objective=0.0, n_updates=0, state=None, end=end)
+
+    @override
+    def push(
+        self, block: TopicBlock, argument: Sample, taken: Mapping[str, Values]
+    ) -> Pushed[Values]:
+        some, n_topics = slice(*block.buckets[argument.bucket :][:2]), len(argument.alpha)
+        tokens, topics = block.tokens[some], block.topics[some]
+        draws = uniforms(block.keys[some], argument.number)
+        width = block.document_topics.shape[1]
+        before = taken["words"].reshape(-1, n_topics)
+        words, sums = np.zeros((len(before), width), np.int32), np.zeros(width, np.int64)
+        words[:, :n_topics], sums[:n_topics] = before, taken["sums"]
+        if argument.number:
+            beta = self._topics.beta
+            inverses, alpha = np.zeros((2, width), np.float32)
+            inverses[:n_topics] = 1 / (sums[:n_topics] + beta * len(words))
+            alpha[:n_topics] = argument.alpha
+            numbers = words, block.document_topics, sums, inverses, alpha
+            weights = np.ones(len(tokens), np.float32)
+            rest = np.float32(beta), beta * len(words)
+            sampler()(tokens, topics, draws, weights, *numbers, *rest)
+        else:
+            topics[:] = draws * n_topics
+            np.add.at(words, (tokens[:, 0], topics), 1)
+            np.add.at(block.document_topics, (tokens[:, 1], topics), 1)
+            sums += np.bincount(topics, minlength=width)
+        changes = (words[:, :n_topics] - before).ravel()
+        changed = np.flatnonzero(changes)
+        adds: dict[str, tuple[Rows, Values]] = {
+            "words": (changed, changes[changed]),
+            "sums": (slice(0, n_topics), sums[:n_topics] - taken["sums"]),
+        }
+        return Pushed(adds=adds, report=np.zeros(1))
+
+
 @dataclass(eq=False)
 class Run:
     """A program on simulated workers, and when each mark was reached."""
@@ -136,22 +228,32 @@ class Run:
     program: AnyProgram
     n_workers: int
     marks: list[tuple[Seconds, float]]
+    n_shards: int = N_SHARDS
+    scale: float = 1.0  # of bytes and seconds: those of a problem so many times as large
     spent: Seconds = 0.0  # of the task that was computed last
+    n_moved: float = 0.0  # bytes that all tasks have taken and added
+    n_taken_max: float = 0.0  # bytes that a task has taken
 
     def play(self, *, within: Seconds = 1e4) -> None:
         from experiments.benchmarks.simulation import rack  # noqa: PLC0415 -- it imports this folder
 
         tables = self.program.tables
         specs = [TensorSpec(name=name, shape=values.shape) for name, values in tables.items()]
-        layout = Layout.of(specs, n_shards=N_SHARDS, dtype="float64")
-        shards = [Address(f"shard-{k}") for k in range(N_SHARDS)]
+        layout = Layout.of(specs, n_shards=self.n_shards, dtype="float64")
+        shards = [Address(f"shard-{k}") for k in range(self.n_shards)]
         replicas = [Address(f"replica-{r}") for r in range(self.n_workers)]
         push, schedule = self.program.push, self.program.schedule
         program = cast("Any", self.program)
 
         def timed(block: object, argument: object, taken: Mapping[str, Values]) -> Pushed[object]:
             pushed = push(block, argument, taken)
-            self.spent = SECONDS_PER_ENTRY * n_gone_over(self.program, block, argument, pushed)
+            self.spent = self.scale * seconds_of(self.program, block, argument, pushed)
+            n_taken = self.scale * sum(values.nbytes for values in taken.values())
+            self.n_taken_max = max(self.n_taken_max, n_taken)
+            self.n_moved += n_taken
+            for rows, values in pushed.adds.values():
+                n_added = values.nbytes + (0 if isinstance(rows, slice) else rows.nbytes)
+                self.n_moved += self.scale * n_added
             return pushed
 
         def marked(state: object = None) -> Steps[object, object, object]:
@@ -186,7 +288,13 @@ class Run:
         builders: dict[Address, Builder] = {COORDINATOR: coordinator}
         builders |= {name: partial(shard, k) for k, name in enumerate(shards)}
         builders |= dict.fromkeys(replicas, worker)
-        options = replace(rack([*builders]), introduce=True, codec=False, trace="order")
+        options = replace(
+            rack([*builders]),
+            introduce=True,
+            codec=False,
+            trace="order",
+            scales=dict.fromkeys(shards, CostScale(n_bytes=self.scale, frame_bytes=self.scale)),
+        )
         cluster = SimulatedCluster(builders, seed=1, options=options)
         cluster.run_until(
             lambda: COORDINATOR in cluster.halted, within=within, max_events=1 << 60, every=50
@@ -203,6 +311,16 @@ class Run:
         """Return when the objective was first so low, after the first mark."""
         began = self.marks[0][0]
         return next((at - began for at, value in self.marks if value <= objective), None)
+
+
+def seconds_of(program: object, block: Any, argument: object, pushed: Pushed[object]) -> Seconds:  # noqa: ANN401 -- of any program
+    """Return the time of a task."""
+    if isinstance(program, Topics | CopiedTopics):
+        if isinstance(argument, Sample):
+            bounds = block.buckets[argument.bucket : argument.bucket + 2]
+            return SECONDS_PER_DRAW * float(np.diff(bounds)[0]) * len(argument.alpha)
+        return 0.0
+    return SECONDS_PER_ENTRY * n_gone_over(program, block, argument, pushed)
 
 
 def n_gone_over(program: object, block: Any, argument: object, pushed: Pushed[object]) -> float:  # noqa: ANN401 -- of any program
@@ -260,7 +378,7 @@ def simulated(*, small: bool) -> dict[str, float]:
         if f"simulated_{name}_seconds" in figures:
             other = figures[f"simulated_{name}_seconds"]
             figures[f"simulated_over_{name}"] = other / figures["simulated_scheduled_seconds"]
-    return figures | _factors(n_workers, small=small)
+    return figures | _factors(n_workers, small=small) | _topics(n_workers, small=small)
 
 
 def _factors(n_workers: int, *, small: bool) -> dict[str, float]:
@@ -277,3 +395,91 @@ def _factors(n_workers: int, *, small: bool) -> dict[str, float]:
         seconds.append(one.marks[-1][0] - one.marks[0][0])  # of two passes
     print(f"  factors: {seconds[0]:.3f} s with one worker, {seconds[1]:.3f} s with {n_workers}")
     return {"simulated_factors_gain": seconds[0] / seconds[1]}
+
+
+def _topics(n_workers: int, *, small: bool) -> dict[str, float]:
+    """Return seconds, passes and bytes to one log-likelihood, by rotation and by copies.
+
+    The text is that of `topics`. Bytes and draws are priced as those of a corpus with `scale`
+    times as many documents and words. A pass takes as long as any other; its topics are those
+    that `run` finds, to the bit.
+    """
+    n_topics, n_passes, scale = (10, 6, 1.0) if small else (N_TOPICS, 20, TOPICS_SCALE)
+    n_shards = N_SHARDS if small else n_workers  # one beside each worker, as in these systems
+    counts, _ = counted(documents()[: 400 if small else None])
+
+    def rotation(n: int) -> Topics:
+        return LatentDirichletAllocation(
+            n_topics, doc_topic_prior=ALPHA, topic_word_prior=BETA, max_iter=n, tol=-1,
+            n_blocks=n_workers,
+        ).program(counts)  # fmt: skip
+
+    def copies(n: int, n_takes: int) -> CopiedTopics:
+        return CopiedTopics(rotation(n), n_takes=n_takes, n_passes=n)
+
+    contestants: dict[str, Callable[[int], AnyProgram]] = {"rotation": rotation}
+    contestants |= {f"copies_{n}": partial(copies, n_takes=n) for n in (1, 4)}
+    found = {name: _likelihoods(make(n_passes)) for name, make in contestants.items()}
+    target = min(values[-1] for values in found.values())  # all reach it
+    n_tokens, n_words = counts.sum(), counts.shape[1]
+    print(f"  topics: {n_tokens} tokens, {n_words} words, {n_topics} topics, {scale:g} times that")
+    figures = {"simulated_topics_likelihood": target}
+    for name, make in contestants.items():
+        one = Run(make(2), n_workers, [], n_shards=n_shards, scale=scale)
+        one.play()
+        passes = next(k for k, value in enumerate(found[name], 1) if value >= target)
+        seconds = one.marks[1][0] - one.marks[0][0]
+        mine = {
+            "passes": float(passes),
+            "seconds_per_pass": seconds,
+            "seconds": passes * seconds,
+            "megabytes_per_pass": one.n_moved / 3 / n_workers / 1e6,  # one of any topics, and two
+            "megabytes_of_table": one.n_taken_max / 1e6,
+        }
+        figures |= {f"simulated_topics_{name}_{key}": value for key, value in mine.items()}
+        words = ", ".join(f"{key} {value:.4g}" for key, value in mine.items())
+        print(f"  topics by {name}: {words}; at last {found[name][-1]:.4f}", flush=True)
+    for name in list(contestants)[1:]:
+        seconds = figures[f"simulated_topics_{name}_seconds"]
+        over = seconds / figures["simulated_topics_rotation_seconds"]
+        figures[f"simulated_topics_over_{name}"] = over
+    return figures
+
+
+def _likelihoods(program: AnyProgram) -> list[float]:
+    """Return the log-likelihood per token of words, given the topics of all, after each pass.
+
+    Griffiths and Steyvers 2004, equation 2.
+    """
+    tables = {name: program.tables[name].copy() for name in ("words", "sums")}
+    push, schedule, found = program.push, program.schedule, list[float]()
+    watched = cast("Any", program)
+
+    def noted(block: object, argument: object, taken: Mapping[str, Values]) -> Pushed[object]:
+        pushed = push(block, argument, taken)
+        for name in tables.keys() & pushed.adds.keys():
+            rows, values = pushed.adds[name]
+            tables[name][rows] += values
+        return pushed
+
+    def marked(state: object = None) -> Steps[object, object, object]:
+        steps, reports = schedule(state), None
+        while True:
+            try:
+                step = steps.send(reports)  # type: ignore[arg-type] # None at first
+            except StopIteration:
+                return None
+            if isinstance(step, Mark) and step.end is None:
+                found.append(likelihood())
+            reports = yield step
+
+    def likelihood() -> float:
+        words, sums = tables["words"], tables["sums"]
+        whole = BETA * len(words) / len(sums)
+        total = (gammaln(words + BETA) - gammaln(BETA)).sum()
+        total -= (gammaln(sums + whole) - gammaln(whole)).sum()
+        return float(total / sums.sum())
+
+    watched.push, watched.schedule = noted, marked
+    run(program)
+    return found

@@ -1,5 +1,7 @@
 """Factors of a matrix: against dense solutions, its kernel against numpy, the estimator."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -73,24 +75,34 @@ def test_st5_the_objective_is_the_dense_one_and_never_rises(
     assert model.row_biases_.any() == model.column_biases_.any() == biases
 
 
+@pytest.mark.parametrize("n_together", [1, 2, 4])  # 1: rank-one factors in turn, as in ST-5
 @pytest.mark.parametrize("is_feedback", [False, True])
-def test_st5_one_pass_is_that_of_dense_coordinate_descent(*, is_feedback: bool) -> None:
+def test_st5_two_passes_are_those_of_dense_coordinate_descent(
+    *, is_feedback: bool, n_together: int
+) -> None:
     entries = clicks() if is_feedback else ratings(noise=0.1)[0]
-    model = factorization(implicit_strength=2.0 if is_feedback else None, max_iter=2, tol=-1)
-    program = model.program(entries)
-    model.fit(entries)
+    model = factorization(5, implicit_strength=2.0 if is_feedback else None, max_iter=2, tol=-1)
+    program = replace(model.program(entries), n_together=n_together)
     known = entries.toarray()
-    targets = (known > 0).astype(float) if is_feedback else known - model.mean_
+    targets = (known > 0).astype(float) if is_feedback else known - program.mean
     weights = 1 + 2 * known if is_feedback else (known != 0).astype(float)
-    v = program.tables["columns"][:, 0].reshape(3, -1).copy()
-    u = np.zeros((3, len(known)))
+    v = program.tables["columns"][:, 0].reshape(5, -1).copy()
+    u = np.zeros((5, len(known)))
     for _ in range(2):
-        for rank in range(3):
-            rest = targets - u.T @ v + np.outer(u[rank], v[rank])
-            u[rank] = (weights * rest) @ v[rank] / (weights @ v[rank] ** 2 + 0.1)
-            v[rank] = (weights * rest).T @ u[rank] / (weights.T @ u[rank] ** 2 + 0.1)
-    np.testing.assert_allclose(model.row_factors_, u.T, rtol=1e-9, atol=1e-12)
-    np.testing.assert_allclose(model.components_, v, rtol=1e-9, atol=1e-12)
+        for first in range(0, 5, n_together):
+            those = slice(first, first + n_together)
+            rest = targets - u.T @ v + u[those].T @ v[those]
+            for row, w in enumerate(weights):
+                gram = (w * v[those]) @ v[those].T
+                gram += 0.1 * np.eye(len(gram))
+                u[those, row] = np.linalg.solve(gram, v[those] @ (w * rest[row]))
+            for rank in range(*those.indices(5)):
+                rest = targets - u.T @ v + np.outer(u[rank], v[rank])
+                v[rank] = (weights * rest).T @ u[rank] / (weights.T @ u[rank] ** 2 + 0.1)
+    _, tables = run(program)
+    np.testing.assert_allclose(tables["rows"].reshape(u.shape), u, rtol=1e-9, atol=1e-12)
+    found = tables["columns"][:, 0].reshape(v.shape)
+    np.testing.assert_allclose(found, v, rtol=1e-9, atol=1e-12)
 
 
 def dense_als(entries: Dense, rank: int, regularization: float) -> Dense:
@@ -131,19 +143,26 @@ def test_st5_same_bits_for_1_2_4_8_workers_and_again(*, is_feedback: bool) -> No
             np.testing.assert_array_equal(values, other[name])
 
 
-@pytest.mark.parametrize("divisor", [0.1, np.inf])
-def test_kernel_and_numpy_compute_the_same_bits(divisor: float) -> None:
+@pytest.mark.parametrize("size", [0.1, np.inf])
+def test_kernel_and_numpy_compute_the_same_bits(size: float) -> None:
     entries, _ = ratings()
     n_rows, n_columns = entries.shape
     results = []
     for step in (factor_kernel.step, factor_kernel.step_in_numpy, factor_kernel.stepper()):
         rng = np.random.default_rng(1)
         residuals, weights = entries.data.copy(), rng.random(entries.nnz)
-        before, u, rest = rng.standard_normal((3, n_rows))
-        moved, v = rng.standard_normal((2, n_columns))
+        before, u, rest = rng.standard_normal((3, n_rows, 4))
+        moved, v = rng.standard_normal((2, n_columns, 4))
+        # Of a symmetric matrix with a large diagonal; or of a rank alone whose u stays.
+        gram = rng.random(10) + 3 * np.array([i == j for i, j in factor_kernel.PAIRS])
+        if size == np.inf:
+            v[:, 1:] = rest[:, 1:] = gram[1:4] = 0
+            gram[0] = size
         starts, columns = entries.indptr.astype(np.int64), entries.indices.astype(np.int32)
         arrays = starts, columns, residuals, weights, before, moved, u, v, rest
-        results.append((residuals, u, step(*arrays, divisor)))
+        old = u.copy()
+        results.append((residuals, u, step(*arrays, gram)))
+        assert np.array_equal(old, u) == (size == np.inf)
     for other in results[1:]:
         for mine, its in zip(results[0], other, strict=True):
             np.testing.assert_array_equal(mine, its)
