@@ -234,6 +234,7 @@ def test_programs_are_measured_also_without_the_libraries_beside_them(
     figures = figures_in(told, "programs")
     assert {"lasso_small_10_seconds", "robin_over_priority_small", "feedback_4"} <= figures.keys()
     assert {"rmse_over_dense", "simulated_over_data_parallel"} <= figures.keys()
+    assert "simulated_topics_over_copies_1" in figures
     assert "celer is not installed: pip install celer" in told
     assert "implicit is not installed: pip install implicit" in told
 

@@ -205,6 +205,25 @@ def test_st4_tables_count_every_token_after_each_round_and_match_its_blocks() ->
     np.testing.assert_array_equal(of_documents[:, :4].sum(axis=0), tables["sums"])
 
 
+def test_st4_tasks_that_change_few_counts_add_only_those() -> None:
+    program = topics(corpus(), 4, n_blocks=3)
+    block, sums = program.load(0), np.zeros(4)
+    n_tokens = len(block.tokens)
+    bounds = block.buckets[:2].copy()
+    for n in (n_tokens, 3):  # of bucket 0: all, and three
+        block.buckets[:2] = bounds[0], min(bounds[1], bounds[0] + n)
+        taken = {"words": np.zeros(4 * 14), "sums": sums}
+        pushed = program.push(block, Sample(0, 0, program.alpha, program.checksum), taken)
+        rows, values = pushed.adds["words"]
+        assert isinstance(rows, slice) == (n == n_tokens)
+        table = np.zeros(4 * 40)
+        table[rows] = values
+        own = block.tokens[: block.buckets[1]], block.topics[: block.buckets[1]]
+        expected = np.zeros((40, 4))
+        np.add.at(expected, (own[0][:, 0], own[1]), 1)
+        np.testing.assert_array_equal(table, expected.ravel())
+
+
 def test_st4_same_bits_for_1_2_4_8_workers_and_again() -> None:
     counts = corpus()
     tables = [
