@@ -20,6 +20,7 @@ from distbelief.cli import options as o
 from distbelief.cli.dashboard import dashboard
 from distbelief.cli.demo import demo
 from distbelief.cli.export import export
+from distbelief.cli.forecast import forecast
 from distbelief.cli.init import init
 from distbelief.cli.join import join
 from distbelief.cli.keys import keys
@@ -209,6 +210,7 @@ def train(  # noqa: PLR0913 -- options
 app.command()(demo)
 app.command()(init)
 app.command()(status)
+app.command()(forecast)
 app.command()(dashboard)
 app.command()(export)
 

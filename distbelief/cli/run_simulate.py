@@ -31,7 +31,7 @@ def simulate(request: SimulationRequest, *, as_json: bool) -> bool:
     if as_json:
         console.out(msgspec.json.encode(forecast.plain()).decode(), highlight=False)
     else:
-        _print(forecast, console, n_seeds=len(request.seeds))
+        _print(forecast, console, n_seeds=len(request.seeds), by=request.by)
     if forecast.timeline is not None and request.trace is not None:
         # Last: its error must not cost the results.
         reports.write_trace(request.trace, forecast.timeline)
@@ -49,18 +49,20 @@ def _console() -> Console:
     return console if console.is_terminal else Console(highlight=False, width=WIDTH)
 
 
-def _print(forecast: Forecast, console: Console, *, n_seeds: int) -> None:
+def _print(forecast: Forecast, console: Console, *, n_seeds: int, by: str) -> None:
     run = [variant for variant in forecast.variants if variant.outcomes]
     seeds = "" if n_seeds == 1 else f", {n_seeds} seeds: median (p10 to p90)"
     title = f"{forecast.job.name} on {forecast.cluster}{seeds}"
     console.print(Text(title, "bold"))
-    console.print(reports.table_of(run, best=forecast.best, width=console.width))
+    console.print(
+        reports.table_of(run, best=forecast.best, front=forecast.front, width=console.width)
+    )
     unbroken = not console.is_terminal  # in a pipe a sentence is one line
     if len(run) == 1:
         console.print(reports.details_of(run[0]), soft_wrap=unbroken)
     if forecast.best is not None:
-        chosen = " ".join(f"--set {key}={value}" for key, value in forecast.best.settings.items())
-        console.print(f"suggested: {chosen}", soft_wrap=True, markup=False)
+        for line in reports.suggestion(forecast.best, run, front=forecast.front, by=by):
+            console.print(line, soft_wrap=True, markup=False)
     for line in reports.remarks_on(forecast.variants):
         console.print(line, soft_wrap=unbroken, markup=False)
     console.print()

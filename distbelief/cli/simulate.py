@@ -22,8 +22,12 @@ def simulate(  # noqa: PLR0913 -- options
         None, "N", "Number of machines of the cluster that may be used.", least=1, shown="all"
     ),
     seed: int = o.SEED,
-    seeds: int = o.option(
-        1, "K", "Run each configuration with K seeds; show median, p10 and p90.", least=1
+    seeds: int | None = o.option(
+        None,
+        "K",
+        "Run each configuration with K seeds; show median, p10 and p90.",
+        least=1,
+        shown="1; 3 of those that --suggest ends with",
     ),
     sweep: list[str] | None = o.option(
         None,
@@ -34,7 +38,14 @@ def simulate(  # noqa: PLR0913 -- options
     suggest: bool = o.flag(
         "--suggest",
         "Search for the configuration, within --machines, that reaches the target in "
-        "\\[stop] first. Without a target: that computes the most samples per second.",
+        "\\[stop] first. Without a target: that computes the most samples per second. "
+        "With --sweep only among these values.",
+    ),
+    by: str = o.option(
+        "time",
+        "time|loss|price",
+        "What the suggested one has least of: time; loss at the end of \\[stop] seconds; price "
+        "of the machines, to the target or of a sample.",
     ),
     trace: Path | None = o.option(
         None, "FILE.json", "Write the first run as a Chrome trace: what each role does, and when."
@@ -64,7 +75,7 @@ def simulate(  # noqa: PLR0913 -- options
     Exit code: 0 done, 1 the job failed, 2 wrong usage, 130 stopped by Ctrl+C.
     """
     from distbelief.cli import run_simulate  # noqa: PLC0415 -- torch
-    from distbelief.simulation.forecast.simulate import SimulationRequest  # noqa: PLC0415 -- start quickly
+    from distbelief.simulation.forecast.simulate import SimulationRequest, seeds_of  # noqa: PLC0415 -- start quickly
     from distbelief.simulation.forecast.sweep import axes_of  # noqa: PLC0415 -- start quickly
 
     request = SimulationRequest(
@@ -74,7 +85,8 @@ def simulate(  # noqa: PLR0913 -- options
         cluster=cluster,
         machines=machines,
         suggests=suggest,
-        seeds=tuple(range(seed, seed + seeds)),
+        by=by,
+        seeds=seeds_of(seed, seeds, suggests=suggest),
         trace=trace,
         measures=not counted,
     )

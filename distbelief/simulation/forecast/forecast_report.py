@@ -6,6 +6,7 @@ for each of its executors.
 
 import math
 import os
+import shlex
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +22,7 @@ from rich.text import Text
 from distbelief.core import files, formatting
 from distbelief.core.errors import JobError, StorageError
 from distbelief.protocol.role import Address, Executor, Seconds
+from distbelief.simulation.forecast.chooser import AS_GIVEN, undecided
 from distbelief.simulation.forecast.run import Span, Timeline
 from distbelief.simulation.forecast.sweep import Limit, Spread, Variant, has_target
 
@@ -83,13 +85,20 @@ _GAP: Final = 2
 
 
 def table_of(
-    variants: Sequence[Variant], *, best: Variant | None = None, width: int = 200
+    variants: Sequence[Variant],
+    *,
+    best: Variant | None = None,
+    front: Sequence[Variant] = (),
+    width: int = 200,
 ) -> Table:
     """Return a table with one row per variant, the best one marked, or one column for a single one.
 
     It has the columns that fit in `width` characters, and names the others.
     """
     columns = _columns(variants)
+    if front:
+        marks = ("yes" if any(one is each for each in front) else "" for one in variants)
+        columns["front"] = ["front", *marks]
     headings = {name: column[0] for name, column in columns.items()}
     if len(variants) == 1:
         table = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0), show_header=False)
@@ -201,6 +210,25 @@ def details_of(variant: Variant) -> RenderableType:
         )
     )
     return Group(*lines)
+
+
+def suggestion(
+    best: Variant, ran: Sequence[Variant], *, front: Sequence[Variant], by: str
+) -> list[str]:
+    """Return the options of the best variant, what is as good by these seeds, and the front."""
+    chosen = " ".join(
+        f"--set {shlex.quote(f'{key}={value}')}"
+        for key, value in best.settings.items()
+        if value != AS_GIVEN
+    )
+    lines = [f"suggested, by {by}: {chosen}"]
+    others = undecided(best, ran, by=by)
+    if others and len(best.outcomes) > 1:
+        names = "; ".join(_settings_of(one).removesuffix(", ") for one in others)
+        lines.append(f"{len(best.outcomes)} seeds do not tell it from: {names}")
+    if len(front) > 1:
+        lines.append("front: no other row is both faster and cheaper")
+    return lines
 
 
 def remarks_on(variants: Sequence[Variant]) -> list[str]:

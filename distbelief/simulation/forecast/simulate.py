@@ -20,6 +20,16 @@ from distbelief.core import notebook
 from distbelief.core.arguments import checked
 from distbelief.core.errors import JobError
 from distbelief.job.display.progress import WaitProgress
+from distbelief.simulation.forecast.chooser import (
+    AS_GIVEN,
+    BY,
+    N_LAST,
+    N_RUN_MAX,
+    N_TRIED_MAX,
+    Search,
+    best_of,
+    front_of,
+)
 from distbelief.simulation.forecast.forecast_report import check_place, remarks_on, table_of
 from distbelief.simulation.forecast.limits import Stage, limit_of
 from distbelief.simulation.forecast.placed_cluster import HostCosts
@@ -30,13 +40,14 @@ from distbelief.simulation.forecast.sweep import (
     Outcome,
     Variant,
     axes_of,
-    best_of,
     combinations,
-    usual_axes,
+    has_target,
 )
 
 
 N_SEEDS_MAX: Final = 1000
+N_SEEDS_SUGGESTED: Final = 3  # of a suggestion, unless told otherwise
+N_ALL_RUN: Final = 16  # combinations of given axes that a suggestion runs without a search
 
 
 @final
@@ -47,6 +58,7 @@ class SimulationRequest(msgspec.Struct, frozen=True, kw_only=True):
     cluster: str | None = None  # name or path; None: this host
     machines: int | None = None  # number of machines of the cluster; None: all
     suggests: bool = False  # search for the best configuration
+    by: str = "time"  # what the best one has least of
     seeds: tuple[int, ...] = (0,)  # one run of each variant per seed
     trace: Path | None = None  # file for the timeline of the first run
     # True: cost of work as measured on this host. False: cost as computed by the roles.
@@ -75,11 +87,12 @@ class Forecast(msgspec.Struct, frozen=True, kw_only=True):
     constants: tuple[tuple[str, str], ...]  # name and value, of the model
     variants: tuple[Variant, ...]  # in order
     best: Variant | None = None  # the suggested one, if a suggestion was asked for
+    front: tuple[Variant, ...] = ()  # of a suggestion: than which none is faster and cheaper
     timeline: Timeline | None = None  # of the first run, if a trace was asked for
 
     def _repr_html_(self) -> str:
         run = [variant for variant in self.variants if variant.outcomes]
-        table = table_of(run, best=self.best, width=notebook.WIDTH) if run else ""
+        table = table_of(run, best=self.best, front=self.front, width=notebook.WIDTH) if run else ""
         title = Text(f"{self.job.name} on {self.cluster}", "bold")
         remarks = map(Text, remarks_on(self.variants))
         return notebook.html(lambda console: console.print(title, table, *remarks, sep="\n"))
@@ -102,20 +115,22 @@ class Forecast(msgspec.Struct, frozen=True, kw_only=True):
             "constants": [{"name": name, "value": value} for name, value in self.constants],
             "variants": [{name: getattr(v, name) for name in names} for v in self.variants],
             "suggested": None if self.best is None else self.best.settings,
+            "front": [variant.settings for variant in self.front],
         }
 
 
 @checked("simulate", {"replicas": "it is sweep={'cluster.replicas': [2, 4]}"})
-def simulate(
+def simulate(  # noqa: PLR0913 -- options
     job: Job | str | os.PathLike[str],
     *,
     cluster: str | None = None,
     seed: int = 0,
-    seeds: int = 1,
+    seeds: int | None = None,
     overrides: Sequence[str] = (),
     sweep: Mapping[str, Sequence[object]] | None = None,
     machines: int | None = None,
     suggest: bool = False,
+    by: str = "time",
 ) -> Forecast:
     """Forecast how a job would run on a cluster.
 
@@ -123,11 +138,14 @@ def simulate(
         job: A job, or the path of a job file.
         cluster: Name of a built-in cluster, or path of a cluster file; default: this host.
         seed: Seed of the first run.
-        seeds: Number of runs of each variant, to see the variation.
+        seeds: Number of runs of each variant, to see the variation; default: 1, and 3 of those
+            that a suggestion ends with.
         overrides: "TABLE.KEY=VALUE", as for `train`.
         sweep: Values by key ("cluster.replicas"): all combinations are run.
         machines: Number of machines of the cluster that may be used.
         suggest: Search for the best configuration within `machines`.
+        by: What the best one has least of: "time" to the target of [stop], without one of a
+            sample; "loss" at the end of [stop] seconds; "price" to the target, or of a sample.
 
     Raises:
         JobError: the job cannot be run, or does not fit the cluster.
@@ -140,7 +158,8 @@ def simulate(
         cluster=cluster,
         machines=machines,
         suggests=suggest,
-        seeds=tuple(range(seed, seed + seeds)),
+        by=by,
+        seeds=seeds_of(seed, seeds, suggests=suggest),
     )
     return run_request(request, console=Console(quiet=True))
 
@@ -151,41 +170,79 @@ def run_request(request: SimulationRequest, *, console: Console) -> Forecast:
     JobError if the job, cluster or sweep is not valid; StorageError if the disk has no space for a
     timeline.
     """
-    axes = request.axes
-    if request.suggests and not axes:
-        assert request.machines is not None
-        axes = tuple(usual_axes(request.machines))
-    chosen = list(combinations(axes))
-    jobs = [_job(request, settings) for settings in chosen]
+    given = list(combinations(request.axes))
+    searches = request.suggests and (not request.axes or len(given) > N_ALL_RUN)
+    jobs = [_job(request, settings) for settings in ([{}] if searches else given)]
+    _check_by(request, jobs[0])
     hosts = HostCosts(request.cluster, machines=request.machines, measures=request.measures)
     if request.trace is not None:
         check_place(request.trace)
-    n_runs = len(chosen) * (len(request.seeds) + bool(axes))  # one more tells its limit
+    n_each = len(request.seeds) + bool(request.axes or searches)  # one more tells its limit
+    n_runs = N_TRIED_MAX + N_RUN_MAX + N_LAST * n_each if searches else len(given) * n_each
+    left_out: list[Variant] = []
     with Preparation() as preparation, WaitProgress(console, n_runs=n_runs) as progress:
-        placed = [hosts.hosting(job, tell=progress.say) for job in jobs]
-        trials = [
-            Trial(settings=settings, job=host.formed(preparation.stage(job)), host=host)
-            for job, settings, host in zip(jobs, chosen, placed, strict=True)
-        ]
+
+        def prepare(settings: Mapping[str, str], job: Job | None = None) -> Trial:
+            job = _job(request, settings) if job is None else job
+            host = hosts.hosting(job, tell=progress.say)
+            return Trial(settings=settings, job=host.formed(preparation.stage(job)), host=host)
+
+        if searches:
+            assert request.machines is not None
+            search = Search(
+                job=jobs[0],
+                axes=request.axes,
+                n_machines=request.machines,
+                prepare=prepare,
+                stage=preparation.stage,
+                progress=progress,
+                seed=request.seeds[0],
+                by=request.by,
+            )
+            trials = search.best()
+            left_out = search.left_out
+        else:
+            trials = [prepare(*one) for one in zip(given, jobs, strict=True)]
         # Check that all variants fit before the first of the long runs.
         planned = [(trial, _planned(request, trial)) for trial in trials]
         ran = [
             _run_trial(request, trial, variant, progress, stage=preparation.stage)
             for trial, variant in planned
         ]
-    variants = tuple(variant for variant, _ in ran)
-    best = None
+    variants = (*(variant for variant, _ in ran), *left_out)
+    best, front = None, tuple[Variant, ...]()
     if request.suggests:
         assert request.machines is not None
-        best = best_of(variants, n_machines=request.machines)
+        best = best_of(variants, n_machines=request.machines, by=request.by)
+        front = front_of(variants)
     return Forecast(
         job=jobs[0],
         cluster=hosts.cluster.name,
         constants=hosts.constants,
         variants=variants,
         best=best,
+        front=front,
         timeline=next((timeline for _, timeline in ran if timeline is not None), None),
     )
+
+
+def seeds_of(first: int, n: int | None, *, suggests: bool) -> tuple[int, ...]:
+    """Return the seeds of all runs; of a suggestion more than one, to know what it is worth."""
+    if n is None:
+        n = N_SEEDS_SUGGESTED if suggests else 1
+    return tuple(range(first, first + n))
+
+
+def _check_by(request: SimulationRequest, job: Job) -> None:
+    if request.by not in BY:
+        raise JobError(f"--by {request.by}: use {', '.join(BY)}")
+    if request.by != "time" and not request.suggests:
+        raise JobError(f"--by {request.by} is what a suggestion goes by: add --suggest")
+    if request.by == "loss" and (job.stop.seconds is None or has_target(job)):
+        raise JobError(
+            "--by loss compares losses after the same time: give [stop] seconds, and no accuracy "
+            "or loss"
+        )
 
 
 def _job(request: SimulationRequest, settings: Mapping[str, str]) -> Job:
@@ -193,7 +250,7 @@ def _job(request: SimulationRequest, settings: Mapping[str, str]) -> Job:
         if settings or request.overrides:
             raise JobError("a Job object cannot be varied: give the path of a job file")
         return request.job
-    swept = [f"{key}={value}" for key, value in settings.items()]
+    swept = [f"{key}={value}" for key, value in settings.items() if value != AS_GIVEN]
     return load_job(request.job, overrides=request.overrides, swept=swept)
 
 

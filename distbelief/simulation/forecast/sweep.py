@@ -1,4 +1,4 @@
-"""Sweeps: the variants of a job, the outcomes of their runs, and the best one to suggest.
+"""Sweeps: the variants of a job, and the outcomes of their runs.
 
 step time       of one replica: training time divided by its share of the steps
 time to target  training time until the target of [stop] was met; the whole training time if
@@ -8,15 +8,10 @@ machine-hours   machines times hours, from the first process to the last
 price           of each machine's hours, while it is there
 
     --sweep cluster.replicas=1,2,4 --sweep algorithm.n_push=1,5     six variants
-
-Variants are compared by the time to the target of [stop], or by samples per second if there
-is no target. A suggestion stays within a number of machines.
 """
 
 import itertools
-import math
 from collections.abc import Iterator, Mapping, Sequence
-from statistics import median
 from typing import Final, final
 
 import msgspec
@@ -233,49 +228,3 @@ def combinations(axes: Sequence[Axis]) -> Iterator[dict[str, str]]:
     keys = [axis.key for axis in axes]
     for values in itertools.product(*(axis.values for axis in axes)):
         yield dict(zip(keys, values, strict=True))
-
-
-def usual_axes(n_machines: int) -> list[Axis]:
-    """Return the axes that a suggestion searches: powers of two that may fit."""
-    most = max(n_machines, 2)  # no job fits one machine; `best_of` reports that
-    doublings = [2**k for k in range((most - 1).bit_length())]
-    replicas = sorted({*doublings, max(n_machines - 2, 1)})
-    shards = [n for n in doublings if n <= max(n_machines // 4, 1)]
-    return [
-        Axis(key="cluster.replicas", values=tuple(map(str, replicas))),
-        Axis(key="cluster.shards", values=tuple(map(str, shards))),
-    ]
-
-
-def best_of(variants: Sequence[Variant], *, n_machines: int) -> Variant:
-    few = [v for v in variants if v.n_machines <= n_machines]
-    if not few:
-        raise JobError(
-            f"--machines {n_machines}: no configuration uses so few; use at least "
-            f"{min(v.n_machines for v in variants)}"
-        )
-    ran = [v for v in few if v.outcomes]
-    if not ran:
-        raise JobError(
-            f"--machines {n_machines}: none of {len(few)} configurations fits; {few[0].left_out}"
-        )
-    fitting = [v for v in ran if v.failure is None]
-    if not fitting:
-        raise JobError(f"none of {len(ran)} configurations completes: {ran[0].failure}")
-    best = min(fitting, key=_cost)
-    if _cost(best) == math.inf:
-        raise JobError(
-            f"none of {len(fitting)} configurations reaches the target of [stop]: "
-            "lower it, or give [stop] more samples or seconds"
-        )
-    return best
-
-
-def _cost(variant: Variant) -> float:
-    # By which variants are compared, the lower the better: the median time to the target, where
-    # a run that misses it counts as infinite; without a target, minus the speed.
-    if has_target(variant.job):
-        times = (run.target_seconds for run in variant.outcomes)
-        return median(math.inf if seconds is None else seconds for seconds in times)
-    found = variant.spreads.get("samples_per_second")
-    return math.inf if found is None else -found.p50

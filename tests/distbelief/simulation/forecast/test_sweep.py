@@ -12,9 +12,7 @@ from distbelief.simulation.forecast.sweep import (
     Spread,
     Variant,
     axes_of,
-    best_of,
     combinations,
-    usual_axes,
 )
 from tests.distbelief.simulation.forecast.jobs import small
 
@@ -97,38 +95,6 @@ def test_too_many_combinations_are_refused_with_their_number() -> None:
         axes_of([f"replicas={values}", f"shards={values}"])
 
 
-def test_a_suggestion_is_looked_for_among_doublings_that_may_fit() -> None:
-    replicas, shards = usual_axes(16)
-    assert replicas.values == ("1", "2", "4", "8", "14")
-    assert shards.values == ("1", "2", "4")
-
-
-def test_the_suggestion_has_the_most_samples_per_second() -> None:
-    slow, fast = a_variant("1", an_outcome(rate=10.0)), a_variant("2", an_outcome())
-    large = a_variant("9", an_outcome(rate=1e6), n_machines=11)
-    assert best_of([slow, fast, large], n_machines=10) is fast
-
-
-def test_with_a_target_the_suggestion_gets_there_first() -> None:
-    def reached(*seconds: float | None) -> list[Outcome]:
-        return [an_outcome(target_seconds=each) for each in seconds]
-
-    early = a_variant("1", *reached(5.0, 6.0, None), target=True)
-    late = a_variant("2", *reached(7.0, 7.0, 7.0), target=True)
-    rarely = a_variant("4", *reached(1.0, None, None), target=True)
-    assert best_of([late, rarely, early], n_machines=3) is early
-    with pytest.raises(JobError, match=r"none of 1 configurations reaches the target"):
-        best_of([rarely], n_machines=3)
-
-
-def test_of_two_runs_the_suggestion_takes_the_median_that_the_table_shows() -> None:
-    """It took the slower one: the row in green had the larger time to the target."""
-    fast = [an_outcome(target_seconds=each) for each in (5.0, 9.0)]
-    slow = [an_outcome(target_seconds=each) for each in (7.0, 8.0)]
-    variants = [a_variant("1", *slow, target=True), a_variant("2", *fast, target=True)]
-    assert best_of(variants, n_machines=3) is variants[1]
-
-
 def test_how_many_runs_reach_the_target_is_reported_unless_all_do() -> None:
     """Of three runs two came nowhere, and the table had the time of the third alone."""
     console = Console(width=200)
@@ -140,21 +106,6 @@ def test_how_many_runs_reach_the_target_is_reported_unless_all_do() -> None:
     assert "5.0 s, 1 of 3 runs" in text
     assert "5.0 s, 2 of 3 runs" in text
     assert text.count(" runs") == 2
-
-
-def test_a_configuration_that_fails_is_not_suggested_however_fast_it_was() -> None:
-    """Of a job that dies early the first samples per second may be the most."""
-    fails = a_variant("8", an_outcome(rate=1e6), an_outcome(error="no shard left"))
-    holds = a_variant("1", an_outcome(rate=10.0))
-    assert best_of([fails, holds], n_machines=3) is holds
-    with pytest.raises(JobError, match=r"none of 1 .* completes: no shard left"):
-        best_of([fails], n_machines=3)
-
-
-def test_a_suggestion_that_nothing_holds_says_why() -> None:
-    lacking = Variant(settings={}, job=small(), n_machines=3, left_out="machine-0 cannot hold it")
-    with pytest.raises(JobError, match=r"none of 1 .* fits; machine-0 cannot hold it"):
-        best_of([lacking], n_machines=3)
 
 
 def test_what_failed_or_was_left_out_is_reported_with_its_reason() -> None:

@@ -1,0 +1,86 @@
+"""The command `distbelief forecast`: when a job will reach its target."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from distbelief.cli.options import AS_JSON, argument, reported
+from distbelief.core import formatting
+from distbelief.core.errors import JobError
+
+
+if TYPE_CHECKING:
+    from distbelief.dashboard.outlook import Interval, Outlook
+
+
+@reported
+def forecast(
+    run_directory: Path = argument("RUN_DIR", "A run directory."), *, as_json: bool = AS_JSON
+) -> None:
+    """Forecast when a job will reach its target, and what two more machines would change.
+
+    [dim]$[/dim] distbelief forecast runs/speech
+
+    A curve is fitted to the held-out loss so far; intervals are of 90 %. It says
+    that it cannot tell where there are few points, no fall, or no bend yet. What
+    more replicas would bring follows from the time that those of the run spend
+    with the shards.
+    """
+    import msgspec  # noqa: PLC0415 -- start quickly
+
+    from distbelief.config.load import load_job  # noqa: PLC0415 -- start quickly
+    from distbelief.dashboard.outlook import outlook  # noqa: PLC0415 -- start quickly
+    from distbelief.dashboard.reader import watched  # noqa: PLC0415 -- start quickly
+    from distbelief.job.run.directory import RunDirectory  # noqa: PLC0415 -- torch
+    from distbelief.job.run.metrics_file import read_metrics  # noqa: PLC0415 -- torch
+
+    run = RunDirectory.open(run_directory, write=False)
+    status = run.read_status()
+    if status is None:
+        raise JobError(f"{run.path}: it has written no status yet: wait until it trains")
+    found = outlook(load_job(run.job_file), status.view, read_metrics(run.metrics_file))
+    if as_json:
+        typer.echo(msgspec.json.encode(found).decode())
+        return
+    for line in _lines(found):
+        typer.echo(line)
+    why = watched(run).why
+    if why is not None:
+        typer.echo(formatting.plain(why.text))
+
+
+def _lines(found: "Outlook") -> list[str]:
+    speed = f"{found.samples:,} samples, {formatting.rate(found.rate)}/s"
+    lines = [f"{speed}; {found.n_points} measurements of the held-out loss"]
+    if found.not_told:
+        lines.append(found.not_told)
+    if found.loss_at_end is not None:
+        lines.append(f"held-out loss at the end: {_between(found.loss_at_end, formatting.figure)}")
+    if not found.target:
+        lines.append("[stop] has no accuracy and no loss: there is no target to reach")
+    elif found.seconds is not None:
+        text = f"{found.target}: in {_between(found.seconds, _duration)}"
+        if found.reached is not None and found.reached < 1.0:
+            text += f"; {formatting.percent(1.0 - found.reached)} of the curves never reach it"
+        lines.append(text)
+    if found.two_more is not None:
+        low, high = (100 * (gain - 1.0) for gain in found.two_more)
+        lines.append(
+            f"two more replicas, each on a machine like theirs: {low:+.0f} to {high:+.0f} % "
+            f"samples/s. The {found.n_replicas} there are spend "
+            f"{formatting.percent(found.exchange or 0.0)} of their time with the shards; the "
+            "lower holds if that is because these are busy"
+        )
+    return lines
+
+
+def _between(interval: "Interval", show: Callable[[float], str]) -> str:
+    low, middle, high = map(show, interval)
+    return f"{middle} ({low} to {high})"
+
+
+def _duration(seconds: float) -> str:
+    return "never" if math.isinf(seconds) else formatting.duration(seconds)

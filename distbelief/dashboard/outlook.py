@@ -1,0 +1,252 @@
+"""When a run will reach its target, and what more machines would change: `distbelief forecast`.
+
+    loss(x) = c + a (1 + x / s)^-b        x: samples so far
+
+Fitted by relative errors, to the whole curve and to its later parts. An
+interval has three sources: residuals drawn again (the bootstrap of Efron 1979); where the fit
+begins; and how wrong the same fits of the first part of the run were about the rest of it. It says
+that it cannot tell where there are few points, no fall, or no bend yet.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Final, final
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from distbelief.config.job import Job
+from distbelief.core.errors import DistBeliefError
+from distbelief.core.formatting import is_share
+from distbelief.dashboard.bottleneck import seconds_spent
+from distbelief.job.run.metrics_file import Measurement
+from distbelief.supervisor.view import JobView
+
+
+Point = tuple[float, float]  # samples so far, and what was measured
+Interval = tuple[float, float, float]  # quantiles 5 %, 50 % and 95 %
+_Array = NDArray[np.float64]
+
+N_POINTS_MIN: Final = 8
+N_BACK_MIN: Final = 5  # of an earlier forecast
+N_DRAWN: Final = 300  # curves
+N_PARAMETERS: Final = 4  # of a curve
+BEGINS: Final = (0.0, 0.2, 0.4)  # of the points: what is left out at the start
+BACK_TO: Final = (0.5, 0.65, 0.8)  # of the points: what earlier forecasts knew
+AHEAD_MAX: Final = 10.0  # times the samples so far
+LINE: Final = 1.2  # times the curve's squared error: a line is as good
+RISES: Final = 2.0  # standard errors of the slope of the last half
+_QUANTILES: Final = (0.05, 0.5, 0.95)
+
+
+class CannotTellError(DistBeliefError):
+    """What was measured does not say how the curve goes on."""
+
+
+@final
+class Outlook(msgspec.Struct, frozen=True, kw_only=True):
+    """What a run's curve and rates say of its future; intervals of 90 %."""
+
+    n_points: int
+    samples: int  # so far
+    rate: float  # samples a second
+    loss_at_end: Interval | None = None  # held out, at the samples of [stop]
+    target: str = ""  # "loss 0.3", of [stop]
+    seconds: Interval | None = None  # until it is reached; infinite if it may never be
+    reached: float | None = None  # share of the curves that reach it
+    n_replicas: int
+    exchange: float | None = None  # share of the replicas' time, with the shards
+    # Samples a second with two more replicas, over those now: if all of the exchange is waiting for
+    # busy shards, and if none is.
+    two_more: tuple[float, float] | None = None
+    not_told: str = ""  # why there is no forecast
+
+
+def curve_of(measurements: Sequence[Measurement], *, shares: bool = False) -> list[Point]:
+    """Return each held-out loss where it first appeared; `shares`: what an accuracy lacks to 1."""
+    points: list[Point] = []
+    for one in measurements:
+        value = one.held_out_loss
+        if shares:
+            value = None if one.metric is None else 1.0 - one.metric
+        if value is not None and one.samples and (not points or value != points[-1][1]):
+            points.append((float(one.samples), value))
+    return points
+
+
+def loss_at(samples: float, points: Sequence[Point]) -> Interval:
+    """Return the loss at so many samples, with an interval of 90 %; or raise CannotTellError."""
+    drawn = _drawn(points, np.array([samples]))
+    low, middle, high = np.quantile(drawn[:, 0], _QUANTILES)
+    return float(low), float(middle), float(high)
+
+
+def samples_until(value: float, points: Sequence[Point]) -> tuple[Interval, float]:
+    """Return the samples at which a curve falls to a value, and how many of the curves do.
+
+    Infinite beyond ten times the samples so far. CannotTellError if the curve does not say it.
+    """
+    ahead = np.geomspace(1.0, AHEAD_MAX, 200) * (points[-1][0] if points else 1.0)
+    falls = _drawn(points, ahead) <= value
+    first = np.where(falls.any(axis=1), ahead[falls.argmax(axis=1)], math.inf)
+    low, middle, high = np.quantile(first, _QUANTILES, method="nearest")
+    return (float(low), float(middle), float(high)), float(falls.any(axis=1).mean())
+
+
+# --- curves ---
+
+
+def _drawn(points: Sequence[Point], ahead: _Array) -> _Array:
+    """Draw curves that what was measured allows, at the samples `ahead`: (curves, samples)."""
+    if len(points) < N_POINTS_MIN:
+        n = len(points)
+        raise CannotTellError(f"cannot tell: {n} measurements, and {N_POINTS_MIN} are needed")
+    if ahead[-1] > AHEAD_MAX * points[-1][0]:
+        raise CannotTellError(f"cannot tell: {ahead[-1]:,.0f} samples are too far ahead")
+    x, y = np.array(points, dtype=np.float64).T
+    if not np.isfinite(y).all() or y.min() <= 0.0:
+        raise CannotTellError("cannot tell: not all that was measured is a finite number above 0")
+    _check_shape(x, y)
+    random = np.random.default_rng(0)
+    past = [0.0, *_errors_so_far(x, y)]
+    horizon = np.log(np.maximum(ahead / x[-1], 1.0))
+    n_each, drawn = N_DRAWN // len(BEGINS), []
+    for begin in BEGINS:
+        n_out = min(int(begin * len(x)), len(x) - N_POINTS_MIN)
+        own_x, own_y = x[n_out:], y[n_out:]
+        fit = _fitted(own_x, own_y[None], own_x)[0]
+        errors = np.log(own_y / fit) * math.sqrt(len(own_x) / (len(own_x) - N_PARAMETERS))
+        again = fit * np.exp(random.choice(errors, (n_each, len(own_x))))
+        wrong = random.choice(past, (n_each, 1)) * random.choice((-1.0, 1.0), (n_each, 1))
+        noise = wrong * horizon + random.choice(errors, (n_each, 1))
+        drawn.append(_fitted(own_x, again, ahead) * np.exp(noise))
+    return np.concatenate(drawn)
+
+
+def _fitted(x: _Array, y: _Array, ahead: _Array) -> _Array:
+    """Return the values at `ahead` of the best curve for each row of y: (rows, samples).
+
+    b and s are taken from a grid; for each, the best c and a of at least 0 are those of a linear
+    problem: least squares of relative errors.
+    """
+    slopes, scales = np.geomspace(0.1, 3.0, 14), np.geomspace(x[0] / 10, 3 * x[-1], 12)
+    b, s = (grid.reshape(-1, 1) for grid in np.meshgrid(slopes, scales))
+    falls = (1.0 + x / s) ** -b  # (grid, n)
+    weights = 1.0 / y  # (rows, n)
+    cc, ca, aa = (weights**2 @ (falls**k).T for k in range(3))  # (rows, grid)
+    c1, a1 = weights.sum(axis=1, keepdims=True), weights @ falls.T
+    determinant = np.maximum(cc * aa - ca**2, 1e-12 * cc * aa)
+    c, a = (c1 * aa - a1 * ca) / determinant, (a1 * cc - c1 * ca) / determinant
+    c, a = np.where(c < 0.0, 0.0, c), np.where(c < 0.0, a1 / aa, a)
+    c, a = np.where(a < 0.0, c1 / cc, c), np.where(a < 0.0, 0.0, a)
+    best = np.argmax(c * c1 + a * a1, axis=1)
+    rows = np.arange(len(y))
+    found = (1.0 + ahead / s[best]) ** -b[best]
+    return np.asarray(c[rows, best, None] + a[rows, best, None] * found)
+
+
+def _errors_so_far(x: _Array, y: _Array) -> list[float]:
+    # Of the logarithm, for each unit of the logarithm of samples ahead.
+    errors = []
+    for share in BACK_TO:
+        n = int(share * len(x))
+        if n >= N_BACK_MIN:
+            late = slice(max(n, len(x) - 3), None)
+            wrong = np.log(y[late] / _fitted(x[:n], y[None, :n], x[late])[0])
+            errors.append(float(wrong.mean() / np.log(x[late].mean() / x[n - 1])))
+    return errors
+
+
+def _check_shape(x: _Array, y: _Array) -> None:
+    half = len(x) // 2
+    late_x, late_y = x[half:], y[half:]
+    (slope, start), cover = np.polyfit(late_x, late_y, 1, cov="unscaled")
+    left = late_y - (slope * late_x + start)
+    error = math.sqrt(cover[0, 0] * (left @ left) / max(len(late_x) - 2, 1))
+    if slope > RISES * error:
+        raise CannotTellError("cannot tell: the loss does not fall any more")
+    line = np.polyval(np.polyfit(x, y, 1), x)
+    curve = _fitted(x, y[None], x)[0]
+    if ((1.0 - line / y) ** 2).sum() <= LINE * ((1.0 - curve / y) ** 2).sum():
+        raise CannotTellError("cannot tell: the loss still falls in a line, which has no bend yet")
+
+
+# --- a run ---
+
+
+def outlook(job: Job, view: JobView, measurements: Sequence[Measurement]) -> Outlook:
+    """Return what a run's curve and counters say of its future."""
+    n_replicas = sum(role.name.startswith("replica-") for role in view.roles)
+    exchange = _exchange(view)
+    timed = [one for one in measurements if one.samples]
+    late = timed[len(timed) // 2 :]
+    seconds = late[-1].time - late[0].time if late else 0.0
+    rate = (late[-1].samples - late[0].samples) / seconds if seconds > 0.0 else 0.0
+    points = curve_of(measurements)
+    found = Outlook(
+        n_points=len(points),
+        samples=view.samples,
+        rate=rate,
+        n_replicas=n_replicas,
+        exchange=exchange,
+        two_more=None if exchange is None else gain_of_more(exchange, n_replicas, n_more=2),
+    )
+    target, value, shares = "", None, False
+    if job.stop.loss is not None:
+        target, value = f"loss {job.stop.loss:g}", job.stop.loss
+    elif job.stop.accuracy is not None and is_share(view.metric_name):
+        target, value = f"{view.metric_name} {job.stop.accuracy:g}", 1.0 - job.stop.accuracy
+        shares = True
+    changes: dict[str, object] = {"target": target}
+    try:
+        if view.total_samples is not None and view.total_samples > view.samples:
+            changes["loss_at_end"] = loss_at(view.total_samples, points)
+        if value is not None and rate > 0.0:
+            aimed = curve_of(measurements, shares=True) if shares else points
+            until, changes["reached"] = samples_until(value, aimed)
+            changes["seconds"] = tuple(max(0.0, n - view.samples) / rate for n in until)
+    except CannotTellError as error:
+        changes["not_told"] = str(error)
+    return msgspec.structs.replace(found, **changes)
+
+
+def _exchange(view: JobView) -> float | None:
+    # Share of the replicas' time in which they wait for shards, or copy.
+    shares = []
+    for role in view.roles:
+        if role.name.startswith("replica-"):
+            spent = seconds_spent(role.counters, {})
+            if total := sum(spent.values()):
+                with_shards = spent.get("waiting for shards", 0.0) + spent.get("copying", 0.0)
+                shares.append(with_shards / total)
+    return sum(shares) / len(shares) if shares else None
+
+
+def gain_of_more(exchange: float, n: int, *, n_more: int) -> tuple[float, float]:
+    """Return by what `n_more` clients multiply the throughput of n: at least, and at most.
+
+    At least: all of their exchange is one queue at the shards, in a closed network that mean value
+    analysis solves (Reiser & Lavenberg 1980). At most: none of it is.
+    """
+    if not n:
+        return 1.0, 1.0
+    low, high = 0.0, exchange
+    for _ in range(60):  # the service whose wait is `exchange` of a step, with n clients
+        middle = (low + high) / 2
+        if _closed(middle, 1.0 - exchange, n)[1] < exchange:
+            low = middle
+        else:
+            high = middle
+    before, after = (_closed(high, 1.0 - exchange, clients)[0] for clients in (n, n + n_more))
+    return after / before, (n + n_more) / n
+
+
+def _closed(service: float, thinking: float, n: int) -> tuple[float, float]:
+    # Throughput of n clients, and how long each waits and is served.
+    queue = throughput = wait = 0.0
+    for clients in range(1, n + 1):
+        wait = service * (1.0 + queue)
+        throughput = clients / max(thinking + wait, 1e-12)
+        queue = throughput * wait
+    return throughput, wait

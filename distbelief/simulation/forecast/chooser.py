@@ -1,0 +1,444 @@
+"""Searches for the best configuration of a job on a cluster, in three stages.
+
+1. priced    a formula, from one short run of a replica and a shard: samples per second of all
+             combinations of replicas, shards and placement
+2. tried     short runs in virtual time; the search moves on while they become better
+3. run       whole runs with real gradients, with all seeds, of the best and of the front
+
+With a target in [stop], or by loss, whole runs also decide on what changes how the job learns:
+`every`, staleness, the share of a round, the precision of messages. Without one, the fastest of
+these would be the one that exchanges least, whatever it learns: they stay as they are.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import product
+from statistics import median
+from typing import Final, final
+
+import msgspec
+
+from distbelief.config.algorithms import facts_of
+from distbelief.config.job import Job
+from distbelief.core.errors import JobError
+from distbelief.job.display.progress import WaitProgress
+from distbelief.parameter_server.policy import ExchangePolicy
+from distbelief.protocol.role import SUPERVISOR, Address
+from distbelief.simulation.forecast.prepare import PreparedJob
+from distbelief.simulation.forecast.run import Trial, first_word
+from distbelief.simulation.forecast.sweep import Axis, Outcome, Variant, has_target
+
+
+Cost = Callable[[Variant], float]  # the lower the better
+Point = tuple[int, ...]  # the index of a value on each axis
+
+BY: Final = ("time", "loss", "price")  # what a suggestion has least of
+AS_GIVEN: Final = "as given"  # of an axis: the job file's own value, or none
+
+N_PRICED_MAX: Final = 2000  # combinations that the formula prices; of more, every other one
+N_TRIED_MAX: Final = 40  # short runs
+N_RUN_MAX: Final = 40  # whole runs with one seed, where there is a target
+N_STARTS: Final = 3
+N_LAST: Final = 4  # that are run with all seeds
+N_OF_FRONT: Final = 4  # others that are, too: cheaper ones, or faster ones
+STEPS_OF_TRIAL: Final = 12  # of each replica in a short run, or so many exchanges
+EXCHANGES_OF_TRIAL: Final = 4
+
+
+def cost_by(by: str) -> Cost:
+    """Return by which variants are compared: a median over seeds; infinite for a failed one.
+
+    time     seconds to the target of [stop]; without one, those of a million samples
+    loss     held-out loss at the end
+    price    of the machines to the target; without one, of a million samples; machine-hours if
+             no machine has a price
+    """
+    return lambda variant: median(_figure(variant, run, by) for run in variant.outcomes)
+
+
+def _figure(variant: Variant, run: Outcome, by: str) -> float:
+    if run.error is not None:
+        return math.inf
+    if by == "loss":
+        found = run.loss if run.held_out_loss is None else run.held_out_loss
+        return math.inf if found is None or math.isnan(found) else found
+    aims = has_target(variant.job)
+    if (aims and run.target_seconds is None) or not (run.samples and run.samples_per_second):
+        return math.inf
+    if by == "price":
+        price = run.machine_hours if run.price is None else run.price
+        return price if aims else price * 1e6 / run.samples
+    return run.target_seconds if aims and run.target_seconds else 1e6 / run.samples_per_second
+
+
+def best_of(variants: Sequence[Variant], *, n_machines: int, by: str = "time") -> Variant:
+    """Return the best variant within so many machines; JobError if there is none."""
+    few = [v for v in variants if v.n_machines <= n_machines]
+    if not few:
+        raise JobError(
+            f"--machines {n_machines}: no configuration uses so few; use at least "
+            f"{min(v.n_machines for v in variants)}"
+        )
+    ran = [v for v in few if v.outcomes]
+    if not ran:
+        raise JobError(
+            f"--machines {n_machines}: none of {len(few)} configurations fits; {few[0].left_out}"
+        )
+    fitting = [v for v in ran if v.failure is None]
+    if not fitting:
+        raise JobError(f"none of {len(ran)} configurations completes: {ran[0].failure}")
+    cost = cost_by(by)
+    best = min(fitting, key=cost)
+    if cost(best) == math.inf:
+        what = "has a finite loss" if by == "loss" else "reaches the target of [stop]"
+        raise JobError(
+            f"none of {len(fitting)} configurations {what}: "
+            "lower it, or give [stop] more samples or seconds"
+        )
+    return best
+
+
+def front_of(variants: Sequence[Variant]) -> tuple[Variant, ...]:
+    """Return the variants than which none is both faster and cheaper, the fastest first."""
+    time, price = cost_by("time"), cost_by("price")
+    ran = [v for v in variants if v.outcomes and time(v) < math.inf]
+    found: list[Variant] = []
+    for variant in sorted(ran, key=lambda v: (time(v), price(v))):
+        if not found or price(variant) < price(found[-1]):
+            found.append(variant)
+    return tuple(found)
+
+
+def undecided(best: Variant, variants: Sequence[Variant], *, by: str) -> list[Variant]:
+    """Return the others of which a run was at least as good as the worst of the best one's."""
+
+    def of(variant: Variant) -> list[float]:
+        return [_figure(variant, run, by) for run in variant.outcomes]
+
+    return [v for v in variants if v is not best and v.outcomes and min(of(v)) <= max(of(best))]
+
+
+# --- what is searched ---
+
+
+def counts(most: int) -> list[int]:
+    """Return numbers up to `most`: all up to 8, then four for each doubling, and the last two."""
+    found = set(range(1, min(most, 8) + 1)) | {most, max(most - 1, 1)}
+    found |= {n * 2**k for k in range(20) for n in (8, 10, 12, 14) if n * 2**k <= most}
+    return sorted(found)
+
+
+def usual_axes(job: Job, n_machines: int, *, learns: bool) -> list[Axis]:
+    """Return what a suggestion searches; `learns`: also what changes how the job learns."""
+    most = max(n_machines, 2)  # no job fits one machine; `best_of` reports that
+    shards = counts(most)
+    axes = {
+        "cluster.replicas": [str(n) for n in counts(most - 1)],
+        "cluster.shards": [str(n) for n in shards],
+        "cluster.placement": ["spread", "here", "beside replicas"],
+    }
+    policy = facts_of(job).policy
+    if policy is not None and _may_be_a_ring(policy):
+        axes["algorithm.exchange.route"] = ["server", "ring"]
+    if policy is not None and learns:
+        axes |= _learning_axes(policy, n_push=getattr(job.algorithm, "n_push", None))
+    return [Axis(key=key, values=tuple(values)) for key, values in axes.items()]
+
+
+def _may_be_a_ring(policy: ExchangePolicy) -> bool:
+    try:
+        msgspec.structs.replace(policy, route="ring")
+    except ValueError:
+        return False
+    return True
+
+
+def _learning_axes(policy: ExchangePolicy, *, n_push: int | None) -> dict[str, list[str]]:
+    axes: dict[str, list[str]] = {}
+
+    def numbers(key: str, values: Sequence[float]) -> None:
+        axes[key] = [f"{value:g}" for value in sorted(set(values))]
+
+    if policy.route == "ring":
+        return {}
+    if policy.every == "auto":
+        pass
+    elif policy.send == "delta":
+        every = policy.every
+        numbers("algorithm.exchange.every", [max(1, every // 4), max(1, every // 2), every])
+        axes["algorithm.exchange.every"] += [str(2 * every), str(4 * every)]
+    elif n_push is not None and policy.every == 1:
+        numbers("algorithm.n_push", [n_push, 2 * n_push, 4 * n_push, 8 * n_push])
+    if policy.staleness is not None and policy.round is None:
+        numbers("algorithm.exchange.staleness", [0, policy.staleness, 2 * policy.staleness + 1])
+    if policy.round is not None and policy.round.quorum < 1.0:
+        quorum = policy.round.quorum
+        numbers("algorithm.exchange.round.quorum", [quorum / 2, quorum, (1.0 + quorum) / 2])
+    if policy.push is None and policy.fetch is None:
+        axes["algorithm.exchange.numbers"] = ["float32", "bfloat16"]
+        axes["algorithm.exchange.push"] = [AS_GIVEN, '{codec = "int8"}', '{codec = "int4"}']
+    return axes
+
+
+# --- stage 1: a formula ---
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prices:
+    """What a sample takes, from a run of one replica and one shard."""
+
+    flops: float  # seconds of computing, times the operations per second of that machine's core
+    waiting: float  # seconds beside computing and sending
+    n_bytes: float  # between the replica and the shard, both directions together
+    overlap: float  # share of the time to send them in which the replica waits
+    shard: float  # seconds of the shard's work
+
+    @staticmethod
+    def of(trial: Trial, outcome: Outcome) -> "Prices":
+        cluster, places = trial.host.cluster, trial.host.placement(trial.job)
+        one, samples = cluster.machines[_place(places, "replica")], max(outcome.samples, 1)
+        sent = outcome.traffic.get("replica - shard", 0.0) / samples
+        kinds = [*trial.job.kinds.values()]
+        n_replicas = trial.job.job.cluster.n_replicas
+        alone = outcome.training_seconds * n_replicas / samples
+        busy = {
+            kind: share * outcome.seconds * kinds.count(kind) / samples
+            for kind, share in outcome.utilisation.items()
+        }
+        ranks = kinds.count("rank") / n_replicas
+        computing = min(busy.get("replica", busy.get("rank", alone) / max(ranks, 1)), alone)
+        rate = cluster.rate(_place(places, "shard"), _place(places, "replica"))
+        sending = sent / rate
+        return Prices(
+            flops=computing * one.flops / one.cores,
+            waiting=max(0.0, alone - computing - sending),
+            n_bytes=sent,
+            overlap=min(1.0, (alone - computing) / sending) if sending else 0.0,
+            shard=busy.get("shard", 0.0),
+        )
+
+    def speed(self, trial: Trial) -> float:
+        """Return about how many samples a second a variant computes."""
+        cluster, places = trial.host.cluster, trial.host.placement(trial.job)
+        holders = [place for name, place in places.items() if first_word(name) == "shard"]
+        parts = {place: holders.count(place) / len(holders) for place in holders}
+        ranks: dict[str, list[int]] = {}
+        for name, place in places.items():
+            if first_word(name) == "replica":
+                ranks.setdefault(name.partition(".")[0], []).append(place)
+        speeds = [
+            1.0 / max(self._seconds(trial, place, parts) for place in own) for own in ranks.values()
+        ]
+        policy = facts_of(trial.job.job).policy
+        waits = policy is not None and (policy.staleness is not None or policy.round is not None)
+        early = policy is not None and policy.round is not None and policy.round.early
+        speed = min(speeds) * len(speeds) if waits and not early else sum(speeds)
+        load = max(
+            (part * self.shard * speed / cluster.machines[place].cores)
+            + part * self.n_bytes / 2 * speed / _card(trial, place)
+            for place, part in parts.items()
+        )
+        return speed / max(1.0, load)
+
+    def _seconds(self, trial: Trial, place: int, parts: Mapping[int, float]) -> float:
+        cluster = trial.host.cluster
+        machine = cluster.machines[place]
+        slowest = max(
+            max(part / cluster.rate(place, other), part / cluster.rate(other, place))
+            for other, part in parts.items()
+        )
+        sending = self.n_bytes * max(slowest, 0.5 / _card(trial, place))
+        return self.flops * machine.cores / machine.flops + self.waiting + self.overlap * sending
+
+
+def _place(places: Mapping[Address, int], kind: str) -> int:
+    return next((n for name, n in places.items() if first_word(name) == kind), places[SUPERVISOR])
+
+
+def _card(trial: Trial, place: int) -> float:
+    machine = trial.host.cluster.machines[place]
+    return min(machine.bandwidth, machine.upload)
+
+
+# --- the search ---
+
+
+@final
+@dataclass(kw_only=True)
+class Search:
+    """The combinations of some axes: what is known of each, and which to try next."""
+
+    job: Job
+    axes: Sequence[Axis]  # none: the usual ones
+    n_machines: int
+    prepare: Callable[[Mapping[str, str]], Trial]  # JobError if there is no such job
+    progress: WaitProgress
+    seed: int
+    by: str
+    stage: Callable[[Job], PreparedJob]
+    _error: JobError | None = None
+    _step_seconds: float | None = None  # of one replica, as the first run has them
+    _known: dict[Point, tuple[Trial, Variant] | None] = field(default_factory=dict)
+
+    def best(self) -> list[Trial]:
+        """Return what to run with all seeds: the best, and some of the front."""
+        learns = self.by == "loss" or has_target(self.job)
+        self.axes = self.axes or usual_axes(self.job, self.n_machines, learns=learns)
+        points = self._starts()
+        if not points:
+            return []
+        by: str = "price" if self.by == "price" else "time"
+        found = self._climb(points, by, self._system, n_max=N_TRIED_MAX, is_short=True)
+        if learns:
+            starts, axes = [*found][:N_STARTS], range(len(self.axes))
+            found = self._climb(starts, self.by, axes, n_max=N_RUN_MAX, is_short=False)
+        front = front_of([*found.values()])
+        last = [*found][:N_LAST] or points[:1]  # none reaches the target: `best_of` says so
+        others = [p for p, one in found.items() if p not in last and any(one is f for f in front)]
+        return [self._trial(point) for point in (*last, *others[:N_OF_FRONT])]
+
+    @property
+    def left_out(self) -> list[Variant]:
+        """Variants that do not fit; those with too many machines only if all have too many."""
+        known = [one[1] for one in self._known.values() if one is not None]
+        found = [one for one in known if one.left_out is not None]
+        few = [one for one in found if one.n_machines <= self.n_machines]
+        return few if few or len(found) < len(known) else found
+
+    @property
+    def _system(self) -> list[int]:
+        # Axes that change how fast a job is, and not how it learns.
+        names = ("cluster.", "algorithm.exchange.route")
+        return [k for k, axis in enumerate(self.axes) if axis.key.startswith(names)]
+
+    def _starts(self) -> list[Point]:
+        own, system = self.stage(self.job).job.to_tables(), self._system
+        values = [
+            range(len(axis.values)) if k in system else [_given(axis, own)]
+            for k, axis in enumerate(self.axes)
+        ]
+        while math.prod(map(len, values)) > N_PRICED_MAX:
+            values = [sorted({*some[::2], some[-1]}) for some in values]
+        points = [point for point in product(*values) if self._fits(point)]
+        if self._error is not None and not any(self._known.values()):
+            raise self._error
+        prices = self._prices(points[0]) if points else None
+        if prices is None:
+            return points[:: max(1, len(points) // N_STARTS)][:N_STARTS]
+        speeds = {point: prices.speed(self._trial(point)) for point in points}
+        starts = sorted(points, key=lambda point: -speeds[point])[:N_STARTS]
+        cheapest = min(points, key=lambda point: self._hour(point) / speeds[point])
+        return list(dict.fromkeys([*starts, cheapest]))
+
+    def _prices(self, point: Point) -> Prices | None:
+        trial = self._short(self._trial(point))
+        outcome = trial.run(seed=self.seed, progress=self.progress, keeps_spans=False).outcome
+        if outcome.error is not None or not outcome.samples:
+            return None
+        self._step_seconds = outcome.step_seconds
+        return Prices.of(trial, outcome)
+
+    def _hour(self, point: Point) -> float:
+        trial = self._trial(point)
+        price = trial.host.price(trial.job, (), seconds=3600.0)
+        return float(trial.host.n_needed(trial.job)) if price is None else price
+
+    def _fits(self, point: Point) -> bool:
+        if point not in self._known:
+            settings = {axis.key: axis.values[n] for axis, n in zip(self.axes, point, strict=True)}
+            try:
+                trial = self.prepare(settings)
+                self._known[point] = trial, trial.variant(machines=self.n_machines)
+            except JobError as error:  # values that do not go together
+                self._known[point], self._error = None, error
+        known = self._known[point]
+        return known is not None and known[1].left_out is None
+
+    def _trial(self, point: Point) -> Trial:
+        known = self._known[point]
+        assert known is not None, f"{point} is no job"
+        return known[0]
+
+    def _climb(
+        self, starts: Sequence[Point], by: str, axes: Sequence[int], *, n_max: int, is_short: bool
+    ) -> dict[Point, Variant]:
+        """Move from the starts to better neighbours; return what was run, the best first."""
+        cost, ran, known = cost_by(by), dict[Point, Variant](), dict[Point, float]()
+
+        def run(point: Point) -> None:
+            if point in known or len(ran) >= n_max or not self._fits(point):
+                return
+            trial = self._short(self._trial(point)) if is_short else self._trial(point)
+            ended = trial.run(seed=self.seed, progress=self.progress, keeps_spans=False)
+            ran[point] = msgspec.structs.replace(trial.variant(), outcomes=(ended.outcome,))
+            known[point] = cost(ran[point])
+
+        for point in starts:
+            run(point)
+        done = set[Point]()
+        while True:
+            # The best one whose neighbours are not all known yet, of a few.
+            best = sorted((p for p in known if known[p] < math.inf), key=known.__getitem__)
+            ahead = next((p for p in best[:N_STARTS] if p not in done), None)
+            if ahead is None or len(ran) >= n_max:
+                return {point: ran[point] for point in best}
+            done.add(ahead)
+            for point in self._neighbours(ahead, axes):
+                run(point)
+
+    def _neighbours(self, point: Point, axes: Sequence[int]) -> Iterator[Point]:
+        moves: list[dict[int, int]] = []
+        for k in axes:
+            values = self.axes[k].values
+            steps = [-1, 1] if _is_ordered(values) else range(1, len(values))
+            moves += [{k: step} for step in steps]
+        counted = [k for k in axes if self.axes[k].key in {"cluster.replicas", "cluster.shards"}]
+        if len(counted) == 2:  # machines move from one to the other
+            one, other = counted
+            moves += [{one: 1, other: -1}, {one: -1, other: 1}, {one: 1, other: 1}]
+        for move in moves:
+            moved = list(point)
+            for k, step in move.items():
+                moved[k] += step
+                if not _is_ordered(self.axes[k].values):
+                    moved[k] %= len(self.axes[k].values)
+            if all(0 <= n < len(axis.values) for n, axis in zip(moved, self.axes, strict=True)):
+                yield tuple(moved)
+
+    def _short(self, trial: Trial) -> Trial:
+        """Return the same with less to do, by time: at the end of a share of samples replicas wait.
+
+        A run under a coordinator, and on machines that come and go, is not cut short.
+        """
+        job, nothing = trial.job.job, dict.fromkeys(("accuracy", "loss", "patience", "min_delta"))
+        stop = msgspec.structs.replace(job.stop, **nothing)
+        if "coordinator" not in trial.job.kinds.values() and not trial.host.loses_machines:
+            policy = facts_of(job).policy
+            every = policy.every if policy is not None and policy.every != "auto" else 1
+            n = max(STEPS_OF_TRIAL, EXCHANGES_OF_TRIAL * every)
+            if self._step_seconds is None:  # the first run of all
+                n *= job.cluster.n_replicas
+                stop = msgspec.structs.replace(stop, steps=min(n, stop.steps or n))
+            else:
+                seconds = n * self._step_seconds
+                stop = msgspec.structs.replace(stop, seconds=min(seconds, stop.seconds or seconds))
+        short = self.stage(msgspec.structs.replace(job, stop=stop))
+        return replace(trial, job=trial.host.formed(short))
+
+
+def _is_ordered(values: Sequence[str]) -> bool:
+    try:
+        list(map(float, values))
+    except ValueError:
+        return False
+    return True
+
+
+def _given(axis: Axis, own: object) -> int:
+    # The job file's own value; where the axis has it not, the one in the middle.
+    for key in axis.key.split("."):
+        own = own.get(key) if isinstance(own, Mapping) else None
+    said = AS_GIVEN if own is None else str(own)
+    return axis.values.index(said) if said in axis.values else len(axis.values) // 2

@@ -1,0 +1,152 @@
+"""Forecasts of a run's loss beside curves whose end is known, and what is not told."""
+
+import os
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from distbelief.cli.main import app
+from distbelief.dashboard.outlook import (
+    CannotTellError,
+    Point,
+    curve_of,
+    gain_of_more,
+    loss_at,
+    outlook,
+    samples_until,
+)
+from distbelief.job.run.directory import RunDirectory, Status
+from distbelief.job.run.metrics_file import Measurement, MetricsFile
+from distbelief.supervisor.view import JobView, RoleView
+from tests.distbelief.simulation.forecast.jobs import small
+
+
+def power_law(x: float) -> float:
+    return float(0.3 + 2.0 * (1.0 + x / 500.0) ** -0.9)
+
+
+def curve(n: int, *, noise: float = 0.02, seed: int = 0) -> list[Point]:
+    random = np.random.default_rng(seed)
+    samples = [500.0 * (k + 1) for k in range(n)]
+    return [(x, power_law(x) * float(np.exp(noise * random.normal()))) for x in samples]
+
+
+def test_intervals_hold_the_end_of_a_curve_of_the_same_form() -> None:
+    held, random = 0, np.random.default_rng(7)
+    for seed in range(20):
+        low, middle, high = loss_at(30_000.0, curve(20, seed=seed))
+        held += low <= power_law(30_000.0) * float(np.exp(0.02 * random.normal())) <= high
+        assert high - low < middle
+    assert held >= 16
+
+
+def test_the_time_to_a_value_lies_about_where_the_curve_has_it() -> None:
+    (low, middle, high), reached = samples_until(0.4, curve(20, noise=0.005))
+    true = 500.0 * ((2.0 / 0.1) ** (1 / 0.9) - 1.0)  # 0.3 + 2 (1 + x / 500)^-0.9 = 0.4
+    assert low <= true <= high
+    assert middle == pytest.approx(true, rel=0.3)
+    assert reached > 0.9
+    assert samples_until(0.05, curve(20, noise=0.005))[1] < 0.2
+
+
+@pytest.mark.parametrize(
+    ("points", "said"),
+    [
+        (curve(5), "5 measurements, and 8 are needed"),
+        ([], "0 measurements"),
+        ([(100.0 * k, 5.0 - 0.1 * k) for k in range(1, 15)], "in a line"),
+        ([(100.0 * k, 1.0 + (k - 4) ** 2 / 20) for k in range(1, 15)], "does not fall any more"),
+        ([(100.0 * k, 1.0 - 0.1 * k) for k in range(1, 15)], "finite number above 0"),
+    ],
+)
+def test_what_the_curve_does_not_say_is_not_told(points: list[Point], said: str) -> None:
+    with pytest.raises(CannotTellError, match=said):
+        loss_at(2000.0, points)
+
+
+def test_nothing_is_told_of_a_far_future() -> None:
+    with pytest.raises(CannotTellError, match="too far ahead"):
+        loss_at(1e6, curve(20))
+
+
+def test_more_replicas_bring_nothing_where_the_shards_are_busy() -> None:
+    assert gain_of_more(0.0, 4, n_more=2)[0] == pytest.approx(1.5)
+    low, high = gain_of_more(0.97, 16, n_more=2)
+    assert low == pytest.approx(1.0, abs=0.02)
+    assert high == 18 / 16
+    light, _ = gain_of_more(0.1, 4, n_more=2)
+    heavy, _ = gain_of_more(0.5, 4, n_more=2)
+    assert 1.0 < heavy < light < 1.5
+
+
+def a_run(n: int) -> tuple[JobView, list[Measurement]]:
+    points = curve(n, noise=0.01)
+    rows = [
+        Measurement(time=x / 100.0, samples=int(x), held_out_loss=loss, metric=0.9)
+        for x, loss in points
+    ]
+    counters = {"spent_computing": 8.0, "spent_waiting for shard-0": 2.0}
+    roles = tuple(
+        RoleView(name=f"replica-{k}", state="computing", counters=counters) for k in (0, 1)
+    )
+    view = JobView(samples=rows[-1].samples, total_samples=3 * rows[-1].samples, roles=roles)
+    return view, rows
+
+
+def test_the_outlook_of_a_run_has_its_end_its_target_and_two_more_replicas() -> None:
+    view, rows = a_run(20)
+    found = outlook(small("stop.loss=0.5"), view, rows)
+    assert found.rate == pytest.approx(100.0)
+    assert found.loss_at_end is not None
+    assert found.loss_at_end[0] <= power_law(30_000.0) <= found.loss_at_end[2]
+    assert found.target == "loss 0.5"
+    assert found.seconds is not None
+    assert found.exchange == pytest.approx(0.2)
+    assert found.two_more is not None
+    assert 1.0 < found.two_more[0] < found.two_more[1] == 2.0
+    assert msgspec.json.decode(msgspec.json.encode(found), type=type(found)) == found
+
+
+def test_a_run_that_has_just_begun_says_that_it_cannot_tell() -> None:
+    view, rows = a_run(3)
+    found = outlook(small("stop.accuracy=0.95"), view, rows)
+    assert found.not_told.startswith("cannot tell: 3 measurements")
+    assert found.loss_at_end is None
+    assert found.target == "accuracy 0.95"
+    assert found.two_more is not None
+
+
+def test_a_value_that_was_shown_again_is_one_point() -> None:
+    rows = [
+        Measurement(time=float(k), samples=100 * k, held_out_loss=loss)
+        for k, loss in enumerate([None, 2.0, 2.0, 1.5], start=1)
+    ]
+    assert curve_of(rows) == [(200.0, 2.0), (400.0, 1.5)]
+
+
+def test_the_command_says_what_it_forecasts_or_why_it_cannot(tmp_path: Path) -> None:
+    def said(n: int, *wish: str, options: tuple[str, ...] = ()) -> str:
+        view, rows = a_run(n)
+        with RunDirectory.create(tmp_path / f"run-{n}") as run:
+            run.write(run.job_file, small(*wish).to_toml())
+            status = Status(name="small", pid=os.getpid(), written=0.0, view=view, ended=True)
+            run.write_status(status)
+            with MetricsFile(run.metrics_file) as file:
+                for row in rows:
+                    file.append(row)
+        done = CliRunner().invoke(app, ["forecast", str(run.path), *options])
+        assert done.exit_code == 0, done.output
+        return done.stdout
+
+    text = said(20, "stop.loss=0.5")
+    assert "20 measurements of the held-out loss" in text
+    assert "held-out loss at the end: 0.3" in text
+    assert "loss 0.5: in " in text
+    assert "two more replicas, each on a machine like theirs: +" in text
+    text = said(3)
+    assert "cannot tell: 3 measurements, and 8 are needed" in text
+    assert "[stop] has no accuracy and no loss" in text
+    assert msgspec.json.decode(said(12, options=("--json",)))["n_points"] == 12

@@ -1,0 +1,189 @@
+"""The chooser: what it compares by, where it looks, and what it finds beside brute force."""
+
+import math
+from pathlib import Path
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from distbelief.core.errors import JobError
+from distbelief.simulation.forecast.chooser import (
+    AS_GIVEN,
+    best_of,
+    cost_by,
+    counts,
+    front_of,
+    undecided,
+    usual_axes,
+)
+from distbelief.simulation.forecast.forecast_report import suggestion
+from distbelief.simulation.forecast.simulate import SimulationRequest, run_request, simulate
+from distbelief.simulation.forecast.sweep import Outcome, Variant, axes_of
+from tests.distbelief.simulation.forecast.jobs import TEXT, small, written
+from tests.distbelief.simulation.forecast.test_sweep import a_variant, an_outcome
+
+
+RACK = """
+latency = "60 us"
+[[machines]]
+count = 6
+flops = "200 kFLOP/s"
+memory_rate = "10 MB/s"
+bandwidth = "1 Mbit/s"
+price = 0.5
+"""
+
+
+def priced(name: str, rate: float, price: float, *, seconds: float | None = None) -> Variant:
+    outcome = msgspec.structs.replace(an_outcome(rate=rate, target_seconds=seconds), price=price)
+    return a_variant(name, outcome, target=seconds is not None)
+
+
+def test_the_suggestion_has_the_most_samples_per_second() -> None:
+    slow, fast = a_variant("1", an_outcome(rate=10.0)), a_variant("2", an_outcome())
+    large = a_variant("9", an_outcome(rate=1e6), n_machines=11)
+    assert best_of([slow, fast, large], n_machines=10) is fast
+
+
+def test_with_a_target_the_suggestion_gets_there_first() -> None:
+    def reached(*seconds: float | None) -> list[Outcome]:
+        return [an_outcome(target_seconds=each) for each in seconds]
+
+    early = a_variant("1", *reached(5.0, 6.0, None), target=True)
+    late = a_variant("2", *reached(7.0, 7.0, 7.0), target=True)
+    rarely = a_variant("4", *reached(1.0, None, None), target=True)
+    assert best_of([late, rarely, early], n_machines=3) is early
+    with pytest.raises(JobError, match=r"none of 1 configurations reaches the target"):
+        best_of([rarely], n_machines=3)
+
+
+def test_of_two_runs_the_suggestion_takes_the_median_that_the_table_shows() -> None:
+    """It took the slower one: the row in green had the larger time to the target."""
+    fast = [an_outcome(target_seconds=each) for each in (5.0, 9.0)]
+    slow = [an_outcome(target_seconds=each) for each in (7.0, 8.0)]
+    variants = [a_variant("1", *slow, target=True), a_variant("2", *fast, target=True)]
+    assert best_of(variants, n_machines=3) is variants[1]
+
+
+def test_a_configuration_that_fails_is_not_suggested_however_fast_it_was() -> None:
+    """Of a job that dies early the first samples per second may be the most."""
+    fails = a_variant("8", an_outcome(rate=1e6), an_outcome(error="no shard left"))
+    holds = a_variant("1", an_outcome(rate=10.0))
+    assert best_of([fails, holds], n_machines=3) is holds
+    with pytest.raises(JobError, match=r"none of 1 .* completes: no shard left"):
+        best_of([fails], n_machines=3)
+
+
+def test_a_suggestion_that_nothing_holds_says_why() -> None:
+    lacking = Variant(settings={}, job=small(), n_machines=3, left_out="machine-0 cannot hold it")
+    with pytest.raises(JobError, match=r"none of 1 .* fits; machine-0 cannot hold it"):
+        best_of([lacking], n_machines=3)
+
+
+def test_a_suggestion_looks_at_as_many_shards_as_there_are_machines() -> None:
+    """Shards were at most a quarter of the machines: 4 x 4 on ten was 11 % faster than 4 x 2."""
+    assert counts(10) == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
+    assert counts(30) == [1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 29, 30]
+    replicas, shards, placement = usual_axes(small(), 10, learns=False)
+    assert replicas.values[-1] == "9"
+    assert shards.values == tuple(map(str, range(1, 11)))
+    assert placement.values == ("spread", "here", "beside replicas")
+
+
+def test_what_changes_how_a_job_learns_is_searched_with_a_target_alone() -> None:
+    """The fastest job is the one that exchanges nothing, whatever it learns."""
+
+    def axes(*wish: str, learns: bool = True) -> dict[str, tuple[str, ...]]:
+        found = usual_axes(small(*wish), 4, learns=learns)
+        return {axis.key.removeprefix("algorithm."): axis.values for axis in found[3:]}
+
+    local = ("algorithm.preset=local", "algorithm.rule={name='sgd', learning_rate=1.0}")
+    assert axes(*local, learns=False) == {}
+    assert axes(*local)["exchange.every"] == ("16", "32", "64", "128", "256")
+    found = axes("algorithm.n_push=2")
+    assert found["n_push"] == ("2", "4", "8", "16")
+    assert found["exchange.push"][0] == AS_GIVEN
+    ring = ("algorithm.preset=horovod", "algorithm.rule={name='sgd', learning_rate=0.1}")
+    assert axes(*ring) == {"exchange.route": ("server", "ring")}
+    rounds = ("algorithm.exchange.staleness=3", "algorithm.exchange.weight=mean")
+    assert axes(*rounds)["exchange.staleness"] == ("0", "3", "7")
+
+
+def test_variants_are_compared_by_time_by_loss_or_by_price() -> None:
+    fast, cheap = priced("8", 200.0, 4.0), priced("1", 100.0, 1.0)
+    for by, best in (("time", fast), ("price", cheap)):
+        assert best_of([fast, cheap], n_machines=9, by=by) is best
+    first, late = priced("8", 1.0, 4.0, seconds=5.0), priced("1", 1.0, 1.0, seconds=9.0)
+    assert best_of([first, late], n_machines=9) is first
+    assert best_of([first, late], n_machines=9, by="price") is late
+    assert cost_by("price")(late) == 1.0
+    low, none = (
+        a_variant("2", msgspec.structs.replace(an_outcome(), held_out_loss=loss, loss=0.1))
+        for loss in (0.5, math.nan)
+    )
+    assert cost_by("loss")(low) == 0.5
+    assert cost_by("loss")(none) == math.inf
+    with pytest.raises(JobError, match="has a finite loss"):
+        best_of([none], n_machines=9, by="loss")
+
+
+def test_the_front_has_what_nothing_beats_in_time_and_in_price() -> None:
+    found = [priced("8", 200.0, 4.0), priced("4", 150.0, 5.0), priced("1", 100.0, 1.0)]
+    fails = a_variant("9", an_outcome(rate=1e9, error="no shard left"))
+    assert front_of([*found[::-1], fails]) == (found[0], found[2])
+
+
+def test_what_the_seeds_do_not_tell_apart_is_named() -> None:
+    def of(name: str, *rates: float) -> Variant:
+        return a_variant(name, *(an_outcome(rate=rate) for rate in rates))
+
+    best, close, far = of("4", 90, 100, 110), of("3", 85, 88, 95), of("1", 10, 11, 12)
+    assert undecided(best, [best, close, far], by="time") == [close]
+    lines = suggestion(best, [best, close, far], front=(), by="time")
+    assert lines == [
+        "suggested, by time: --set cluster.replicas=4",
+        "3 seeds do not tell it from: replicas 3",
+    ]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    Path("rack.toml").write_text(RACK)
+    written(tmp_path, text=TEXT.replace("samples = 120\n", "seconds = 0.6\n"))
+    return tmp_path
+
+
+@pytest.mark.untraced
+def test_the_search_finds_what_brute_force_finds(folder: Path) -> None:
+    def request(**wish: object) -> SimulationRequest:
+        return SimulationRequest(
+            job=folder / "small.toml",
+            cluster="rack.toml",
+            machines=5,
+            measures=False,
+            seeds=(0,),
+            **wish,  # type: ignore[arg-type]  # by name
+        )
+
+    quiet = Console(quiet=True)
+    found = run_request(request(suggests=True), console=quiet)
+    assert found.best is not None
+    assert len(found.best.outcomes) == 1
+    assert found.best in found.front
+    axes = tuple(axes_of(["replicas=2,3,4", "shards=1,3,5"]))
+    swept = run_request(request(axes=axes), console=quiet).variants
+    assert cost_by("time")(found.best) <= 1.05 * min(map(cost_by("time"), swept))
+
+
+def test_a_suggestion_that_cannot_be_made_says_what_is_missing(tmp_path: Path) -> None:
+    job = written(tmp_path)
+    for wish, said in (
+        ({"by": "loss"}, r"give \[stop\] seconds"),
+        ({"by": "luck"}, "--by luck: use time, loss, price"),
+        ({"by": "price", "suggest": False}, "add --suggest"),
+    ):
+        asked = {"suggest": True, "machines": 4, "cluster": "rack-1g", **wish}
+        with pytest.raises(JobError, match=said):
+            simulate(job, **asked)  # type: ignore[arg-type]  # by name
