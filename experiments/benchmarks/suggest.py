@@ -39,7 +39,7 @@ from experiments.benchmarks.measuring import measurement
 
 
 N_MACHINES: Final = 10
-LINKS: Final = {"slow": 0.03, "middle": 0.3, "fast": 3.0}  # Mbit/s
+LINKS: Final = {"slow": 0.1, "middle": 0.3, "fast": 3.0}  # Mbit/s
 STEP_SECONDS: Final = 0.075  # of computing
 STEP_MBIT: Final = 0.04  # both ways
 WITHIN: Final = 1.05

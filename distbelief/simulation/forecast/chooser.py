@@ -330,7 +330,8 @@ class Search:
         speeds = {point: prices.speed(self._trial(point)) for point in points}
         starts = sorted(points, key=lambda point: -speeds[point])[:N_STARTS]
         cheapest = min(points, key=lambda point: self._hour(point) / speeds[point])
-        return list(dict.fromkeys([*starts, cheapest]))
+        # The first is the smallest: where all others fail, the search begins there.
+        return list(dict.fromkeys([*starts, cheapest, points[0]]))
 
     def _prices(self, point: Point) -> Prices | None:
         trial = self._short(self._trial(point))
