@@ -25,7 +25,7 @@ import numpy as np
 from distbelief.core.errors import DistBeliefError, RemoteProtocolError
 from distbelief.core.vectors import Vector
 from distbelief.parameter_server.gradient_sums import GradientSums, SumsState
-from distbelief.parameter_server.rows import RoundRows
+from distbelief.parameter_server.rows import STALENESS_MAX, RoundRows
 from distbelief.parameter_server.savepoints import PARAMETERS, Savepoints, SavepointState, split
 from distbelief.parameter_server.shard_config import ShardConfig
 from distbelief.parameter_server.slices import ShardSlice
@@ -50,7 +50,9 @@ class _CommandState(msgspec.Struct, frozen=True, kw_only=True):
     savepoints: SavepointState
     sums: SumsState
     buffers: Vector | None
-    rows: list[bt.AddRows]  # staged in the present round
+    rows: list[bt.AddRows]  # staged in the present rounds
+    executed: int
+    versions: dict[int, Vector]
 
 
 @final
@@ -75,6 +77,7 @@ class CommandExecutor:
         self._rows: RoundRows | None = None  # if there are rounds
         self._series = 0
         self._answer = bt.CommandDone(series=0, number=0)
+        self._executed = 0  # the last command of this series, answered or not
         self.is_driven = False  # from `BeginSeries` to `Publish`
         self.waiting: tuple[rl.Address, bt.ShardCommand] | None = None
         self.running: tuple[rl.Address, bt.ShardCommand] | None = None
@@ -116,6 +119,7 @@ class CommandExecutor:
         if command.series > self._series and isinstance(command.task, bt.BeginSeries):
             self._series, self.is_driven = command.series, True
             self._answer = bt.CommandDone(series=command.series, number=0)
+            self._executed = 0
             self.waiting = event.sender, command
             return []
         if is_current and command.number == answer.number + 1:
@@ -129,20 +133,30 @@ class CommandExecutor:
         return [self._send_answer(event.sender)]
 
     def is_present(self, message: bt.TakeRows | bt.AddRows) -> bool:
-        """Return whether this is of a task of the present round; other tasks are void."""
-        last = self._answer.series, self._answer.number
-        is_last = (message.series, message.number) == last and self.is_driven
-        return is_last and not (self.waiting or self.running or self.held)
+        """Return whether this is of a task of the present rounds; other tasks are void."""
+        if message.series != self._series or not self.is_driven:
+            return False
+        begun = [one[1] for one in (self.waiting, self.running) if one is not None]
+        if isinstance(message, bt.TakeRows):
+            is_last = message.number == self._executed and not begun
+            return is_last or message.number in self._vector_store.versions
+        last = max((one.number for one in begun if one.series == self._series), default=0)
+        last = max(last, self._executed)
+        return last <= message.number <= last + STALENESS_MAX
 
     def rows(self, message: bt.TakeRows) -> bt.RowsTaken:
-        vector = self._vector_store.export((PARAMETERS,)).get(PARAMETERS)
-        if vector is None:
+        store = self._vector_store
+        vector = store.versions.get(message.number)
+        if vector is None and (vector := store.export((PARAMETERS,)).get(PARAMETERS)) is None:
             raise RemoteProtocolError("this shard has no rows yet: restore a savepoint first")
+        rows = self._round_rows()
+        is_known = rows.is_known(message)
         return bt.RowsTaken(
             series=message.series,
             number=message.number,
             part=message.part,
-            values=self._round_rows().take(vector, message),
+            values=vector[:0] if is_known else rows.take(vector, message),
+            unchanged=is_known,
         )
 
     def stage(self, message: bt.AddRows) -> bool:
@@ -153,7 +167,8 @@ class CommandExecutor:
 
     def _round_rows(self) -> RoundRows:
         if self._rows is None:
-            self._rows = RoundRows(self._config.layout, self._config.index)
+            layout, index = self._config.layout, self._config.index
+            self._rows = RoundRows(layout, index, number=self._executed)
         return self._rows
 
     def _send_answer(self, receiver: rl.Address) -> rl.Action:
@@ -180,6 +195,9 @@ class CommandExecutor:
         cost = self._cost(command.task)
         if isinstance(command.task, _Replaces):
             self._values.begin_replace()
+        if isinstance(command.task, bt.CommitRound) and 0 < command.task.oldest < command.number:
+            for vector in self._vector_store.export((PARAMETERS,)).values():
+                self._vector_store.versions[command.number - 1] = vector
 
         def work() -> _Outcome:
             try:
@@ -228,6 +246,13 @@ class CommandExecutor:
     def _end(self, scalars: Scalars, checksum: int, error: str | None) -> None:
         assert self.running is not None
         (sender, command), self.running = self.running, None
+        if command.series == self._series:
+            self._executed = command.number
+        if isinstance(command.task, bt.CommitRound):
+            oldest, store = command.task.oldest or command.number, self._vector_store
+            store.versions = {n: one for n, one in store.versions.items() if n >= oldest}
+            if self._rows is not None:
+                self._rows.drop(before=command.number)
         is_first = isinstance(command.task, bt.BeginSeries)
         if isinstance(command.task, bt.Publish) and command.series == self._series:
             self.is_driven = False
@@ -309,6 +334,8 @@ class CommandExecutor:
             sums=self._sums.state(),
             buffers=self._buffers,
             rows=[] if self._rows is None else self._rows.staged,
+            executed=self._executed,
+            versions=self._vector_store.versions,
         )
         facts = msgspec.msgpack.encode(state, enc_hook=number)
         dtype = self._config.layout.dtype
@@ -327,7 +354,9 @@ class CommandExecutor:
             raise RemoteProtocolError(f"the primary's vectors cannot be read: {error}") from None
         self._series, self._answer = state.series, state.answer
         self.is_driven, self._buffers = state.is_driven, state.buffers
+        self._executed = state.executed
         self._savepoints.adopt(state.savepoints)
+        self._vector_store.versions = state.versions
         self._vector_store.adopt(state.vectors)
         self._sums.adopt(state.sums)
         for message in state.rows:
@@ -336,6 +365,7 @@ class CommandExecutor:
     def drop(self) -> None:
         """Drop all vectors and every series, as the copy of a primary that has none."""
         self._series, self._answer = 0, bt.CommandDone(series=0, number=0)
+        self._executed, self._vector_store.versions = 0, {}
         self.is_driven, self._buffers, self._sums = False, None, self._new_sums()
         self._rows = None
         self._savepoints.drop()
@@ -359,10 +389,11 @@ class CommandExecutor:
                 scalars = self._finish_evaluation(task)
             case bt.BeginSeries():
                 self._sums.close()
-                self._rows = None
+                self._rows, self._vector_store.versions = None, {}
             case bt.CommitRound() as task:
-                self._commit_round(task)
+                self._commit_round(task, command.number)
             case bt.Restore(savepoint=savepoint, whole=whole):
+                self._rows, self._vector_store.versions = None, {}
                 self._savepoints.return_to(savepoint, whole=whole, values=self._parameters)
             case bt.Commit() as task:
                 chunks = [(one.chunk_index, one.commit_token) for one in task.chunks]
@@ -386,10 +417,11 @@ class CommandExecutor:
         else:
             self._savepoints.drop_before(command.settled)
 
-    def _commit_round(self, task: bt.CommitRound) -> None:
+    def _commit_round(self, task: bt.CommitRound, number: int) -> None:
         if self._rows is not None:  # else nothing was added here
             self._rows.check(task.tokens)
-            self._rows.commit(self._vector_store.vector(PARAMETERS), task.tokens, task.pulls)
+            vector = self._vector_store.vector(PARAMETERS)
+            self._rows.commit(vector, task.tokens, task.pulls, number=number)
 
     def _parameters(self) -> Vector:
         return self._values.vector[: self._n_gradient]

@@ -6,6 +6,8 @@ A table is a parameter of the layout: its rows are those of its first axis. What
 round add to rows is staged, in parts, under the token of the attempt. Committing the round adds
 up what those attempts that count have staged, in their order, and makes new rows by a `Pull`. So
 rows have the same bits for any number of shards, and no matter which worker has computed a task.
+
+Tasks of later rounds stage before an earlier round is committed, where several are in flight.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,6 +32,9 @@ Rows: TypeAlias = "NDArray[np.int64] | slice[int, int, None]"
 """Which rows of a table; none is named twice."""
 
 N_ELEMENTS_MAX: Final = BLOCK_BYTES // 8  # of a message
+
+STALENESS_MAX: Final = 8
+"""Rounds by which values that a task takes may be older than those before its round."""
 
 
 class Part(NamedTuple):
@@ -109,18 +114,26 @@ class _Staged:
     """What one attempt adds on this shard."""
 
     n_parts: int
+    number: int  # of the command before that which commits it
     # By number, as it came; and table, rows of the shard's own, values.
     parts: dict[int, tuple[bt.AddRows, tuple[str, Rows, Values]]]
 
 
 @final
 class RoundRows:
-    """The tables of one shard, and what tasks of the present round have added."""
+    """The tables of one shard, and what tasks of the present rounds have added.
 
-    def __init__(self, layout: Layout, k: int) -> None:
+    Args:
+        layout: Of all shards.
+        k: This one.
+        number: Of the last command: tables may have changed by it.
+    """
+
+    def __init__(self, layout: Layout, k: int, *, number: int = 0) -> None:
         self._tables = Tables(layout)
         self._here = self._tables.on_shard(layout, k)
         self._staged: dict[int, _Staged] = {}  # by token
+        self._changed = dict.fromkeys(self._here, number)  # the last command that did
 
     @property
     def staged(self) -> list[bt.AddRows]:
@@ -131,6 +144,11 @@ class RoundRows:
         """Return the elements of these rows, which may share memory with the vector."""
         rows = self._own(message.table, message.start, message.stop, message.rows)
         return self._view(vector, message.table)[rows].reshape(-1)
+
+    def is_known(self, message: bt.TakeRows) -> bool:
+        """Return whether these rows have not changed since a worker has taken them."""
+        changed = self._changed.get(message.table, 0)
+        return 0 < changed <= message.known <= message.number
 
     def stage(self, message: bt.AddRows) -> bool:
         """Stage a part and return True, or False if it is here already.
@@ -147,7 +165,8 @@ class RoundRows:
             raise RemoteProtocolError(
                 f"{len(values) - n} numbers of {values.dtype} for {n_rows} rows of {width}"
             )
-        staged = self._staged.setdefault(message.token, _Staged(message.n_parts, {}))
+        new = _Staged(message.n_parts, message.number, {})
+        staged = self._staged.setdefault(message.token, new)
         if message.n_parts != staged.n_parts or not message.part < staged.n_parts:
             raise RemoteProtocolError(f"part {message.part} of {staged.n_parts}")
         shaped = values[n:].reshape(n_rows, *self._tables.shapes[message.table][1:])
@@ -163,8 +182,10 @@ class RoundRows:
                     f"{len(staged.parts)} of {staged.n_parts} parts of attempt {token} are here"
                 )
 
-    def commit(self, vector: Vector, tokens: Sequence[int], pulls: Mapping[str, Pull]) -> None:
-        """Add what these attempts have staged, in their order, and drop the rest."""
+    def commit(
+        self, vector: Vector, tokens: Sequence[int], pulls: Mapping[str, Pull], *, number: int
+    ) -> None:
+        """Add what these attempts have staged, in their order, by this command."""
         adds: dict[str, list[tuple[Rows, Values]]] = {}
         for token in tokens:
             staged = self._staged.get(token)
@@ -173,10 +194,13 @@ class RoundRows:
                 adds.setdefault(table, []).append((rows, values))
         for table, those in adds.items():
             add_up(self._view(vector, table), those, pulls.get(table, Pull()))
-        self.drop()
+            self._changed[table] = number
 
-    def drop(self) -> None:
-        self._staged = {}
+    def drop(self, *, before: int) -> None:
+        """Drop what is staged for rounds that commands up to this one commit."""
+        self._staged = {
+            token: one for token, one in self._staged.items() if one.number >= before
+        }
 
     def _view(self, vector: Vector, table: str) -> Values:
         first, end, offset = self._here[table]

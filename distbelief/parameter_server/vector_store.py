@@ -59,6 +59,8 @@ class VectorStore:
         self._vectors: dict[VectorName, Vector] = {}
         self._arrays: list[Vector] = []  # all that were made here, in use or not
         self.held: Callable[[], Iterable[Vector]] = tuple  # arrays of savepoints
+        # The parameters after earlier commands, from which tasks still take rows.
+        self.versions: dict[int, Vector] = {}
         self._room = torch.empty(0, dtype=torch.float64)  # used again: it stays in the cache
 
     def names(self) -> tuple[VectorName, ...]:
@@ -77,7 +79,7 @@ class VectorStore:
         if name not in self._vectors:
             self._check_count(1 + len(self._vectors))
         others = (vector for other, vector in self._vectors.items() if other != name)
-        used = {id(vector) for vector in (*others, *self.held())}
+        used = {id(vector) for vector in (*others, *self.held(), *self.versions.values())}
         known = [self._vectors[name]] if name in self._vectors else []
         free = next((array for array in (*known, *self._arrays) if id(array) not in used), None)
         if free is None:
@@ -108,7 +110,7 @@ class VectorStore:
     def adopt(self, vectors: Mapping[str, Vector]) -> None:
         """Replace all vectors by these arrays of the other copy of the shard."""
         self._vectors = dict(vectors)
-        arrays = (*vectors.values(), *self.held())
+        arrays = (*vectors.values(), *self.held(), *self.versions.values())
         self._arrays = list({id(array): array for array in arrays}.values())
 
     def checksum(self, names: Iterable[VectorName]) -> int:

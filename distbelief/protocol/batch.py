@@ -23,6 +23,9 @@ In rounds (`sandblaster.strads`) workers take rows of tables, and add to them, p
       | <--- RowsAdded |                               |
       | WorkReport ----------------------------------> |
       |                | <---------------- CommitRound |  command n + 1
+
+Of rounds in flight several are computed at once. Each is still committed by a command of its own,
+and takes rows as they are after an earlier one than that before: shards keep these rows so long.
 """
 
 from typing import Annotated
@@ -114,10 +117,11 @@ class FinishEvaluation(_Task, frozen=True):
 
 
 class CommitRound(_Task, frozen=True):
-    """Add to rows what these attempts have staged, in this order; drop all other that is staged."""
+    """Add to rows what these attempts have staged, in this order; drop what others have."""
 
     tokens: Annotated[tuple[Count, ...], msgspec.Meta(max_length=65536)]
     pulls: dict[Name, Pull]  # by table; others: "add"
+    oldest: Count = 0  # keep rows as they are after this command and later ones; 0: none
 
 
 class Publish(_Task, frozen=True):
@@ -182,7 +186,10 @@ class ChunkTask(msgspec.Struct, frozen=True, kw_only=True):
     chunk_index: Count
     attempt: Count
     commit_token: Count  # 0: compute it; else push it under this number
-    content: Content = b""  # of a task of a round, packed
+    # Of a task of a round.
+    content: Content = b""  # packed
+    after: Count = 0  # take rows as they are after this command of the series
+    adds_after: Count = 0  # the command before that which commits the round
 
 
 class ChunkResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -208,7 +215,6 @@ class Assignment(AnyMessage, frozen=True):
     n_examples: Amount  # of the batch
     tasks: Annotated[tuple[ChunkTask, ...], msgspec.Meta(max_length=4096)]
     replica_generation: Count = 0  # as in its `WorkReport`
-    command: Count = 0  # of a round: take rows as they are after this command of the series
 
 
 class WorkReport(AnyMessage, frozen=True):
@@ -226,7 +232,7 @@ class WorkReport(AnyMessage, frozen=True):
 
 
 class TakeRows(AnyMessage, frozen=True):
-    """Worker -> shard: send me rows as they are after this command, if that was the last one."""
+    """Worker -> shard: send me rows as they are after this command, if you have them."""
 
     series: Count
     number: Count  # of the command
@@ -235,6 +241,7 @@ class TakeRows(AnyMessage, frozen=True):
     start: Count = 0  # rows [start, stop), or those in `rows`
     stop: Count = 0
     rows: Vector | None = None  # (n_rows,) int64
+    known: Count = 0  # I have them as they are after this command; 0: I do not
 
 
 class RowsTaken(AnyMessage, frozen=True):
@@ -244,10 +251,11 @@ class RowsTaken(AnyMessage, frozen=True):
     number: Count
     part: Count
     values: Vector  # row by row
+    unchanged: bool = False  # no values: they are those that you know
 
 
 class AddRows(AnyMessage, frozen=True, kw_only=True):
-    """Worker -> shard: stage this for the round after this command, if that was the last one."""
+    """Worker -> shard: stage this for the round that the next command after this one commits."""
 
     series: Count
     number: Count  # of the command

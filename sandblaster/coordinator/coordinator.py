@@ -5,7 +5,7 @@ It holds names of vectors, scalars and counts, never a parameter. One series:
     BeginSeries --> choose a savepoint --> Restore --> requests of the optimizer:
                        VectorOps        Execute
                        Evaluate         BeginEvaluation, Commit*, FinishEvaluation
-                       Round            CommitRound
+                       Rounds           CommitRound*
                        IterationDone    a savepoint with the next command,
                                         and Checkpoint if one is requested
                    the optimizer ends --> Publish
@@ -529,8 +529,8 @@ class Coordinator:
                         reply = _combined(commands, (yield wire.Execute(commands=commands)))
                     case base.Evaluate():
                         reply = yield from self._evaluate(request)
-                    case base.Round():
-                        reply = yield from self._round(request)
+                    case base.Rounds():
+                        reply = yield from self._compute_rounds(request)
                     case base.IterationDone():
                         yield from self._iterated(request)
                         reply = self._stopped_by is not None
@@ -583,26 +583,33 @@ class Coordinator:
             loss=queue.loss / n_examples if n_examples else math.nan, scalars=(*before, *after)
         )
 
-    def _round(self, request: base.Round) -> SeriesSteps[tuple[bytes, ...]]:
-        metrics, pool = self.metrics, self._pool
+    def _compute_rounds(self, request: base.Rounds) -> SeriesSteps[tuple[bytes, ...]]:
+        metrics, pool, series = self.metrics, self._pool, self._series
         metrics.n_evaluations += 1
         metrics.shares.evaluation_begins(pool, self._now)
         pool.begin(
             series=self._commands.series,
             evaluation=metrics.n_evaluations,
             versions=(),
-            n_examples=len(request.tasks),
+            n_examples=1,
+        )
+        queue = series.queue = RoundQueue(
+            self._config,
+            pool=pool,
+            request=request,
+            counters=series.counters,
             command=self._commands.number,
         )
-        queue = self._series.queue = RoundQueue(
-            self._config, pool=pool, request=request, counters=self._series.counters
-        )
         while not queue.is_complete:
-            yield Wait.CHUNKS
-        self._series.queue = None
-        metrics.shares.evaluation_ends(pool, self._now)
-        metrics.n_backups += queue.n_backups
-        yield wire.CommitRound(tokens=queue.tokens, pulls=dict(request.pulls))
+            while (tokens := queue.tokens) is None:
+                yield Wait.CHUNKS
+            oldest = queue.commit()
+            if queue.is_complete:
+                series.queue = None
+                metrics.shares.evaluation_ends(pool, self._now)
+                metrics.n_backups += queue.n_backups
+            yield wire.CommitRound(tokens=tokens, pulls=dict(request.pulls), oldest=oldest)
+            queue.committed()
         return queue.reports
 
     def _iterated(self, request: base.IterationDone) -> SeriesSteps[None]:

@@ -1,12 +1,18 @@
-"""The tasks of one round: which worker computes which, and whose result counts.
+"""The tasks of rounds: which worker computes which, and whose result counts.
 
 A block of the data stays with the worker that has it, until that is lost. Where no block keeps
 anything from round to round, blocks also move to workers that have fewer, and a task that takes
 far longer than the others gets a second attempt. The first attempt that all shards hold counts.
+
+    round       0    1    2    3         staleness 1
+    takes       T0   T0   T1   T2        tables after so many rounds
+    is open     from the beginning, or when the round two before it is committed
+
+One more round is scheduled while these are computed.
 """
 
-from collections import Counter
-from typing import Final, final
+from collections import Counter, deque
+from typing import Final, TypeAlias, final
 
 from distbelief.protocol import WorkReport
 from distbelief.protocol.role import Seconds
@@ -18,14 +24,27 @@ from sandblaster.coordinator.workers import (
     WorkerPool,
     WorkerState,
 )
-from sandblaster.optimizers.base import N_BYTES_MAX, Round
+from sandblaster.optimizers.base import N_BYTES_MAX, Rounds
 
 
-_LATE: Final = 3.0  # times the slowest other task of the round
+_LATE: Final = 3.0  # times the slowest other task of the rounds
+
+_Round: TypeAlias = list[Chunk]
+"""Its tasks, in their order."""
 
 
 @final
 class RoundQueue:
+    """The rounds of one request.
+
+    Args:
+        config: Of the coordinator.
+        pool: The workers.
+        request: The rounds.
+        counters: Of the series.
+        command: The last command before the first round.
+    """
+
     is_finite = True  # tasks have no loss
 
     def __init__(
@@ -33,47 +52,100 @@ class RoundQueue:
         config: CoordinatorConfig,
         *,
         pool: WorkerPool,
-        request: Round,
+        request: Rounds,
         counters: SeriesCounters,
+        command: int,
     ) -> None:
         self._config = config
         self._pool = pool
         self._counters = counters
+        self._request = request
+        self._command = command
         self._may_move = request.may_move
         self._is_balanced = not request.may_move
-        self._chunks = [
-            Chunk(index=block, start=block, n_examples=1, content=content)
-            for block, content in request.tasks
-        ]
-        self._pending = list(self._chunks)
+        self._pending: list[Chunk] = []
+        self._open: deque[_Round] = deque()  # those at work, which are not committed
+        self._n_opened = 0
+        self._n_committed = 0
+        self._reports: list[bytes] = []  # of the others
         self._changed: dict[int, WorkerState] = {}
         self._slowest: Seconds = 0.0  # of those done
         self.lost_block: int | None = None  # its worker is gone, with what it kept
-        self.n_chunks = len(self._chunks)
+        self.n_chunks = 0  # scheduled so far
         self.n_counted = 0  # that all shards hold
         self.n_backups = 0
+        self._next = self._schedule(0)
+        self._open_rounds()
 
     @property
     def is_complete(self) -> bool:
-        return self.n_counted == self.n_chunks
+        """Whether the last round has been given to `commit`."""
+        return self._next is None and not self._open
 
     @property
-    def tokens(self) -> tuple[int, ...]:
-        """The attempts that count, in the order of the tasks."""
-        return tuple(one.winner.number for one in self._chunks if one.winner is not None)
+    def tokens(self) -> tuple[int, ...] | None:
+        """The attempts of the oldest round that count, in the order of tasks; None: it lacks one."""
+        winners = [one.winner for one in self._open[0]]
+        found = tuple(one.number for one in winners if one is not None)
+        return found if len(found) == len(winners) else None
 
     @property
     def reports(self) -> tuple[bytes, ...]:
-        return tuple(one.staged.content for one in self._chunks if one.staged is not None)
+        return tuple(self._reports)
+
+    def commit(self) -> int:
+        """Close the oldest round, all of which is staged.
+
+        Return the command whose rows the oldest task that is left takes; 0: no older ones than
+        this round leaves.
+        """
+        closed = self._open.popleft()
+        self._reports += [one.staged.content for one in closed if one.staged is not None]
+        n_after = self._n_committed + 1 - self._request.staleness
+        is_last = self.is_complete or not self._request.staleness
+        return 0 if is_last else self._command + max(0, n_after)
+
+    def committed(self) -> None:
+        """All shards have committed that round: another one may begin."""
+        self._n_committed += 1
+        self._open_rounds()
+
+    def _open_rounds(self) -> None:
+        most = self._n_committed + self._request.staleness
+        while self._next is not None and self._n_opened <= most:
+            self._open.append(self._next)
+            self._pending += self._next
+            self._n_opened += 1
+            self._next = self._schedule(self._n_opened)
+
+    def _schedule(self, number: int) -> _Round | None:
+        tasks = next(self._request.rounds, None)
+        if tasks is None:
+            return None
+        self.n_chunks += len(tasks)
+        return [
+            Chunk(
+                index=block,
+                start=block,
+                n_examples=1,
+                content=content,
+                after=self._command + max(0, number - self._request.staleness),
+                adds_after=self._command + number,
+            )
+            for block, content in tasks
+        ]
 
     def take_report(self, worker: WorkerState, report: WorkReport, now: Seconds) -> None:
         for result in report.results:
             one = worker.attempts.get(result.attempt)
             if one is None or not result.staged:
                 continue
-            chunk, elapsed = one.chunk, now - one.assigned_at
-            self._pool.record(worker, result, elapsed=elapsed)
-            self._slowest = max(self._slowest, elapsed)
+            chunk = one.chunk
+            # Until then the worker had another task to compute.
+            since = max(one.assigned_at, worker.progress_at)
+            self._pool.record(worker, result, elapsed=now - since)
+            worker.progress_at = now
+            self._slowest = max(self._slowest, now - one.assigned_at)
             chunk.winner, chunk.staged = one, result
             self.n_counted += 1
             self._counters.blocks[chunk.index] = worker.number  # it has what others may lack
@@ -112,7 +184,8 @@ class RoundQueue:
             self._balance(workers)
         owners, pending = self._counters.blocks, self._pending
         self._pending = []
-        for chunk in sorted(pending, key=lambda one: one.index):
+        full: set[int] = set()  # workers: the tasks of a block stay in the order of rounds
+        for chunk in sorted(pending, key=lambda one: (one.adds_after, one.index)):
             number = owners.get(chunk.index)
             if number is not None and number not in workers and not self._may_move:
                 self.lost_block = chunk.index
@@ -121,7 +194,9 @@ class RoundQueue:
                 number = owners[chunk.index] = min(self._loads(workers))[1]
             worker = workers[number]
             n_bytes = sum(len(one.chunk.content) for one in worker.attempts.values())
-            if worker.attempts and n_bytes + len(chunk.content) > N_BYTES_MAX:
+            is_over = worker.attempts and n_bytes + len(chunk.content) > N_BYTES_MAX
+            if is_over or number in full:
+                full.add(number)
                 self._pending.append(chunk)
             else:
                 self._attempt(chunk, worker, now)
@@ -130,7 +205,7 @@ class RoundQueue:
 
     def validate(self) -> None:
         """Check what holds after every event; only simulations call it."""
-        for one in self._chunks:
+        for one in (chunk for tasks in self._open for chunk in tasks):
             is_waiting = one in self._pending or bool(one.attempts)
             assert (one.staged is not None) != is_waiting or self.lost_block is not None, one
             assert len(one.attempts) <= 2, one
@@ -163,7 +238,8 @@ class RoundQueue:
         least = max(_LATE * self._slowest, self._config.backup_seconds_min)
         late = [
             one
-            for chunk in self._chunks
+            for tasks in self._open
+            for chunk in tasks
             if self.n_counted and len(chunk.attempts) == 1
             for one in chunk.attempts.values()
             if now - one.assigned_at > least

@@ -55,7 +55,10 @@ class Chunk:
     attempts: dict[int, "Attempt"] = field(default_factory=dict)  # by number
     winner: "Attempt | None" = None  # the attempt that has the commit token
     staged: ChunkResult | None = None  # its result, once every shard holds the gradient
-    content: bytes = b""  # of a task of a round
+    # Of a task of a round; see `ChunkTask`.
+    content: bytes = b""
+    after: int = 0
+    adds_after: int = 0
 
 
 @final
@@ -116,7 +119,6 @@ class WorkerPool:
         self._evaluation = 0
         self._versions: tuple[ShardVersion, ...] = ()
         self._n_examples = 0  # of the batch
-        self._command = 0  # before a round
         self._n_joined = 0
         self._n_of_removed = 0  # examples that removed workers computed, in this evaluation
         self._estimates: tuple[float, Seconds] | None = None  # None: to be computed
@@ -170,10 +172,9 @@ class WorkerPool:
         evaluation: int,
         versions: tuple[ShardVersion, ...],
         n_examples: int,
-        command: int = 0,
     ) -> None:
-        """Begin an evaluation or round; no worker has anything to do."""
-        self._series, self._evaluation, self._command = series, evaluation, command
+        """Begin an evaluation or rounds; no worker has anything to do."""
+        self._series, self._evaluation = series, evaluation
         self._versions, self._n_examples = versions, n_examples
         self._n_of_removed = 0
         for worker in self:
@@ -292,10 +293,11 @@ class WorkerPool:
                     attempt=one.number,
                     commit_token=one.commit_token,
                     content=one.chunk.content,
+                    after=one.chunk.after,
+                    adds_after=one.chunk.adds_after,
                 )
                 for one in worker.attempts.values()
             ),
-            command=self._command,
         )
         return [Send(receiver=worker.name, message=assignment)]
 

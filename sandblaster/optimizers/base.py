@@ -8,14 +8,14 @@ receives scalars, and returns a `Result` (reverse communication, as in scipy's L
       | <----------------- scalars   |   what they measured
       | Evaluate ----------------->  |   loss and gradient at that vector
       | <-------------- Evaluation   |   the loss; the gradient is in a vector
-      | Round -------------------->  |   tasks of a program (`sandblaster.strads`)
+      | Rounds ------------------->  |   tasks of a program (`sandblaster.strads`)
       | <----------------- reports   |   of all tasks, in their order
       | IterationDone ------------>  |   a point was accepted; a run may resume here
       | <-------------------- bool   |   whether to stop
 """
 
 import math
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol, TypeVar, cast, final
 
@@ -110,12 +110,17 @@ class Evaluation:
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Round:
-    """Have workers compute these tasks, and commit what they add; the reply are their reports."""
+class Rounds:
+    """Have workers compute the tasks of these rounds; the reply are their reports.
 
-    tasks: tuple[tuple[int, bytes], ...]  # block and content of each; one per block
+    Each is committed when all its tasks are computed, and those of the rounds before. A task takes
+    rows as they are after all rounds but the last `staleness` before its own, or at the beginning.
+    """
+
+    rounds: Iterator[tuple[tuple[int, bytes], ...]]  # block and content of each task; one per block
     pulls: Mapping[str, Pull]
     may_move: bool  # whether another worker may have a block than in the last round
+    staleness: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,7 +149,7 @@ class Runnable(Protocol):
     def steps(self, state: str | None = None) -> "Steps[Result]": ...
 
 
-Request = VectorOps | Evaluate | Round | IterationDone
+Request = VectorOps | Evaluate | Rounds | IterationDone
 Reply = Scalars | Evaluation | tuple[bytes, ...] | bool
 
 T = TypeVar("T")

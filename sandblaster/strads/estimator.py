@@ -58,7 +58,15 @@ class Estimator:
         return f"{type(self).__name__}({', '.join(changed)})"
 
 
-_WHOLE = ("n_", "max_iter", "evaluate_every", "patience", "random_state", "workers")
+_WHOLE = (
+    "n_",
+    "max_iter",
+    "evaluate_every",
+    "patience",
+    "random_state",
+    "staleness",
+    "workers",
+)
 
 
 def check_numbers(user: str, **values: object) -> None:
@@ -67,7 +75,7 @@ def check_numbers(user: str, **values: object) -> None:
         is_whole = name.startswith(_WHOLE)
         kinds = (int, np.integer) if is_whole else (int, float, np.integer, np.floating)
         is_number = isinstance(value, kinds) and not isinstance(value, bool)
-        least = 0 if name == "random_state" else 1
+        least = 0 if name in {"random_state", "staleness"} else 1
         use = f"a whole number, {least} or more" if is_whole else "a number above 0"
         number = cast("float", value) if is_number else float("nan")
         is_legal = number >= least if is_whole else 0 < number < float("inf")

@@ -6,11 +6,13 @@ tables: a job goes on from there with the same bits.
 
 import math
 from base64 import b64decode, b64encode
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any, cast, final
 
 import msgspec
 import numpy as np
+from typing_extensions import override
 
 from distbelief.core.errors import DistBeliefError, RestoreError
 from distbelief.parameter_server.rows import Rows
@@ -18,7 +20,7 @@ from distbelief.parameter_server.savepoints import PARAMETERS
 from sandblaster.optimizers import base
 from sandblaster.optimizers.termination import Reason
 from sandblaster.strads.columns import Ids
-from sandblaster.strads.program import Mark, Program, Task, packed, unpacked
+from sandblaster.strads.program import Flight, Mark, Program, Task, packed, unpacked
 
 
 AnyProgram = Program[Any, Any, Any, object]  # type: ignore[explicit-any] # of any types of its own
@@ -65,6 +67,21 @@ def check_size(content: bytes, what: str) -> None:
 
 
 @final
+class _Counted(Iterator[tuple[tuple[int, bytes], ...]]):
+    """Rounds as bytes, each made when it is asked for."""
+
+    def __init__(self, rounds: Iterable[Sequence[Task[object]]], n_rows: dict[str, int]) -> None:
+        self._rounds, self._n_rows = iter(rounds), n_rows
+        self.n = 0
+
+    @override
+    def __next__(self) -> tuple[tuple[int, bytes], ...]:
+        tasks = next(self._rounds)
+        self.n += 1
+        return tuple((task.block, task_content(task, self._n_rows)) for task in tasks)
+
+
+@final
 class Scheduled:
     """Runs a program that has `types`; `steps` are those of an optimizer."""
 
@@ -95,11 +112,17 @@ class Scheduled:
                     return base.Result(reason=reason, **asdict(done))
                 may_move, reports = may_move or step.state is not None, []
             else:
-                tasks = tuple((task.block, task_content(task, n_rows)) for task in step)
-                reply = yield base.Round(
-                    tasks=tasks, pulls=program.pulls, may_move=may_move or not program.keeps_state
+                flight = step if isinstance(step, Flight) else Flight(rounds=[step], staleness=0)
+                counted = _Counted(flight.rounds, n_rows)
+                # In a flight a block that moves would lack what it has kept since the first round.
+                moves = may_move and flight is not step
+                reply = yield base.Rounds(
+                    rounds=counted,
+                    pulls=program.pulls,
+                    may_move=moves or not program.keeps_state,
+                    staleness=flight.staleness,
                 )
-                n_rounds += 1
+                n_rounds += counted.n
                 contents = cast("tuple[bytes, ...]", reply)
                 may_move = False
                 reports = [unpacked(content, types.report) for content in contents]

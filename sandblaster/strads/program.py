@@ -3,7 +3,8 @@
 Not samples but variables of a model are dealt to those that compute:
 
     schedule    deals a round of tasks: which variables each block updates next. All tasks of a
-                round see the same values, so they must not depend on each other by much (ST-1)
+                round see the same values, so they must not depend on each other by much (ST-1).
+                In a flight, values may lack what the last rounds have added, by a fixed number
     push        computes, from one block of the data and the rows it takes, what to add to rows
     pull        makes new rows of the old ones and of the sums over all tasks of the round
 
@@ -15,7 +16,8 @@ Variables are rows of named tables. `run` holds them in this process; in a job s
 """
 
 import zlib
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -24,7 +26,8 @@ from typing import Final, Generic, Protocol, TypeAlias, TypeVar, cast
 import msgspec
 import numpy as np
 
-from distbelief.parameter_server.rows import Rows, Values, add_up
+from distbelief.core.errors import SettingError
+from distbelief.parameter_server.rows import STALENESS_MAX, Rows, Values, add_up
 from distbelief.protocol.vector_commands import Pull
 from sandblaster.optimizers.termination import Reason
 
@@ -53,6 +56,23 @@ class Pushed(Generic[Report]):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Flight(Generic[Argument]):
+    """Rounds of which `staleness` + 1 are computed at the same time.
+
+    Round t takes tables with what rounds 0 to t - 1 - staleness of this flight have added, and
+    nothing of later ones: so the bits are the same for any number of workers. The tasks of a block
+    are computed in the order of rounds. Rounds are scheduled one ahead, while others are computed.
+    """
+
+    rounds: Iterable[Sequence[Task[Argument]]]
+    staleness: int  # 0 to STALENESS_MAX
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.staleness <= STALENESS_MAX:
+            raise SettingError(f"staleness is {self.staleness}; use 0 to {STALENESS_MAX}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Mark:
     """A pass is done, or all is."""
 
@@ -73,7 +93,9 @@ class Types:
     state: object
 
 
-Steps: TypeAlias = Generator[Sequence[Task[Argument]] | Mark, Sequence[Report], Result_co]
+Steps: TypeAlias = Generator[
+    Sequence[Task[Argument]] | Flight[Argument] | Mark, Sequence[Report], Result_co
+]
 
 
 class Program(Protocol[Block, Argument, Report, Result_co]):
@@ -102,7 +124,7 @@ class Program(Protocol[Block, Argument, Report, Result_co]):
     def schedule(self, state: object = None) -> Steps[Argument, Report, Result_co]:
         """Deal rounds, each with at most one task per block; receive reports in their order.
 
-        It may yield marks, which are progress, and go on from the state of one, with the tables
+        Of a flight it receives those of all rounds. It may yield marks, which are progress, and go on from the state of one, with the tables
         of then.
         """
         ...
@@ -136,24 +158,35 @@ def run(
         return program.push(blocks[task.block], task.argument, taken)
 
     steps, reports = program.schedule(), list[Report]()
+    def commit(pushed: Sequence[Pushed[Report]]) -> None:
+        for name, table in tables.items():
+            adds = [one.adds[name] for one in pushed if name in one.adds]
+            if adds:
+                add_up(table, adds, program.pulls.get(name, Pull()))
+
     has_begun = False
     with ThreadPoolExecutor(workers) as pool:
         while True:
             try:
-                tasks = steps.send(reports) if has_begun else next(steps)
+                step = steps.send(reports) if has_begun else next(steps)
             except StopIteration as end:
                 return cast("Result_co", end.value), tables
             has_begun, reports = True, []
-            if isinstance(tasks, Mark):
+            if isinstance(step, Mark):
                 continue
-            pushed = list(pool.map(computed, tasks) if workers > 1 else map(computed, tasks))
-            for name, table in tables.items():
-                adds = [one.adds[name] for one in pushed if name in one.adds]
-                if adds:
-                    add_up(table, adds, program.pulls.get(name, Pull()))
-            reports = [one.report for one in pushed]
-            if watch is not None:
-                watch(reports)
+            flight = step if isinstance(step, Flight) else Flight(rounds=[step], staleness=0)
+            waiting: deque[list[Pushed[Report]]] = deque()  # computed, and not added
+            for tasks in flight.rounds:
+                pushed = list(pool.map(computed, tasks) if workers > 1 else map(computed, tasks))
+                waiting.append(pushed)
+                if len(waiting) > flight.staleness:
+                    commit(waiting.popleft())
+                now = [one.report for one in pushed]
+                reports += now
+                if watch is not None:
+                    watch(now)
+            for pushed in waiting:
+                commit(pushed)
 
 
 # --- as bytes ---

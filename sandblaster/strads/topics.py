@@ -19,6 +19,7 @@ they begin anew: there a job can go on.
 """
 
 import os
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,7 +35,7 @@ from scipy.special import digamma
 from typing_extensions import override
 
 from distbelief.core.errors import SettingError
-from distbelief.parameter_server.rows import Rows, Values
+from distbelief.parameter_server.rows import STALENESS_MAX, Rows, Values
 from distbelief.protocol.vector_commands import Pull
 from sandblaster.optimizers.termination import Reason
 from sandblaster.strads.columns import of_sklearn
@@ -48,7 +49,17 @@ from sandblaster.strads.documents import (
     uniforms,
 )
 from sandblaster.strads.estimator import Estimator, blocks_of, check_numbers, checked_entries
-from sandblaster.strads.program import Mark, Program, Pushed, Steps, Task, Types, checksum, run
+from sandblaster.strads.program import (
+    Flight,
+    Mark,
+    Program,
+    Pushed,
+    Steps,
+    Task,
+    Types,
+    checksum,
+    run,
+)
 from sandblaster.strads.topic_kernel import LANES, Counts, sampler
 
 
@@ -95,6 +106,7 @@ class Sample(msgspec.Struct, frozen=True, eq=False, tag=True):
     bucket: int
     alpha: Values  # (n_topics,)
     checksum: int  # of the data: a host with other ones is refused
+    n_lacking: int = 0  # turns of this block whose changes are not in the sums that it takes
 
 
 @final
@@ -137,6 +149,7 @@ class Block:
     held_out: Matrix
     first_held_out: int
     kept: "slice[int, int, None]"  # where its topics are in the table
+    changes: deque[Values]  # of the sums, in the last turns
 
 
 @final
@@ -165,6 +178,11 @@ class Topics(Program[Block, Argument, Report, Learned]):
 
     Counts are cut into rows of one number: shards may cut them anywhere.
 
+    With a staleness of s a block has to have s + 1 buckets of its own, and takes every bucket s + 1
+    turns after the block that had it before. So the counts of words are those after all earlier
+    turns, also where the last s are not committed; and sums, with what the block itself has changed
+    since, are as old as without it: a turn is 1 / (s + 1) as long.
+
     Args:
         counts: (n_documents, n_words) of whole numbers, canonical.
         alpha: The prior of topics in a document: (n_topics,).
@@ -185,6 +203,7 @@ class Topics(Program[Block, Argument, Report, Learned]):
     held_out: Matrix
     evaluate_every: int
     patience: int
+    staleness: int = 0
     tables: Mapping[str, Values] = field(init=False)
     row_of: NDArray[np.int64] = field(init=False)  # (n_words,)
 
@@ -192,10 +211,11 @@ class Topics(Program[Block, Argument, Report, Learned]):
         n_documents, n_words = self.counts.shape
         frequencies = np.bincount(self.counts.indices, self.counts.data, minlength=n_words)
         ranked = np.argsort(-frequencies, kind="stable")
-        dealt = np.concatenate([ranked[bucket :: self.n_blocks] for bucket in range(self.n_blocks)])
+        n_buckets = self.n_buckets
+        dealt = np.concatenate([ranked[bucket::n_buckets] for bucket in range(n_buckets)])
         self.row_of = np.empty(n_words, np.int64)
         self.row_of[dealt] = np.arange(n_words)
-        sizes = [len(range(bucket, n_words, self.n_blocks)) for bucket in range(self.n_blocks)]
+        sizes = [len(range(bucket, n_words, n_buckets)) for bucket in range(n_buckets)]
         self._starts = np.concatenate([[0], np.cumsum(sizes)])  # of buckets, among rows
         # Blocks have about as many tokens each.
         ends = np.cumsum(np.asarray(self.counts.sum(axis=1), np.int64))
@@ -231,7 +251,7 @@ class Topics(Program[Block, Argument, Report, Learned]):
         tokens = np.stack([rows - self._starts[buckets], documents], axis=1).astype(np.int32)
         keys = token_keys(lengths, int(first), self.seed)
         order = np.argsort(buckets, kind="stable")
-        sizes = np.bincount(buckets, minlength=self.n_blocks)
+        sizes = np.bincount(buckets, minlength=self.n_buckets)
         n_held_out = self.held_out.shape[0]
         start, stop = (n_held_out * one // self.n_blocks for one in (block, block + 1))
         return Block(
@@ -244,7 +264,12 @@ class Topics(Program[Block, Argument, Report, Learned]):
             held_out=self.held_out[start:stop],
             first_held_out=start,
             kept=self._kept(block),
+            changes=deque(maxlen=self.staleness),
         )
+
+    @property
+    def n_buckets(self) -> int:
+        return (self.staleness + 1) * self.n_blocks
 
     @property
     def _width(self) -> int:
@@ -257,10 +282,19 @@ class Topics(Program[Block, Argument, Report, Learned]):
         while (end := self._end(learned)) is None:
             number += 1
             alpha, totals = learned.alpha, np.zeros(2)
-            for turn in range(self.n_blocks):
+            # Of a flight, the first turn of blocks that begin anew is no part: they may move then.
+            n_alone = int(is_anew) if self.staleness else self.n_buckets
+            for turn in range(n_alone):
                 reports = yield self._turn(number, turn, alpha, anew=is_anew and not turn)
                 totals += sum(reports, np.zeros(2))
             is_anew = False
+            if self.staleness:
+                turns = (
+                    self._turn(number, turn, alpha, n_lacking=min(turn - n_alone, self.staleness))
+                    for turn in range(n_alone, self.n_buckets)
+                )
+                reports = yield Flight(rounds=turns, staleness=self.staleness)
+                totals += sum(reports, np.zeros(2))
             if not number:
                 continue
             if self.learn_alpha and not number % _PRIOR_EVERY:
@@ -286,14 +320,16 @@ class Topics(Program[Block, Argument, Report, Learned]):
         n_updates = len(scores) * int(self.counts.sum())
         return Mark(objective=-scores[-1], n_updates=n_updates, state=state, end=end)
 
-    def _turn(self, number: int, turn: int, alpha: Values, *, anew: bool) -> list[Task[Argument]]:
+    def _turn(
+        self, number: int, turn: int, alpha: Values, *, n_lacking: int = 0, anew: bool = False
+    ) -> list[Task[Argument]]:
         tasks: list[Task[Argument]] = []
         for block in range(self.n_blocks):
-            bucket = (block + turn) % self.n_blocks
+            bucket = (block * (self.staleness + 1) + turn) % self.n_buckets
             takes: dict[str, Rows] = {"words": self._rows(bucket), "sums": slice(0, len(alpha))}
             if anew:
                 takes["topics"] = self._kept(block)
-            argument = Sample(number, bucket, alpha, self.checksum)
+            argument = Sample(number, bucket, alpha, self.checksum, n_lacking)
             tasks.append(Task(block=block, argument=argument, takes=takes))
         return tasks
 
@@ -382,7 +418,8 @@ class Topics(Program[Block, Argument, Report, Learned]):
         words = np.zeros((len(before), self._width), np.int32)
         words[:, :n_topics] = before
         sums = np.zeros(self._width, np.int64)
-        sums[:n_topics] = taken["sums"]
+        lacking = [*block.changes][len(block.changes) - argument.n_lacking :]
+        sums[:n_topics] = sums_before = sum(lacking, taken["sums"])
         weights = np.ones(len(tokens), np.float32)
         if argument.number:
             beta_sum = self.beta * len(self.row_of)
@@ -396,6 +433,8 @@ class Topics(Program[Block, Argument, Report, Learned]):
             np.add.at(words, (tokens[:, 0], topics), 1)
             np.add.at(block.document_topics, (tokens[:, 1], topics), 1)
             sums += np.bincount(topics, minlength=len(sums))
+        changes = sums[:n_topics] - sums_before
+        block.changes.append(changes)
         others = np.log(np.maximum(block.lengths - 1, 0) + argument.alpha.sum())
         n_of = np.bincount(tokens[:, 1], minlength=len(others))
         score = np.log(weights).sum(dtype=np.float64) - n_of @ others
@@ -405,7 +444,7 @@ class Topics(Program[Block, Argument, Report, Learned]):
         if _FEW * len(changed) < before.size:
             of_words = changed + self._rows(bucket).start, of_words[1][changed]
         return Pushed(
-            adds={"words": of_words, "sums": (slice(0, n_topics), sums[:n_topics] - taken["sums"])},
+            adds={"words": of_words, "sums": (slice(0, n_topics), changes)},
             report=np.array([score, len(tokens)]),
         )
 
@@ -447,6 +486,8 @@ class LatentDirichletAllocation(Estimator):
             or all documents or words if these are fewer.
         workers: Threads. They share the time only with numba.
         random_state: The seed, 0 or more.
+        staleness: Turns, 0 to 8, that may be at work besides the oldest: in a job a worker goes on
+            while others are not done. Another one is another sample; counts of words are exact.
 
     Attributes:
         components_: (n_components, n_features): tokens of each word in each topic, plus the prior.
@@ -470,6 +511,7 @@ class LatentDirichletAllocation(Estimator):
         n_blocks: int | None = None,
         workers: int = 1,
         random_state: int = 0,
+        staleness: int = 0,
     ) -> None:
         self.n_components = n_components
         self.doc_topic_prior = doc_topic_prior
@@ -482,6 +524,7 @@ class LatentDirichletAllocation(Estimator):
         self.n_blocks = n_blocks
         self.workers = workers
         self.random_state = random_state
+        self.staleness = staleness
 
     def program(self, X: object, *, held_out: object = None) -> Topics:  # noqa: N803 -- scikit-learn's name
         """Return what `fit` runs.
@@ -499,7 +542,12 @@ class LatentDirichletAllocation(Estimator):
             tol=self.tol,
             workers=self.workers,
             random_state=self.random_state,
+            staleness=self.staleness,
         )
+        if self.staleness > STALENESS_MAX:
+            raise SettingError(
+                f"{user}: staleness is {self.staleness}; use 0 to {STALENESS_MAX}"
+            )
         learns = cast("object", self.learn_doc_topic_prior)
         if not isinstance(learns, bool | np.bool_):
             raise SettingError(f"{user}: learn_doc_topic_prior is {learns!r}; use true or false")
@@ -515,7 +563,14 @@ class LatentDirichletAllocation(Estimator):
         if not counts.nnz:
             raise SettingError(f"{user}: X has no words; give documents with at least one")
         n_documents, n_words = counts.shape
-        n_blocks = blocks_of(user, self.n_blocks, documents=n_documents, words=n_words)
+        per_block = self.staleness + 1  # buckets of words
+        most = n_words // per_block if self.n_blocks is None else n_words
+        n_blocks = blocks_of(user, self.n_blocks, documents=n_documents, words=max(most, 1))
+        if n_blocks * per_block > n_words:
+            raise SettingError(
+                f"{user}: n_blocks is {n_blocks} and staleness {self.staleness}, which makes "
+                f"{n_blocks * per_block} buckets, and X has {n_words} words; use less of either"
+            )
         if held_out is None:
             evaluated = counts[:0]
         else:
@@ -535,6 +590,7 @@ class LatentDirichletAllocation(Estimator):
             held_out=evaluated,
             evaluate_every=self.evaluate_every,
             patience=self.patience,
+            staleness=self.staleness,
         )
 
     def fit(

@@ -8,13 +8,15 @@
       |                  | <--- RowsAdded   |
       | <--- WorkReport  |                  |
 
-Every message is repeated until it is answered, or an assignment no longer names its task; of a
-shard with two copies, to both: the primary answers. Blocks are loaded when their first task comes,
-and stay.
+While one task is computed, the next one takes its rows, and earlier ones add theirs. Rows that a
+task before has taken are asked for only if they may have changed. Every message is repeated until
+it is answered, or an assignment no longer names its task; of a shard with two copies, to both: the
+primary answers. Blocks are loaded when their first task comes, and stay.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final, cast, final
 
@@ -41,21 +43,47 @@ Accepted = wire.Assignment | wire.RowsTaken | wire.RowsAdded | wire.StartTrainin
 
 
 class _Phase(Enum):
-    IDLE = "waiting for work"
+    WAITING = "waiting for work"
     TAKING = "taking rows"
     COMPUTING = "computing"
     ADDING = "adding to rows"
+    STAGED = "reporting"
 
 
 @final
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Attempt:
+    """Attributes: as of `ChunkTask`; what is taken, and what shards have not answered."""
+
     number: int
     block: int
     content: bytes
+    after: int
+    adds_after: int
+    backoff: Backoff
+    phase: _Phase = _Phase.WAITING
+    argument: object = None
+    taken: dict[str, Values] = field(default_factory=dict)
+    spans: dict[str, tuple[int, int]] = field(default_factory=dict)  # where rows are [start, stop)
+    parts: dict[int, tuple[str, Rows]] = field(default_factory=dict)  # table, places in `taken`
+    # By shard (of adds) and part.
+    unanswered: dict[tuple[int, int], rl.Send] = field(default_factory=dict)
     seconds: rl.Seconds = 0.0
     report: bytes = b""
-    is_staged: bool = False
+
+    @property
+    def timer(self) -> str:
+        return f"{_RETRY}:{self.number}"
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """Rows [start, stop) of a table, as they are after a command of the series."""
+
+    span: tuple[int, int]
+    after: int
+    values: Values
 
 
 @final
@@ -84,17 +112,11 @@ class BlockWorker:
         self._blocks: dict[int, object] = {}
         self._begun = not await_begin
         self._incarnation = 0
-        self._series = self._version = self._evaluation = self._command = 0
+        self._series = self._version = self._evaluation = 0
         self._attempts: dict[int, _Attempt] = {}  # in the order to compute
-        self._phase = _Phase.IDLE
-        self._current: _Attempt | None = None
         self._is_busy = False  # the executor has work, perhaps for nobody
-        self._argument: object = None
-        self._taken: dict[str, Values] = {}
-        self._parts: dict[int, tuple[str, Rows]] = {}  # taken: table, and places in `_taken`
-        self._unanswered: dict[tuple[int, int], rl.Send] = {}  # by shard (of adds) and part
+        self._known: dict[str, _Known] = {}  # by table: what was taken last
         self._n_parts = 0  # that were ever taken
-        self._backoff = Backoff(retry_seconds, retry_seconds_max)
         self._pauses = retry_seconds, retry_seconds_max  # between reports: at work, and idle
         self._stopped_by: rl.Address | None = None
         self._n_computed, self._seconds = 0, 0.0
@@ -107,8 +129,8 @@ class BlockWorker:
                 actions += self._report(now)
             case rl.Received():
                 actions += self._receive(event, now)
-            case rl.TimerFired(name=name) if name == _RETRY:
-                actions += self._again(now)
+            case rl.TimerFired(name=name) if name.startswith(_RETRY):
+                actions += self._again(name, now)
             case rl.TimerFired():
                 actions += self._report(now)
             case rl.PeerJoined(peer=peer) if peer == COORDINATOR:
@@ -122,8 +144,10 @@ class BlockWorker:
         return [*actions, *self._next(now)]
 
     def status(self) -> tuple[str, Mapping[str, float]]:
-        state = self._phase.value if self._begun else "waiting for begin"
-        return state, {
+        phases = [one.phase for one in self._attempts.values()]
+        least = (_Phase.COMPUTING, _Phase.ADDING, _Phase.TAKING, _Phase.WAITING)
+        state = next((one for one in least if one in phases), _Phase.WAITING).value
+        return state if self._begun else "waiting for begin", {
             "samples": float(self._n_computed),
             "seconds_computing": self._seconds,
             "blocks": float(len(self._blocks)),
@@ -156,16 +180,22 @@ class BlockWorker:
             known = self._attempts
             if (message.series, message.evaluation) != (self._series, self._evaluation):
                 known = {}
+            if message.series > self._series:
+                self._known = {}
             self._series, self._version = message.series, message.version
-            self._evaluation, self._command = message.evaluation, message.command
+            self._evaluation = message.evaluation
             self._attempts = {
                 task.attempt: known.get(task.attempt)
-                or _Attempt(number=task.attempt, block=task.chunk_index, content=task.content)
+                or _Attempt(
+                    number=task.attempt,
+                    block=task.chunk_index,
+                    content=task.content,
+                    after=task.after,
+                    adds_after=task.adds_after,
+                    backoff=Backoff(*self._pauses),
+                )
                 for task in message.tasks
             }
-            current = self._current
-            if current is not None and self._attempts.get(current.number) is not current:
-                self._phase, self._current, self._unanswered = _Phase.IDLE, None, {}
         return self._report(now)
 
     def _report(self, now: rl.Seconds) -> list[rl.Action]:
@@ -173,7 +203,7 @@ class BlockWorker:
             return []
         room, results = base.N_BYTES_MAX, list[wire.ChunkResult]()
         for one in self._attempts.values():
-            if one.is_staged and (len(one.report) <= room or not results):
+            if one.phase is _Phase.STAGED and (len(one.report) <= room or not results):
                 room -= len(one.report)  # the others follow when these are known
                 result = wire.ChunkResult(
                     attempt=one.number,
@@ -191,7 +221,8 @@ class BlockWorker:
             n_computed=0,
             results=tuple(results),
         )
-        at = now + self._pauses[self._current is None]
+        is_idle = all(one.phase is _Phase.STAGED for one in self._attempts.values())
+        at = now + self._pauses[is_idle]
         return [rl.Send(receiver=COORDINATOR, message=report), rl.SetTimer(name=_REPORT, at=at)]
 
     def _exit(self) -> list[rl.Action]:
@@ -204,62 +235,89 @@ class BlockWorker:
     # --- a task ---
 
     def _next(self, now: rl.Seconds) -> list[rl.Action]:
-        if self._phase is _Phase.IDLE and not self._is_busy:
-            waiting = (one for one in self._attempts.values() if not one.is_staged)
-            if (one := next(waiting, None)) is not None:
-                return self._begin(one, now)
-        return []
+        """Compute the first task that is left, and have the one after it take its rows."""
+        actions: list[rl.Action] = []
+        done = {_Phase.ADDING, _Phase.STAGED}
+        left = [one for one in self._attempts.values() if one.phase not in done]
+        for one in left[:2]:
+            if one.phase is _Phase.WAITING:
+                actions += self._begin(one, now)
+            if one.unanswered:
+                break  # the next one may need less, once these rows are here
+        if left and not self._is_busy and left[0].phase is _Phase.TAKING and not left[0].unanswered:
+            actions += self._compute(left[0])
+        return actions
 
     def _begin(self, one: _Attempt, now: rl.Seconds) -> list[rl.Action]:
-        self._current, self._phase = one, _Phase.TAKING
+        one.phase = _Phase.TAKING
         kind = tuple[self._types.argument, dict[str, Span]]  # type: ignore[name-defined]
         try:
-            self._argument, takes = cast(
+            one.argument, takes = cast(
                 "tuple[object, dict[str, Span]]", unpacked(one.content, kind)
             )
         except msgspec.MsgspecError as error:
             raise RemoteProtocolError(f"a task that cannot be read: {error}") from None
-        self._taken, self._parts, self._unanswered = {}, {}, {}
         for table, span in takes.items():
-            rows = span.rows
-            shape = self._tables.n_rows(table, rows), *self._tables.shapes[table][1:]
-            self._taken[table] = np.empty(shape)
+            rows, after = span.rows, 0
+            if isinstance(rows, slice):
+                one.spans[table] = span.start, span.stop
+            known = self._known.get(table)
+            if known is not None and known.span == one.spans.get(table) and known.after <= one.after:
+                one.taken[table], after = known.values, known.after
+                if after == one.after:
+                    continue
+            else:
+                shape = self._tables.n_rows(table, rows), *self._tables.shapes[table][1:]
+                one.taken[table] = np.empty(shape)
             for part in self._tables.parts(table, rows):
                 self._n_parts += 1
-                self._parts[self._n_parts] = table, part.places
-                self._unanswered[0, self._n_parts] = _send(part, self._take(table, part))
-        return self._compute() if not self._unanswered else self._first(now)
+                one.parts[self._n_parts] = table, part.places
+                start, stop, indices = _wired(part.rows)
+                message = wire.TakeRows(
+                    series=self._series,
+                    number=one.after,
+                    part=self._n_parts,
+                    table=table,
+                    start=start,
+                    stop=stop,
+                    rows=indices,
+                    known=after,
+                )
+                one.unanswered[0, self._n_parts] = _send(part, message)
+        if not one.unanswered:
+            self._has_taken(one)
+        return self._first(one, now)
 
-    def _take(self, table: str, part: Part) -> wire.TakeRows:
-        start, stop, rows = _wired(part.rows)
-        return wire.TakeRows(
-            series=self._series,
-            number=self._command,
-            part=self._n_parts,
-            table=table,
-            start=start,
-            stop=stop,
-            rows=rows,
-        )
+    def _has_taken(self, one: _Attempt) -> None:
+        for table, values in one.taken.items():
+            values.flags.writeable = False
+            if table in one.spans:
+                self._known[table] = _Known(one.spans[table], one.after, values)
 
     def _rows_taken(self, message: wire.RowsTaken) -> list[rl.Action]:
-        is_awaited = self._phase is _Phase.TAKING and (0, message.part) in self._unanswered
-        if not is_awaited or (message.series, message.number) != (self._series, self._command):
+        for one in self._attempts.values():
+            if one.phase is _Phase.TAKING and (0, message.part) in one.unanswered:
+                break
+        else:
             return []
-        table, places = self._parts[message.part]
-        there = self._taken[table][places]
-        if message.values.size != there.size:
-            raise RemoteProtocolError(f"{message.values.size} numbers, not {there.size}")
-        self._taken[table][places] = message.values.reshape(there.shape)
-        del self._unanswered[0, message.part]
-        return [] if self._unanswered else self._compute()
+        if (message.series, message.number) != (self._series, one.after):
+            return []
+        table, places = one.parts[message.part]
+        if not message.unchanged:
+            if not one.taken[table].flags.writeable:  # others have it, too
+                one.taken[table] = one.taken[table].copy()
+            there = one.taken[table][places]
+            if message.values.size != there.size:
+                raise RemoteProtocolError(f"{message.values.size} numbers, not {there.size}")
+            one.taken[table][places] = message.values.reshape(there.shape)
+        del one.unanswered[0, message.part]
+        if not one.unanswered:
+            self._has_taken(one)
+        return []
 
-    def _compute(self) -> list[rl.Action]:
-        one, argument, taken = self._current, self._argument, self._taken
-        assert one is not None
-        self._phase, self._is_busy = _Phase.COMPUTING, True
-        for values in taken.values():
-            values.flags.writeable = False
+    def _compute(self, one: _Attempt) -> list[rl.Action]:
+        argument, taken = one.argument, one.taken
+        one.phase, self._is_busy = _Phase.COMPUTING, True
 
         def work() -> tuple[_Attempt, Pushed[object]]:
             if one.block not in self._blocks:
@@ -276,18 +334,18 @@ class BlockWorker:
         one, pushed = cast("tuple[_Attempt, Pushed[object]]", event.result)
         self._n_computed += 1
         self._seconds += event.seconds
-        if one is not self._current:
+        if self._attempts.get(one.number) is not one:
             return []
         one.seconds, one.report = event.seconds, packed(pushed.report)
         check_size(one.report, "report")
-        self._phase = _Phase.ADDING
+        one.phase, one.taken = _Phase.ADDING, {}
         parts = [
             (table, values, part)
             for table, (rows, values) in pushed.adds.items()
             for part in self._tables.parts(table, rows)
         ]
         numbers: dict[int, int] = {}
-        counts = [part.shard for _, _, part in parts]
+        counts = Counter(part.shard for _, _, part in parts)
         for table, values, part in parts:
             start, stop, rows = _wired(part.rows)
             some = np.ravel(values[part.places])
@@ -295,55 +353,56 @@ class BlockWorker:
             numbers[part.shard] = number + 1
             message = wire.AddRows(
                 series=self._series,
-                number=self._command,
+                number=one.adds_after,
                 token=one.number,
                 part=number,
-                n_parts=counts.count(part.shard),
+                n_parts=counts[part.shard],
                 table=table,
                 start=start,
                 stop=stop,
                 n_rows=0 if rows is None else len(rows),
                 values=some if rows is None else np.concatenate([rows.astype(np.float64), some]),
             )
-            self._unanswered[part.shard, number] = _send(part, message)
-        return self._first(now) if self._unanswered else self._staged(now)
+            one.unanswered[part.shard, number] = _send(part, message)
+        return self._first(one, now) if one.unanswered else self._staged(one, now)
 
     def _rows_added(
         self, sender: rl.Address, message: wire.RowsAdded, now: rl.Seconds
     ) -> list[rl.Action]:
-        one, key = self._current, (_index_of(sender), message.part)
-        if one is None or (message.series, message.token) != (self._series, one.number):
+        one, key = self._attempts.get(message.token), (_index_of(sender), message.part)
+        if one is None or message.series != self._series or one.phase is not _Phase.ADDING:
             return []
-        if self._phase is not _Phase.ADDING or self._unanswered.pop(key, None) is None:
+        if one.unanswered.pop(key, None) is None or one.unanswered:
             return []
-        return [] if self._unanswered else self._staged(now)
+        return self._staged(one, now)
 
-    def _staged(self, now: rl.Seconds) -> list[rl.Action]:
-        assert self._current is not None
-        self._current.is_staged = True
-        self._phase, self._current = _Phase.IDLE, None
+    def _staged(self, one: _Attempt, now: rl.Seconds) -> list[rl.Action]:
+        one.phase = _Phase.STAGED
         return self._report(now)
 
     # --- repetitions ---
 
-    def _first(self, now: rl.Seconds) -> list[rl.Action]:
-        self._backoff.start(now)
+    def _first(self, one: _Attempt, now: rl.Seconds) -> list[rl.Action]:
+        if not one.unanswered:
+            return []
+        one.backoff.start(now)
         sends = [
             msgspec.structs.replace(send, receiver=self._primaries[send.receiver])
-            for send in self._unanswered.values()
+            for send in one.unanswered.values()
         ]
-        return [*sends, rl.SetTimer(name=_RETRY, at=self._backoff.due)]
+        return [*sends, rl.SetTimer(name=one.timer, at=one.backoff.due)]
 
-    def _again(self, now: rl.Seconds) -> list[rl.Action]:
-        if not self._unanswered:
+    def _again(self, timer: str, now: rl.Seconds) -> list[rl.Action]:
+        one = next((one for one in self._attempts.values() if one.timer == timer), None)
+        if one is None or not one.unanswered:
             return []
-        self._backoff.repeat(now)
+        one.backoff.repeat(now)
         sends = [
             msgspec.structs.replace(send, receiver=copy)
-            for send in self._unanswered.values()
+            for send in one.unanswered.values()
             for copy in self._copies[send.receiver]
         ]
-        return [*sends, rl.SetTimer(name=_RETRY, at=self._backoff.due)]
+        return [*sends, rl.SetTimer(name=one.timer, at=one.backoff.due)]
 
 
 def _send(part: Part, message: wire.TakeRows | wire.AddRows) -> rl.Send:

@@ -97,7 +97,7 @@ class Local:
                 return self.perform(commands)
             case base.Evaluate():
                 return self._evaluate(request)
-            case base.Round():
+            case base.Rounds():
                 raise AssertionError("no program")
             case base.IterationDone():
                 return self._callback is not None and self._callback(request)

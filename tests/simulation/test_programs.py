@@ -178,9 +178,9 @@ def _stays(self: RoundQueue, worker: WorkerState, report: WorkReport, now: float
     self._counters.blocks.update(before)
 
 
-def _all_staged(self: RoundRows, vector: object, tokens: object, pulls: object) -> None:
+def _all_staged(self: RoundRows, vector: object, tokens: object, pulls: object, *, number: int) -> None:
     del tokens
-    _commit(self, vector, sorted(self._staged), pulls)  # type: ignore[arg-type] # as there
+    _commit(self, vector, sorted(self._staged), pulls, number=number)  # type: ignore[arg-type] # as there
 
 
 def _moves(self: RoundQueue, now: float) -> None:

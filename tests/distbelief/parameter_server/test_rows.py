@@ -89,7 +89,8 @@ class Shards:
     def commit(self, tokens: Sequence[int]) -> None:
         for rows, vector in zip(self.rows, self.vectors, strict=True):
             rows.check(tokens)
-            rows.commit(vector, tokens, PULLS)
+            rows.commit(vector, tokens, PULLS, number=2)
+            rows.drop(before=2)
 
 
 def plain(values: Mapping[str, Values], tasks: Sequence[Task]) -> dict[str, Values]:
@@ -190,8 +191,10 @@ def test_without_a_rule_the_bits_differ(monkeypatch: pytest.MonkeyPatch) -> None
     expected = bits(plain(start(), tasks))
     commit, stage = RoundRows.commit, RoundRows.stage
 
-    def in_any_order(self: RoundRows, vector: Values, tokens: Sequence[int], pulls: object) -> None:
-        commit(self, vector, list(tokens)[::-1], pulls)  # type: ignore[arg-type] # as there
+    def in_any_order(
+        self: RoundRows, vector: Values, tokens: Sequence[int], pulls: object, *, number: int
+    ) -> None:
+        commit(self, vector, list(tokens)[::-1], pulls, number=number)  # type: ignore[arg-type] # as there
 
     def counted_again(self: RoundRows, message: AddRows) -> None:
         known = self._staged.get(message.token)

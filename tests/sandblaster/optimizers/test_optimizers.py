@@ -306,7 +306,7 @@ def n_bytes(requests: list[base.Request]) -> list[int]:
                 sizes.append(len(msgspec.msgpack.encode(request.before + request.after)))
             case base.IterationDone():
                 sizes.append(len(request.state))
-            case base.Round():
+            case base.Rounds():
                 raise AssertionError("no program")
     return sizes
 
