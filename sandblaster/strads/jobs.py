@@ -425,6 +425,11 @@ def _made(kind: type[Kind], n_blocks: int, arguments: dict[str, object]) -> Kind
         if name in arguments:
             raise JobError(f"[model.arguments] {name} is of fit, not of a job: {use}")
     estimator = kind()
+    if "staleness" in arguments and "staleness" not in estimator.get_params():
+        raise JobError(
+            "[model.arguments] staleness is of topics: rounds of other programs see all earlier "
+            "ones, or their objective could rise; remove it"
+        )
     try:
         estimator.set_params(n_blocks=n_blocks, **arguments)
     except SettingError as error:

@@ -26,7 +26,7 @@ from distbelief.simulation.machines import ClusterOptions
 from sandblaster.chunks import COORDINATOR
 from tests.simulation.invariants import is_whole, shard_in
 from tests.simulation.overseer import Beating, Overseer
-from tests.simulation.programs import Rounds, Which
+from tests.simulation.programs import FIRST_OF_FLIGHTS, Rounds, Which
 from tests.simulation.random_faults import message_faults
 from tests.simulation.scene import Check
 
@@ -161,12 +161,14 @@ class CopiedRounds(Rounds):
 
 
 KINDS: tuple[Which, ...] = ("lasso", "planned lasso", "factors")
+IN_FLIGHT: tuple[Which, ...] = ("mixing", "topics in flight")  # from that seed on
 VICTIMS = ("primary", "backup", "both", "worker", "coordinator", "save")
 
 
 def drawn(seed: int) -> CopiedRounds:
     """Return what a seed stands for."""
     stream = np.random.default_rng([seed, 0xC0B1E])
+    kinds = KINDS if seed < FIRST_OF_FLIGHTS else IN_FLIGHT
     n_shards, n_replicas = int(stream.integers(1, 3)), int(stream.integers(1, 4))
     likely = [0.35, 0.15, 0.1, 0.1, 0.1, 0.2]
     kills = [
@@ -182,7 +184,7 @@ def drawn(seed: int) -> CopiedRounds:
         faults = tuple(message_faults(stream, horizon=1.0, intensity=0.3))
     return CopiedRounds(
         seed=seed,
-        which=KINDS[int(stream.integers(3))],
+        which=kinds[int(stream.integers(len(kinds)))],
         n_shards=n_shards,
         n_replicas=n_replicas,
         kills=kills,

@@ -37,14 +37,18 @@ from sandblaster.strads.losses import Squares
 from sandblaster.strads.method import AnyProgram, Scheduled
 from sandblaster.strads.program import run
 from sandblaster.strads.worker import BlockWorker
+from tests.sandblaster.strads.mixing import Mixing
 from tests.simulation.random_faults import random_faults
 from tests.simulation.scene import Check, Scene
 
 
-Which = Literal["lasso", "planned lasso", "path", "factors", "topics"]
+Which = Literal[
+    "lasso", "planned lasso", "path", "factors", "topics", "topics in flight", "mixing"
+]
 
 HORIZON: Seconds = 0.1  # by then everything has healed
 FIRST_OF_TOPICS: Final = 1_000_000  # seeds below have the other programs
+FIRST_OF_FLIGHTS: Final = 2_000_000  # from here on, programs with rounds in flight
 
 
 @cache
@@ -61,7 +65,9 @@ def program_of(which: Which) -> AnyProgram:
         entries = sparse.csr_array((rng.normal(size=len(rows)), (rows, columns)), shape=(70, 40))
         model = MatrixFactorization(2, biases=True, regularization=0.3, max_iter=10, n_blocks=5)
         return model.program(entries)
-    if which == "topics":
+    if which == "mixing":
+        return Mixing(staleness=2, n_rounds=8)
+    if which in {"topics", "topics in flight"}:
         rng = np.random.default_rng(5)
         counts = rng.poisson(0.4, (30, 17))  # two of which have no words
         counts[[3, -1]] = 0
@@ -73,6 +79,7 @@ def program_of(which: Which) -> AnyProgram:
             evaluate_every=3,
             patience=9,
             n_blocks=5,
+            staleness=2 if which == "topics in flight" else 0,
         ).program(counts[:24], held_out=counts[24:])
     x, y = data()
     if which == "path":
@@ -268,6 +275,8 @@ def drawn(seed: int) -> Rounds:
     kinds: list[Which] = ["lasso", "planned lasso", "factors"]
     if seed >= FIRST_OF_TOPICS:
         kinds = ["topics"]
+    if seed >= FIRST_OF_FLIGHTS:
+        kinds = ["mixing", "topics in flight"]
     n_shards, n_replicas = int(stream.integers(1, 4)), int(stream.integers(1, 5))
     replicas = [Address(f"replica-{r}") for r in range(n_replicas)]
     shards = [Address(f"shard-{k}") for k in range(n_shards)]

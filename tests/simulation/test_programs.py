@@ -10,8 +10,9 @@ from dataclasses import replace
 
 import pytest
 
+from distbelief.parameter_server.command_log import CommandExecutor
 from distbelief.parameter_server.rows import RoundRows
-from distbelief.protocol import Assignment, Stop, WorkReport
+from distbelief.protocol import Assignment, RowsTaken, Stop, TakeRows, WorkReport
 from distbelief.protocol.role import Address
 from distbelief.simulation.driver import HandledEvent
 from distbelief.simulation.faults import Kill, Slow
@@ -23,7 +24,13 @@ from sandblaster.coordinator.workers import WorkerState
 from sandblaster.optimizers import base
 from sandblaster.optimizers.termination import Reason
 from sandblaster.strads.topics import Topics
-from tests.simulation.programs import FIRST_OF_TOPICS, Rounds, Which, drawn
+from tests.simulation.programs import (
+    FIRST_OF_FLIGHTS,
+    FIRST_OF_TOPICS,
+    Rounds,
+    Which,
+    drawn,
+)
 from tests.simulation.scene import sends
 from tests.simulation.test_seeds import chunks, name, play_seeds
 
@@ -37,7 +44,8 @@ SELDOM = (
     "series",
     "shards restarted",
 )
-KINDS: tuple[Which, ...] = ("lasso", "planned lasso", "factors", "topics")
+IN_FLIGHT: tuple[Which, ...] = ("mixing", "topics in flight")
+KINDS: tuple[Which, ...] = ("lasso", "planned lasso", "factors", "topics", *IN_FLIGHT)
 
 
 def played(seed: int) -> Counter[str]:
@@ -64,6 +72,22 @@ def test_whatever_breaks_the_bits_are_the_same(seeds: range) -> None:
 @pytest.mark.parametrize("seeds", chunks(range(FIRST_OF_TOPICS, FIRST_OF_TOPICS + 8), 8), ids=name)
 def test_the_same_for_topics(seeds: range) -> None:
     play_seeds(seeds, played, file=FILE, seldom=())
+
+
+@pytest.mark.parametrize(
+    "seeds", chunks(range(FIRST_OF_FLIGHTS, FIRST_OF_FLIGHTS + 12), 6), ids=name
+)
+def test_st1_to_st5_the_same_with_rounds_in_flight(seeds: range) -> None:
+    play_seeds(seeds, played, file=FILE, seldom=())
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "seeds", chunks(range(FIRST_OF_FLIGHTS + 12, FIRST_OF_FLIGHTS + 2012), 500), ids=name
+)
+def test_the_same_for_two_thousand_seeds_with_rounds_in_flight(seeds: range) -> None:
+    play_seeds(seeds, played, file=FILE, seldom=SELDOM)
 
 
 @pytest.mark.soak
@@ -188,16 +212,38 @@ def _moves(self: RoundQueue, now: float) -> None:
     _assign(self, now)
 
 
+def _newest(self: CommandExecutor, message: TakeRows) -> RowsTaken:
+    versions, self._vector_store.versions = self._vector_store.versions, {}
+    try:
+        return _rows(self, message)
+    finally:
+        self._vector_store.versions = versions
+
+
+def _drop_all(self: RoundRows, *, before: int) -> None:
+    del before
+    _drop(self, before=1 << 60)
+
+
+def _always(self: RoundRows, message: TakeRows) -> bool:
+    del self
+    return message.known > 0
+
+
 def _nothing(*_: object, **_options: object) -> None:
     pass
 
 
 _assign = RoundQueue.assign
+_rows, _drop = CommandExecutor.rows, RoundRows.drop
 
 VARIANTS: dict[str, tuple[type, str, Callable[..., object], tuple[int, ...]]] = {
     "a block stays with who lost the race": (RoundQueue, "take_report", _stays, (62, 126, 221)),
     "all that is staged counts": (RoundRows, "commit", _all_staged, (45, 66, 97)),
     "a lost block is loaded elsewhere": (RoundQueue, "assign", _moves, (15, 16, 17)),
+    "rows are the newest ones": (CommandExecutor, "rows", _newest, (2_000_000, 2_000_001)),
+    "a commit drops what later rounds add": (RoundRows, "drop", _drop_all, (2_000_000, 2_000_001)),
+    "rows never change": (RoundRows, "is_known", _always, (2_000_000, 2_000_001)),
     "topics are never taken again": (Topics, "_begin_anew", _nothing, (1_000_006, 1_000_014)),
 }
 """What is replaced, by what, and seeds that notice."""
