@@ -198,9 +198,7 @@ class RoundRows:
 
     def drop(self, *, before: int) -> None:
         """Drop what is staged for rounds that commands up to this one commit."""
-        self._staged = {
-            token: one for token, one in self._staged.items() if one.number >= before
-        }
+        self._staged = {token: one for token, one in self._staged.items() if one.number >= before}
 
     def _view(self, vector: Vector, table: str) -> Values:
         first, end, offset = self._here[table]

@@ -604,12 +604,11 @@ class Coordinator:
             while (tokens := queue.tokens) is None:
                 yield Wait.CHUNKS
             oldest = queue.commit()
-            if queue.is_complete:
-                series.queue = None
-                metrics.shares.evaluation_ends(pool, self._now)
-                metrics.n_backups += queue.n_backups
             yield wire.CommitRound(tokens=tokens, pulls=dict(request.pulls), oldest=oldest)
             queue.committed()
+        series.queue = None
+        metrics.shares.evaluation_ends(pool, self._now)
+        metrics.n_backups += queue.n_backups
         return queue.reports
 
     def _iterated(self, request: base.IterationDone) -> SeriesSteps[None]:

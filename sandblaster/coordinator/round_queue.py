@@ -84,7 +84,7 @@ class RoundQueue:
 
     @property
     def tokens(self) -> tuple[int, ...] | None:
-        """The attempts of the oldest round that count, in the order of tasks; None: it lacks one."""
+        """The attempts of the oldest round that count, in the order of its tasks; None: not all."""
         winners = [one.winner for one in self._open[0]]
         found = tuple(one.number for one in winners if one is not None)
         return found if len(found) == len(winners) else None

@@ -166,12 +166,7 @@ class WorkerPool:
         return self._workers.get(name)
 
     def begin(
-        self,
-        *,
-        series: int,
-        evaluation: int,
-        versions: tuple[ShardVersion, ...],
-        n_examples: int,
+        self, *, series: int, evaluation: int, versions: tuple[ShardVersion, ...], n_examples: int
     ) -> None:
         """Begin an evaluation or rounds; no worker has anything to do."""
         self._series, self._evaluation = series, evaluation

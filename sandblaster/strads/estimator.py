@@ -58,15 +58,7 @@ class Estimator:
         return f"{type(self).__name__}({', '.join(changed)})"
 
 
-_WHOLE = (
-    "n_",
-    "max_iter",
-    "evaluate_every",
-    "patience",
-    "random_state",
-    "staleness",
-    "workers",
-)
+_WHOLE = ("n_", "max_iter", "evaluate_every", "patience", "random_state", "staleness", "workers")
 
 
 def check_numbers(user: str, **values: object) -> None:

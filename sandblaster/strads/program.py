@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import chain, repeat
 from types import MappingProxyType
 from typing import Final, Generic, Protocol, TypeAlias, TypeVar, cast
 
@@ -124,8 +125,8 @@ class Program(Protocol[Block, Argument, Report, Result_co]):
     def schedule(self, state: object = None) -> Steps[Argument, Report, Result_co]:
         """Deal rounds, each with at most one task per block; receive reports in their order.
 
-        Of a flight it receives those of all rounds. It may yield marks, which are progress, and go on from the state of one, with the tables
-        of then.
+        Of a flight it receives those of all rounds. It may yield marks, which are progress, and go
+        on from the state of one, with the tables of then.
         """
         ...
 
@@ -158,11 +159,12 @@ def run(
         return program.push(blocks[task.block], task.argument, taken)
 
     steps, reports = program.schedule(), list[Report]()
-    def commit(pushed: Sequence[Pushed[Report]]) -> None:
-        for name, table in tables.items():
-            adds = [one.adds[name] for one in pushed if name in one.adds]
-            if adds:
-                add_up(table, adds, program.pulls.get(name, Pull()))
+
+    def compute(tasks: Sequence[Task[Argument]]) -> list[Pushed[Report]]:
+        pushed = list(pool.map(computed, tasks) if workers > 1 else map(computed, tasks))
+        if watch is not None and pushed:
+            watch([one.report for one in pushed])
+        return pushed
 
     has_begun = False
     with ThreadPoolExecutor(workers) as pool:
@@ -172,21 +174,30 @@ def run(
             except StopIteration as end:
                 return cast("Result_co", end.value), tables
             has_begun, reports = True, []
-            if isinstance(step, Mark):
-                continue
-            flight = step if isinstance(step, Flight) else Flight(rounds=[step], staleness=0)
-            waiting: deque[list[Pushed[Report]]] = deque()  # computed, and not added
-            for tasks in flight.rounds:
-                pushed = list(pool.map(computed, tasks) if workers > 1 else map(computed, tasks))
-                waiting.append(pushed)
-                if len(waiting) > flight.staleness:
-                    commit(waiting.popleft())
-                now = [one.report for one in pushed]
-                reports += now
-                if watch is not None:
-                    watch(now)
-            for pushed in waiting:
-                commit(pushed)
+            if not isinstance(step, Mark):
+                flight = step if isinstance(step, Flight) else Flight(rounds=[step], staleness=0)
+                reports = _flown(flight, compute, tables, program.pulls)
+
+
+def _flown(
+    flight: Flight[Argument],
+    compute: Callable[[Sequence[Task[Argument]]], list[Pushed[Report]]],
+    tables: Mapping[str, Values],
+    pulls: Mapping[str, Pull],
+) -> list[Report]:
+    reports: list[Report] = []
+    waiting: deque[list[Pushed[Report]]] = deque()  # computed, and not added
+    for tasks in chain(flight.rounds, repeat((), flight.staleness)):
+        waiting.append(compute(tasks))
+        if len(waiting) <= flight.staleness:
+            continue
+        pushed = waiting.popleft()
+        reports += [one.report for one in pushed]
+        for name, table in tables.items():
+            adds = [one.adds[name] for one in pushed if name in one.adds]
+            if adds:
+                add_up(table, adds, pulls.get(name, Pull()))
+    return reports
 
 
 # --- as bytes ---

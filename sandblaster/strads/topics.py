@@ -545,9 +545,7 @@ class LatentDirichletAllocation(Estimator):
             staleness=self.staleness,
         )
         if self.staleness > STALENESS_MAX:
-            raise SettingError(
-                f"{user}: staleness is {self.staleness}; use 0 to {STALENESS_MAX}"
-            )
+            raise SettingError(f"{user}: staleness is {self.staleness}; use 0 to {STALENESS_MAX}")
         learns = cast("object", self.learn_doc_topic_prior)
         if not isinstance(learns, bool | np.bool_):
             raise SettingError(f"{user}: learn_doc_topic_prior is {learns!r}; use true or false")

@@ -258,11 +258,11 @@ class BlockWorker:
         except msgspec.MsgspecError as error:
             raise RemoteProtocolError(f"a task that cannot be read: {error}") from None
         for table, span in takes.items():
-            rows, after = span.rows, 0
+            rows, after, known = span.rows, 0, None
             if isinstance(rows, slice):
                 one.spans[table] = span.start, span.stop
-            known = self._known.get(table)
-            if known is not None and known.span == one.spans.get(table) and known.after <= one.after:
+                known = self._known.get(table)
+            if known and known.span == one.spans[table] and known.after <= one.after:
                 one.taken[table], after = known.values, known.after
                 if after == one.after:
                     continue

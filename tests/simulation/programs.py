@@ -42,9 +42,7 @@ from tests.simulation.random_faults import random_faults
 from tests.simulation.scene import Check, Scene
 
 
-Which = Literal[
-    "lasso", "planned lasso", "path", "factors", "topics", "topics in flight", "mixing"
-]
+Which = Literal["lasso", "planned lasso", "path", "factors", "topics", "topics in flight", "mixing"]
 
 HORIZON: Seconds = 0.1  # by then everything has healed
 FIRST_OF_TOPICS: Final = 1_000_000  # seeds below have the other programs

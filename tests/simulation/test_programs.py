@@ -24,13 +24,7 @@ from sandblaster.coordinator.workers import WorkerState
 from sandblaster.optimizers import base
 from sandblaster.optimizers.termination import Reason
 from sandblaster.strads.topics import Topics
-from tests.simulation.programs import (
-    FIRST_OF_FLIGHTS,
-    FIRST_OF_TOPICS,
-    Rounds,
-    Which,
-    drawn,
-)
+from tests.simulation.programs import FIRST_OF_FLIGHTS, FIRST_OF_TOPICS, Rounds, Which, drawn
 from tests.simulation.scene import sends
 from tests.simulation.test_seeds import chunks, name, play_seeds
 
@@ -202,9 +196,11 @@ def _stays(self: RoundQueue, worker: WorkerState, report: WorkReport, now: float
     self._counters.blocks.update(before)
 
 
-def _all_staged(self: RoundRows, vector: object, tokens: object, pulls: object, *, number: int) -> None:
-    del tokens
-    _commit(self, vector, sorted(self._staged), pulls, number=number)  # type: ignore[arg-type] # as there
+def _all_staged(
+    self: RoundRows, vector: object, tokens: object, pulls: object, *, number: int
+) -> None:
+    tokens = sorted(self._staged)
+    _commit(self, vector, tokens, pulls, number=number)  # type: ignore[arg-type] # as there
 
 
 def _moves(self: RoundQueue, now: float) -> None:

@@ -35,7 +35,7 @@ class Mixing(Program[int, Mix, Values, list[float]]):
     ) -> None:
         rng = np.random.default_rng(seed)
         self.n_blocks = 4
-        self.tables = {
+        self.tables: Mapping[str, Values] = {
             "long": rng.normal(size=90),
             "pairs": np.abs(rng.normal(size=(40, 2))),
             "short": rng.normal(size=3),

@@ -20,7 +20,7 @@ from distbelief.protocol.vector_commands import Pull
 from sandblaster.optimizers.termination import Reason
 from sandblaster.strads import topic_kernel
 from sandblaster.strads.documents import completion, fold_in, token_keys, uniforms
-from sandblaster.strads.program import Mark, Task, packed, run, unpacked
+from sandblaster.strads.program import Flight, Mark, Task, packed, run, unpacked
 from sandblaster.strads.topics import (
     Argument,
     Block,
@@ -152,8 +152,8 @@ def test_kernel_and_numpy_draw_the_same_bits(n_topics: int) -> None:
     assert results[0]["topics"].max() < n_topics  # none beyond the last
 
 
-def deals(step: Sequence[Task[Argument]] | Mark) -> Sequence[Task[Argument]]:
-    assert not isinstance(step, Mark)
+def deals(step: Sequence[Task[Argument]] | Flight[Argument] | Mark) -> Sequence[Task[Argument]]:
+    assert not isinstance(step, Flight | Mark)
     return step
 
 
@@ -275,7 +275,7 @@ def resumed(
                     task.argument,
                     {name: tables[name][rows] for name, rows in task.takes.items()},
                 )
-                for task in step
+                for task in deals(step)
             ]
             for name, table in tables.items():
                 adds = [one.adds[name] for one in pushed if name in one.adds]
