@@ -5,7 +5,10 @@ The text is that of the docstrings and comments of Python's own library.
 """
 
 import io
+import json
+import math
 import sysconfig
+import tempfile
 import time
 import tokenize
 from collections import Counter
@@ -17,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import sparse
 
+import distbelief
 from sandblaster.strads.documents import completion
 from sandblaster.strads.factor_kernel import stepper
 from sandblaster.strads.factorization import MatrixFactorization
@@ -98,6 +102,55 @@ def topics(*, small: bool) -> dict[str, float]:
         if f"topics_{name}" in figures:
             figures[f"topics_over_{name}"] = figures["topics_ours"] / figures[f"topics_{name}"]
     return figures
+
+
+def turns(*, small: bool) -> dict[str, float]:
+    """Return seconds of a job of topics by replicas and staleness, and what they gain."""
+    texts = documents()
+    counts, _ = counted(texts[:200] if small else texts)
+    sampler()
+    figures: dict[str, float] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "counts.npz"
+        sparse.save_npz(path, counts)
+        for staleness in (0, 1, 3):
+            for replicas in (1, 2):
+                job = _job(path, staleness, replicas, n_passes=3 if small else 20)
+                done = distbelief.train(job, show=False)
+                assert not done.exit_code, done.summary.error
+                lines = (Path(done.directory) / "metrics.jsonl").read_text().splitlines()
+                last = json.loads(lines[-1])["figures"]
+                key = f"turns_{staleness}_of_{replicas}"
+                figures[f"{key}_seconds"] = done.summary.training_seconds or math.nan
+                shares = {one: last[f"{one}_share"] for one in ("computing", "waiting", "staging")}
+                figures |= {f"{key}_{one}": share for one, share in shares.items()}
+                print(f"  {key}: {figures[f'{key}_seconds']:.2f} s, {shares}", flush=True)
+            gain = figures[f"turns_{staleness}_of_1_seconds"]
+            gain /= figures[f"turns_{staleness}_of_2_seconds"]
+            figures[f"turns_{staleness}_gain"] = gain
+    return figures
+
+
+def _job(path: Path, staleness: int, replicas: int, *, n_passes: int) -> dict[str, object]:
+    options = {
+        "n_components": N_TOPICS,
+        "doc_topic_prior": ALPHA,
+        "topic_word_prior": BETA,
+        "max_iter": n_passes,
+        "tol": -1.0,
+        "n_blocks": 4,
+        "staleness": staleness,
+    }
+    files = {"counts": str(path)}
+    model = {"factory": "sandblaster.strads.jobs:topics", "arguments": {**files, **options}}
+    data = {"factory": "sandblaster.strads.jobs:documents", "arguments": files}
+    return {
+        "model": model,
+        "data": {"train": data},
+        "algorithm": {"name": "sandblaster", "method": "strads", "loss": "cross_entropy"},
+        "cluster": {"replicas": replicas, "shards": 1},
+        "output": {"directory": str(path.parent / f"run-{staleness}-{replicas}")},
+    }
 
 
 @contextmanager
