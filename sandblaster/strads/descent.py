@@ -69,6 +69,8 @@ class Score(_Packed, frozen=True):
     alpha: float
     n_offers: int
     checksum: int  # of y and held-out data: a host with other ones is refused
+    # Places of coefficients that are not zero; None: so many that the table is taken.
+    used: Ids | None
 
 
 class Measure(_Packed, frozen=True):
@@ -298,8 +300,7 @@ class Descent(Program[Block, Argument, Report, Sequence[Solution]]):
             scheduler.is_closed = False
             scheduler.begin()
         if self._relative and not scheduler.unit:
-            score = Score(alpha=1.0, n_offers=1, checksum=self.checksum)
-            scored = yield [self._task(block, score) for block in range(self.n_blocks)]
+            scored = yield self._scoring(scheduler, 1.0, n_offers=1)
             largest = max(one.largest for one in scored if isinstance(one, Scored))
             if not largest > 0.0:
                 raise SettingError("no column varies with the targets; give others")
@@ -350,8 +351,7 @@ class Descent(Program[Block, Argument, Report, Sequence[Solution]]):
         while True:
             size = max(_FIRST_SIZE, 2 * scheduler.n_used)
             n_offers = min(size - scheduler.n_used, _N_OF_TASK)
-            score = Score(alpha=alpha, n_offers=n_offers, checksum=self.checksum)
-            scored = yield [self._task(block, score) for block in range(self.n_blocks)]
+            scored = yield self._scoring(scheduler, alpha, n_offers=n_offers)
             largest = max(one.largest for one in scored if isinstance(one, Scored))
             (measured,) = yield [self._task(0, Measure(alpha=alpha, largest=largest))]
             assert isinstance(measured, Measured)
@@ -428,11 +428,24 @@ class Descent(Program[Block, Argument, Report, Sequence[Solution]]):
             if change <= enough:
                 break
 
+    def _scoring(self, scheduler: "State", alpha: float, *, n_offers: int) -> list[Task[Argument]]:
+        tasks: list[Task[Argument]] = []
+        for block, which in enumerate(self._which):
+            used = np.flatnonzero(scheduler.coefficients[which.start : which.stop])
+            score = Score(
+                alpha=alpha,
+                n_offers=n_offers,
+                checksum=self.checksum,
+                used=used if len(used) <= _N_OF_TASK else None,
+            )
+            tasks.append(self._task(block, score))
+        return tasks
+
     def _task(self, block: int | np.int64, argument: Argument) -> Task[Argument]:
         takes: dict[str, Rows] = {PREDICTOR: _ALL, INTERCEPT: _ALL}
         if isinstance(argument, Plan):
             takes = {}
-        if isinstance(argument, Score):
+        if isinstance(argument, Score) and argument.used is None:
             which = self._which[block]
             takes[COEFFICIENTS] = slice(which.start, which.stop)
         if isinstance(argument, Descend | Close):
@@ -451,7 +464,9 @@ class Descent(Program[Block, Argument, Report, Sequence[Solution]]):
         f = taken[PREDICTOR] + taken[INTERCEPT][0]
         match argument:
             case Score():
-                is_used = taken[COEFFICIENTS] != 0.0
+                is_used = np.zeros(len(columns.norms), np.bool_)
+                used = argument.used
+                is_used[np.flatnonzero(taken[COEFFICIENTS]) if used is None else used] = True
                 scored = self._score(columns, argument, f[: self._n_samples], is_used)
                 return Pushed(adds={}, report=scored)
             case Measure():

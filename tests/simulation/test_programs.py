@@ -12,7 +12,7 @@ import pytest
 
 from distbelief.parameter_server.command_log import CommandExecutor
 from distbelief.parameter_server.rows import RoundRows
-from distbelief.protocol import Assignment, RowsTaken, Stop, TakeRows, WorkReport
+from distbelief.protocol import AddRows, Assignment, RowsTaken, Stop, TakeRows, WorkReport
 from distbelief.protocol.role import Address
 from distbelief.simulation.driver import HandledEvent
 from distbelief.simulation.faults import Kill, Slow
@@ -24,6 +24,8 @@ from sandblaster.coordinator.workers import WorkerState
 from sandblaster.optimizers import base
 from sandblaster.optimizers.termination import Reason
 from sandblaster.strads.topics import Topics
+from tests.sandblaster.strads.mixing import Mixing
+from tests.simulation import programs
 from tests.simulation.programs import FIRST_OF_FLIGHTS, FIRST_OF_TOPICS, Rounds, Which, drawn
 from tests.simulation.scene import sends
 from tests.simulation.test_seeds import chunks, name, play_seeds
@@ -182,6 +184,41 @@ def test_messages_have_room_for_the_tasks_and_reports_of_many_blocks(
         scene.cluster.observe(see)
         scene.play()
     assert room / 2 < max(sizes) <= room
+
+
+def test_predictions_are_sent_to_a_worker_once_after_each_change() -> None:
+    """Each task took them, 140 numbers here: of a Lasso with many samples that was most bytes."""
+    scene = Rounds(which="lasso", n_replicas=1, n_shards=1)
+    n_sent, changed_by = 0, set[int]()
+
+    def see(happening: HandledEvent) -> None:
+        nonlocal n_sent
+        n_sent += sum(one.values.size == 140 for _, one in sends(happening, RowsTaken))
+        adds = [one for _, one in sends(happening, AddRows) if one.table == "predictor"]
+        changed_by.update(one.number for one in adds)
+
+    scene.cluster.observe(see)
+    scene.play()
+    assert len(changed_by) - 1 <= n_sent <= len(changed_by) + 1
+
+
+def test_with_rounds_in_flight_workers_go_on_while_one_is_slow(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each is slow for a while, one after the other: of rounds in step all of that adds up."""
+    slow = tuple(
+        Slow(at=0.004 * k, role=Address(f"replica-{k % 4}"), factor=12.0, seconds=0.004)
+        for k in range(1, 60)
+    )
+    seconds: list[float] = []
+    for staleness in (0, 1, 4):
+        program = Mixing(staleness=staleness, n_rounds=40, n_flights=1)
+        monkeypatch.setattr(programs, "program_of", lambda _, one=program: one)
+        scene = Rounds(n_replicas=4, faults=slow, backups=False)
+        scene.run_until(lambda one=scene: COORDINATOR in one.cluster.halted)  # type: ignore[misc]
+        seconds.append(scene.now)
+    assert seconds[1] < 0.75 * seconds[0]
+    assert seconds[2] < 0.4 * seconds[0]
 
 
 # --- a protocol without one of its rules ---
