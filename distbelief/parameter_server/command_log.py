@@ -359,6 +359,7 @@ class CommandExecutor:
         self._vector_store.versions = state.versions
         self._vector_store.adopt(state.vectors)
         self._sums.adopt(state.sums)
+        self._rows = None  # which tables have changed lately, the primary knows
         for message in state.rows:
             self._round_rows().stage(message)
 
