@@ -26,7 +26,7 @@ def test_a_slow_worker_changes_no_bit() -> None:
     Rounds(which="lasso", faults=(slow,)).play()
 
 
-@pytest.mark.parametrize("which", ["factors", "topics in flight"])
+@pytest.mark.parametrize("which", ["factors", "mixing"])
 def test_shares_of_a_worker_s_time_count_nothing_twice(which: Which) -> None:
     """The tasks of a round are assigned together; each waited for those before it, which was
     counted as staging: 70 % of the time, where computing took 79 %."""
