@@ -206,7 +206,7 @@ class CallbackWatch:
 
     def __call__(self, view: JobView) -> bool:
         iteration = view.figures.get("iteration")
-        if view.phase != "training" or iteration in {None, self._iteration}:
+        if view.phase != "training" or not iteration or iteration == self._iteration:
             return self._has_ended_it
         self._iteration = iteration
         return self._call(interim_result(view))
@@ -273,10 +273,10 @@ def minimize(  # noqa: PLR0913 -- the options of a job, by their names there
         shards: Processes that hold the parameters and the history.
         partitions: Processes of each replica, which compute the model together.
         threads: Of torch, in each process of a replica.
-        callback: Called at most four times a second, if there is a new iteration, with the
-            interim OptimizeResult (no x), and once with the final one. It ends the run by
-            returning True or raising StopIteration; any other exception also ends the run
-            in good order, and is then raised.
+        callback: Called as callback(intermediate_result) for each iteration, a moment later, with
+            an OptimizeResult that has fun, jac_norm, nit and nfev, but no x, which no process
+            holds. It ends the run by returning True or raising StopIteration; any other exception
+            also ends the run in good order, and is then raised.
         directory: Run directory, kept; if it exists, DIRECTORY.2, and so on. Files of model
             and data are beside it, in DIRECTORY.problem. None: nothing is kept.
         resume: Run directory of an earlier call with the same arguments, to continue from

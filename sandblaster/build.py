@@ -75,7 +75,7 @@ def check_model(
     if config.method != PROGRAM:
         refuse_programs(module, task, n_replicas)
         if config.bounds is not None:
-            _check_bounds(config.bounds, module)
+            check_bounds(config.bounds, module)
         return
     program = program_in(module, task.model)
     n_blocks = program.n_blocks
@@ -88,7 +88,7 @@ def check_model(
     check_blocks(program)
 
 
-def _check_bounds(path: str, module: nn.Module) -> None:
+def check_bounds(path: str, module: nn.Module) -> None:
     """Raise JobError if this is no file of bounds for this module."""
     trained = {name: one for name, one in module.named_parameters() if one.requires_grad}
     file = _bounds_file(path)

@@ -22,6 +22,8 @@ from enum import Enum
 from types import MappingProxyType
 from typing import Final, TypeVar, assert_never, final
 
+import msgspec
+
 from distbelief import protocol as wire
 from distbelief.core.errors import DistBeliefError, PeerLostError, RemoteProtocolError, StorageError
 from distbelief.core.reliable import Silence
@@ -637,6 +639,7 @@ class Coordinator:
             loss=iterated.loss,
             seconds_computing=0.0,
             seconds_waiting=0.0,
+            counters=msgspec.UNSET if self._config.in_rounds else dict(self.status()[1]),
         )
         self._reports.append(rl.Send(receiver=rl.SUPERVISOR, message=progress))
 

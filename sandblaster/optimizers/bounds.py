@@ -14,10 +14,10 @@ Shards do all that is by element, and measure W'W and W'g over F. The coordinato
 2 m numbers.
 """
 
+import math
 from collections.abc import Sequence
+from operator import mul
 from typing import Final
-
-import numpy as np
 
 from distbelief.protocol import vector_commands as vc
 from sandblaster.optimizers import line_search as ls
@@ -80,23 +80,49 @@ def minimum(
         shift: Their dot products with d_A.
     """
     s, y = history[-1]
-    theta = gram[y, y] / gram[s, y]
-    names = [*(y for _, y in history), *(s for s, _ in history)]
-    scales = np.repeat([1.0, theta], len(history))  # W = (Y, theta S)
-    s_y = np.array([[gram[s, y] for _, y in history] for s, _ in history])
-    s_s = np.array([[gram[one, other] for other, _ in history] for one, _ in history])
-    below = np.tril(s_y, -1)
-    inverse = np.block([[-np.diag(np.diag(s_y)), below.T], [below, theta * s_s]])  # of M
-    w_w = np.outer(scales, scales) * [[free[one, two] for two in names] for one in names]
-    w_g = scales * [free[name, ls.GRADIENT] for name in names]
-    w_d = scales * [shift[name] for name in names]
-    try:
-        ahead = np.linalg.solve(inverse, w_d)  # g + B d_A = g - W ahead
-        found = np.linalg.solve(inverse - w_w / theta, w_g - w_w @ ahead)
-    except np.linalg.LinAlgError:
-        return {ls.GRADIENT: -1.0 / theta}
-    weights = scales * (ahead / theta - found / theta**2)
-    return {ls.GRADIENT: -1.0 / theta, **dict(zip(names, weights.tolist(), strict=True))}
+    theta, n = gram[y, y] / gram[s, y], len(history)
+    # W = (Y, theta S)
+    names = [*((y, 1.0) for _, y in history), *((s, theta) for s, _ in history)]
+    inverse = [[0.0] * 2 * n for _ in range(2 * n)]  # of M
+    for i, (s, y) in enumerate(history):
+        inverse[i][i] = -gram[s, y]
+        for j, (other, before) in enumerate(history):
+            inverse[n + i][n + j] = theta * gram[s, other]
+            if j < i:
+                inverse[n + i][j] = inverse[j][n + i] = gram[s, before]
+    w_w = [[a * b * free[x, z] for z, b in names] for x, a in names]
+    rows = zip(inverse, w_w, strict=True)
+    reduced = [[one - two / theta for one, two in zip(*row, strict=True)] for row in rows]
+    ahead = _solved(inverse, [a * shift[x] for x, a in names])  # g + B d_A = g - W ahead
+    w_g = [a * free[x, ls.GRADIENT] for x, a in names]
+    pulled = [one - sum(map(mul, row, ahead)) for one, row in zip(w_g, w_w, strict=True)]
+    found = _solved(reduced, pulled)
+    weights = zip(names, ahead, found, strict=True)
+    own = {x: a * (one / theta - two / theta**2) for (x, a), one, two in weights}
+    return {ls.GRADIENT: -1.0 / theta, **own}
+
+
+def _solved(matrix: Sequence[Sequence[float]], right: Sequence[float]) -> list[float]:
+    """Return the solution of a linear system by elimination; NaN if it has none.
+
+    In Python, so that the bits are the same on every host.
+    """
+    rows = [[*row, one] for row, one in zip(matrix, right, strict=True)]
+    n = len(rows)
+    for k in range(n):
+        best = max(range(k, n), key=lambda i: abs(rows[i][k]))
+        rows[k], rows[best] = rows[best], rows[k]
+        pivot = rows[k]
+        if not pivot[k]:
+            return [math.nan] * n
+        for i in range(k + 1, n):
+            factor = rows[i][k] / pivot[k]
+            rows[i][k:] = [a - factor * b for a, b in zip(rows[i][k:], pivot[k:], strict=True)]
+    found = [0.0] * n
+    for k in reversed(range(n)):
+        known = sum(map(mul, rows[k][k + 1 : n], found[k + 1 :]))
+        found[k] = (rows[k][n] - known) / rows[k][k]
+    return found
 
 
 def _move(combination: Combination) -> tuple[vc.Command, ...]:
