@@ -14,7 +14,7 @@ from contextlib import ExitStack, nullcontext, suppress
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
-from typing import cast, final
+from typing import TYPE_CHECKING, cast, final
 
 import numpy as np
 import torch
@@ -29,9 +29,11 @@ from distbelief.core.arguments import checked
 from distbelief.core.errors import JobError, StorageError
 from distbelief.core.files import scratch
 from distbelief.core.formatting import nearest
+from distbelief.core.frames import frame
 from distbelief.job.callbacks import HeldCallback
 from distbelief.job.launch.local import LocalLauncher
 from distbelief.job.run.directory import RunDirectory
+from distbelief.job.run.metrics_file import plot, read_metrics
 from distbelief.job.run.model_file import newest_snapshots
 from distbelief.job.run.result import Run
 from distbelief.job.run.resume import check_same, newest_checkpoint_set, store_of
@@ -44,6 +46,10 @@ from distbelief.worker.local_executor import FlatModel
 from sandblaster.optimizers.termination import Reason
 from sandblaster.problem_files import Factory, Problem, import_path, own_problem
 from sandblaster.settings import MethodName
+
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 @final
@@ -68,7 +74,17 @@ class MinimizeResult(OptimizeResult):  # type: ignore[explicit-any] # its stub i
         model: The model with these parameters.
         directory: The run directory.
         starts: With several starts the result of each, in their order; this one is the best.
+        curve: A row for each iteration: nit, fun, jac_norm, nfev and seconds of the job.
     """
+
+    def to_pandas(self) -> object:
+        """Return `curve` as a pandas.DataFrame; JobError without pandas."""
+        return frame(self.curve)
+
+    def plot(self) -> "Figure":
+        """Return a matplotlib figure of the loss over evaluations."""
+        points = [(row["nfev"], row["fun"]) for row in self.curve]
+        return plot({"loss": points}, x="evaluations", y="loss", title="")
 
 
 INTERRUPTED = frozenset({130, 143})
@@ -123,11 +139,24 @@ def result_of(run: Run, *, module: nn.Module | None) -> MinimizeResult:
         nfev=n_evaluations,
         njev=n_evaluations,
         jac=_gradient(run, trained),
+        curve=_curve(run),
         n_wasted=int(figures.get("wasted", 0)),
         seconds=summary.seconds,
         model=trained,
         directory=Path(run.directory),
     )
+
+
+def _curve(run: Run) -> list[dict[str, float]]:
+    lines = read_metrics(Path(run.directory) / "metrics.jsonl")
+    rows = {}
+    for line in lines:
+        found = line.figures
+        if "iteration" in found and line.loss is not None:
+            n = int(found["iteration"])
+            figures = {"jac_norm": found["gradient_norm"], "nfev": found["evaluations"]}
+            rows[n] = {"nit": n, "fun": line.loss, **figures, "seconds": line.time}
+    return [*rows.values()]
 
 
 def _gradient(run: Run, module: nn.Module) -> NDArray[np.float64] | None:
