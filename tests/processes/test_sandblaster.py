@@ -245,7 +245,7 @@ def test_minimize_finds_what_scipy_finds_and_begins_anew_with_another_goal(tmp_p
     assert [*dict.fromkeys(iterations)] == [*range(result.nit + 1)]  # each has its line
     assert [row["fun"] for row in result.curve][1:] == losses
     (line,) = result.plot().axes[0].lines
-    assert [*line.get_ydata()] == [row["fun"] for row in result.curve]
+    assert np.asarray(line.get_ydata()).tolist() == [row["fun"] for row in result.curve]
     _, gradient = function(result.x)
     np.testing.assert_allclose(result.jac, gradient, rtol=1e-6, atol=1e-10)
 
