@@ -86,7 +86,7 @@ def network(bound: float) -> Case:
         vector_to_parameters(torch.tensor(point), net.parameters())
         net.zero_grad()
         loss = nn.functional.cross_entropy(net(x), y)
-        loss = loss + 5e-3 * sum((one**2).sum() for one in net.parameters())
+        loss = loss + 1e-2 * sum((one**2).sum() for one in net.parameters())
         loss.backward()
         parts = [one.grad.reshape(-1) for one in net.parameters() if one.grad is not None]
         return loss.item(), torch.cat(parts).numpy()
