@@ -482,6 +482,10 @@ class Coordinator:
         result = yield from self._drive(self._method.steps(state))
         if metrics.iterated is None:  # it ended at its starting point
             self._report_progress(result)
+        elif not self._config.in_rounds and series.savepoint_iteration is not metrics.iterated:
+            yield from self._until_saved()  # it was skipped while the point before was not safe
+            if series.unsaved is None:
+                self._take_savepoint(result)
         yield from self._publish(result.state if self._config.in_rounds else "")
         return result.reason
 
