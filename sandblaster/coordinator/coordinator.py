@@ -480,9 +480,9 @@ class Coordinator:
             self._reports.append(rl.Report(text=text, level="warning"))
         series.has_point = True
         result = yield from self._drive(self._method.steps(state))
-        if metrics.iterated is None:  # it ended at its starting point
+        if self.metrics.iterated is None:  # it ended at its starting point
             self._report_progress(result)
-        elif not self._config.in_rounds and series.savepoint_iteration is not metrics.iterated:
+        elif not self._config.in_rounds and series.savepoint_iteration is not self.metrics.iterated:
             yield from self._until_saved()  # it was skipped while the point before was not safe
             if series.unsaved is None:
                 self._take_savepoint(result)
