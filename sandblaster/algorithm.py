@@ -15,7 +15,13 @@ from distbelief.parameter_server.rules import SGD
 from distbelief.protocol.role import Role
 from distbelief.task.task import BuildContext
 from distbelief.worker import build as wb
-from sandblaster.build import build_coordinator, build_rank, build_replica, check_model
+from sandblaster.build import (
+    build_coordinator,
+    build_rank,
+    build_replica,
+    check_model,
+    shard_bounds,
+)
 from sandblaster.chunks import COORDINATOR
 from sandblaster.coordinator.workers import SHARES
 from sandblaster.optimizers.termination import Reason
@@ -34,6 +40,9 @@ the history. Counted in runs."""
 
 _N_SUMS: Final = 6
 """Chunks that wait for their commit, and nodes of their tree. More where chunks are many."""
+
+_N_BOUNDED: Final = 9
+"""More with bounds."""
 
 _NO_RULE: Final = SGD(learning_rate=1.0)
 """Rule of shards without a warm start: it is never applied, since only sums are pushed."""
@@ -90,7 +99,9 @@ class SandblasterAlgorithm:
         return wb.build_role(
             name,
             context=context,
-            shard=lambda: wb.build_shard(name, rule=rule, context=context),
+            shard=lambda: wb.build_shard(
+                name, rule=rule, context=context, constants=shard_bounds(config, name, context)
+            ),
             replica=lambda index: build_replica(config, index=index, context=context),
             rank=lambda split: build_rank(name, config=config, context=context, split=split),
             coordinator=lambda: build_coordinator(config, context=context),
@@ -100,7 +111,8 @@ class SandblasterAlgorithm:
 def n_vectors_of(config: SandblasterSettings) -> int:
     """Return about how many vectors a shard holds: named ones, savepoints' and sums of chunks."""
     n_kept, n_pairs = _N_VECTORS[config.method]
-    return n_kept + 2 * n_pairs * config.history + _N_SUMS
+    n_bounds = 0 if config.bounds is None else _N_BOUNDED
+    return n_kept + 2 * n_pairs * config.history + _N_SUMS + n_bounds
 
 
 SANDBLASTER: Final = SandblasterAlgorithm()

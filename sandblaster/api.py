@@ -1,6 +1,7 @@
 """`minimize`: a batch method over replicas and shards, with scipy's interface.
 
-    result = sandblaster.minimize(net, "cross_entropy", (x, y), replicas=4, shards=2)
+    result = sandblaster.minimize(net, "cross_entropy", (x, y), replicas=4, shards=2,
+                                  bounds=scipy.optimize.Bounds(0.0), options={"maxiter": 40})
     result.fun, result.nit, result.message         # as of scipy.optimize.minimize
 
 It writes a job, lets `distbelief.train` run it in processes of this computer, and returns
@@ -8,32 +9,47 @@ what was learned. Model, loss and data reach them without pickle (`problem_files
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
+from copy import deepcopy
+from functools import partial
 from pathlib import Path
-from typing import final
+from typing import TYPE_CHECKING, cast, final
 
 import numpy as np
+import torch
+from numpy.typing import NDArray
 from scipy.optimize import OptimizeResult
 from torch import nn
-from torch.nn.utils import parameters_to_vector
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from distbelief.config.job import Job
 from distbelief.config.load import job_of, load_job, plain
 from distbelief.core.arguments import checked
 from distbelief.core.errors import JobError, StorageError
 from distbelief.core.files import scratch
+from distbelief.core.formatting import nearest
+from distbelief.core.frames import frame
 from distbelief.job.callbacks import HeldCallback
+from distbelief.job.launch.local import LocalLauncher
 from distbelief.job.run.directory import RunDirectory
+from distbelief.job.run.metrics_file import plot, read_metrics
+from distbelief.job.run.model_file import newest_snapshots
 from distbelief.job.run.result import Run
-from distbelief.job.run.resume import check_same
+from distbelief.job.run.resume import check_same, newest_checkpoint_set, store_of
 from distbelief.job.trainer import run_job
+from distbelief.parameter_server.layout import Layout
 from distbelief.supervisor.view import JobView
 from distbelief.task.imports import check_is_no_import, places
 from distbelief.task.task import build_model, check_shapes
+from distbelief.worker.local_executor import FlatModel
 from sandblaster.optimizers.termination import Reason
 from sandblaster.problem_files import Factory, Problem, import_path, own_problem
 from sandblaster.settings import MethodName
+
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 @final
@@ -46,7 +62,9 @@ class MinimizeResult(OptimizeResult):  # type: ignore[explicit-any] # its stub i
         status: Index of the reason in `sandblaster.Reason`.
         message: The reason, for people.
         fun: The loss, penalties included.
-        jac_norm: Largest absolute element of its gradient.
+        jac: (n,) its gradient there, without the part of `l1`; None if the run ended at a point
+            of which the shards have saved none.
+        jac_norm: Largest absolute element of it; with bounds of its part that is not blocked.
         nit: Points accepted.
         nfev: Evaluations begun, each of loss and gradient.
         njev: The same.
@@ -55,7 +73,18 @@ class MinimizeResult(OptimizeResult):  # type: ignore[explicit-any] # its stub i
         seconds: Duration of the job.
         model: The model with these parameters.
         directory: The run directory.
+        starts: With several starts the result of each, in their order; this one is the best.
+        curve: A row for each iteration: nit, fun, jac_norm, nfev and seconds of the job.
     """
+
+    def to_pandas(self) -> object:
+        """Return `curve` as a pandas.DataFrame; JobError without pandas."""
+        return frame(self.curve)
+
+    def plot(self) -> "Figure":
+        """Return a matplotlib figure of the loss over evaluations."""
+        points = [(row["nfev"], row["fun"]) for row in self.curve]
+        return plot({"loss": points}, x="evaluations", y="loss", title="")
 
 
 INTERRUPTED = frozenset({130, 143})
@@ -109,11 +138,47 @@ def result_of(run: Run, *, module: nn.Module | None) -> MinimizeResult:
         nit=int(figures.get("iteration", 0)),
         nfev=n_evaluations,
         njev=n_evaluations,
+        jac=_gradient(run, trained),
+        curve=_curve(run),
         n_wasted=int(figures.get("wasted", 0)),
         seconds=summary.seconds,
         model=trained,
         directory=Path(run.directory),
     )
+
+
+def _curve(run: Run) -> list[dict[str, float]]:
+    lines = read_metrics(Path(run.directory) / "metrics.jsonl")
+    rows = {}
+    for line in lines:
+        found = line.figures
+        if "iteration" in found and line.loss is not None:
+            n = int(found["iteration"])
+            figures = {"jac_norm": found["gradient_norm"], "nfev": found["evaluations"]}
+            rows[n] = {"nit": n, "fun": line.loss, **figures, "seconds": line.time}
+    return [*rows.values()]
+
+
+def _gradient(run: Run, module: nn.Module) -> NDArray[np.float64] | None:
+    """Return the gradient of all parameters, as the shards have saved it with the last point."""
+    model, n_shards = FlatModel(deepcopy(module)), run.job.cluster.shards
+    layout = Layout.of(model.specs(), n_shards=n_shards, dtype=model.element_type)
+    flat = {one.name: np.zeros(one.n_elements) for one in layout.tensors}
+    try:
+        files = RunDirectory(run.directory, lock=None)
+        store = store_of(files, newest_checkpoint_set(files)[0], report=lambda _: None)
+        snapshots = newest_snapshots(store, n_shards, of_one_label=True)
+        for k, snapshot in enumerate(snapshots):
+            values = snapshot.array("vector.gradient")
+            for part in layout.segments(k):
+                if part.offset < len(values):
+                    own = flat[layout.tensors[part.tensor_index].name]
+                    own[part.start : part.stop] = values[
+                        part.offset : part.offset + part.n_elements
+                    ]
+    except (StorageError, KeyError):
+        return None
+    return np.concatenate([flat[name] for name, _ in module.named_parameters()])
 
 
 def _result(**figures: object) -> MinimizeResult:
@@ -127,15 +192,31 @@ _ELSEWHERE = {
     **dict.fromkeys(
         ("lr", "learning_rate"), "a line search finds each step's length: leave it out"
     ),
-    **dict.fromkeys(("epochs", "max_iter", "maxiter"), "it is max_iterations"),
-    **dict.fromkeys(("gtol", "tolerance_grad"), "it is tolerance"),
-    **dict.fromkeys(("ftol", "tolerance_change"), "it is value_tolerance"),
-    **dict.fromkeys(("maxcor", "history_size"), "it is history"),
+    **dict.fromkeys(
+        ("epochs", "max_iter", "maxiter", "max_iterations"), 'it is options={"maxiter": 100}'
+    ),
+    **dict.fromkeys(("maxfun", "max_evaluations"), 'it is options={"maxfun": 100}'),
+    **dict.fromkeys(
+        ("gtol", "tolerance_grad", "tolerance"), 'it is tol, or options={"gtol": 1e-5}'
+    ),
+    **dict.fromkeys(
+        ("ftol", "tolerance_change", "value_tolerance"), 'it is options={"ftol": 1e-9}'
+    ),
+    **dict.fromkeys(("maxcor", "history_size", "history"), 'it is options={"maxcor": 10}'),
     "batch_size": "each step is of all the data; portion is what a replica computes at once",
     "optimizer": "it is method",
     "jac": "torch computes the gradient: leave it out",
-    "x0": "the search begins at the model's present values: leave it out",
+    "constraints": "it has bounds only",
 }
+
+_OPTIONS = {
+    "maxiter": "max_iterations",
+    "maxfun": "max_evaluations",
+    "gtol": "tolerance",
+    "ftol": "value_tolerance",
+    "maxcor": "history",
+}
+"""From scipy's names of options to keys of [algorithm]."""
 
 Callback = Callable[[MinimizeResult], object]
 """Receives progress; returns True, or raises StopIteration, to end the run."""
@@ -154,7 +235,7 @@ class CallbackWatch:
 
     def __call__(self, view: JobView) -> bool:
         iteration = view.figures.get("iteration")
-        if view.phase != "training" or iteration in {None, self._iteration}:
+        if view.phase != "training" or not iteration or iteration == self._iteration:
             return self._has_ended_it
         self._iteration = iteration
         return self._call(interim_result(view))
@@ -180,6 +261,10 @@ def minimize(  # noqa: PLR0913 -- the options of a job, by their names there
     data: object,
     *,
     method: MethodName = "l-bfgs",
+    x0: object = None,
+    bounds: object = None,
+    tol: float | None = None,
+    options: Mapping[str, object] | None = None,
     replicas: int = 1,
     shards: int = 1,
     partitions: int = 1,
@@ -189,7 +274,7 @@ def minimize(  # noqa: PLR0913 -- the options of a job, by their names there
     resume: str | os.PathLike[str] | None = None,
     from_scratch: bool = False,
     show: bool = False,
-    **options: object,
+    **others: object,
 ) -> MinimizeResult:
     """Minimize the mean loss of a model over data.
 
@@ -204,14 +289,23 @@ def minimize(  # noqa: PLR0913 -- the options of a job, by their names there
         data: Inputs and targets, as tensors, arrays or a TensorDataset; or what makes a
             map-style data set: a function, a partial of it, or its import path.
         method: The optimizer.
+        x0: (n,) where to begin, in the order of `model.parameters()`; None: at the model's present
+            values. (k, n): k searches, one after the other, of which the best is the result.
+        bounds: n pairs (least, largest), in which None is none, or scipy's `Bounds`, such as
+            `Bounds(0.0)` for all parameters. A start out of bounds is moved to the nearest point
+            within. Method "l-bfgs" only.
+        tol: Ends when no element of the gradient (projected onto the bounds) is larger, and when
+            three iterations in a row improve the loss by a smaller share: gtol and ftol of
+            `options`, if these are not given.
+        options: scipy's names: maxiter, maxfun, gtol (1e-5), ftol (2.2e-9), maxcor (10 pairs).
         replicas: Workers that compute the batch, one process each.
         shards: Processes that hold the parameters and the history.
         partitions: Processes of each replica, which compute the model together.
         threads: Of torch, in each process of a replica.
-        callback: Called at most four times a second, if there is a new iteration, with the
-            interim OptimizeResult (no x), and once with the final one. It ends the run by
-            returning True or raising StopIteration; any other exception also ends the run
-            in good order, and is then raised.
+        callback: Called as callback(intermediate_result) for each iteration, a moment later, with
+            an OptimizeResult that has fun, jac_norm, nit and nfev, but no x, which no process
+            holds. It ends the run by returning True or raising StopIteration; any other exception
+            also ends the run in good order, and is then raised.
         directory: Run directory, kept; if it exists, DIRECTORY.2, and so on. Files of model
             and data are beside it, in DIRECTORY.problem. None: nothing is kept.
         resume: Run directory of an earlier call with the same arguments, to continue from
@@ -219,8 +313,8 @@ def minimize(  # noqa: PLR0913 -- the options of a job, by their names there
         from_scratch: Start again in `resume`, where the search began; what was saved there
             is moved into aside-1 (aside-2, ...), and kept.
         show: Show the progress on standard output.
-        options: Other keys of [algorithm]: history, max_iterations, tolerance,
-            l1, l2, portion, warm_start (a dict: SGD first), ... (`sandblaster.settings`).
+        others: Other keys of [algorithm]: l1, l2, portion, seed, warm_start (a dict: SGD first),
+            ... (`sandblaster.settings`).
 
     Returns:
         scipy's result (`MinimizeResult`). After Ctrl+C, that of the last accepted point.
@@ -232,13 +326,16 @@ def minimize(  # noqa: PLR0913 -- the options of a job, by their names there
     check_is_no_import("sandblaster.minimize")
     if isinstance(model, nn.Module):
         check_shapes(model, "minimize")
-    problem = Problem(model, data)
-    others: dict[str, object] = {
+    starts: Sequence[NDArray[np.float64] | None] = [None] if x0 is None else _starts(x0)
+    if len(starts) > 1 and resume is not None:
+        raise JobError("minimize: resume with several starts: resume the run of one of them")
+    tables: dict[str, object] = {
         "algorithm": {
             "name": "sandblaster",
             "loss": loss if isinstance(loss, str) else _loss_path(loss),
             "method": method,
-            **options,
+            **_keys(tol, options or {}),
+            **others,
         },
         "cluster": {
             "replicas": replicas,
@@ -248,33 +345,49 @@ def minimize(  # noqa: PLR0913 -- the options of a job, by their names there
         },
         "source": {"file": "minimize", "import_paths": places()},
     }
+    results: list[MinimizeResult] = []
+    for start in starts:
+        problem = Problem(model, data, x0=start, bounds=bounds)
+        run = partial(run_job, resume=resume, from_scratch=from_scratch, show=show)
+        where = directory if resume is None else resume
+        results.append(_searched(model, problem, tables, where, run, callback))
+        if results[-1].reason is Reason.STOPPED:  # by Ctrl+C or the callback
+            break
+    best = min(results, key=lambda one: np.inf if np.isnan(one.fun) else one.fun)
+    if isinstance(model, nn.Module) and best is not results[-1]:
+        vector_to_parameters(torch.tensor(best.x), model.parameters())
+    return best if len(starts) == 1 else _result(**best, starts=results)
+
+
+def _searched(
+    model: nn.Module | Factory,
+    problem: Problem,
+    tables: Mapping[str, object],
+    directory: str | os.PathLike[str] | None,
+    run: "partial[Run]",  # `run_job`
+    callback: Callback | None,
+) -> MinimizeResult:
+    """Run one search, and return its result."""
+    resumes = run.keywords["resume"] is not None
     callback_watch = None if callback is None else CallbackWatch(callback)
     with ExitStack() as stack:
-        if resume is not None:
-            directory = resume
         if directory is None:
             directory = stack.enter_context(scratch()) / "run"
         directory = Path(directory)
-        job = _job(others | problem.tables(directory), directory)
-        if resume is not None:
+        job = _job(tables, problem, directory)
+        if resumes:
             _check_resumes(job, directory)
         # All that can be refused is refused before this line: files are written from here.
         if problem.has_files:
-            run_directory = own_problem(directory, resumes=resume is not None)
-            directory = stack.enter_context(run_directory)
-            job = _job(others | problem.tables(directory), directory)
-            problem.write(directory, resumes=resume is not None)
+            directory = stack.enter_context(own_problem(directory, resumes=resumes))
+            job = _job(tables, problem, directory)
+            problem.write(directory, resumes=resumes)
         del problem  # which may hold copies of the data
         with nullcontext() if callback_watch is None else HeldCallback(callback_watch) as watch:
-            run = run_job(
-                job,
-                resume=resume,
-                from_scratch=from_scratch,
-                show=show,
-                callbacks=[] if watch is None else [watch],
-            )
-            module = model if isinstance(model, nn.Module) else None
-            result = result_of(run, module=module)
+            # Forked from this program, which has imported torch already.
+            launcher = LocalLauncher(holds=True)
+            done = run(job, launcher=launcher, callbacks=[] if watch is None else [watch])
+            result = result_of(done, module=model if isinstance(model, nn.Module) else None)
         if callback_watch is not None:
             callback_watch.end(result)
         return result
@@ -289,11 +402,31 @@ def _loss_path(loss: Factory) -> str:
     return import_path(loss, what="loss")
 
 
-def _job(tables: dict[str, object], directory: Path) -> Job:
-    return job_of(tables | {"output": {"directory": directory}}, user="minimize")
+def _job(tables: Mapping[str, object], problem: Problem, directory: Path) -> Job:
+    given = {**tables, **problem.tables(directory), "output": {"directory": directory}}
+    algorithm = cast("dict[str, object]", given["algorithm"]) | problem.algorithm(directory)
+    return job_of({**given, "algorithm": algorithm}, user="minimize")
 
 
 def _check_resumes(job: Job, directory: Path) -> None:
     # `train` would refuse the same, but only after files were written.
     run = RunDirectory.open(directory, write=False)
     check_same(job, load_job(run.job_file), directory=str(directory))
+
+
+def _keys(tol: float | None, options: Mapping[str, object]) -> dict[str, object]:
+    """Return keys of [algorithm] from options by scipy's names."""
+    for name in options:
+        if name not in _OPTIONS:
+            raise JobError(f"minimize: options has no {name!r}. {nearest(name, _OPTIONS)}")
+    both = {} if tol is None else {"gtol": tol, "ftol": tol}
+    return {_OPTIONS[name]: value for name, value in {**both, **options}.items()}
+
+
+def _starts(x0: object) -> Sequence[NDArray[np.float64]]:
+    starts = np.asarray(x0, dtype=np.float64)
+    if starts.ndim not in {1, 2} or not starts.size or not np.isfinite(starts).all():
+        raise JobError(
+            f"minimize: x0 has shape {starts.shape}: use n finite numbers, or k rows of them"
+        )
+    return [*np.atleast_2d(starts)]

@@ -1,7 +1,9 @@
 """Builds the coordinator and the workers of a job, in the processes that run them."""
 
 import json
-from collections.abc import Sequence
+import zlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Final
 
 import msgspec
@@ -10,13 +12,19 @@ import torch
 from torch import nn
 
 from distbelief.config.algorithms import refuse_programs
-from distbelief.core.errors import JobError
+from distbelief.core.errors import JobError, StorageError
+from distbelief.core.formatting import nearest
+from distbelief.core.tensor_files import TensorFile
+from distbelief.core.vectors import Vector
 from distbelief.parameter_server.client.client import ParameterClient
-from distbelief.parameter_server.layout import PartialView
+from distbelief.parameter_server.initial_values import shard_values_from
+from distbelief.parameter_server.layout import Layout, PartialView, TensorSpec
 from distbelief.parameter_server.policy import DOWNPOUR
-from distbelief.parameter_server.shard_config import other_copy
+from distbelief.parameter_server.shard_config import other_copy, shard_of
 from distbelief.protocol.role import Address, Role
+from distbelief.protocol.vector_commands import VectorName
 from distbelief.task.data import DataShard, Samples
+from distbelief.task.initializers import reader
 from distbelief.task.task import BuildContext, TaskSpec, build_model
 from distbelief.worker import build as wb
 from distbelief.worker.batches import SlicePrefetch
@@ -30,6 +38,8 @@ from sandblaster.coordinator.workers import CoordinatorConfig
 from sandblaster.group_tasks import ChunkBatchPlan, GroupTasks, WorkerConfig
 from sandblaster.optimizers import AnyMethod
 from sandblaster.optimizers.base import Runnable
+from sandblaster.optimizers.lbfgs import LBFGS
+from sandblaster.optimizers.line_search import LOWER, UPPER
 from sandblaster.settings import PROGRAM, SandblasterSettings
 from sandblaster.strads.jobs import check_blocks, check_data, program_in, program_of
 from sandblaster.strads.method import Scheduled
@@ -64,6 +74,8 @@ def check_model(
     """Raise JobError if this method cannot train this module, or not with so many replicas."""
     if config.method != PROGRAM:
         refuse_programs(module, task, n_replicas)
+        if config.bounds is not None:
+            check_bounds(config.bounds, module)
         return
     program = program_in(module, task.model)
     n_blocks = program.n_blocks
@@ -74,6 +86,70 @@ def check_model(
             "use no more replicas, or more n_blocks"
         )
     check_blocks(program)
+
+
+def check_bounds(path: str, module: nn.Module) -> None:
+    """Raise JobError if this is no file of bounds for this module."""
+    trained = {name: one for name, one in module.named_parameters() if one.requires_grad}
+    file = _bounds_file(path)
+    arrays = {name: file.array(name) for name in file.entries}
+    for name, array in arrays.items():
+        side, _, of = name.partition(".")
+        if side not in {"lower", "upper"} or of not in trained:
+            raise JobError(
+                f"[algorithm] bounds: {path} has {name!r}: use lower.NAME and upper.NAME of "
+                f"trained parameters. {nearest(of, trained)}"
+            )
+        if trained[of].shape != array.shape:
+            raise JobError(
+                f"[algorithm] bounds: {name!r} has shape {list(array.shape)}, and the parameter "
+                f"{list(trained[of].shape)}: use a file of this model"
+            )
+    for name in trained:
+        lower, upper = arrays.get(f"lower.{name}", -np.inf), arrays.get(f"upper.{name}", np.inf)
+        if not np.all((lower <= upper) & (lower < np.inf) & (upper > -np.inf)):
+            raise JobError(
+                f"[algorithm] bounds: of {name!r} some element has no number between its lower and "
+                "its upper one: use lower <= upper"
+            )
+
+
+def _bounds_file(path: str) -> TensorFile:
+    file = TensorFile.at(Path(path).absolute())
+    try:
+        _ = file.entries
+    except (OSError, StorageError) as error:
+        raise JobError(
+            f"[algorithm] bounds: cannot read {path} (all hosts with shards need it there): {error}"
+        ) from None
+    return file
+
+
+def shard_bounds(
+    config: SandblasterSettings, name: str, context: BuildContext
+) -> Mapping[VectorName, Vector]:
+    """Return the bounds of what this shard holds, by the names that `line_search` has for them."""
+    if config.bounds is None:
+        return {}
+    layout, file = context.layout, _bounds_file(config.bounds)
+    index = int(shard_of(name).removeprefix("shard-"))
+
+    def of(side: VectorName, free: float) -> Vector:
+        named = [
+            TensorSpec(name=f"{side}.{one.name}", shape=one.shape)
+            for one in layout.tensors
+            if f"{side}.{one.name}" in file.entries
+        ]
+        stored = reader(file, Layout.of(named, n_shards=1, dtype=layout.spec.dtype))
+
+        def read(tensor: str, start: int, stop: int) -> Vector:
+            own = f"{side}.{tensor}"
+            found = own in file.entries
+            return stored(own, start, stop) if found else np.full(stop - start, free, layout.dtype)
+
+        return shard_values_from(layout, index, read)[: layout.n_gradient(index)]
+
+    return {LOWER: of(LOWER, -np.inf), UPPER: of(UPPER, np.inf)}
 
 
 def build_coordinator(config: SandblasterSettings, *, context: BuildContext) -> Role:
@@ -109,6 +185,9 @@ def _method_of(config: SandblasterSettings, context: BuildContext) -> tuple[Runn
         return Scheduled(program), json.dumps(goal, sort_keys=True, default=str)
     rounding = float(np.finfo(context.layout.dtype).eps) / 2.0
     chosen = config.chosen()
+    if isinstance(chosen, LBFGS) and chosen.bounds:
+        content = Path(chosen.bounds).read_bytes()
+        chosen = msgspec.structs.replace(chosen, bounds=f"crc32 {zlib.crc32(content):08x}")
     goal_text = goal_of(chosen, loss=context.task.loss)
     return msgspec.structs.replace(chosen, rounding=rounding), goal_text
 

@@ -12,7 +12,7 @@ import inspect
 import os
 import sys
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -21,8 +21,10 @@ from typing import Final, cast, final
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from scipy.optimize import Bounds
 from torch import Tensor, nn
 
 from distbelief.core import files
@@ -260,6 +262,76 @@ def _refusal(module: nn.Module, why: str) -> JobError:
     )
 
 
+# --- starts and bounds ---
+
+
+def values_of(module: nn.Module, x0: NDArray[np.float64] | None) -> dict[str, Tensor]:
+    """Return all tensors of a module by name, with the parameters of x0 if there is one."""
+    named = FlatModel(module).named_tensors()
+    tensors = {name: tensor.detach().clone() for name, tensor in named.items()}
+    if x0 is not None:
+        _check_size(module, len(x0), "x0 has {} numbers")
+        for name, part in _by_parameter(module, x0):
+            tensors[name].copy_(part)
+    return tensors
+
+
+def bounds_of(module: nn.Module, bounds: object) -> dict[str, Tensor]:
+    """Return bounds as scipy has them by "lower.NAME" and "upper.NAME", rounded inwards.
+
+    JobError if they are no bounds of this module.
+    """
+    n = sum(one.numel() for one in module.parameters())
+    try:
+        if isinstance(bounds, Bounds):
+            lower, upper = (np.broadcast_to(one, n).astype(float) for one in (bounds.lb, bounds.ub))
+        else:
+            pairs = [*cast("Iterable[Sequence[float | None]]", bounds)]
+            _check_size(module, len(pairs), "bounds has {} pairs")
+            lower = np.array([-np.inf if one is None else one for one, _ in pairs], float)
+            upper = np.array([np.inf if one is None else one for _, one in pairs], float)
+    except (TypeError, ValueError) as error:
+        raise JobError(
+            f"minimize: bounds are not {n} pairs (least, largest), or scipy's Bounds: {error}"
+        ) from None
+    wrong = np.flatnonzero(~((lower <= upper) & (lower < np.inf) & (upper > -np.inf)))
+    if wrong.size:
+        first = wrong[0]
+        raise JobError(
+            f"minimize: bounds of parameter {first} are {lower[first]}, {upper[first]}: use least "
+            "<= largest"
+        )
+    found: dict[str, Tensor] = {}
+    for side, values, inside in (("lower", lower, np.inf), ("upper", upper, -np.inf)):
+        for name, exact in _by_parameter(module, values):
+            own = module.get_parameter(name)
+            if own.requires_grad:
+                found[f"{side}.{name}"] = _rounded(exact, own.dtype, towards=inside)
+            elif ((own.detach().double() - exact) * inside < 0.0).any():
+                raise JobError(f"minimize: {name} is frozen out of its bounds: leave them out")
+    return found
+
+
+def _rounded(exact: Tensor, dtype: torch.dtype, *, towards: float) -> Tensor:
+    rounded = exact.to(dtype)
+    is_out = (rounded.double() - exact) * towards < 0.0
+    rounded[is_out] = torch.nextafter(rounded, torch.full_like(rounded, towards))[is_out]
+    return rounded
+
+
+def _by_parameter(module: nn.Module, flat: NDArray[np.float64]) -> Iterator[tuple[str, Tensor]]:
+    parts = torch.from_numpy(np.ascontiguousarray(flat))
+    for name, one in module.named_parameters():
+        part, parts = parts[: one.numel()], parts[one.numel() :]
+        yield name, part.view(one.shape)
+
+
+def _check_size(module: nn.Module, n: int, words: str) -> None:
+    wanted = sum(one.numel() for one in module.parameters())
+    if n != wanted:
+        raise JobError(f"minimize: {words.format(n)}; the model has {wanted} parameters")
+
+
 # --- data ---
 
 
@@ -287,7 +359,8 @@ def write_pairs(path: Path, pair: Pair) -> None:
 
 _INITIAL: Final = "initial.safetensors"
 _TRAIN: Final = "train.safetensors"
-_FILES: Final = (_INITIAL, _TRAIN)
+_BOUNDS: Final = "bounds.safetensors"
+_FILES: Final = (_INITIAL, _TRAIN, _BOUNDS)
 _LOCK: Final = "lock"
 
 
@@ -369,8 +442,24 @@ def _job_written(directory: Path) -> tuple[int, int] | None:
 class Problem:
     """Model and data of one run, as tables of its job and as the files that they name."""
 
-    def __init__(self, model: nn.Module | Factory, data: object) -> None:
-        self._module = model if isinstance(model, nn.Module) else None
+    def __init__(
+        self,
+        model: nn.Module | Factory,
+        data: object,
+        *,
+        x0: NDArray[np.float64] | None = None,  # of all parameters; None: as the model has them
+        bounds: object = None,  # as of scipy
+    ) -> None:
+        module = model if isinstance(model, nn.Module) else None
+        if module is None and (x0 is not None or bounds is not None):
+            table = factory_table(model, what="model")
+            arguments = cast("Recipe", table.get("arguments", {}))
+            made = call_factory(str(table["factory"]), arguments, table="model")
+            module = made if isinstance(made, nn.Module) else None  # others are refused later
+        self._bounds = {} if module is None or bounds is None else bounds_of(module, bounds)
+        self._values: dict[str, Tensor] | None = None
+        if module is not None and (x0 is not None or module is model):
+            self._values = values_of(module, x0)
         self._pair = as_pair(data, user="minimize")
         self._model: dict[str, object]
         if isinstance(model, nn.Module):
@@ -384,12 +473,12 @@ class Problem:
 
     @property
     def has_files(self) -> bool:
-        return self._module is not None or self._pair is not None
+        return bool(self._values or self._bounds or self._pair)
 
     def tables(self, directory: Path) -> dict[str, object]:
         """Return tables [model] and [data] of a job with this run directory."""
         model, train = self._model, self._data
-        if self._module is not None:
+        if self._values is not None:
             model = model | {"initial": str(problem_of(directory) / _INITIAL)}
         if self._pair is not None:
             train = {
@@ -398,14 +487,21 @@ class Problem:
             }
         return {"model": model, "data": {"train": train}}
 
+    def algorithm(self, directory: Path) -> dict[str, object]:
+        """Return keys of [algorithm]."""
+        return {"bounds": str(problem_of(directory) / _BOUNDS)} if self._bounds else {}
+
     def write(self, directory: Path, *, resumes: bool) -> None:
-        """Write the files of the run in this directory; those of a resumed run stay."""
+        """Write the files of the run in this directory; those of a resumed run stay.
+
+        Its bounds may be others: then the method starts again, as with another loss.
+        """
         problem = problem_of(directory)
         initial, train = problem / _INITIAL, problem / _TRAIN
-        if self._module is not None and not (resumes and tensors_in(initial)):
-            named = FlatModel(self._module).named_tensors()
-            tensors = {name: tensor.detach().clone() for name, tensor in named.items()}
-            files.write_by(initial, lambda temporary: save_file(tensors, temporary))
+        if (values := self._values) is not None and not (resumes and tensors_in(initial)):
+            files.write_by(initial, lambda temporary: save_file(values, temporary))
+        if bounds := self._bounds:
+            files.write_by(problem / _BOUNDS, lambda temporary: save_file(bounds, temporary))
         if (pair := self._pair) is None:
             return
         kept = tensors_in(train) if resumes else None

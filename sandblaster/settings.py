@@ -112,6 +112,9 @@ class SandblasterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     value_tolerance: float | None = None
     l1: float = 0.0  # penalty l1 |w|_1 of all parameters, biases too (method "owl-qn" only)
     l2: float = 0.0  # penalty l2 / 2 |w|^2 of all parameters
+    # File with bounds of parameters (method "l-bfgs" only): tensors lower.NAME and upper.NAME, each
+    # of its parameter's shape; what it has not is free
+    bounds: str | None = None
     portion: int = 256  # samples of a mini-batch, which a replica computes at once
     # Mini-batches of a chunk, which are summed before they are pushed; None: chosen by batch
     # and replicas.
@@ -159,6 +162,13 @@ class SandblasterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
                 f"l1 is {self.l1} with method {self.method!r}, which needs that penalty: "
                 'use l1 above 0, or method = "l-bfgs"'
             )
+        if self.bounds is not None and self.method != "l-bfgs":
+            raise ValueError(
+                f"bounds is {self.bounds!r} with method {self.method!r}, which has none: "
+                'use method = "l-bfgs", or remove bounds'
+            )
+        if self.bounds is not None and not self.bounds.endswith(".safetensors"):
+            raise ValueError(f"bounds is {self.bounds!r}; use the path of a .safetensors file")
         # The default passes: a job file as it ran names every key.
         if self.history != HISTORY and self.method not in {"l-bfgs", "owl-qn"}:
             raise ValueError(

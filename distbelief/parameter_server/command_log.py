@@ -64,7 +64,9 @@ class CommandExecutor:
         self._config = config
         self._values = values
         self._n_gradient = layout.n_gradient(index)
-        self._vector_store = VectorStore(layout, index, n_vectors_max=config.n_vectors_max)
+        self._vector_store = VectorStore(
+            layout, index, n_vectors_max=config.n_vectors_max, constants=config.constants
+        )
         self._savepoints = Savepoints(self._vector_store)
         self._new_sums = partial(
             GradientSums,

@@ -1,13 +1,16 @@
 """Settings of a shard and of its clients, and the names of its copies."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Final, final
 
+from distbelief.core.vectors import Vector
 from distbelief.parameter_server.codecs import Codec
 from distbelief.parameter_server.layout import Layout
 from distbelief.parameter_server.policy import DOWNPOUR, ExchangePolicy, Fetched
 from distbelief.parameter_server.rules import UpdateRule
 from distbelief.protocol.role import Address, Seconds
+from distbelief.protocol.vector_commands import VectorName
 
 
 ABSENCE_SECONDS_MAX: Final = 300.0
@@ -40,6 +43,8 @@ class ShardConfig:
     is_replicated: bool = False  # one of two copies: the supervisor promotes one
     deals: bool = False  # data are dealt: the supervisor hears of the positions applied here
     n_samples: int = 0  # of an epoch of dealt data; 0: not known
+    # Named vectors of a coordinator that never change, of `n_gradient` elements
+    constants: Mapping[VectorName, Vector] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.name:

@@ -9,6 +9,7 @@ threads. Another number of shards rounds sums differently.
 
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import assert_never, cast, final
 
 import numpy as np
@@ -47,7 +48,14 @@ class VectorStore:
     four digits of its direction. Results are computed in float64 and rounded once.
     """
 
-    def __init__(self, layout: Layout, k: int, *, n_vectors_max: int = 64) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        k: int,
+        *,
+        n_vectors_max: int = 64,
+        constants: Mapping[VectorName, Vector] = MappingProxyType({}),  # always there
+    ) -> None:
         self._n = layout.n_gradient(k)
         self._dtype = layout.dtype
         self._n_vectors_max = n_vectors_max
@@ -56,7 +64,8 @@ class VectorStore:
             for segment in layout.segments(k)
             if segment.offset < self._n
         ]
-        self._vectors: dict[VectorName, Vector] = {}
+        self._constants = constants
+        self._vectors: dict[VectorName, Vector] = {**constants}
         self._arrays: list[Vector] = []  # all that were made here, in use or not
         self.held: Callable[[], Iterable[Vector]] = tuple  # arrays of savepoints
         # The parameters after earlier commands, from which tasks still take rows.
@@ -104,12 +113,12 @@ class VectorStore:
                     f"vector {name!r} is {vector.shape} of {vector.dtype}, not ({self._n},) of "
                     f"{self._dtype}: resume with the model and number of shards of its run"
                 )
-        self._vectors = {name: vector.copy() for name, vector in vectors.items()}
-        self._arrays = [*self._vectors.values()]
+        copies = {name: vector.copy() for name, vector in vectors.items()}
+        self._vectors, self._arrays = {**copies, **self._constants}, [*copies.values()]
 
     def adopt(self, vectors: Mapping[str, Vector]) -> None:
         """Replace all vectors by these arrays of the other copy of the shard."""
-        self._vectors = dict(vectors)
+        self._vectors = {**vectors, **self._constants}
         arrays = (*vectors.values(), *self.held(), *self.versions.values())
         self._arrays = list({id(array): array for array in arrays}.values())
 
@@ -122,7 +131,7 @@ class VectorStore:
 
     def return_to(self, held: Mapping[str, Vector]) -> None:
         """Replace all vectors by these, which a savepoint holds."""
-        self._vectors = dict(held)
+        self._vectors = {**held, **self._constants}
 
     def check(self, batch: Sequence[Command]) -> None:
         """Raise RemoteProtocolError if the batch cannot be executed now; change nothing."""
@@ -178,8 +187,8 @@ class VectorStore:
                 self._pointwise(command)
             case vc.Dot(x=x, y=y):
                 return [self._dot(x, y)]
-            case vc.Gram(rows=rows, columns=columns):
-                return self._gram(rows, columns)
+            case vc.Gram(rows=rows, columns=columns, without=without):
+                return self._gram(rows, columns, without)
             case vc.Norm(x=x, order="2"):
                 # The coordinator adds the squares of all shards, then takes the root.
                 return [self._dot(x, x)]
@@ -233,14 +242,19 @@ class VectorStore:
             total += torch.dot(matrix[0], matrix[-1]).item()
         return total
 
-    def _gram(self, rows: Sequence[VectorName], columns: Sequence[VectorName]) -> list[float]:
+    def _gram(
+        self, rows: Sequence[VectorName], columns: Sequence[VectorName], without: VectorName | None
+    ) -> list[float]:
         names = list(dict.fromkeys((*rows, *columns)))
         vectors = [self._real(name) for name in names]
+        if without is not None:
+            vectors.append(self._real(without))
         n_rows = len(set(rows))  # the first of the names
         sums = torch.zeros(n_rows, len(names), dtype=torch.float64)
         for piece in _pieces(self._n):
             matrix = self._stacked(vectors, piece)
-            sums.addmm_(matrix[:n_rows], matrix.T)
+            left = matrix[:n_rows] if without is None else matrix[:n_rows] * (matrix[-1] == 0.0)
+            sums.addmm_(left, matrix[: len(names)].T)
         totals = dict(zip(names, sums.tolist(), strict=False))
         column_indices = [names.index(column) for column in columns]
         return [totals[row][index] for row in rows for index in column_indices]
@@ -300,4 +314,9 @@ _FUNCTIONS: Mapping[vc.Function, Callable[[Doubles, Doubles, float], Doubles]] =
     "oppose": lambda x, y, _a: _align(x, -y),
     "orthant": lambda x, y, _a: _orthant(x, y),
     "pseudo_gradient": _pseudo_gradient,
+    "max": lambda x, y, _a: np.maximum(x, y),
+    "min": lambda x, y, _a: np.minimum(x, y),
+    "share": lambda x, y, _a: np.where(np.sign(x) * np.sign(y) > 0.0, x / y, 0.0),
+    "only": lambda x, y, _a: np.where((x == 0.0) & (y != 0.0), 1.0, 0.0),
+    "unless": lambda x, y, _a: np.where(y == 0.0, x, 0.0),
 }

@@ -91,7 +91,7 @@ class Failed(AnyMessage, frozen=True):
 
 
 class Progress(AnyMessage, frozen=True):
-    """Replica -> supervisor: the steps since the last report."""
+    """Replica or coordinator -> supervisor: the steps since the last report, or an iteration."""
 
     step: Amount
     samples: Amount  # over all incarnations of this replica
@@ -101,6 +101,8 @@ class Progress(AnyMessage, frozen=True):
     # Positions [start, stop, start, stop, ...) whose gradients were skipped, as not finite, and
     # are in no push; the newest of this incarnation.
     skipped: tuple[Amount, ...] = ()
+    # Of an iteration, which gets a line of metrics: those of its heartbeats that it has changed
+    counters: dict[Name, float] | msgspec.UnsetType = msgspec.UNSET
 
 
 class SamplesApplied(AnyMessage, frozen=True):

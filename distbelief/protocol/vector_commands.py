@@ -13,7 +13,8 @@ another command of its batch measures, because no single shard has the complete 
     LinearCombination    sum of a x over its terms
     Pointwise            function(x, y, a), element by element
     Dot                                                          x.y
-    Gram                                                         r.c, row by row
+    Gram                                                         r.c, row by row, of all
+                                                                 elements or of some
     Norm                                                         |x|_1, |x|_2, |x|_inf
 
 `Copy`, `Fill`, `LinearCombination` and `Pointwise` create a missing target. All other
@@ -39,6 +40,11 @@ Function = Literal[
     "oppose",  # x where x y < 0, else 0
     "orthant",  # sign of x; where that is 0, sign of -y
     "pseudo_gradient",  # of f + a |w|_1 at w = x, where y is the gradient of f
+    "max",  # the larger of x and y
+    "min",  # the smaller one
+    "share",  # x / y where x y > 0, else 0
+    "only",  # 1 where x = 0 and y != 0, else 0
+    "unless",  # x where y = 0, else 0
 ]
 """The functions of `Pointwise`; each maps x = y = 0 to 0, so that padding stays 0."""
 
@@ -108,6 +114,7 @@ class Gram(_Command, frozen=True):
 
     rows: Names
     columns: Names
+    without: VectorName | None = None  # not 0 where elements do not count
 
 
 class Norm(_Command, frozen=True):
@@ -144,8 +151,8 @@ def reads(command: Command) -> tuple[VectorName, ...]:
             names = tuple(term.x for term in command.terms)
         case Pointwise() | Dot():
             names = (command.x, command.y)
-        case Gram():
-            names = (*command.rows, *command.columns)
+        case Gram(rows=rows, columns=columns, without=without):
+            names = (*rows, *columns) if without is None else (*rows, *columns, without)
         case Fill():
             names = ()
         case _:

@@ -357,6 +357,9 @@ class Supervisor:
         self._clock.heard(self._now)
         self.metrics.progress(record, message, self._now)
         record.progressed = True
+        if message.counters is not msgspec.UNSET and self._runs:
+            record.report(record.counters | message.counters)
+            self._record()
         if self.allowances.dealer is not None and message.skipped:
             self.allowances.dealer.skipped(record, message.skipped)
             self._count_dealt()

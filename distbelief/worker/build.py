@@ -7,6 +7,7 @@ dataflow and allocates the regions that it keeps; their values come from the sha
 import hashlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import final
 
 import msgspec
@@ -133,6 +134,7 @@ def build_shard(
     context: BuildContext,
     policy: ExchangePolicy = DOWNPOUR,
     deals: bool = False,
+    constants: Mapping[str, Vector] = MappingProxyType({}),
 ) -> Role:
     layout, file = context.layout, context.initial_file
     index = int(shard_of(name).removeprefix("shard-"))
@@ -151,6 +153,7 @@ def build_shard(
         is_replicated=context.shard_copies > 1,
         deals=deals,
         n_samples=context.n_train or 0,
+        constants=constants,
     )
     return Shard(config, memory=context.memory, initialise=initialise)
 

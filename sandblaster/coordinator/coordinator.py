@@ -22,6 +22,8 @@ from enum import Enum
 from types import MappingProxyType
 from typing import Final, TypeVar, assert_never, final
 
+import msgspec
+
 from distbelief import protocol as wire
 from distbelief.core.errors import DistBeliefError, PeerLostError, RemoteProtocolError, StorageError
 from distbelief.core.reliable import Silence
@@ -478,8 +480,12 @@ class Coordinator:
             self._reports.append(rl.Report(text=text, level="warning"))
         series.has_point = True
         result = yield from self._drive(self._method.steps(state))
-        if metrics.iterated is None:  # it ended at its starting point
+        if self.metrics.iterated is None:  # it ended at its starting point
             self._report_progress(result)
+        elif not self._config.in_rounds and series.savepoint_iteration is not self.metrics.iterated:
+            yield from self._until_saved()  # it was skipped while the point before was not safe
+            if series.unsaved is None:
+                self._take_savepoint(result)
         yield from self._publish(result.state if self._config.in_rounds else "")
         return result.reason
 
@@ -643,6 +649,7 @@ class Coordinator:
             loss=iterated.loss,
             seconds_computing=0.0,
             seconds_waiting=0.0,
+            counters=msgspec.UNSET if self._config.in_rounds else dict(self.status()[1]),
         )
         self._reports.append(rl.Send(receiver=rl.SUPERVISOR, message=progress))
 

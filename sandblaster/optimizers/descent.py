@@ -24,6 +24,9 @@ from sandblaster.optimizers import base, line_search as ls
 from sandblaster.optimizers.termination import Method, Reason
 
 
+Commands = tuple[vc.Command, ...]
+
+
 class Descent(Protocol):
     """How a method chooses its directions: all that differs between them."""
 
@@ -43,7 +46,8 @@ class Descent(Protocol):
     # A trial becomes the present point: remember it.
     def accept(self, trial: ls.Trial, *, slope_at_start: float) -> None: ...
 
-    def direction(self) -> base.Combination: ...
+    # Returns commands that form "direction", after those that were `accepted`.
+    def form_direction(self, accepted: Commands) -> base.Steps[Commands]: ...
 
     def first_step(self, present: "Present") -> float: ...  # the step to try first
 
@@ -65,6 +69,7 @@ class Present(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     gradient_square: float  # its dot product with itself
     slope: float = 0.0  # its dot product with "direction"
     step: float = 0.0  # to try first; 0 at the end of a run
+    reach: float = 0.0  # one over the longest step
 
 
 @final
@@ -120,6 +125,7 @@ class DescentRun:
                 searched = yield from self.line.search(
                     ls.Sample(0.0, present.loss, present.slope),
                     step=present.step,
+                    longest=max(1.0, 1.0 / present.reach) if present.reach else math.inf,
                     noise=self._noise(present),
                     n_trials_max=self.method.max_evaluations - present.n_evaluations,
                     measure=self.descent.measure,
@@ -152,16 +158,14 @@ class DescentRun:
     def _choose_direction(
         self, present: Present, accepted: tuple[vc.Command, ...] = ()
     ) -> base.Steps[Present]:
-        # One request moves to the accepted point, forms the direction and the first trial.
+        # Without bounds one request moves to the accepted point, forms the direction and the trial.
         step = self.descent.first_step(present)
-        terms = tuple(vc.Term(a, name) for name, a in self.descent.direction().items())
-        (slope,) = yield from base.perform(
-            *accepted,
-            vc.LinearCombination(target=ls.DIRECTION, terms=terms),
+        slope, *reaches = yield from base.perform(
+            *(yield from self.descent.form_direction(accepted)),
             *self.line.measure_direction(),
             *self.line.make_trial(step),
         )
-        return replace(present, slope=slope, step=step)
+        return replace(present, slope=slope, step=step, reach=max(reaches, default=0.0))
 
     def _moved(self, before: Present, searched: ls.Searched, trial: ls.Trial) -> Present:
         loss = trial.sample.value
@@ -179,6 +183,7 @@ class DescentRun:
             gradient_square=trial.gradient_square,
             slope=0.0,
             step=0.0,
+            reach=0.0,
         )
 
     def _stop_reason(self, present: Present) -> Reason | None:
@@ -224,6 +229,11 @@ class DescentRun:
         return base.Result(reason=reason, **asdict(self._iteration_done(present, step_length=0.0)))
 
 
+def formed(combination: base.Combination) -> vc.Command:
+    terms = tuple(vc.Term(a, name) for name, a in combination.items())
+    return vc.LinearCombination(target=ls.DIRECTION, terms=terms)
+
+
 def _expected(present: Present, searched: ls.Searched) -> float:
     if searched.by_slopes is not None:
         return searched.by_slopes
@@ -263,7 +273,8 @@ class SmoothMethod(DescentMethod, frozen=True, kw_only=True):
         wolfe = ls.WolfeConditions(
             sufficient_decrease=self.sufficient_decrease, curvature=self.curvature
         )
-        return ls.Straight(base.Objective(l2=self.l2), wolfe)
+        bounded = bool(getattr(self, "bounds", ""))
+        return ls.Straight(base.Objective(l2=self.l2), wolfe, bounded)
 
 
 # --- gradient descent ---
@@ -313,8 +324,11 @@ class Steepest:
         step = curvature / square if square else 0.0
         self._step = step if math.isfinite(step) and step > 0.0 else trial.sample.step
 
-    def direction(self) -> base.Combination:
-        return {ls.GRADIENT: -1.0}
+    def form_direction(
+        self, accepted: tuple[vc.Command, ...]
+    ) -> base.Steps[tuple[vc.Command, ...]]:
+        yield from ()
+        return (*accepted, formed({ls.GRADIENT: -1.0}))
 
     def first_step(self, present: Present) -> float:
         """Return Barzilai & Borwein's step; at first one of length 1."""
@@ -395,10 +409,12 @@ class Conjugate:
             step=trial.sample.step,
         )
 
-    def direction(self) -> base.Combination:
-        if not self.remembers:
-            return {ls.GRADIENT: -1.0}
-        return {ls.GRADIENT: -1.0, ls.DIRECTION: self._last.beta}
+    def form_direction(
+        self, accepted: tuple[vc.Command, ...]
+    ) -> base.Steps[tuple[vc.Command, ...]]:
+        yield from ()
+        before = {ls.DIRECTION: self._last.beta} if self.remembers else {}
+        return (*accepted, formed({ls.GRADIENT: -1.0, **before}))
 
     def first_step(self, present: Present) -> float:
         """Return a step that promises the improvement of the last one."""

@@ -17,8 +17,9 @@ import msgspec
 from typing_extensions import override
 
 from distbelief.protocol.vector_commands import Command, Gram, LinearCombination, Term, VectorName
-from sandblaster.optimizers.base import Combination, Entries, GramMatrix
-from sandblaster.optimizers.descent import Present, SmoothMethod
+from sandblaster.optimizers import bounds
+from sandblaster.optimizers.base import Combination, Entries, GramMatrix, Steps
+from sandblaster.optimizers.descent import Present, SmoothMethod, formed
 from sandblaster.optimizers.line_search import GRADIENT, PARAMETERS, TRIAL, Trial
 
 
@@ -55,10 +56,11 @@ _CURVATURE_MIN = 1e-14  # of the cosine between s and y
 class LBFGS(SmoothMethod, frozen=True, kw_only=True, tag="lbfgs"):
     history: int = 10  # m, the number of corrections remembered: 2 m + 2 more vectors
     sufficient_decrease: float = 1e-3  # c1 of the line search
+    bounds: str = ""  # what tells them from others: shards have them; "": there are none
 
     @override
     def descent(self, memory: str | None) -> "QuasiNewton":
-        return QuasiNewton(history=self.history, memory=memory)
+        return QuasiNewton(history=self.history, memory=memory, bounded=bool(self.bounds))
 
 
 class _Memory(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,10 +79,12 @@ class QuasiNewton:
         memory: str | None = None,
         steepest: VectorName = GRADIENT,  # v
         trial_steepest: VectorName | None = None,  # v at a trial; None: the trial's gradient
+        bounded: bool = False,
     ) -> None:
         self._n_history = history
         self._steepest = steepest
         self._trial_steepest = trial_steepest
+        self._bounded = bounded
         # One slot more than corrections, for the pair of a trial.
         self._slots: tuple[int, ...] = ()  # in use, the oldest first
         self._gram = GramMatrix()
@@ -127,15 +131,18 @@ class QuasiNewton:
             self._slots = (*self._slots, spare)[-self._n_history :]
         gram.restrict((*self.vectors, self._steepest))
 
-    def direction(self) -> Combination:
+    def form_direction(self, accepted: tuple[Command, ...]) -> Steps[tuple[Command, ...]]:
         history = [_names(slot) for slot in self._slots]
-        return direction(self._gram, history, gradient=self._steepest)
+        if self._bounded:
+            return (yield from bounds.form_direction(history, self._gram, accepted))
+        return (*accepted, formed(direction(self._gram, history, gradient=self._steepest)))
 
     def first_step(self, present: Present) -> float:
         """Return 1, as for Newton's method; for a first direction, a step of length 1."""
         if self.remembers or present.gradient_square == 0.0:
             return 1.0
-        return 1.0 / math.sqrt(present.gradient_square)
+        step = 1.0 / math.sqrt(present.gradient_square)
+        return min(1.0, step) if self._bounded else step  # further may be out of bounds
 
     def forget(self, *, gradient_square: float) -> None:
         self._slots = ()

@@ -79,7 +79,12 @@ _N_NOISY_MAX = 4  # trials within an interval whose values may be noise only
 
 
 def more_thuente(
-    start: Sample, *, step: float, wolfe: WolfeConditions, noise: float = 0.0
+    start: Sample,
+    *,
+    step: float,
+    wolfe: WolfeConditions,
+    noise: float = 0.0,
+    longest: float = math.inf,
 ) -> Search:
     """Yield steps to try, expect their samples, return the step found.
 
@@ -87,7 +92,8 @@ def more_thuente(
     one is tried; if the interval gets too narrow, `best` is not evaluated once more. Values
     within `noise` of each other are replaced by those that slopes imply, which makes of
     sufficient decrease the approximate Wolfe condition of Hager & Zhang (2005). `step` is the
-    first one to try; `start`, at 0, has a negative slope.
+    first one to try; `start`, at 0, has a negative slope. No step is above `longest`, where
+    sufficient decrease is enough if it still goes down.
     """
     interval = _Interval(start, start, bracketed=False)
     least = wolfe.sufficient_decrease * start.slope  # slope of the line to stay below
@@ -107,6 +113,8 @@ def more_thuente(
         enough = trial.value <= start.value + trial.step * least
         if enough and abs(trial.slope) <= -wolfe.curvature * start.slope:
             return Found(trial, satisfied=True)
+        if enough and trial.step >= longest and trial.slope <= least:
+            return Found(trial, satisfied=True)
         lowest_seen = lowest_seen or (enough and trial.slope >= 0.0)
         # Until a step with enough decrease and a rising slope is seen, search for a
         # minimizer of phi(t) - c1 t phi'(0), which must exist (section 2).
@@ -120,7 +128,8 @@ def more_thuente(
         if not interval.bracketed:
             low = step + 1.1 * (step - best.step)
             high = step + 4.0 * (step - best.step)
-            step = min(step, 0.5 * (best.step + step_max))
+            step = min(step, 0.5 * (best.step + step_max), longest)
+            low, high = min(low, longest), min(high, longest)
             continue
         width = abs(other.step - best.step)
         if width >= _BISECT_WIDTH * widths[0]:
@@ -239,6 +248,12 @@ DIRECTION = "direction"
 TRIAL = "trial"
 TRIAL_GRADIENTS = ("trial_gradient_0", "trial_gradient_1")
 
+LOWER = "lower"  # these two are constants of the shards
+UPPER = "upper"
+PROJECTED = "projected"  # gradient: x - P(x - g), with P the nearest point within the bounds
+BLOCKED = "blocked"  # 1 where x is at a bound and -g points out, else 0
+_ROOM = "room"
+
 Measure = Callable[[vc.VectorName], tuple[vc.Command, ...]]
 """From the name of a trial's gradient to the method's own commands at the trial."""
 
@@ -275,7 +290,8 @@ class Line(Protocol):
     # Evaluates "parameters"; returns loss, and norm and square of its gradient.
     def begin(self) -> Steps[tuple[float, float, float]]: ...
 
-    # Commands to execute once "direction" is formed; they measure the slope.
+    # Commands to execute once "direction" is formed; they measure the slope, and perhaps numbers
+    # whose largest is one over the longest step.
     def measure_direction(self) -> tuple[vc.Command, ...]: ...
 
     def make_trial(self, step: float) -> tuple[vc.Command, ...]: ...  # form the trial point
@@ -283,7 +299,14 @@ class Line(Protocol):
     # Searches from "parameters", where `begin` is; at first "trial" is at `step`, and at the end
     # at what was found. Rounding alone may change losses by `noise`.
     def search(
-        self, begin: Sample, *, step: float, noise: float, n_trials_max: int, measure: Measure
+        self,
+        begin: Sample,
+        *,
+        step: float,
+        longest: float,
+        noise: float,
+        n_trials_max: int,
+        measure: Measure,
     ) -> Steps[Searched]: ...
 
     def accepted(self, trial: Trial) -> tuple[vc.Command, ...]: ...  # make it the present point
@@ -292,33 +315,58 @@ class Line(Protocol):
 @final
 @dataclass(frozen=True, slots=True)
 class Straight:
-    """Points x + t d, searched after More & Thuente."""
+    """Points x + t d, searched after More & Thuente.
+
+    With bounds all points up to t = 1 are within them, at least (`bounds`).
+    """
 
     objective: Objective
     wolfe: WolfeConditions
+    bounded: bool = False
 
     vectors: ClassVar = (PARAMETERS, GRADIENT, DIRECTION)
 
     def begin(self) -> Steps[tuple[float, float, float]]:
         loss, (norm, square) = yield from self.objective.at(
-            PARAMETERS, gradient=GRADIENT, after=size_of(GRADIENT)
+            PARAMETERS,
+            gradient=GRADIENT,
+            before=within(PARAMETERS) if self.bounded else (),
+            after=self._size_at(PARAMETERS, GRADIENT),
         )
         return loss, norm, square
 
     def measure_direction(self) -> tuple[vc.Command, ...]:
-        return (vc.Dot(x=GRADIENT, y=DIRECTION),)
+        slope = vc.Dot(x=GRADIENT, y=DIRECTION)
+        if not self.bounded:
+            return (slope,)
+        to_lower, to_upper = (
+            (
+                difference(_ROOM, bound, PARAMETERS),
+                vc.Pointwise(target=_ROOM, function="share", x=DIRECTION, y=_ROOM),
+                vc.Norm(x=_ROOM, order="inf"),
+            )
+            for bound in (LOWER, UPPER)
+        )
+        return (slope, *to_lower, *to_upper)
 
     def make_trial(self, step: float) -> tuple[vc.Command, ...]:
-        return (point_at(step),)
+        return (point_at(step), *(within(TRIAL) if self.bounded else ()))
 
     def accepted(self, trial: Trial) -> tuple[vc.Command, ...]:
         return (vc.Copy(target=PARAMETERS, x=TRIAL), vc.Copy(target=GRADIENT, x=trial.gradient))
 
     def search(
-        self, begin: Sample, *, step: float, noise: float, n_trials_max: int, measure: Measure
+        self,
+        begin: Sample,
+        *,
+        step: float,
+        longest: float,
+        noise: float,
+        n_trials_max: int,
+        measure: Measure,
     ) -> Steps[Searched]:
         wolfe = replace(self.wolfe, n_trials_max=min(self.wolfe.n_trials_max, n_trials_max))
-        steps = more_thuente(begin, step=step, wolfe=wolfe, noise=noise)
+        steps = more_thuente(begin, step=step, wolfe=wolfe, noise=noise, longest=longest)
         step = next(steps)
         before: tuple[vc.Command, ...] = ()
         best: Trial | None = None
@@ -327,7 +375,10 @@ class Straight:
             taken = best is not None and best.gradient == TRIAL_GRADIENTS[0]
             gradient = TRIAL_GRADIENTS[1 if taken else 0]
             loss, scalars = yield from self.objective.at(
-                TRIAL, gradient=gradient, before=before, after=_along(gradient) + measure(gradient)
+                TRIAL,
+                gradient=gradient,
+                before=before,
+                after=(*self._along(gradient), *measure(gradient)),
             )
             n_evaluations += 1
             slope, norm, square, *own = scalars
@@ -350,7 +401,9 @@ class Straight:
         elif best is not None and best is not trial:
             # What was measured is of the last trial: measure again at the best.
             _, norm, square, *own = yield from perform(
-                *self.make_trial(best.sample.step), *_along(best.gradient), *measure(best.gradient)
+                *self.make_trial(best.sample.step),
+                *self._along(best.gradient),
+                *measure(best.gradient),
             )
             best = Trial(best.sample, best.gradient, norm, square, tuple(own))
         return Searched(
@@ -360,6 +413,34 @@ class Straight:
             any_finite=any_finite,
             by_slopes=by_slopes,
         )
+
+    def _along(self, gradient: vc.VectorName) -> tuple[vc.Command, ...]:
+        return (vc.Dot(x=gradient, y=DIRECTION), *self._size_at(TRIAL, gradient))
+
+    def _size_at(self, point: vc.VectorName, gradient: vc.VectorName) -> tuple[vc.Command, ...]:
+        if not self.bounded:
+            return size_of(gradient)
+        return (*project(point, gradient), *size_of(PROJECTED))
+
+
+def within(target: vc.VectorName) -> tuple[vc.Command, ...]:
+    return (
+        vc.Pointwise(target=target, function="max", x=target, y=LOWER),
+        vc.Pointwise(target=target, function="min", x=target, y=UPPER),
+    )
+
+
+def difference(target: vc.VectorName, x: vc.VectorName, y: vc.VectorName) -> vc.Command:
+    return vc.LinearCombination(target=target, terms=(vc.Term(1.0, x), vc.Term(-1.0, y)))
+
+
+def project(point: vc.VectorName, gradient: vc.VectorName) -> tuple[vc.Command, ...]:
+    return (
+        difference(PROJECTED, point, gradient),
+        *within(PROJECTED),
+        difference(PROJECTED, point, PROJECTED),
+        vc.Pointwise(target=BLOCKED, function="only", x=PROJECTED, y=gradient),
+    )
 
 
 def size_of(gradient: vc.VectorName) -> tuple[vc.Command, ...]:
@@ -371,7 +452,3 @@ def point_at(step: float) -> vc.Command:
     """Return the command that forms the trial point x + t d."""
     terms = (vc.Term(1.0, PARAMETERS), vc.Term(step, DIRECTION))
     return vc.LinearCombination(target=TRIAL, terms=terms)
-
-
-def _along(gradient: vc.VectorName) -> tuple[vc.Command, ...]:
-    return (vc.Dot(x=gradient, y=DIRECTION), *size_of(gradient))

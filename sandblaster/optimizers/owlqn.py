@@ -100,9 +100,17 @@ class WithinOrthant:
         )
 
     def search(
-        self, begin: ls.Sample, *, step: float, noise: float, n_trials_max: int, measure: ls.Measure
+        self,
+        begin: ls.Sample,
+        *,
+        step: float,
+        longest: float,
+        noise: float,
+        n_trials_max: int,
+        measure: ls.Measure,
     ) -> Steps[ls.Searched]:
         """Halve the step until F decreases enough, or can no longer be seen to decrease."""
+        del longest  # the way bends
         gradient = ls.TRIAL_GRADIENTS[0]
         move = (vc.Term(1.0, ls.TRIAL), vc.Term(-1.0, ls.PARAMETERS))
         before: tuple[vc.Command, ...] = ()

@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from scipy.optimize import minimize as scipy_minimize
+from scipy.optimize import Bounds, minimize as scipy_minimize
 from torch import nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import sandblaster
 from distbelief.core.errors import JobError
+from distbelief.job.run.metrics_file import read_metrics
 from distbelief.plans.plan import load
 from sandblaster.api import MinimizeResult
 from sandblaster.optimizers.lbfgs import LBFGS
@@ -216,7 +217,7 @@ def test_minimize_finds_what_scipy_finds_and_begins_anew_with_another_goal(tmp_p
 
     function = plain_objective(lambda: nn.Linear(6, 2).double(), x, y, l2=0.1)
     best = scipy_minimize(function, initial, jac=True, tol=1e-10)
-    seen: list[object] = []
+    seen: list[MinimizeResult] = []
     result = sandblaster.minimize(
         model,
         "cross_entropy",
@@ -236,8 +237,17 @@ def test_minimize_finds_what_scipy_finds_and_begins_anew_with_another_goal(tmp_p
     np.testing.assert_array_equal(own, result.x)
     assert result.model is model
     assert result.nfev >= result.nit > 0
-    assert seen
-    assert (run / "summary.json").is_file()
+    assert [one.nit for one in seen] == [*range(1, result.nit + 1)]
+    losses = [one.fun for one in seen]
+    assert losses == sorted(losses, reverse=True)
+    lines = read_metrics(run / "metrics.jsonl")
+    iterations = [line.figures["iteration"] for line in lines]
+    assert [*dict.fromkeys(iterations)] == [*range(result.nit + 1)]  # each has its line
+    assert [row["fun"] for row in result.curve][1:] == losses
+    (line,) = result.plot().axes[0].lines
+    assert np.asarray(line.get_ydata()).tolist() == [row["fun"] for row in result.curve]
+    _, gradient = function(result.x)
+    np.testing.assert_allclose(result.jac, gradient, rtol=1e-6, atol=1e-10)
 
     again = sandblaster.minimize(
         model, "cross_entropy", (x, y), method="gradient-descent", l2=1.0, shards=2, resume=run
@@ -249,6 +259,34 @@ def test_minimize_finds_what_scipy_finds_and_begins_anew_with_another_goal(tmp_p
     assert again.nfev > result.nfev
     log = (run / "logs" / "coordinator.log").read_text()
     assert log.count("the method restarts at the saved parameters") == 1
+
+
+@pytest.mark.untraced
+def test_minimize_within_bounds_finds_what_scipy_finds(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(300, 6, dtype=torch.float64, generator=generator)
+    y = (x[:, 0] - x[:, 1] + 0.5 * torch.randn(300, generator=generator) > 0).long()
+    model = nn.Linear(6, 2).double()
+    function = plain_objective(lambda: nn.Linear(6, 2).double(), x, y, l2=0.01)
+    starts, bounds = np.zeros((2, 14)), Bounds(-0.3, 0.8)
+    starts[1] = 0.5
+    best = scipy_minimize(function, starts[1], jac=True, method="L-BFGS-B", bounds=bounds)
+    result = sandblaster.minimize(
+        model, "cross_entropy", (x, y), x0=starts, bounds=bounds, l2=0.01, shards=2, tol=1e-7,
+        directory=tmp_path / "run",
+    )  # fmt: skip
+    assert [one.success for one in result.starts] == [True, True]
+    assert result.fun == min(one.fun for one in result.starts)
+    for one in result.starts:
+        assert one.fun == pytest.approx(best.fun, rel=1e-6)
+        assert ((one.x >= -0.3) & (one.x <= 0.8)).all()
+    assert (result.x == -0.3).any()
+    again = sandblaster.minimize(
+        model, "cross_entropy", (x, y), x0=starts[0], bounds=Bounds(-0.1, 0.8), l2=0.01, shards=2,
+        tol=1e-7, resume=tmp_path / "run",
+    )  # fmt: skip
+    assert again.x.min() == -0.1  # it does not stay where other bounds were
+    assert again.fun > result.fun
 
 
 @pytest.mark.soak
@@ -273,7 +311,7 @@ def test_replicas_that_span_machines_go_the_way_of_one_process(tmp_path: Path) -
         shards=2,
         partitions=2,
         portion=40,
-        max_iterations=4,
+        options={"maxiter": 4},
         directory=tmp_path / "run",
     )
     assert result.reason is Reason.MAX_ITERATIONS
@@ -326,7 +364,7 @@ def test_what_the_callback_raises_ends_the_run_and_is_raised_then(folder: Path) 
         stopped = json.loads((where / "summary.json").read_text())
         assert stopped["stop_reason"] == "stopped by the caller"
         again = sandblaster.minimize(
-            model, "cross_entropy", "tiny:slow", resume=where, max_iterations=20
+            model, "cross_entropy", "tiny:slow", resume=where, options={"maxiter": 20}
         )
     assert again.nit > last_call
     assert again.reason is Reason.MAX_ITERATIONS

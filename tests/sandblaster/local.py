@@ -37,6 +37,7 @@ def minimize_flat(
     *,
     n_shards: int = 1,
     callback: Callable[[base.IterationDone], bool] | None = None,
+    bounds: tuple[Doubles, Doubles] | None = None,
 ) -> tuple[Doubles, base.Result]:
     """Return the best point found, of shape (n,), and how the run ended.
 
@@ -46,8 +47,9 @@ def minimize_flat(
         method: Settings of a method, as in `LBFGS(history=20)`.
         n_shards: Number of ranges the vector is divided into.
         callback: Called with each accepted point; returns whether to stop.
+        bounds: (n,) the lower and upper ones, as shards have them.
     """
-    local = Local(x0, function, n_shards=n_shards, callback=callback)
+    local = Local(x0, function, n_shards=n_shards, callback=callback, bounds=bounds)
     result = local.run(method.steps())
     return local.get("parameters"), result
 
@@ -64,6 +66,7 @@ class Local:
         n_shards: int = 1,
         dtype: ElementType = "float64",
         callback: Callable[[base.IterationDone], bool] | None = None,
+        bounds: tuple[Doubles, Doubles] | None = None,
     ) -> None:
         # As many tensors as shards, so that even a short vector is on all of them.
         self._cuts = np.linspace(0, len(x0), n_shards + 1).astype(int).tolist()
@@ -77,6 +80,13 @@ class Local:
         self._n = len(x0)
         # The vectors of each shard.
         self.algebras = [VectorStore(self._layout, k) for k in range(n_shards)]
+        if bounds is not None:
+            for name, values in zip(("lower", "upper"), bounds, strict=True):
+                self.put(name, values)
+            self.algebras = [
+                VectorStore(self._layout, k, constants=algebra.export(("lower", "upper")))
+                for k, algebra in enumerate(self.algebras)
+            ]
         # Number of requests answered, by kind.
         self.n_requests = {base.VectorOps: 0, base.Evaluate: 0, base.IterationDone: 0}
         self.put("parameters", x0)

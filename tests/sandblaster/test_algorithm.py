@@ -147,6 +147,7 @@ def test_a_cluster_that_it_cannot_use_is_refused(tables: str, text: str) -> None
     [
         {"history": 3},
         {"history": 5},
+        {"bounds": "of the test.safetensors", "history": 3},
         {"method": "owl-qn", "l1": 1e-3, "history": 3},
         {"method": "conjugate-gradient"},
         {"method": "gradient-descent"},

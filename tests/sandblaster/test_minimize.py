@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
+from scipy.optimize import Bounds
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -24,6 +26,7 @@ from distbelief.task.data import read_batch
 from experiments.digits.digits import images, net
 from sandblaster import problem_files as pf
 from sandblaster.api import CallbackWatch, MinimizeResult, minimize
+from sandblaster.build import check_bounds
 
 
 as_pair = partial(tensor_pairs.as_pair, user="minimize")
@@ -97,8 +100,12 @@ def test_a_loss_that_is_a_module_is_refused() -> None:
 
 def test_an_unknown_option_is_refused_like_a_key_of_a_job_file() -> None:
     data = torch.zeros(4, 1, 8, 8), torch.zeros(4, dtype=torch.int64)
-    with pytest.raises(JobError, match=r"no key 'histry'\. Did you mean 'history'"):
-        minimize(net, "cross_entropy", data, histry=3)
+    with pytest.raises(JobError, match=r"no key 'portin'\. Did you mean 'portion'"):
+        minimize(net, "cross_entropy", data, portin=3)
+    with pytest.raises(JobError, match=r"options has no 'maxitr'\. Did you mean 'maxiter'"):
+        minimize(net, "cross_entropy", data, options={"maxitr": 3})
+    with pytest.raises(JobError, match="no option 'max_iterations': it is options="):
+        minimize(net, "cross_entropy", data, max_iterations=3)
 
 
 def test_numbers_of_numpy_are_numbers() -> None:
@@ -106,9 +113,9 @@ def test_numbers_of_numpy_are_numbers() -> None:
     data = np.zeros((4, 3)), np.zeros(4, dtype=np.int64)
     make = partial(net, channels=np.int64(3))  # type: ignore[arg-type] # tested
     with pytest.raises(JobError, match=r"tolerance is -0\.5; use a finite number"):
-        minimize(make, "cross_entropy", data, tolerance=np.float64(-0.5))
+        minimize(make, "cross_entropy", data, tol=np.float64(-0.5))
     with pytest.raises(JobError, match="max_iterations is 0; use 1 or more"):
-        minimize(make, "cross_entropy", data, max_iterations=np.int32(0))
+        minimize(make, "cross_entropy", data, options={"maxiter": np.int32(0)})
     assert plain({"a": (np.int8(1), [np.float32(0.5)]), "b": "c"}) == {"a": [1, [0.5]], "b": "c"}
 
 
@@ -221,6 +228,60 @@ def test_a_module_made_of_other_modules_is_refused() -> None:
         pf.recipe_of(nn.ModuleList([nn.Linear(2, 2)]))
 
 
+# ------------------------------------------------------------------------ starts, bounds
+
+
+def test_bounds_of_numbers_that_a_type_lacks_are_rounded_inwards() -> None:
+    """A float32 next to 0.1 is larger: the result was out of its bounds."""
+    model = nn.Linear(2, 1)
+    found = pf.bounds_of(model, [(None, 0.1), (-0.1, None), (0.5, 0.5)])
+    assert 0.1 - 1e-7 < found["upper.weight"][0, 0].double() <= 0.1
+    assert -0.1 + 1e-7 > found["lower.weight"][0, 1].double() >= -0.1
+    assert found["lower.weight"][0, 0] == -np.inf
+    assert found["lower.bias"].tolist() == found["upper.bias"].tolist() == [0.5]
+    every = pf.bounds_of(model, Bounds(0.0))
+    assert torch.equal(every["lower.weight"], torch.zeros(1, 2))
+    assert torch.equal(every["upper.bias"], torch.full((1,), torch.inf))
+
+
+def test_a_frozen_parameter_out_of_its_bounds_is_refused() -> None:
+    model = nn.Linear(2, 1)
+    model.get_parameter("bias").requires_grad_(False).fill_(-1.0)  # noqa: FBT003 -- torch's
+    assert "lower.bias" not in pf.bounds_of(model, Bounds(-2.0))
+    with pytest.raises(JobError, match="bias is frozen out of its bounds"):
+        pf.bounds_of(model, Bounds(0.0))
+
+
+def test_a_start_has_its_parameters_and_the_buffers_of_the_model() -> None:
+    model = nn.Sequential(nn.Linear(2, 1), nn.BatchNorm1d(1))
+    values = pf.values_of(model, np.arange(5.0))
+    assert values["0.weight"].tolist() == [[0.0, 1.0]]
+    assert [values[n].item() for n in ("0.bias", "1.weight", "1.bias")] == [2.0, 3.0, 4.0]
+    assert values["1.running_var"].item() == 1.0
+    assert model.get_parameter("1.weight").item() == 1.0  # the model keeps its own
+
+
+@pytest.mark.parametrize(
+    ("tensors", "text"),
+    [
+        ({"lower.wight": torch.zeros(1, 2)}, r"has 'lower.wight'.* Did you mean 'weight'"),
+        ({"least.weight": torch.zeros(1, 2)}, "use lower.NAME and upper.NAME"),
+        ({"lower.weight": torch.zeros(2)}, r"shape \[2\], and the parameter \[1, 2\]"),
+        ({"lower.bias": torch.tensor([1.0]), "upper.bias": torch.zeros(1)}, "of 'bias' some el"),
+        ({"upper.bias": torch.tensor([torch.nan])}, "of 'bias' some element"),
+        (None, "cannot read .*bounds"),
+    ],
+)
+def test_a_file_that_has_no_bounds_of_the_model_is_refused(
+    tmp_path: Path, tensors: dict[str, torch.Tensor] | None, text: str
+) -> None:
+    path = tmp_path / "bounds.safetensors"
+    if tensors is not None:
+        save_file(tensors, path)
+    with pytest.raises(JobError, match=text):
+        check_bounds(str(path), nn.Linear(2, 1))
+
+
 # ------------------------------------------------------------------------------ data
 
 
@@ -325,7 +386,14 @@ def test_a_refused_call_leaves_nothing(tmp_path: Path) -> None:
     model, data = nn.Linear(3, 2), (torch.zeros(4, 3), torch.zeros(4))
     for options, text in (
         ({"method": "lbfgs"}, "Did you mean 'l-bfgs'"),
-        ({"tol": 0.1}, r"no key 'tol'\. Did you mean 'tolerance'"),
+        ({"l2_": 0.1}, r"no key 'l2_'\. Did you mean 'l2'"),
+        ({"x0": np.zeros(7)}, "x0 has 7 numbers; the model has 8 parameters"),
+        ({"x0": np.full(8, np.nan)}, r"x0 has shape \(8,\): use n finite numbers"),
+        ({"bounds": [(0, 1)] * 3}, "bounds has 3 pairs; the model has 8 parameters"),
+        ({"bounds": 3.0}, r"bounds are not 8 pairs \(least, largest\)"),
+        ({"bounds": Bounds(1.0, 0.0)}, "bounds of parameter 0 are 1.0, 0.0: use least"),
+        ({"bounds": Bounds(0.0), "method": "owl-qn", "l1": 1.0}, 'use method = "l-bfgs"'),
+        ({"x0": np.zeros((2, 8)), "resume": tmp_path / "run"}, "resume with several starts"),
         ({"replicas": 0}, "replicas = 0: wants"),
         ({"resume": tmp_path / "run"}, "run: there is no such directory"),
     ):

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 
 import numpy as np
+from msgspec.structs import replace as replace_settings
 from typing_extensions import override
 
 from distbelief.parameter_server.shard import Shard
@@ -30,6 +31,7 @@ from tests.simulation.scene import Check
 
 
 METHOD = LBFGS(history=3, max_iterations=8, tolerance=1e-12)
+BOUNDED = replace_settings(METHOD, bounds="of the test")
 
 
 @dataclass(kw_only=True, eq=False)
@@ -127,9 +129,9 @@ class CopiedSandblast(Sandblast):
 
 
 @cache
-def alone(n_shards: int) -> tuple[bytes, tuple[float, ...]]:
+def alone(n_shards: int, *, bounded: bool = False) -> tuple[bytes, tuple[float, ...]]:
     """Return where a run on shards of one copy ends, and its losses."""
-    run = Sandblast(n_shards=n_shards, n_replicas=1, method=METHOD)
+    run = Sandblast(n_shards=n_shards, n_replicas=1, method=BOUNDED if bounded else METHOD)
     run.play()
     return run.bits, tuple(run.checker.losses)
 
@@ -169,7 +171,7 @@ def play(scene: CopiedSandblast) -> CopiedSandblast:
     """Play a scenario under every check; return the run."""
     run = replace(scene)
     run.play()
-    values, losses = alone(run.n_shards)
+    values, losses = alone(run.n_shards, bounded=run.method == BOUNDED)
     first = (run.cluster.incarnation(COORDINATOR) << 12) + 1
     assert run.coordinator.status()[1]["series"] == first, "the run was begun again"
     assert run.bits == values, "it has ended somewhere else"

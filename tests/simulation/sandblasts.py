@@ -17,6 +17,7 @@ from functools import cache, cached_property, partial
 
 import numpy as np
 import torch
+from msgspec.structs import replace as replace_settings
 from torch import nn
 from torch.nn import functional
 from typing_extensions import override
@@ -90,8 +91,16 @@ N_SAMPLES = 30
 N_INPUTS = 5
 SECONDS_PER_MINI_BATCH: Seconds = 2e-3
 METHOD = LBFGS(history=3, max_iterations=3, tolerance=1e-12)
+BOUNDED = replace_settings(METHOD, bounds="of the test")
 ORDER_SEED = 11
 CHUNK_SIZES = ChunkSizes(mini_batch_size=2, mini_batches_per_chunk=2)
+
+
+def bounds_of(n: int, method: Runnable) -> dict[str, Vector]:
+    """Return bounds that some elements of the minimum reach; none if the method has none."""
+    if not getattr(method, "bounds", ""):
+        return {}
+    return {"lower": np.full(n, -0.3), "upper": np.full(n, 0.5)}
 
 
 class Points:
@@ -535,6 +544,7 @@ class Sandblast(Batch):
             rule=SGD(learning_rate=0.1),
             name=name,
             is_replicated=self.n_copies > 1,
+            constants=bounds_of(self.layout.n_gradient(index), self.method),
         )
         shard = Shard(
             config, memory=memory, initialise=lambda: np.zeros(self.layout.shard_size(index))
@@ -652,9 +662,16 @@ def flops_of_mini_batch(n_inputs: int, mini_batch_size: int) -> float:
 
 
 @cache
-def undisturbed(chunk_sizes: ChunkSizes, n_shards: int) -> tuple[bytes, tuple[float, ...]]:
+def undisturbed(
+    chunk_sizes: ChunkSizes, n_shards: int, *, bounded: bool = False
+) -> tuple[bytes, tuple[float, ...]]:
     """Return where a run ends that nothing disturbs, and its losses."""
-    run = Sandblast(n_replicas=1, n_shards=n_shards, chunk_sizes=chunk_sizes)
+    run = Sandblast(
+        n_replicas=1,
+        n_shards=n_shards,
+        chunk_sizes=chunk_sizes,
+        method=BOUNDED if bounded else METHOD,
+    )
     run.play()
     return run.bits, tuple(run.checker.losses)
 
@@ -715,7 +732,7 @@ def play(scene: Sandblast) -> Sandblast:
     sights["coordinators restarted"] = incarnation(COORDINATOR) - 1
     sights["shards restarted"] = sum(incarnation(s) - 1 for s in scene.shards)
     sights["replicas restarted"] = sum(incarnation(r) - 1 for r in scene.replicas)
-    values, losses = undisturbed(scene.chunk_sizes, scene.n_shards)
+    values, losses = undisturbed(scene.chunk_sizes, scene.n_shards, bounded=scene.method == BOUNDED)
     if not sights["shards restarted"] and not sights["journals lost"]:
         assert run.bits == values, "it has ended somewhere else"
         assert set(run.checker.losses) <= set(losses), "losses of another run"

@@ -1,12 +1,13 @@
 """Sandblaster on shards with two copies: whichever copy dies, the series goes on."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 
 import pytest
 
-from tests.simulation.copied_sandblasts import DIRECTED, CopiedSandblast, drawn, play
+from tests.simulation.copied_sandblasts import BOUNDED, DIRECTED, CopiedSandblast, drawn, play
 from tests.simulation.copied_variants import VARIANTS
 from tests.simulation.test_seeds import chunks, name, play_seeds
 from tests.simulation.variants import failure_of
@@ -22,6 +23,11 @@ def play_all(seeds: range) -> None:
 
 def test_a_killed_primary_costs_no_restart_and_no_bit() -> None:
     play_all(range(3))
+
+
+def test_a_backup_has_the_bounds_of_its_primary() -> None:
+    for seed in range(2):
+        assert play(replace(drawn(seed), method=BOUNDED)).n_compared
 
 
 @pytest.mark.slow

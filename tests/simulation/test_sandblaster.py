@@ -30,6 +30,7 @@ from distbelief.simulation.trace import SimulationFailed
 from sandblaster.chunks import COORDINATOR, ChunkSizes
 from tests.simulation.sandblast_variants import VARIANTS
 from tests.simulation.sandblasts import (
+    BOUNDED,
     DIRECTED,
     METHOD,
     SECONDS_PER_MINI_BATCH,
@@ -72,6 +73,16 @@ def play_all(seeds: range) -> None:
 @pytest.mark.parametrize("seeds", chunks(range(100), 25), ids=name)
 def test_whatever_breaks_the_sums_and_the_end_are_the_same(seeds: range) -> None:
     play_all(seeds)
+
+
+@pytest.mark.slow
+def test_within_bounds_too_the_end_is_the_same() -> None:
+    """Nothing of a bound is lost with a shard or the coordinator."""
+    seen = Counter[str]()
+    for seed in range(12):
+        seen += played(replace(drawn(seed), method=BOUNDED)).checker.sights
+    assert seen["shards restarted"]
+    assert seen["coordinators restarted"]
 
 
 @pytest.mark.soak

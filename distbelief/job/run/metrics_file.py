@@ -7,7 +7,7 @@ last. Readers skip it; a resumed run removes it and appends.
 import errno
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
 from io import FileIO
@@ -24,6 +24,7 @@ from distbelief.supervisor.view import JobView, Measured, filled
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 
 class Measurement(Measured, frozen=True, kw_only=True):
@@ -162,6 +163,27 @@ def draw_curve(path: Path, measurements: Sequence[Measurement], *, title: str) -
         one.spines[["top", "right"]].set_visible(False)
     files.write_by(path, lambda temporary: figure.savefig(temporary, format="png"))
     return True
+
+
+def plot(
+    curves: Mapping[str, Sequence[tuple[float, float | None]]], *, x: str, y: str, title: str
+) -> "Figure":
+    """Return a figure with these curves, which needs no display; a notebook shows it."""
+    import_for_drawing()
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415
+    from matplotlib.figure import Figure  # noqa: PLC0415
+
+    figure = Figure(figsize=(7.0, 4.5), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    drawn = [_line(axes, curve, label=label) for label, curve in curves.items()]
+    if any(drawn):
+        axes.legend(frameon=False)
+    else:
+        _say_nothing_measured(axes)
+    axes.set(xlabel=x, ylabel=y, title=title)
+    axes.grid(alpha=0.3)
+    return figure
 
 
 def _line(axes: "Axes", points: Sequence[tuple[float, float | None]], *, label: str) -> bool:

@@ -4,7 +4,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Self, cast, final
+from typing import TYPE_CHECKING, Self, cast, final
 
 import msgspec
 from safetensors.torch import load_file
@@ -15,9 +15,14 @@ from distbelief.config.algorithms import facts_of
 from distbelief.config.job import Job
 from distbelief.core import notebook
 from distbelief.core.errors import JobError, StorageError
-from distbelief.job.run.metrics_file import read_metrics
+from distbelief.core.frames import frame
+from distbelief.job.run.metrics_file import plot, read_metrics
 from distbelief.job.run.summary import Summary, final_table
 from distbelief.task.task import build_model
+
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 @final
@@ -32,7 +37,10 @@ class Run:
         job: The job as it ran.
         model: The trained module.
         best_model: That of the best evaluation.
-        metrics: Its curve, as a table.
+        metrics: Its curve: the rows of metrics.jsonl, oldest first. Each has `time` (seconds of the
+            job), `step`, `samples`, `loss` (mean since the row before), held-out `held_out_loss`,
+            `metric` and `metrics`, `samples_per_second`, staleness in pushes, bytes, and `figures`
+            of the algorithm, such as `gradient_norm`; what was not measured yet is None.
     """
 
     directory: Path
@@ -57,9 +65,21 @@ class Run:
 
     @property
     def metrics(self) -> list[dict[str, object]]:
-        """The rows of metrics.jsonl, oldest first: pandas.DataFrame(run.metrics) is a frame."""
         rows = read_metrics(self.directory / "metrics.jsonl")
         return [cast("dict[str, object]", msgspec.to_builtins(row)) for row in rows]
+
+    def to_pandas(self) -> object:
+        """Return `metrics` as a pandas.DataFrame; JobError without pandas."""
+        return frame(self.metrics)
+
+    def plot(self) -> "Figure":
+        """Return a matplotlib figure of training and held-out loss over the seconds of the job."""
+        rows = read_metrics(self.directory / "metrics.jsonl")
+        curves = {
+            "training": [(row.time, row.loss) for row in rows],
+            "held out": [(row.time, row.held_out_loss) for row in rows],
+        }
+        return plot(curves, x="seconds", y="loss", title=self.job.name)
 
     @cached_property
     def model(self) -> nn.Module:

@@ -162,7 +162,7 @@ def _learning_axes(policy: ExchangePolicy, *, n_push: int | None) -> dict[str, l
 
     if policy.route == "ring":
         return {}
-    if policy.every == "auto":
+    if not isinstance(policy.every, int):  # "auto", or epochs
         pass
     elif policy.send == "delta":
         every = policy.every
@@ -411,13 +411,15 @@ class Search:
     def _short(self, trial: Trial) -> Trial:
         """Return the same with less to do, by time: at the end of a share of samples replicas wait.
 
-        A run under a coordinator, and on machines that come and go, is not cut short.
+        A run under a coordinator, on machines that come and go, or with exchanges by epochs is
+        not cut short.
         """
         job, nothing = trial.job.job, dict.fromkeys(("accuracy", "loss", "patience", "min_delta"))
         stop = msgspec.structs.replace(job.stop, **nothing)
-        if "coordinator" not in trial.job.kinds.values() and not trial.host.loses_machines:
-            policy = facts_of(job).policy
-            every = policy.every if policy is not None and policy.every != "auto" else 1
+        policy = facts_of(job).policy
+        every = 1 if policy is None or policy.every == "auto" else policy.every
+        is_whole = "coordinator" in trial.job.kinds.values() or trial.host.loses_machines
+        if isinstance(every, int) and not is_whole:
             n = max(STEPS_OF_TRIAL, EXCHANGES_OF_TRIAL * every)
             if self._step_seconds is None:  # the first run of all
                 n *= job.cluster.n_replicas

@@ -8,18 +8,21 @@ the cluster's machines.
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Final, final
+from typing import TYPE_CHECKING, Final, final
 
 import msgspec
 from rich.console import Console
 from rich.text import Text
+from typing_extensions import override
 
 from distbelief.config.job import Job
-from distbelief.config.load import load_job
+from distbelief.config.load import load_job, parse_job
 from distbelief.core import notebook
 from distbelief.core.arguments import checked
 from distbelief.core.errors import JobError
+from distbelief.core.frames import frame
 from distbelief.job.display.progress import WaitProgress
+from distbelief.job.run.metrics_file import plot
 from distbelief.simulation.forecast.chooser import (
     AS_GIVEN,
     BY,
@@ -30,7 +33,12 @@ from distbelief.simulation.forecast.chooser import (
     best_of,
     front_of,
 )
-from distbelief.simulation.forecast.forecast_report import check_place, remarks_on, table_of
+from distbelief.simulation.forecast.forecast_report import (
+    check_place,
+    remarks_on,
+    table_of,
+    write_trace,
+)
 from distbelief.simulation.forecast.limits import Stage, limit_of
 from distbelief.simulation.forecast.placed_cluster import HostCosts
 from distbelief.simulation.forecast.prepare import Preparation
@@ -43,6 +51,10 @@ from distbelief.simulation.forecast.sweep import (
     combinations,
     has_target,
 )
+
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 N_SEEDS_MAX: Final = 1000
@@ -82,6 +94,8 @@ class SimulationRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 @final
 class Forecast(msgspec.Struct, frozen=True, kw_only=True):
+    """What `distbelief.simulate` returns: the variants of a job, in virtual time."""
+
     job: Job  # of the first variant
     cluster: str
     constants: tuple[tuple[str, str], ...]  # name and value, of the model
@@ -96,6 +110,33 @@ class Forecast(msgspec.Struct, frozen=True, kw_only=True):
         title = Text(f"{self.job.name} on {self.cluster}", "bold")
         remarks = map(Text, remarks_on(self.variants))
         return notebook.html(lambda console: console.print(title, table, *remarks, sep="\n"))
+
+    @override
+    def __repr__(self) -> str:
+        n, best = len(self.variants), "" if self.best is None else f"; best: {self.best}"
+        only = repr(self.variants[0]) if n == 1 else f"{n} variants"
+        return f"<Forecast {self.job.name} on {self.cluster}: {only}{best}>"
+
+    def rows(self) -> list[dict[str, object]]:
+        """Return a row for each variant and seed: settings, and figures as of `Outcome`."""
+        return [row for variant in self.variants for row in variant.rows()]
+
+    def to_pandas(self) -> object:
+        """Return `rows` as a pandas.DataFrame; JobError without pandas."""
+        return frame(self.rows())
+
+    def plot(self) -> "Figure":
+        """Return a matplotlib figure: loss over virtual seconds, of each variant's first run."""
+        curves = {
+            ", ".join(
+                f"{key.rpartition('.')[2]} {value}" for key, value in variant.settings.items()
+            )
+            or "loss": [(point.seconds, point.loss) for point in variant.outcomes[0].history]
+            for variant in self.variants
+            if variant.outcomes
+        }
+        title = f"{self.job.name} on {self.cluster}"
+        return plot(curves, x="virtual seconds", y="loss", title=title)
 
     def plain(self) -> dict[str, object]:
         """Return what `distbelief simulate --json` prints."""
@@ -131,6 +172,8 @@ def simulate(  # noqa: PLR0913 -- options
     machines: int | None = None,
     suggest: bool = False,
     by: str = "time",
+    counted: bool = False,
+    trace: str | os.PathLike[str] | None = None,
 ) -> Forecast:
     """Forecast how a job would run on a cluster.
 
@@ -146,6 +189,9 @@ def simulate(  # noqa: PLR0913 -- options
         suggest: Search for the best configuration within `machines`.
         by: What the best one has least of: "time" to the target of [stop], without one of a
             sample; "loss" at the end of [stop] seconds; "price" to the target, or of a sample.
+        counted: Compute the cost of work from its operations and bytes, instead of measuring it on
+            this host.
+        trace: File for the timeline of the run, a Chrome trace.
 
     Raises:
         JobError: the job cannot be run, or does not fit the cluster.
@@ -160,8 +206,13 @@ def simulate(  # noqa: PLR0913 -- options
         suggests=suggest,
         by=by,
         seeds=seeds_of(seed, seeds, suggests=suggest),
+        trace=None if trace is None else Path(trace),
+        measures=not counted,
     )
-    return run_request(request, console=Console(quiet=True))
+    forecast = run_request(request, console=Console(quiet=True))
+    if forecast.timeline is not None and request.trace is not None:
+        write_trace(request.trace, forecast.timeline)
+    return forecast
 
 
 def run_request(request: SimulationRequest, *, console: Console) -> Forecast:
@@ -246,11 +297,12 @@ def _check_by(request: SimulationRequest, job: Job) -> None:
 
 
 def _job(request: SimulationRequest, settings: Mapping[str, str]) -> Job:
-    if isinstance(request.job, Job):
-        if settings or request.overrides:
-            raise JobError("a Job object cannot be varied: give the path of a job file")
-        return request.job
     swept = [f"{key}={value}" for key, value in settings.items() if value != AS_GIVEN]
+    if isinstance(request.job, Job):
+        if not (swept or request.overrides):
+            return request.job
+        text = request.job.to_toml()
+        return parse_job(text, path="job", overrides=request.overrides, swept=swept)
     return load_job(request.job, overrides=request.overrides, swept=swept)
 
 

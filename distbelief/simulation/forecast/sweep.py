@@ -12,13 +12,15 @@ price           of each machine's hours, while it is there
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Final, final
+from typing import Final, cast, final
 
 import msgspec
 import numpy as np
+from typing_extensions import override
 
 from distbelief.config.job import Job, StopTable
 from distbelief.core.errors import JobError
+from distbelief.core.frames import frame
 from distbelief.protocol.role import Seconds
 from distbelief.supervisor.stop_rules import StopRules
 from distbelief.supervisor.view import JobView, Point, Totals
@@ -46,7 +48,12 @@ class Limit(msgspec.Struct, frozen=True, kw_only=True):
 
 @final
 class Outcome(Totals, frozen=True, kw_only=True):
-    """What a run in virtual time ends with; `samples_per_second` is a mean over its training."""
+    """What a run in virtual time ends with; `samples_per_second` is a mean over its training.
+
+    Times are in virtual seconds, sizes in bytes, shares between 0 and 1, staleness in pushes,
+    prices in the unit of the cluster file. `history` is its curve: seconds, samples, loss,
+    held_out_loss and metric of each point.
+    """
 
     seed: int
     training_seconds: Seconds  # since the first replica began to train
@@ -62,6 +69,20 @@ class Outcome(Totals, frozen=True, kw_only=True):
     n_messages: int  # delivered
     digest: str  # of the trace: equal runs have equal digests
     history: tuple[Point, ...] = ()
+
+    @override
+    def __repr__(self) -> str:
+        loss = "" if self.loss is None else f", loss {self.loss:.4g}"
+        ended = self.error or self.stop_reason
+        return f"<Outcome seed {self.seed}: {self.training_seconds:.4g} s{loss}; {ended}>"
+
+    def rows(self) -> list[dict[str, object]]:
+        """Return the points of the curve as dictionaries."""
+        return [cast("dict[str, object]", msgspec.to_builtins(point)) for point in self.history]
+
+    def to_pandas(self) -> object:
+        """Return `rows` as a pandas.DataFrame; JobError without pandas."""
+        return frame(self.rows())
 
 
 @final
@@ -180,6 +201,8 @@ class Axis(msgspec.Struct, frozen=True, kw_only=True):
 
 @final
 class Variant(msgspec.Struct, frozen=True, kw_only=True):
+    """One configuration of a forecast: an outcome for each seed, and their spreads."""
+
     settings: Mapping[str, str]  # value by key of the job file
     job: Job
     n_machines: int
@@ -196,7 +219,27 @@ class Variant(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def spreads(self) -> dict[str, Spread]:
+        """Quantiles over the seeds of each figure that a run has: p10, p50, p90 and n."""
         return spreads(self.outcomes)
+
+    @override
+    def __repr__(self) -> str:
+        name = ", ".join(f"{key}={value}" for key, value in self.settings.items()) or self.job.name
+        return f"<Variant {name}: {self.left_out or [*self.outcomes]}>"
+
+    def rows(self) -> list[dict[str, object]]:
+        """Return a row for each seed: settings, machines, and the figures of its outcome."""
+        limit = {} if self.limit is None else {"limit": self.limit.resource}
+        names = (*FIGURES, "samples", "step", "stop_reason", "error")
+        return [
+            {**self.settings, "n_machines": self.n_machines, "seed": run.seed, **limit}
+            | {name: getattr(run, name, run.figures.get(name)) for name in names}
+            for run in self.outcomes
+        ]
+
+    def to_pandas(self) -> object:
+        """Return `rows` as a pandas.DataFrame; JobError without pandas."""
+        return frame(self.rows())
 
 
 def _split_values(values: str) -> Iterator[str]:

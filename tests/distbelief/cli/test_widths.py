@@ -121,7 +121,9 @@ def test_simulate(keys: tuple[str, ...], width: int) -> None:
         constants=tuple(constants_of(load_cluster("rack-1g"))),
         best=variants[0] if keys else None,
     )
-    screen = check(lambda console: run_simulate._print(forecast, console, n_seeds=3), width)
+    screen = check(
+        lambda console: run_simulate._print(forecast, console, n_seeds=3, by="time"), width
+    )
     assert "123,456" in screen
     assert re.search(r"\d{5,}(\.\d+)? [A-Za-z]", screen) is None  # a raw constant
 

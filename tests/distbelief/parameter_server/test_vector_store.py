@@ -88,6 +88,11 @@ def plain_element(function: Function, x: float, y: float, a: float) -> float:
         "oppose": x if x * y < 0 else 0.0,
         "orthant": sign(x) if x else sign(-y),
         "pseudo_gradient": y + a * sign(x) if x else shrunk,
+        "max": max(y, x),
+        "min": min(y, x),
+        "share": x / y if x * y > 0 else 0.0,
+        "only": 1.0 if x == 0 and y != 0 else 0.0,
+        "unless": x if y == 0 else 0.0,
     }[function]
 
 
@@ -144,6 +149,28 @@ def test_commands_do_what_numpy_does_on_any_number_of_shards(
     np.testing.assert_allclose(norm_2, np.linalg.norm(x))
     assert norm_inf == np.abs(x).max()
     np.testing.assert_allclose(gram, [x @ y, x @ x, x @ x, y @ y, y @ x, y @ x], atol=1e-13)
+
+
+def test_a_gram_matrix_without_some_elements_is_that_of_the_others() -> None:
+    shards = Shards(40_000, n_shards=2)
+    x, y, without = made(40_000, seed=1), made(40_000, seed=2), made(40_000, seed=3)
+    for name, values in (("x", x), ("y", y), ("w", without)):
+        shards.put(name, values)
+    found = shards.perform(Gram(rows=("x", "y"), columns=("y", "x"), without="w"))
+    x, y = (np.where(without == 0.0, one, 0.0) for one in (x, y))
+    np.testing.assert_allclose(found, [x @ y, x @ x, y @ y, y @ x], rtol=1e-12, atol=1e-9)
+
+
+def test_constants_are_there_whatever_is_restored() -> None:
+    layout = Shards(100, n_shards=1).layout
+    lower = np.full(layout.n_gradient(0), -1.0)
+    algebra = VectorStore(layout, 0, constants={"lower": lower})
+    for restore in (algebra.restore, algebra.adopt, algebra.return_to):
+        restore({"x": np.ones(layout.n_gradient(0))})
+        assert algebra.names() == ("lower", "x")
+        algebra.perform((Pointwise(target="x", function="min", x="x", y="lower"),))
+        np.testing.assert_array_equal(algebra.vector("x"), -1.0)
+        np.testing.assert_array_equal(algebra.vector("lower"), -1.0)
 
 
 @pytest.mark.parametrize("function", get_args(Function))

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from sandblaster.optimizers.base import Combination, IterationDone
+from distbelief.protocol.vector_commands import Command, LinearCombination, Term
+from sandblaster.optimizers.base import IterationDone, Steps
 from sandblaster.optimizers.descent import DescentRun
 from sandblaster.optimizers.lbfgs import LBFGS, QuasiNewton
 from sandblaster.optimizers.line_search import Sample, Trial
@@ -43,10 +44,13 @@ class Perverse:
     def accept(self, trial: Trial, *, slope_at_start: float) -> None:
         self._inner.accept(trial, slope_at_start=slope_at_start)
 
-    def direction(self) -> Combination:
+    def form_direction(self, accepted: tuple[Command, ...]) -> Steps[tuple[Command, ...]]:
         self.n_directions += 1
         scale = self._scale if self.n_directions == self._at else 1.0
-        return {name: scale * a for name, a in self._inner.direction().items()}
+        *before, last = yield from self._inner.form_direction(accepted)
+        assert isinstance(last, LinearCombination)
+        terms = tuple(Term(scale * term.a, term.x) for term in last.terms)
+        return (*before, LinearCombination(target=last.target, terms=terms))
 
     def forget(self, *, gradient_square: float) -> None:
         self.n_forgotten += 1

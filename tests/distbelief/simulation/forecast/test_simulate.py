@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import signal
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -169,6 +170,42 @@ def test_on_machines_that_are_lost_now_and_then_roles_are_restarted() -> None:
     assert variant.outcomes[0].restarts > 0
 
 
+class Pandas:
+    """Stands for the module: rows are shown as they come."""
+
+    DataFrame = tuple
+
+
+def test_a_forecast_of_a_job_object_is_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All rows of one sweep, one for each seed, as the command line has them."""
+    job, place = small(), tmp_path / "t.json"
+    found = simulate(job, cluster="rack.toml", sweep={"replicas": [1, 2]}, seeds=2, counted=True)
+    rows = found.rows()
+    assert [(row["cluster.replicas"], row["seed"]) for row in rows] == [
+        ("1", 0), ("1", 1), ("2", 0), ("2", 1),
+    ]  # fmt: skip
+    (alone,) = forecast(job, seeds=(1,)).variants[0].outcomes  # it has two replicas
+    assert rows[3]["step_seconds"] == alone.step_seconds
+    assert rows[3]["stop_reason"] == alone.stop_reason
+    curve = alone.rows()
+    assert curve[-1]["samples"] == alone.samples
+    assert {"seconds", "loss", "metric"} < curve[0].keys()
+    axes = found.plot().axes[0]
+    assert [line.get_label() for line in axes.lines] == ["replicas 1", "replicas 2"]
+    assert "2 variants" in repr(found)
+    assert len(repr(found)) < 200 > len(repr(found.variants[0])) > len(repr(alone))
+    monkeypatch.setitem(sys.modules, "pandas", Pandas)
+    assert found.to_pandas() == tuple(rows)
+    assert found.variants[0].to_pandas() == tuple(rows[:2])
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(JobError, match="needs pandas: pip install pandas; or use the rows"):
+        alone.to_pandas()
+    simulate(job, cluster="rack.toml", counted=True, trace=place)
+    assert json.loads(place.read_bytes())["traceEvents"]
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -178,7 +215,7 @@ def test_on_machines_that_are_lost_now_and_then_roles_are_restarted() -> None:
         ({"suggests": True}, "--suggest needs a number of machines"),
         ({"suggests": True, "machines": 6, "trace": Path("t")}, "needs a single configuration"),
         ({"seeds": ()}, "--seeds 0: use 1 to"),
-        ({"sweep": ("replicas=1,2",)}, "a Job object cannot be varied"),
+        ({"sweep": ("replicas=0,2",)}, r"--sweep cluster.replicas=0: .*replicas = 0"),
         ({"seeds": (-1, 0)}, "--seed -1: use 0 or more"),
         ({"trace": Path("none/t.json")}, "--trace none/t.json cannot be written"),
     ],
