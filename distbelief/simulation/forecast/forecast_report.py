@@ -221,7 +221,7 @@ def suggestion(
         for key, value in best.settings.items()
         if value != AS_GIVEN
     )
-    lines = [f"suggested, by {by}: {chosen}"]
+    lines = [f"suggested, by {by}:", chosen]
     others = undecided(best, ran, by=by)
     if others and len(best.outcomes) > 1:
         names = "; ".join(_settings_of(one).removesuffix(", ") for one in others)

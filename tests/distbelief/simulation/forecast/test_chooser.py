@@ -142,7 +142,8 @@ def test_what_the_seeds_do_not_tell_apart_is_named() -> None:
     assert undecided(best, [best, close, far], by="time") == [close]
     lines = suggestion(best, [best, close, far], front=(), by="time")
     assert lines == [
-        "suggested, by time: --set cluster.replicas=4",
+        "suggested, by time:",
+        "--set cluster.replicas=4",
         "3 seeds do not tell it from: replicas 3",
     ]
 
