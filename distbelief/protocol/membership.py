@@ -91,7 +91,7 @@ class Failed(AnyMessage, frozen=True):
 
 
 class Progress(AnyMessage, frozen=True):
-    """Replica or coordinator -> supervisor: the steps since the last report, or an iteration."""
+    """Replica -> supervisor: the steps since the last report; of a coordinator, an iteration."""
 
     step: Amount
     samples: Amount  # over all incarnations of this replica

@@ -2,7 +2,8 @@
 
     python experiments/benchmarks/many_members.py [--small]
 
-One supervisor with one shard and 10 to 4,000 replicas; nothing travels. A row for each part:
+One supervisor with one shard and 10 to 4,000 replicas; nothing travels. Not in `make bench`: it is
+for those who change the supervisor. A row for each part:
 microseconds for
 
     heartbeat   the supervisor: a Heartbeat with the counters of a replica

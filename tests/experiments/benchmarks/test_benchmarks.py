@@ -132,7 +132,7 @@ FIGURES: dict[str, set[str]] = {
         "straggler_without_backup",
     },
     "simulation": {
-        *("messages_per_second", "messages_per_second_priced"),
+        *("messages_per_second", "messages_per_second_priced", "messages_per_second_roles"),
         *("step_time_error", "samples_per_second_error"),
         *("staleness_error", "bytes_differ", "others"),
     },

@@ -12,7 +12,7 @@ from distbelief.parameter_server.rows import STALENESS_MAX, Values
 from sandblaster import LatentDirichletAllocation
 from sandblaster.strads.jobs import lasso
 from sandblaster.strads.program import Flight, Pushed, run
-from sandblaster.strads.topics import Block, Topics
+from sandblaster.strads.topics import Block, Sample, Topics
 from tests.sandblaster.strads.mixing import Mixing
 from tests.sandblaster.strads.test_topics import corpus, topics
 
@@ -94,15 +94,13 @@ def test_st4_counts_of_words_are_exact_and_sums_have_the_block_s_own_changes(
     sample = Topics._sample
 
     def checked(
-        self: Topics, block: Block, argument: object, taken: Mapping[str, Values]
+        self: Topics, block: Block, argument: Sample, taken: Mapping[str, Values]
     ) -> Pushed[Values]:
         nonlocal n_checked
-        pushed = sample(self, block, argument, taken)  # type: ignore[arg-type] # as there
+        pushed = sample(self, block, argument, taken)
+        assert taken["words"].tobytes() == words.reshape(-1)[self._rows(argument.bucket)].tobytes()
         rows, added = pushed.adds["words"]
-        assert isinstance(rows, slice)
-        there = words.reshape(-1)[rows]
-        assert taken["words"].tobytes() == there.tobytes()
-        there += added
+        words.reshape(-1)[rows] += added
         mine = own[block.first_held_out]
         mine += pushed.adds["sums"][1]
         assert mine.min() >= 0
