@@ -38,6 +38,7 @@ SCRIPTS = sorted(path.stem for path in FOLDER.glob("*.py") if not path.stem.star
 NOT_AMONG_THEM = "Not in `make bench`: "
 
 FIGURES: dict[str, set[str]] = {
+    "forecast_of_loss": {"covered", "told", "runs", "width", "error"},
     "async_peers": {
         *("target_loss", "step_ms", "single_seconds", "ours_seconds", "ddp_seconds"),
         *("torch_rpc_seconds", "ours_over_best_peer", "ours_seconds_slowed"),
@@ -136,6 +137,7 @@ FIGURES: dict[str, set[str]] = {
         *("step_time_error", "samples_per_second_error"),
         *("staleness_error", "bytes_differ", "others"),
     },
+    "suggest": {"within", "cases", "worst", "median"},
     "zoo": {*("models", "accepted", "agreeing"), *("split_share_worst", "plan_seconds_worst")},
 }
 """Of each benchmark, with `--small`: what it must tell."""
