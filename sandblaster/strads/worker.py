@@ -38,6 +38,7 @@ from sandblaster.strads.program import Pushed, packed, unpacked
 
 _RETRY: Final = "rows:retry"
 _REPORT: Final = "rows:report"
+_PART_BITS: Final = 32
 
 Accepted = wire.Assignment | wire.RowsTaken | wire.RowsAdded | wire.StartTraining | wire.Stop
 
@@ -116,7 +117,7 @@ class BlockWorker:
         self._attempts: dict[int, _Attempt] = {}  # in the order to compute
         self._is_busy = False  # the executor has work, perhaps for nobody
         self._known: dict[str, _Known] = {}  # by table: what was taken last
-        self._n_parts = 0  # that were ever taken
+        self._part = 0  # the number of what was asked for last
         self._pauses = retry_seconds, retry_seconds_max  # between reports: at work, and idle
         self._stopped_by: rl.Address | None = None
         self._n_computed, self._seconds = 0, 0.0
@@ -126,6 +127,8 @@ class BlockWorker:
         match event:
             case rl.Started():
                 self._incarnation = event.incarnation
+                # An earlier incarnation may still ask, and its answers come here: no number twice.
+                self._part = event.incarnation << _PART_BITS
                 actions += self._report(now)
             case rl.Received():
                 actions += self._receive(event, now)
@@ -270,20 +273,20 @@ class BlockWorker:
                 shape = self._tables.n_rows(table, rows), *self._tables.shapes[table][1:]
                 one.taken[table] = np.empty(shape)
             for part in self._tables.parts(table, rows):
-                self._n_parts += 1
-                one.parts[self._n_parts] = table, part.places
+                self._part += 1
+                one.parts[self._part] = table, part.places
                 start, stop, indices = _wired(part.rows)
                 message = wire.TakeRows(
                     series=self._series,
                     number=one.after,
-                    part=self._n_parts,
+                    part=self._part,
                     table=table,
                     start=start,
                     stop=stop,
                     rows=indices,
                     known=after,
                 )
-                one.unanswered[0, self._n_parts] = _send(part, message)
+                one.unanswered[0, self._part] = _send(part, message)
         if not one.unanswered:
             self._has_taken(one)
         return self._first(one, now)
