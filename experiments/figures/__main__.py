@@ -4,6 +4,7 @@
     python -m experiments.figures search [--run]            # settings of Figures 4 and 5
     python -m experiments.figures methods [--run]           # Figure 4: accuracy against time
     python -m experiments.figures crossings [--run]         # Figure 5: time to one accuracy
+    python -m experiments.figures STUDY [--run]             # of `studies`
 
 They draw, or print, what is kept in experiments/figures/results. With --run, what is missing is
 run first; `--only NAME` runs a part. All runs of one seed begin from one warm start.
@@ -43,6 +44,7 @@ from experiments.figures.courses import (
 from experiments.figures.entries import FIGURE_4, FIGURE_5, LEARNER, Entry, ScaledMachines
 from experiments.figures.findings import crossing_lines, order_lines
 from experiments.figures.speedup import COUNTS, NETS, speed_ups
+from experiments.figures.studies import STUDIES, tell
 
 
 ENTRIES: Final = {"search": SEARCHED, "methods": FIGURE_4, "crossings": FIGURE_5}
@@ -90,6 +92,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
             command.add_argument("--run", action="store_true", help="run what is missing")
         if name in ("methods", "crossings"):
             command.add_argument("--seeds", type=int, default=5, help="0 to so many less one")
+    for name, (what, _) in STUDIES.items():
+        command = commands.add_parser(name, help=f"a study: {what}")
+        command.add_argument("--run", action="store_true", help="run what is missing")
+        command.set_defaults(only="")
     options = parser.parse_args(arguments)
     labels = [entry.label for entry in ENTRIES.get(options.command, ())] or list(NETS)
     if not any(options.only in label for label in labels):
@@ -105,6 +111,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             _speed_up(options.only)
         case "search":
             _search(options)
+        case study if study in STUDIES:
+            tell(study, runs=options.run)
         case _:
             _draw(options)
 

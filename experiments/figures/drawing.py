@@ -22,6 +22,7 @@ from experiments.figures.findings import (
 )
 from experiments.figures.results import FOLDER
 from experiments.figures.speedup import SpeedUp
+from experiments.figures.studies import Found, Row, spread
 
 
 # What section 5 of Dean et al. 2012 says in words: machines, and times as fast.
@@ -31,6 +32,7 @@ PAPERS_SPEED_UPS: Final[Mapping[str, tuple[float, float]]] = {
 }
 
 COLOURS: Final = ("#444444", "#1f77b4", "#2ca02c", "#d62728", "#9467bd", "#ff7f0e")
+_MANY: Final = (*COLOURS[1:], "#8c564b", "#17becf", COLOURS[0])
 
 
 def draw_speed_up(found: Sequence[SpeedUp]) -> None:
@@ -108,6 +110,36 @@ def draw_crossings(courses: Sequence[Course]) -> None:
         panels[1].text(cores, 0.98, text, transform=top, ha="right", va="top", fontsize=7)
     panels[0].legend(frameon=False, title="medians of seeds that get there; -n: do not")
     _save(figure, "figure5.png")
+
+
+def draw_study(name: str, x_label: str, found: Mapping[Row, Sequence[Found]]) -> None:
+    """Draw accuracies: a row of panels for each task, a line for each of its lines."""
+    panels = list(dict.fromkeys((row.task, row.panel) for row in found))
+    tasks = list(dict.fromkeys(task for task, _ in panels))
+    n_columns = max(sum(task == other for other, _ in panels) for task in tasks)
+    figure = Figure(
+        figsize=(4.0 * n_columns + 1.0, 3.2 * len(tasks)), dpi=120, layout="constrained"
+    )
+    FigureCanvasAgg(figure)
+    grid = figure.subplots(len(tasks), n_columns, squeeze=False, sharey="row")
+    for axes_of_task, task in zip(grid, tasks, strict=True):
+        own = [panel for other, panel in panels if other == task]
+        for axes, panel in zip(axes_of_task, own, strict=False):
+            rows = [row for row in found if (row.task, row.panel) == (task, panel)]
+            lines = list(dict.fromkeys(row.line for row in rows))
+            places = list(dict.fromkeys(row.x for row in rows))
+            for line, colour in zip(lines, _MANY, strict=False):
+                points = [(places.index(r.x), *spread(found[r])) for r in rows if r.line == line]
+                x, low, middle, high = zip(*points, strict=True)
+                axes.plot(x, middle, "o-", color=colour, label=line, markersize=4)
+                axes.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
+            axes.set_xticks(range(len(places)), places)
+            axes.set_title(", ".join(filter(None, (task, panel))), fontsize="medium")
+            axes.yaxis.set_major_formatter(PercentFormatter(xmax=1.0))
+            axes.set_xlabel(x_label)
+        axes_of_task[0].set_ylabel("accuracy, held out")
+    grid[0][-1].legend(frameon=False, fontsize=8)
+    _save(figure, f"study-{name}.png")
 
 
 def _times(courses: Sequence[Course], name: str) -> list[tuple[int, list[float], int]]:
