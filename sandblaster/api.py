@@ -80,7 +80,8 @@ class MinimizeResult(OptimizeResult):  # type: ignore[explicit-any] # its stub i
 
     @override
     def __repr__(self) -> str:
-        shown = OptimizeResult(self)
+        shown = OptimizeResult()
+        shown.update(self)
         for name, of in (("curve", "iterations"), ("starts", "results")):
             if name in shown:
                 shown[name] = f"<{len(shown[name])} {of}>"
@@ -398,14 +399,14 @@ def best_of(
     best = min(results, key=lambda one: np.inf if np.isnan(one.fun) else one.fun)
     if best.reason is None:  # all others ended without a loss
         best = next(one for one in results if one.reason is not None)
-    best = _result(**best, starts=results)
-    best.message += ended
     if failed:
-        best.message += f"; {len(failed)} of {len(results)} starts failed, as starts say"
-    if isinstance(model, nn.Module):
-        model.load_state_dict(best.model.state_dict())
-        best.model = model
-    return best
+        ended += f"; {len(failed)} of {len(results)} starts failed, as starts say"
+    own: object = best.model
+    if isinstance(model, nn.Module) and isinstance(own, nn.Module):
+        model.load_state_dict(own.state_dict())
+        own = model
+    more = {"message": f"{best.message}{ended}", "model": own, "starts": results}
+    return _result(**{**best, **more})
 
 
 def _failed(start: object, error: JobError) -> MinimizeResult:

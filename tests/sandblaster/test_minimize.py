@@ -314,8 +314,8 @@ def searched(model: object, start: object) -> MinimizeResult:
         raise JobError("minimize: 0 has no loss")
     assert model.running_mean.item() == 0.0  # each search begins as the first one
     model.running_mean.fill_(start[0])
-    result = MinimizeResult(x=start, fun=1.0 / start[0], message="found", model=model)
-    result.reason = sandblaster.Reason.CONVERGED_GRADIENT
+    result, reason = MinimizeResult(), sandblaster.Reason.CONVERGED_GRADIENT
+    result.update(x=start, fun=1.0 / start[0], message="found", model=model, reason=reason)
     return result
 
 
@@ -374,8 +374,8 @@ def test_a_file_that_has_no_bounds_of_the_model_is_refused(
 
 def test_a_result_is_shown_on_one_screen() -> None:
     """A thousand iterations filled many."""
-    result = MinimizeResult(fun=1.0, curve=[{"nit": n} for n in range(1000)])
-    result.starts = [result]
+    result = MinimizeResult()
+    result.update(fun=1.0, curve=[{"nit": n} for n in range(1000)], starts=[MinimizeResult()])
     shown = " ".join(repr(result).split())
     assert shown == "fun: 1.0 curve: <1000 iterations> starts: <1 results>"
 
