@@ -9,7 +9,7 @@ what was learned. Model, loss and data reach them without pickle (`problem_files
 """
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from copy import deepcopy
 from functools import partial
@@ -21,7 +21,8 @@ import torch
 from numpy.typing import NDArray
 from scipy.optimize import OptimizeResult
 from torch import nn
-from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch.nn.utils import parameters_to_vector
+from typing_extensions import override
 
 from distbelief.config.job import Job
 from distbelief.config.load import job_of, load_job, plain
@@ -68,7 +69,7 @@ class MinimizeResult(OptimizeResult):  # type: ignore[explicit-any] # its stub i
         nit: Points accepted.
         nfev: Evaluations begun, each of loss and gradient.
         njev: The same.
-        reason: Why the run ended.
+        reason: Why the run ended; None in `starts` for one that failed, as `message` says.
         n_wasted: Examples computed more than once.
         seconds: Duration of the job.
         model: The model with these parameters.
@@ -76,6 +77,15 @@ class MinimizeResult(OptimizeResult):  # type: ignore[explicit-any] # its stub i
         starts: With several starts the result of each, in their order; this one is the best.
         curve: A row for each iteration: nit, fun, jac_norm, nfev and seconds of the job.
     """
+
+    @override
+    def __repr__(self) -> str:
+        shown = OptimizeResult()
+        shown.update(self)
+        for name, of in (("curve", "iterations"), ("starts", "results")):
+            if name in shown:
+                shown[name] = f"<{len(shown[name])} {of}>"
+        return repr(shown)
 
     def to_pandas(self) -> object:
         """Return `curve` as a pandas.DataFrame; JobError without pandas."""
@@ -124,7 +134,10 @@ def result_of(run: Run, *, module: nn.Module | None) -> MinimizeResult:
     elif module is not None:
         module.load_state_dict(trained.state_dict())
         trained = module
-    x = parameters_to_vector(trained.parameters()).detach().cpu().numpy().copy()
+    vector = parameters_to_vector(trained.parameters()).detach().cpu()
+    if vector.dtype is torch.bfloat16:  # which numpy has not
+        vector = vector.float()
+    x = vector.numpy().copy()
     n_evaluations = int(figures.get("evaluations", 0))
     is_stopped = reason is Reason.STOPPED and summary.stop_reason
     return _result(
@@ -290,7 +303,8 @@ def minimize(  # noqa: PLR0913 -- the options of a job, by their names there
             map-style data set: a function, a partial of it, or its import path.
         method: The optimizer.
         x0: (n,) where to begin, in the order of `model.parameters()`; None: at the model's present
-            values. (k, n): k searches, one after the other, of which the best is the result.
+            values. (k, n): k searches, one after the other, of which the best is the result; a
+            search that fails leaves the others.
         bounds: n pairs (least, largest), in which None is none, or scipy's `Bounds`, such as
             `Bounds(0.0)` for all parameters. A start out of bounds is moved to the nearest point
             within. Method "l-bfgs" only.
@@ -345,18 +359,62 @@ def minimize(  # noqa: PLR0913 -- the options of a job, by their names there
         },
         "source": {"file": "minimize", "import_paths": places()},
     }
-    results: list[MinimizeResult] = []
-    for start in starts:
-        problem = Problem(model, data, x0=start, bounds=bounds)
+    if isinstance(bounds, Iterator):
+        bounds = [*bounds]  # each search reads them
+
+    def search(own: nn.Module | Factory, start: NDArray[np.float64] | None) -> MinimizeResult:
+        problem = Problem(own, data, x0=start, bounds=bounds)
         run = partial(run_job, resume=resume, from_scratch=from_scratch, show=show)
         where = directory if resume is None else resume
-        results.append(_searched(model, problem, tables, where, run, callback))
+        return _searched(own, problem, tables, where, run, callback)
+
+    return search(model, starts[0]) if len(starts) == 1 else best_of(search, model, starts)
+
+
+def best_of(
+    search: Callable[[nn.Module | Factory, NDArray[np.float64] | None], MinimizeResult],
+    model: nn.Module | Factory,
+    starts: Sequence[NDArray[np.float64] | None],
+) -> MinimizeResult:
+    """Search from each start; return the best result, and load it into the model."""
+    results: list[MinimizeResult] = []
+    failed: list[JobError] = []
+    ended = ""
+    for start in starts:
+        try:
+            # Each begins with the buffers that the model has now, and has a model of its own.
+            results.append(search(deepcopy(model), start))
+        except JobError as error:
+            failed.append(error)
+            results.append(_failed(start, error))
+        except KeyboardInterrupt:  # before a search of its own began
+            if len(failed) == len(results):
+                raise
+            ended = f"; Ctrl+C after search {len(results)} of {len(starts)}"
+            break
         if results[-1].reason is Reason.STOPPED:  # by Ctrl+C or the callback
             break
+    if len(failed) == len(results):
+        raise failed[0]
     best = min(results, key=lambda one: np.inf if np.isnan(one.fun) else one.fun)
-    if isinstance(model, nn.Module) and best is not results[-1]:
-        vector_to_parameters(torch.tensor(best.x), model.parameters())
-    return best if len(starts) == 1 else _result(**best, starts=results)
+    if best.reason is None:  # all others ended without a loss
+        best = next(one for one in results if one.reason is not None)
+    if failed:
+        ended += f"; {len(failed)} of {len(results)} starts failed, as starts say"
+    own: object = best.model
+    if isinstance(model, nn.Module) and isinstance(own, nn.Module):
+        model.load_state_dict(own.state_dict())
+        own = model
+    more = {"message": f"{best.message}{ended}", "model": own, "starts": results}
+    return _result(**{**best, **more})
+
+
+def _failed(start: object, error: JobError) -> MinimizeResult:
+    """Return what is known of a search that failed, one of several."""
+    none = dict.fromkeys(("reason", "jac", "model", "directory"))
+    zero = dict.fromkeys(("nit", "nfev", "njev", "n_wasted", "seconds"), 0)
+    unknown = {"status": -1, "fun": np.nan, "jac_norm": np.nan, "curve": []}
+    return _result(x=start, success=False, message=str(error), **none, **zero, **unknown)
 
 
 def _searched(
@@ -418,15 +476,20 @@ def _keys(tol: float | None, options: Mapping[str, object]) -> dict[str, object]
     """Return keys of [algorithm] from options by scipy's names."""
     for name in options:
         if name not in _OPTIONS:
-            raise JobError(f"minimize: options has no {name!r}. {nearest(name, _OPTIONS)}")
+            raise JobError(f"minimize: options has no {name!r}. {nearest(str(name), _OPTIONS)}")
     both = {} if tol is None else {"gtol": tol, "ftol": tol}
     return {_OPTIONS[name]: value for name, value in {**both, **options}.items()}
 
 
 def _starts(x0: object) -> Sequence[NDArray[np.float64]]:
-    starts = np.asarray(x0, dtype=np.float64)
-    if starts.ndim not in {1, 2} or not starts.size or not np.isfinite(starts).all():
-        raise JobError(
-            f"minimize: x0 has shape {starts.shape}: use n finite numbers, or k rows of them"
-        )
+    use = "use n finite numbers, or k rows of them"
+    try:
+        given = np.asarray(x0.detach().cpu().double() if isinstance(x0, torch.Tensor) else x0)
+        starts = given.astype(np.float64, casting="same_kind")
+    except (TypeError, ValueError, RuntimeError):
+        raise JobError(f"minimize: x0 is {' '.join(repr(x0).split())[:60]}: {use}") from None
+    if starts.ndim not in {1, 2} or not starts.size:
+        raise JobError(f"minimize: x0 has shape {starts.shape}: {use}")
+    if not np.isfinite(starts).all():
+        raise JobError(f"minimize: x0 has {starts[~np.isfinite(starts)][0]} in it: {use}")
     return [*np.atleast_2d(starts)]

@@ -273,6 +273,8 @@ def values_of(module: nn.Module, x0: NDArray[np.float64] | None) -> dict[str, Te
         _check_size(module, len(x0), "x0 has {} numbers")
         for name, part in _by_parameter(module, x0):
             tensors[name].copy_(part)
+            if not tensors[name].isfinite().all():
+                raise JobError(f"minimize: x0 has numbers that {tensors[name].dtype} has not")
     return tensors
 
 
@@ -309,6 +311,12 @@ def bounds_of(module: nn.Module, bounds: object) -> dict[str, Tensor]:
                 found[f"{side}.{name}"] = _rounded(exact, own.dtype, towards=inside)
             elif ((own.detach().double() - exact) * inside < 0.0).any():
                 raise JobError(f"minimize: {name} is frozen out of its bounds: leave them out")
+    for name, exact in _by_parameter(module, lower):
+        # Where the type has no number within, the nearest one: equal bounds fix an element.
+        if (least := found.get(f"lower.{name}")) is not None:
+            largest = found[f"upper.{name}"]
+            is_fixed = least > largest
+            least[is_fixed] = largest[is_fixed] = exact.to(least.dtype)[is_fixed]
     return found
 
 
@@ -457,9 +465,13 @@ class Problem:
             made = call_factory(str(table["factory"]), arguments, table="model")
             module = made if isinstance(made, nn.Module) else None  # others are refused later
         self._bounds = {} if module is None or bounds is None else bounds_of(module, bounds)
-        self._values: dict[str, Tensor] | None = None
+        self.values: dict[str, Tensor] | None = None  # of all tensors by name, at the start
         if module is not None and (x0 is not None or module is model):
-            self._values = values_of(module, x0)
+            self.values = values_of(module, x0)
+            for name, one in self.values.items():
+                for side, moved in (("lower", torch.maximum), ("upper", torch.minimum)):
+                    if (bound := self._bounds.get(f"{side}.{name}")) is not None:
+                        one.copy_(moved(one, bound))
         self._pair = as_pair(data, user="minimize")
         self._model: dict[str, object]
         if isinstance(model, nn.Module):
@@ -473,12 +485,12 @@ class Problem:
 
     @property
     def has_files(self) -> bool:
-        return bool(self._values or self._bounds or self._pair)
+        return bool(self.values or self._bounds or self._pair)
 
     def tables(self, directory: Path) -> dict[str, object]:
         """Return tables [model] and [data] of a job with this run directory."""
         model, train = self._model, self._data
-        if self._values is not None:
+        if self.values is not None:
             model = model | {"initial": str(problem_of(directory) / _INITIAL)}
         if self._pair is not None:
             train = {
@@ -498,7 +510,7 @@ class Problem:
         """
         problem = problem_of(directory)
         initial, train = problem / _INITIAL, problem / _TRAIN
-        if (values := self._values) is not None and not (resumes and tensors_in(initial)):
+        if (values := self.values) is not None and not (resumes and tensors_in(initial)):
             files.write_by(initial, lambda temporary: save_file(values, temporary))
         if bounds := self._bounds:
             files.write_by(problem / _BOUNDS, lambda temporary: save_file(bounds, temporary))

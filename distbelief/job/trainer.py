@@ -447,6 +447,8 @@ class Trainer:
         try:
             measurements = read_metrics(self._run.metrics_file)
             draw_curve(self._run.curve_file, measurements, title=self._job.name)
+        except KeyboardInterrupt:
+            self._log.warn("Ctrl+C while the curve was drawn: there is none")  # but a result
         except StorageError as error:
             if self._unwritten is None:
                 self._log.warn_user(str(error))

@@ -1,10 +1,13 @@
 """Checks a task before any process starts; each mistake becomes a JobError of one sentence."""
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Final, Literal
 
 import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
 
 from distbelief.core.errors import JobError
 from distbelief.graph.capture import evaluation_difference
@@ -31,7 +34,7 @@ from distbelief.task.losses import (
     own_loss,
 )
 from distbelief.task.sources import DrawnOrder
-from distbelief.task.task import DataSpec, TaskSpec
+from distbelief.task.task import DataSpec, ModelSpec, TaskSpec
 
 
 N_COMPARED: Final = 64  # samples of a stream
@@ -48,7 +51,7 @@ def check(
 
     It builds the model, so call it in a process of its own, before the job starts.
     """
-    module, loss = tasks.build_model(task.model), tasks.build_loss(task)
+    module, loss = _begun(task.model), tasks.build_loss(task)
     for table, dataset in (datasets or tasks.datasets_of(task)).items():
         indices = first_of(dataset, batch_size)
         batch = read_batch(dataset, indices, table=table)
@@ -68,6 +71,22 @@ def check(
                 if ":" in name and not isinstance(metric, StatefulMetric)
             }
             dry_run.check_mean_metric(module, batch, own)
+
+
+def _begun(spec: ModelSpec) -> nn.Module:
+    """Return the model with the values of its file, if it begins with those.
+
+    What does not fit is refused later, by those who read all of it.
+    """
+    module = tasks.build_model(spec)
+    if isinstance(spec.initial, str) and spec.initial.endswith(".safetensors"):
+        named = module.state_dict()
+        with suppress(OSError, SafetensorError), safe_open(spec.initial, framework="pt") as file:
+            for name in named.keys() & set(file.keys()):
+                values = file.get_tensor(name)
+                if values.shape == named[name].shape:
+                    named[name].copy_(values)
+    return module
 
 
 def check_sources(

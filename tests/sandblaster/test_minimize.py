@@ -25,7 +25,7 @@ from distbelief.task import tensor_pairs
 from distbelief.task.data import read_batch
 from experiments.digits.digits import images, net
 from sandblaster import problem_files as pf
-from sandblaster.api import CallbackWatch, MinimizeResult, minimize
+from sandblaster.api import CallbackWatch, MinimizeResult, best_of, minimize
 from sandblaster.build import check_bounds
 
 
@@ -261,6 +261,96 @@ def test_a_start_has_its_parameters_and_the_buffers_of_the_model() -> None:
     assert model.get_parameter("1.weight").item() == 1.0  # the model keeps its own
 
 
+def test_equal_bounds_fix_an_element_also_at_a_number_that_its_type_lacks() -> None:
+    """Rounded inwards, 0.1 and 0.1 cross in float32: they were refused as if they had crossed."""
+    found = pf.bounds_of(nn.Linear(1, 1), [(0.1, 0.1), (0.1, 0.1 + 1e-12)])
+    for name in ("weight", "bias"):
+        assert found[f"lower.{name}"].item() == found[f"upper.{name}"].item() == np.float32(0.1)
+
+
+def test_a_start_is_within_bounds_before_the_loss_is_tried_there() -> None:
+    """The logarithm of a loss was tried at -1, and refused, though all of [0.5, inf) is fine."""
+    model = nn.Linear(2, 1)
+    bounds = [(0.5, None), (None, None), (None, -0.5)]
+    problem = pf.Problem(model, (torch.zeros(1, 2), torch.zeros(1, 1)), x0=-ONES, bounds=bounds)
+    assert problem.values is not None
+    assert problem.values["weight"].tolist() == [[0.5, -1.0]]
+    assert problem.values["bias"].tolist() == [-1.0]
+
+
+ONES = np.ones(3)
+
+
+@pytest.mark.parametrize(
+    ("x0", "text"),
+    [
+        ("ones", "x0 is 'ones': use n finite numbers"),
+        ([[1.0, 2.0], [1.0]], r"x0 is \[\[1.0, 2.0\], \[1.0\]\]: use n finite"),
+        (ONES * 1j, "x0 is array"),
+        ([1.0, np.nan, 1.0], "x0 has nan in it"),
+        (np.ones((1, 1, 3)), r"x0 has shape \(1, 1, 3\)"),
+        ([1.0, 1e39, 1.0], "x0 has numbers that torch.float32 has not"),
+        (torch.ones(2, requires_grad=True), "x0 has 2 numbers; the model has 3 parameters"),
+    ],
+)
+def test_what_is_no_start_is_refused(x0: object, text: str) -> None:
+    """numpy's and torch's own errors came out, and imaginary parts were dropped."""
+    data = torch.zeros(1, 2), torch.zeros(1, 1)
+    with pytest.raises(JobError, match=text):
+        minimize(nn.Linear(2, 1), "mse", data, x0=x0)
+
+
+def test_options_have_names() -> None:
+    with pytest.raises(JobError, match="options has no 3"):
+        minimize(nn.Linear(2, 1), "mse", (1, 1), options={3: 1})  # type: ignore[dict-item]
+
+
+def searched(model: object, start: object) -> MinimizeResult:
+    """Search where only 1 is a number, and leave a buffer of its own."""
+    assert isinstance(model, nn.BatchNorm1d)
+    assert isinstance(start, np.ndarray)
+    assert model.running_mean is not None
+    if start[0] == 0.0:
+        raise JobError("minimize: 0 has no loss")
+    assert model.running_mean.item() == 0.0  # each search begins as the first one
+    model.running_mean.fill_(start[0])
+    result, reason = MinimizeResult(), sandblaster.Reason.CONVERGED_GRADIENT
+    result.update(x=start, fun=1.0 / start[0], message="found", model=model, reason=reason)
+    return result
+
+
+def test_a_start_that_fails_leaves_the_results_of_the_others() -> None:
+    """An hour of searches was lost with one that began where the loss was NaN.
+
+    And the model had the parameters of the best, with the buffers of the last.
+    """
+    model = nn.BatchNorm1d(1)
+    best = best_of(searched, model, [ONES, ONES * 0, ONES * 2, ONES * 1.5])
+    assert [best.fun, best.message] == [0.5, "found; 1 of 4 starts failed, as starts say"]
+    assert best.model is model
+    assert model.state_dict()["running_mean"].item() == 2.0
+    failed, own = best.starts[1], best.starts[3].model
+    assert (failed.message, failed.success, failed.reason) == (
+        "minimize: 0 has no loss", False, None,
+    )  # fmt: skip
+    assert own.running_mean.item() == 1.5  # each result has a model of its own
+
+    def interrupted(model: object, start: object) -> MinimizeResult:
+        assert isinstance(start, np.ndarray)
+        if start[0] == 3.0:
+            raise KeyboardInterrupt
+        return searched(model, start)
+
+    model = nn.BatchNorm1d(1)
+    best = best_of(interrupted, model, [ONES, ONES * 3, ONES])
+    assert [best.fun, best.message] == [1.0, "found; Ctrl+C after search 1 of 3"]
+    with pytest.raises(KeyboardInterrupt):
+        best_of(interrupted, nn.BatchNorm1d(1), [ONES * 0, ONES * 3])
+    model = nn.BatchNorm1d(1)
+    with pytest.raises(JobError, match="0 has no loss"):
+        best_of(searched, model, [ONES * 0, ONES * 0])
+
+
 @pytest.mark.parametrize(
     ("tensors", "text"),
     [
@@ -280,6 +370,14 @@ def test_a_file_that_has_no_bounds_of_the_model_is_refused(
         save_file(tensors, path)
     with pytest.raises(JobError, match=text):
         check_bounds(str(path), nn.Linear(2, 1))
+
+
+def test_a_result_is_shown_on_one_screen() -> None:
+    """A thousand iterations filled many."""
+    result = MinimizeResult()
+    result.update(fun=1.0, curve=[{"nit": n} for n in range(1000)], starts=[MinimizeResult()])
+    shown = " ".join(repr(result).split())
+    assert shown == "fun: 1.0 curve: <1000 iterations> starts: <1 results>"
 
 
 # ------------------------------------------------------------------------------ data
@@ -388,7 +486,7 @@ def test_a_refused_call_leaves_nothing(tmp_path: Path) -> None:
         ({"method": "lbfgs"}, "Did you mean 'l-bfgs'"),
         ({"l2_": 0.1}, r"no key 'l2_'\. Did you mean 'l2'"),
         ({"x0": np.zeros(7)}, "x0 has 7 numbers; the model has 8 parameters"),
-        ({"x0": np.full(8, np.nan)}, r"x0 has shape \(8,\): use n finite numbers"),
+        ({"x0": np.full(8, np.nan)}, "x0 has nan in it: use n finite numbers"),
         ({"bounds": [(0, 1)] * 3}, "bounds has 3 pairs; the model has 8 parameters"),
         ({"bounds": 3.0}, r"bounds are not 8 pairs \(least, largest\)"),
         ({"bounds": Bounds(1.0, 0.0)}, "bounds of parameter 0 are 1.0, 0.0: use least"),

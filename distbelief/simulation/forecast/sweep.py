@@ -11,6 +11,7 @@ price           of each machine's hours, while it is there
 """
 
 import itertools
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, cast, final
 
@@ -230,9 +231,10 @@ class Variant(msgspec.Struct, frozen=True, kw_only=True):
     def rows(self) -> list[dict[str, object]]:
         """Return a row for each seed: settings, machines, and the figures of its outcome."""
         limit = {} if self.limit is None else {"limit": self.limit.resource}
+        settings = {key: _number(value) for key, value in self.settings.items()}
         names = (*FIGURES, "samples", "step", "stop_reason", "error")
         return [
-            {**self.settings, "n_machines": self.n_machines, "seed": run.seed, **limit}
+            {**settings, "n_machines": self.n_machines, "seed": run.seed, **limit}
             | {name: getattr(run, name, run.figures.get(name)) for name in names}
             for run in self.outcomes
         ]
@@ -240,6 +242,15 @@ class Variant(msgspec.Struct, frozen=True, kw_only=True):
     def to_pandas(self) -> object:
         """Return `rows` as a pandas.DataFrame; JobError without pandas."""
         return frame(self.rows())
+
+
+def _number(value: str) -> object:
+    """Return the number that a text is, so that rows sort by it; else the text."""
+    try:
+        found = json.loads(value)
+    except ValueError:
+        return value
+    return found if isinstance(found, int | float) else value
 
 
 def _split_values(values: str) -> Iterator[str]:

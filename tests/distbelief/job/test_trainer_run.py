@@ -112,6 +112,19 @@ def test_a_log_that_all_may_read_has_no_secret_in_it(desk: Desk) -> None:
     assert secret not in log
 
 
+def test_ctrl_c_while_the_curve_is_drawn_loses_the_curve_alone(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run was done, and `minimize` raised KeyboardInterrupt in place of its result."""
+
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("distbelief.job.trainer.draw_curve", interrupted)
+    desk.life.draw()
+    assert not desk.life.exit_code
+
+
 def test_a_screen_that_finds_no_room_ends_nothing_either(desk: Desk) -> None:
     """`distbelief train ... > a.log`, on the same disk."""
     desk.console.file = Full()

@@ -5,8 +5,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import msgspec
+import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from torch.nn import functional
 from typing_extensions import override
@@ -60,6 +62,17 @@ def refused(wrong: TaskSpec, *, batch_size: int = 16) -> str:
     text = str(caught.value)
     assert "\n" not in text.partition("failed")[0]
     return text
+
+
+def test_a_model_is_tried_with_the_values_that_it_begins_with(tmp_path: Path) -> None:
+    """It was tried as its factory leaves it: good values of a file were refused, bad ones not."""
+    path = tmp_path / "initial.safetensors"
+    right = task(test=None)
+    bad = {name: one * np.nan for name, one in build_model(right.model).state_dict().items()}
+    save_file(bad, path)
+    check(right, 16)
+    model = msgspec.structs.replace(right.model, initial=str(path))
+    assert "loss cross_entropy is nan" in refused(msgspec.structs.replace(right, model=model))
 
 
 @pytest.mark.parametrize(

@@ -184,7 +184,7 @@ def test_a_forecast_of_a_job_object_is_data(
     found = simulate(job, cluster="rack.toml", sweep={"replicas": [1, 2]}, seeds=2, counted=True)
     rows = found.rows()
     assert [(row["cluster.replicas"], row["seed"]) for row in rows] == [
-        ("1", 0), ("1", 1), ("2", 0), ("2", 1),
+        (1, 0), (1, 1), (2, 0), (2, 1),  # numbers: rows by text put 10 before 2
     ]  # fmt: skip
     (alone,) = forecast(job, seeds=(1,)).variants[0].outcomes  # it has two replicas
     assert rows[3]["step_seconds"] == alone.step_seconds
