@@ -15,7 +15,7 @@ COPY pyproject.toml README.md LICENSE /src/
 COPY distbelief /src/distbelief
 COPY sandblaster /src/sandblaster
 RUN pip install --no-cache-dir /src && useradd --create-home --uid 1000 trainer \
-    && install -d -o trainer /job /keys
+    && install -d -o trainer /job /job/runs /keys
 
 USER 1000
 WORKDIR /job

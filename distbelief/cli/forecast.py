@@ -41,7 +41,9 @@ def forecast(
     status = run.read_status()
     if status is None:
         raise JobError(f"{run.path}: it has written no status yet: wait until it trains")
-    found = outlook(load_job(run.job_file), status.view, read_metrics(run.metrics_file))
+    ended = status.ended or run.writer_pid() is None
+    rows = read_metrics(run.metrics_file)
+    found = outlook(load_job(run.job_file), status.view, rows, ended=ended)
     if as_json:
         typer.echo(msgspec.json.encode(found).decode())
         return
@@ -54,18 +56,23 @@ def forecast(
 
 def _lines(found: "Outlook") -> list[str]:
     speed = f"{found.samples:,} samples, {formatting.rate(found.rate)}/s"
-    lines = [f"{speed}; {found.n_points} measurements of the held-out loss"]
+    noun = "measurement" if found.n_points == 1 else "measurements"
+    loss = "held-out loss" if found.held_out else "training loss"
+    lines = [f"{speed}; {found.n_points} {noun} of the {loss}"]
     if found.not_told:
         lines.append(found.not_told)
     if found.loss_at_end is not None:
-        lines.append(f"held-out loss at the end: {_between(found.loss_at_end, formatting.figure)}")
+        lines.append(f"{loss} at the end: {_between(found.loss_at_end, formatting.figure)}")
     if not found.target:
         lines.append("[stop] has no accuracy and no loss: there is no target to reach")
-    elif found.seconds is not None:
-        text = f"{found.target}: in {_between(found.seconds, _duration)}"
-        if found.reached is not None and found.reached < 1.0:
-            text += f"; {formatting.percent(1.0 - found.reached)} of the curves never reach it"
-        lines.append(text)
+    elif found.met is not None:
+        lines.append(f"{found.target}: reached after {formatting.duration(found.met)}")
+    elif found.ended:
+        lines.append(f"{found.target}: not reached, and the run has ended")
+    if found.seconds is not None:
+        lines.append(f"{'with --resume' if found.ended else found.target}: {_until(found)}")
+        if found.left is not None and found.left < found.seconds[1]:
+            lines.append(f"[stop] ends the run before that, in {formatting.duration(found.left)}")
     if found.two_more is not None:
         low, high = (100 * (gain - 1.0) for gain in found.two_more)
         lines.append(
@@ -77,10 +84,25 @@ def _lines(found: "Outlook") -> list[str]:
     return lines
 
 
+def _until(found: "Outlook") -> str:
+    from distbelief.dashboard.outlook import AHEAD_MAX  # noqa: PLC0415 -- start quickly
+
+    assert found.seconds is not None
+    first, middle, last = found.seconds
+    if math.isinf(first):
+        text = "not soon"
+    elif math.isinf(middle):
+        text = f"in {formatting.duration(first)} at the earliest"
+    elif math.isinf(last):
+        text = f"in {formatting.duration(middle)} ({formatting.duration(first)} or more)"
+    else:
+        text = f"in {_between(found.seconds, formatting.duration)}"
+    if found.reached is not None and found.reached < 1.0:
+        share = formatting.percent(1.0 - found.reached)
+        text += f"; {share} of the curves need more than {AHEAD_MAX:g} times the samples so far"
+    return text
+
+
 def _between(interval: "Interval", show: Callable[[float], str]) -> str:
     low, middle, high = map(show, interval)
     return f"{middle} ({low} to {high})"
-
-
-def _duration(seconds: float) -> str:
-    return "never" if math.isinf(seconds) else formatting.duration(seconds)

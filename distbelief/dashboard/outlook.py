@@ -10,7 +10,7 @@ that it cannot tell where there are few points, no fall, or no bend yet.
 
 import math
 from collections.abc import Sequence
-from typing import Final, final
+from typing import Final, Literal, final
 
 import msgspec
 import numpy as np
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from distbelief.config.job import Job
 from distbelief.core.errors import DistBeliefError
-from distbelief.core.formatting import is_share
+from distbelief.core.formatting import is_loss, is_share
 from distbelief.dashboard.bottleneck import seconds_spent
 from distbelief.job.run.metrics_file import Measurement
 from distbelief.supervisor.view import JobView
@@ -49,12 +49,16 @@ class Outlook(msgspec.Struct, frozen=True, kw_only=True):
     """What a run's curve and rates say of its future; intervals of 90 %."""
 
     n_points: int
+    held_out: bool = True  # the loss; without [data.test] that of training
     samples: int  # so far
     rate: float  # samples a second
-    loss_at_end: Interval | None = None  # held out, at the samples of [stop]
+    ended: bool = False  # what is said of the time to come holds if the run is resumed
+    left: float | None = None  # seconds, until [stop] ends the run whatever it has reached
+    loss_at_end: Interval | None = None  # at the samples of [stop]
     target: str = ""  # "loss 0.3", of [stop]
-    seconds: Interval | None = None  # until it is reached; infinite if it may never be
-    reached: float | None = None  # share of the curves that reach it
+    met: float | None = None  # seconds of the job after which it was measured
+    seconds: Interval | None = None  # until it is reached; infinite beyond `AHEAD_MAX`
+    reached: float | None = None  # share of the curves that reach it within `AHEAD_MAX`
     n_replicas: int
     exchange: float | None = None  # share of the replicas' time, with the shards
     # Samples a second with two more replicas, over those now: if all of the exchange is waiting for
@@ -63,15 +67,19 @@ class Outlook(msgspec.Struct, frozen=True, kw_only=True):
     not_told: str = ""  # why there is no forecast
 
 
-def curve_of(measurements: Sequence[Measurement], *, shares: bool = False) -> list[Point]:
-    """Return each held-out loss where it first appeared; `shares`: what an accuracy lacks to 1."""
+def curve_of(
+    measurements: Sequence[Measurement],
+    of: Literal["held_out_loss", "loss", "metric"] = "held_out_loss",
+) -> list[Point]:
+    """Return each value where it first appeared; of an accuracy what it lacks to 1."""
     points: list[Point] = []
+    last = None
     for one in measurements:
-        value = one.held_out_loss
-        if shares:
-            value = None if one.metric is None else 1.0 - one.metric
-        if value is not None and one.samples and (not points or value != points[-1][1]):
-            points.append((float(one.samples), value))
+        value: float | None = getattr(one, of)
+        shown = value, one.held_out_loss  # another evaluation may find the same accuracy
+        if value is not None and one.samples and shown != last:
+            points.append((float(one.samples), 1.0 - value if of == "metric" else value))
+            last = shown
     return points
 
 
@@ -101,7 +109,8 @@ def _drawn(points: Sequence[Point], ahead: _Array) -> _Array:
     """Draw curves that what was measured allows, at the samples `ahead`: (curves, samples)."""
     if len(points) < N_POINTS_MIN:
         n = len(points)
-        raise CannotTellError(f"cannot tell: {n} measurements, and {N_POINTS_MIN} are needed")
+        noun = "measurement" if n == 1 else "measurements"
+        raise CannotTellError(f"cannot tell: {n} {noun}, and {N_POINTS_MIN} are needed")
     if ahead[-1] > AHEAD_MAX * points[-1][0]:
         raise CannotTellError(f"cannot tell: {ahead[-1]:,.0f} samples are too far ahead")
     x, y = np.array(points, dtype=np.float64).T
@@ -175,37 +184,54 @@ def _check_shape(x: _Array, y: _Array) -> None:
 # --- a run ---
 
 
-def outlook(job: Job, view: JobView, measurements: Sequence[Measurement]) -> Outlook:
+def outlook(
+    job: Job, view: JobView, measurements: Sequence[Measurement], *, ended: bool = False
+) -> Outlook:
     """Return what a run's curve and counters say of its future."""
     n_replicas = sum(role.name.startswith("replica-") for role in view.roles)
     exchange = _exchange(view)
     timed = [one for one in measurements if one.samples]
     late = timed[len(timed) // 2 :]
     seconds = late[-1].time - late[0].time if late else 0.0
-    rate = (late[-1].samples - late[0].samples) / seconds if seconds > 0.0 else 0.0
-    points = curve_of(measurements)
+    rate = view.samples_per_second or 0.0
+    if seconds > 0.0:
+        rate = (late[-1].samples - late[0].samples) / seconds
+    held_out = job.data.test is not None
+    points = curve_of(measurements, "held_out_loss" if held_out else "loss")
     found = Outlook(
         n_points=len(points),
+        held_out=held_out,
         samples=view.samples,
         rate=rate,
+        ended=ended,
+        left=None if ended else view.eta_seconds,
         n_replicas=n_replicas,
         exchange=exchange,
         two_more=None if exchange is None else gain_of_more(exchange, n_replicas, n_more=2),
     )
-    target, value, shares = "", None, False
+    name, aimed = view.metric_name, points
+    target, value = "", None
     if job.stop.loss is not None:
         target, value = f"loss {job.stop.loss:g}", job.stop.loss
-    elif job.stop.accuracy is not None and is_share(view.metric_name):
-        target, value = f"{view.metric_name} {job.stop.accuracy:g}", 1.0 - job.stop.accuracy
-        shares = True
+    elif job.stop.accuracy is not None:
+        target = f"{name} {job.stop.accuracy:g}"
+        if is_share(name):
+            value, aimed = 1.0 - job.stop.accuracy, curve_of(measurements, "metric")
+        elif is_loss(name):
+            value = job.stop.accuracy
     changes: dict[str, object] = {"target": target}
+    if value is not None:
+        first = next((x for x, y in aimed if y <= value), None)
+        changes["met"] = next((one.time for one in timed if one.samples == first), None)
     try:
         if view.total_samples is not None and view.total_samples > view.samples:
             changes["loss_at_end"] = loss_at(view.total_samples, points)
-        if value is not None and rate > 0.0:
-            aimed = curve_of(measurements, shares=True) if shares else points
+        if target and value is None:
+            raise CannotTellError(f"cannot tell: {name} is no loss and no accuracy")  # noqa: TRY301
+        if value is not None and changes["met"] is None:
             until, changes["reached"] = samples_until(value, aimed)
-            changes["seconds"] = tuple(max(0.0, n - view.samples) / rate for n in until)
+            if rate > 0.0:
+                changes["seconds"] = tuple(max(0.0, n - view.samples) / rate for n in until)
     except CannotTellError as error:
         changes["not_told"] = str(error)
     return msgspec.structs.replace(found, **changes)

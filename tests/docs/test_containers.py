@@ -34,6 +34,10 @@ def test_its_job_and_volumes_exist() -> None:
     parse_job(JOB, path="job.toml")
     used = {each.split(":")[0] for service in SERVICES.values() for each in service["volumes"]}
     assert used == set(COMPOSE["volumes"])
+    # A volume belongs to root, where the image has no directory at its place.
+    made = re.findall(r"install -d -o trainer (.+)", DOCKERFILE)[0].split()
+    places = {v.split(":")[1] for service in SERVICES.values() for v in service["volumes"]}
+    assert places <= set(made)
     for service in SERVICES.values():
         assert set(service.get("depends_on", {})) <= set(SERVICES)
         assert service["image"] == "distbelief"

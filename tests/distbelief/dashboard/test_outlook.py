@@ -98,11 +98,11 @@ def a_run(n: int) -> tuple[JobView, list[Measurement]]:
 
 def test_the_outlook_of_a_run_has_its_end_its_target_and_two_more_replicas() -> None:
     view, rows = a_run(20)
-    found = outlook(small("stop.loss=0.5"), view, rows)
+    found = outlook(small("stop.loss=0.43"), view, rows)
     assert found.rate == pytest.approx(100.0)
     assert found.loss_at_end is not None
     assert found.loss_at_end[0] <= power_law(30_000.0) <= found.loss_at_end[2]
-    assert found.target == "loss 0.5"
+    assert found.target == "loss 0.43"
     assert found.seconds is not None
     assert found.exchange == pytest.approx(0.2)
     assert found.two_more is not None
@@ -112,6 +112,8 @@ def test_the_outlook_of_a_run_has_its_end_its_target_and_two_more_replicas() -> 
 
 def test_a_run_that_has_just_begun_says_that_it_cannot_tell() -> None:
     view, rows = a_run(3)
+    view = msgspec.structs.replace(view, samples_per_second=50.0)
+    assert outlook(small(), view, rows[:1]).rate == 50.0
     found = outlook(small("stop.accuracy=0.95"), view, rows)
     assert found.not_told.startswith("cannot tell: 3 measurements")
     assert found.loss_at_end is None
@@ -125,6 +127,41 @@ def test_a_value_that_was_shown_again_is_one_point() -> None:
         for k, loss in enumerate([None, 2.0, 2.0, 1.5], start=1)
     ]
     assert curve_of(rows) == [(200.0, 2.0), (400.0, 1.5)]
+
+
+def test_another_evaluation_with_the_same_accuracy_is_another_point() -> None:
+    rows = [
+        Measurement(time=float(k), samples=100 * k, held_out_loss=loss, metric=0.75)
+        for k, loss in enumerate([2.0, 2.0, 1.5], start=1)
+    ]
+    assert curve_of(rows, "metric") == [(100.0, 0.25), (300.0, 0.25)]
+
+
+def test_a_target_that_was_reached_is_no_forecast() -> None:
+    view, rows = a_run(20)
+    found = outlook(small("stop.loss=0.9"), view, rows, ended=True)
+    assert found.met == next(r.time for r in rows if (r.held_out_loss or 9.0) <= 0.9)
+    assert found.seconds is None
+    assert outlook(small("stop.accuracy=0.9"), view, rows[:3]).met == rows[0].time
+
+
+def test_without_held_out_data_the_loss_is_that_of_training() -> None:
+    view, rows = a_run(20)
+    rows = [msgspec.structs.replace(r, loss=r.held_out_loss, held_out_loss=None) for r in rows]
+    job = small("stop.loss=0.43")
+    job = msgspec.structs.replace(job, data=msgspec.structs.replace(job.data, test=None))
+    found = outlook(job, view, rows)
+    assert (found.n_points, found.held_out) == (20, False)
+    assert found.seconds is not None
+
+
+def test_a_metric_that_is_no_share_has_a_target_and_no_forecast() -> None:
+    view, rows = a_run(20)
+    view = msgspec.structs.replace(view, metric_name="F1")
+    found = outlook(small("stop.accuracy=0.95"), view, rows)
+    assert found.target == "F1 0.95"
+    assert found.not_told == "cannot tell: F1 is no loss and no accuracy"
+    assert found.loss_at_end is not None
 
 
 def test_the_command_says_what_it_forecasts_or_why_it_cannot(tmp_path: Path) -> None:
@@ -141,11 +178,16 @@ def test_the_command_says_what_it_forecasts_or_why_it_cannot(tmp_path: Path) -> 
         assert done.exit_code == 0, done.output
         return done.stdout
 
-    text = said(20, "stop.loss=0.5")
+    text = said(20, "stop.loss=0.43")
     assert "20 measurements of the held-out loss" in text
     assert "held-out loss at the end: 0.3" in text
-    assert "loss 0.5: in " in text
+    assert "loss 0.43: not reached, and the run has ended" in text
+    assert "with --resume: in " in text
     assert "two more replicas, each on a machine like theirs: +" in text
+    far = said(21, "stop.loss=0.01")
+    assert "with --resume: not soon; 100 % of the curves need more than 10 times" in far
+    assert "never" not in far
+    assert "loss 0.5: reached after" in said(80, "stop.loss=0.5")
     text = said(3)
     assert "cannot tell: 3 measurements, and 8 are needed" in text
     assert "[stop] has no accuracy and no loss" in text
