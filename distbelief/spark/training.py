@@ -26,12 +26,13 @@ from distbelief.config.load import job_of, load_job
 from distbelief.core.arguments import checked
 from distbelief.core.errors import JobError
 from distbelief.job.hosts.join_server import JoinServer
-from distbelief.job.hosts.spark import SparkHosts, check_reach, cores_each, executors_of, file_of
+from distbelief.job.hosts.spark import SparkHosts, check_reach, cores_each, executors_of
+from distbelief.job.hosts.spark_task import file_of
 from distbelief.job.trainer import run_job
 from distbelief.serve.options import ANY_PORT, join_server
-from distbelief.spark.columns import Columns, selected
+from distbelief.spark.columns import Columns, selected, write_rows
 from distbelief.spark.model import DistBeliefModel
-from distbelief.spark.rows import HELD_OUT, PATH, RowFile, write_rows
+from distbelief.spark.rows import HELD_OUT, PATH, RowFile
 from distbelief.task.imports import check_is_no_import, places
 
 

@@ -37,9 +37,9 @@ from pyspark.sql import DataFrame, SparkSession  # noqa: E402
 from safetensors.torch import save  # noqa: E402
 
 from distbelief import spark  # noqa: E402
-from distbelief.spark.columns import Columns  # noqa: E402
+from distbelief.spark.columns import Columns, write_rows  # noqa: E402
 from distbelief.spark.model import DistBeliefModel, Saved  # noqa: E402
-from distbelief.spark.rows import Partitions, RowFile, write_rows  # noqa: E402
+from distbelief.spark.rows import Partitions, RowFile  # noqa: E402
 from distbelief.spark.stages import DistBelief  # noqa: E402
 
 
@@ -286,7 +286,7 @@ if __name__ == "__main__":
 
 def agents() -> list[str]:
     found = subprocess.run(
-        ["pgrep", "-f", "distbelief.job.hosts.spark"], capture_output=True, check=False
+        ["pgrep", "-f", "distbelief.job.hosts.spark_task"], capture_output=True, check=False
     )
     return found.stdout.decode().split()
 
