@@ -87,6 +87,7 @@ def _cast(column: "Column", kind: "DataType", name: str, columns: Columns) -> "C
     from pyspark.ml.functions import vector_to_array  # noqa: PLC0415 -- an extra
     from pyspark.ml.linalg import VectorUDT  # noqa: PLC0415 -- an extra
     from pyspark.sql import types as t  # noqa: PLC0415 -- an extra
+    from pyspark.sql.functions import when  # noqa: PLC0415 -- an extra
 
     number = t.FloatType() if columns.dtype == "float32" else t.DoubleType()
 
@@ -110,13 +111,14 @@ def _cast(column: "Column", kind: "DataType", name: str, columns: Columns) -> "C
     if name in columns.decode:
         raise JobError(f"decode has {name!r}, which is of type {kind.simpleString()}, not of bytes")
     if isinstance(kind, VectorUDT):
-        return vector_to_array(column, columns.dtype)
+        # vector_to_array fails at a missing one, and names no column.
+        return when(column.isNotNull(), vector_to_array(column, columns.dtype))
     wanted = cast_of(kind)
     if wanted is None:
         raise JobError(
             f"column {name!r} is of type {kind.simpleString()}, which is no tensor: give numbers, "
-            "arrays, vectors of pyspark.ml, or bytes (StringIndexer makes numbers of text; "
-            "labels are whole ones: .cast('int'))"
+            "arrays, vectors of pyspark.ml, or bytes (StringIndexer makes numbers of text, and "
+            "unix_date or unix_timestamp of times; labels are whole ones: .cast('int'))"
         )
     return column.cast(wanted)
 

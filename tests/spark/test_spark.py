@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -74,13 +74,6 @@ def new_session() -> SparkSession:
     for name, value in OPTIONS.items():
         builder = builder.config(name, value)
     return builder.getOrCreate()
-
-
-@pytest.fixture(scope="module")
-def session() -> Iterator[SparkSession]:
-    made = new_session()
-    yield made
-    made.stop()
 
 
 def job(model: str, directory: Path, /, **tables: Mapping[str, object]) -> dict[str, object]:
