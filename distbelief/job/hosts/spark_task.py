@@ -132,7 +132,8 @@ def _agent(directory: Path) -> "Iterator[subprocess.Popen[bytes]]":
             yield agent
         finally:
             assert agent.stdin is not None
-            agent.stdin.close()  # ends a host that still runs
+            with suppress(BrokenPipeError):
+                agent.stdin.close()  # ends a host that still runs
             if agent.poll() is None and not (directory / JOINED).exists():
                 agent.kill()  # it only imports: nobody waits for that
 
