@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -39,9 +39,9 @@ from safetensors.torch import save  # noqa: E402
 
 from distbelief import spark  # noqa: E402
 from distbelief.spark import training  # noqa: E402
-from distbelief.spark.columns import Columns  # noqa: E402
+from distbelief.spark.columns import Columns, write_rows  # noqa: E402
 from distbelief.spark.model import DistBeliefModel, Saved  # noqa: E402
-from distbelief.spark.rows import Partitions, RowFile, write_rows  # noqa: E402
+from distbelief.spark.rows import Partitions, RowFile  # noqa: E402
 from distbelief.spark.stages import DistBelief  # noqa: E402
 
 
@@ -76,13 +76,6 @@ def new_session() -> SparkSession:
     for name, value in OPTIONS.items():
         builder = builder.config(name, value)
     return builder.getOrCreate()
-
-
-@pytest.fixture(scope="module")
-def session() -> Iterator[SparkSession]:
-    made = new_session()
-    yield made
-    made.stop()
 
 
 def job(model: str, directory: Path, /, **tables: Mapping[str, object]) -> dict[str, object]:
@@ -288,7 +281,7 @@ if __name__ == "__main__":
 
 def agents() -> list[str]:
     found = subprocess.run(
-        ["pgrep", "-f", "distbelief.job.hosts.spark"], capture_output=True, check=False
+        ["pgrep", "-f", "distbelief.job.hosts.spark_task"], capture_output=True, check=False
     )
     return found.stdout.decode().split()
 

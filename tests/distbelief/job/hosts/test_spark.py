@@ -4,6 +4,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -11,8 +12,9 @@ import msgspec
 import pytest
 
 from distbelief.core.errors import JobError
-from distbelief.job.hosts import spark
-from distbelief.job.hosts.spark import HostTask, Options, SparkHosts, check_reach, connect
+from distbelief.job.hosts import spark, spark_task
+from distbelief.job.hosts.spark import SparkHosts, check_reach, connect
+from distbelief.job.hosts.spark_task import HostTask, Options
 from tests.distbelief.jobs import speech
 
 
@@ -87,11 +89,12 @@ def agents(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, Options, list[str
     vars(pyspark)["TaskContext"] = context
     monkeypatch.setitem(sys.modules, "pyspark", pyspark)
 
-    def run(options: bytes, directory: Path) -> None:
+    def run(directory: Path, options: bytes) -> None:
         files = sorted(str(path.relative_to(directory)) for path in directory.rglob("*.arrow"))
         started.append((LOCAL.part, msgspec.json.decode(options, type=Options), files))
 
-    monkeypatch.setattr(spark, "_run_agent", run)
+    monkeypatch.setattr(spark_task, "_agent", nullcontext)
+    monkeypatch.setattr(spark_task, "_run", run)
     return started
 
 
@@ -215,7 +218,7 @@ def test_a_host_leaves_with_its_task_and_takes_its_files_along(tmp_path: Path) -
     folder.mkdir()
     options = Options(address=ADDRESS, keys="", cores=1, allowed=(), places=(), paths=())
     with subprocess.Popen(
-        [sys.executable, "-P", "-m", spark.__name__, str(tmp_path)],
+        [sys.executable, "-P", "-m", spark_task.__name__, str(tmp_path)],
         cwd=folder,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
