@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -38,6 +39,7 @@ from pyspark.sql import DataFrame, SparkSession  # noqa: E402
 from safetensors.torch import save  # noqa: E402
 
 from distbelief import spark  # noqa: E402
+from distbelief.job.hosts.spark_task import file_of  # noqa: E402
 from distbelief.spark import training  # noqa: E402
 from distbelief.spark.columns import Columns, write_rows  # noqa: E402
 from distbelief.spark.model import DistBeliefModel, Saved  # noqa: E402
@@ -235,23 +237,52 @@ def test_an_empty_partition_has_no_host(session: SparkSession, tmp_path: Path) -
     assert "has joined" in (tmp_path / "run" / "logs" / "supervisor.log").read_text()
 
 
-class KillsAnExecutor:
-    """Kills the Java process of an executor once some samples are trained."""
+def executors(part: int | None = None) -> list[int]:
+    """Return the Java processes of this session's executors, or of the one that has this part."""
+    ours = [*children(os.getpid())]
+    for process in ours:
+        ours += children(process)
+    command = {process: Path(f"/proc/{process}/cmdline").read_bytes() for process in ours}
+    found = [one for one in ours if b"CoarseGrainedExecutorBackend" in command[one]]
+    if part is None:
+        return found
+    name = f"distbelief-rows-*/{file_of(part)}"
+    return [
+        one
+        for one in found
+        for daemon in children(one)
+        for worker in children(daemon)
+        for agent in children(worker)
+        if [*Path(f"/proc/{agent}/cwd").glob(name)]
+    ]
 
-    def __init__(self) -> None:
+
+def children(process: int) -> list[int]:
+    with suppress(OSError):  # it has ended
+        tasks = [*Path(f"/proc/{process}/task").glob("*/children")]
+        return [int(word) for task in tasks for word in task.read_text().split()]
+    return []
+
+
+class KillsAnExecutor:
+    """Kills the Java process of the executor that has a part, once some samples are trained."""
+
+    def __init__(self, part: int = 0) -> None:
+        self.part = part
         self.killed = 0
 
     def on_step(self, view: JobView) -> None:
         if not self.killed and view.samples > 150:
-            found = subprocess.run(
-                ["pgrep", "-f", "CoarseGrainedExecutorBackend"], capture_output=True, check=True
-            )
-            self.killed = int(found.stdout.split()[0])
+            (self.killed,) = executors(self.part)
             os.kill(self.killed, signal.SIGKILL)
 
 
-def test_rows_of_a_killed_executor_are_read_again(session: SparkSession, tmp_path: Path) -> None:
-    n, kills = 400, KillsAnExecutor()
+@pytest.mark.parametrize("part", [0, 1])
+def test_rows_of_a_killed_executor_are_read_again(
+    session: SparkSession, tmp_path: Path, part: int
+) -> None:
+    """With part 1, Spark gave the slot of the new executor to part 0, which was not lost."""
+    n, kills = 400, KillsAnExecutor(part)
     frame = frame_of(session, numbers(n), [200, 200])
     wanted = counting("Counts", tmp_path / "run", n, seconds=0.1)
     model = spark.fit(frame, wanted, inputs="row", targets="one", callbacks=[kills], show=False)

@@ -9,8 +9,11 @@
 
 The agent is a process that leaves when its standard input ends, so nothing is left running if Spark
 kills the task, the executor, or its own driver. Spark runs the task of a lost executor again on
-another one, which writes the same rows and joins like any late host. Parameters and gradients
-travel by this package's own messages.
+another one, which writes the same rows and joins like any late host. If shuffled rows were lost
+with it, Spark runs all tasks again, beside those that still run: as a slot is free, the first of
+them starts, which may have a partition that is there. So the older task of that partition ends, and
+its slot is free for the one that is missing. Parameters and gradients travel by this package's own
+messages.
 
 Where the rows of a DataFrame are trained (`distbelief.spark.fit`), tasks write them; else there are
 none. The key that a task shows comes with its code, by Spark's own channels. What runs in a task is
@@ -49,6 +52,7 @@ if TYPE_CHECKING:
 CLOSE_SECONDS: Final = 5.0  # for tasks to end with the job; then Spark ends them
 RESOURCE_SECONDS: Final = 20.0  # without a sign of a task, until the user is warned
 AGAIN_SECONDS: Final = 2.0  # pause before tasks are started again
+OVER: Final = "another task has its rows"
 
 
 def connect() -> "SparkSession":
@@ -126,6 +130,7 @@ class SparkHosts:
         self._changed = threading.Condition()  # guards all below
         self.parts: dict[int, Report] = {}
         self._links: dict[int, Link] = {}  # of tasks that wait for an answer
+        self._newest: dict[int, int] = {}  # the task of each part which Spark has run again
         self._go: Answer | None = None
         self._texts: list[str] = []
         self._failure: str | None = None
@@ -291,22 +296,47 @@ class SparkHosts:
             except Exception:  # noqa: BLE001 -- a stranger
                 return
             report = msgspec.json.decode(link.recv_bytes(), type=Report)
+            is_again = self._runs_again(report.stage)
+
+            def is_over() -> bool:
+                return self._newest.get(report.part, 0) > report.task
+
             with self._changed:
+                if is_again:
+                    newest = self._newest.get(report.part, 0)
+                    self._newest[report.part] = max(newest, report.task)
                 refusal = self._misfit(report)
                 if not refusal:
                     self.parts[report.part] = report
                     self._links[report.part] = link
                 self._failure = self._failure or refusal or None
                 self._changed.notify_all()
-                self._changed.wait_for(lambda: self._go or self._closes or self._failure)
+                self._changed.wait_for(
+                    lambda: self._go or self._closes or self._failure or is_over()
+                )
                 if self._links.get(report.part) is link:
                     del self._links[report.part]
                 answer = Answer()
                 if self._failure is not None:
                     answer = Answer(refusal=self._failure)
+                elif is_over():
+                    answer = Answer(refusal=OVER)
                 elif self._go is not None and (report.rows or self._write is None):
                     answer = self._go
             link.send_bytes(msgspec.json.encode(answer))
+            if answer.join:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._closes or is_over())
+                if is_over():
+                    link.send_bytes(msgspec.json.encode(Answer(refusal=OVER)))
+
+    def _runs_again(self, stage: int) -> bool:
+        """Return whether Spark runs the tasks of a stage again, whether they have ended or not."""
+        with suppress(Exception):  # Spark may have ended
+            tracker = self._frame.sparkSession.sparkContext.statusTracker()
+            info = tracker.getStageInfo(stage)
+            return info is not None and info.currentAttemptId > 0
+        return False
 
     def _misfit(self, report: Report) -> str:
         """Return why these rows do not fit what tasks have reported before, or ""."""

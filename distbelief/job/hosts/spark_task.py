@@ -4,6 +4,7 @@ Imports no torch: a task writes and reports rows while its host, a process, impo
 """
 
 import os
+import selectors
 import shutil
 import subprocess
 import sys
@@ -35,6 +36,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """task -> supervisor's process: what it has written."""
 
     part: int  # the partition
+    stage: int = 0  # of Spark's job
+    task: int = 0  # grows with every task that Spark starts
     rows: int = 0
     checksum: str = ""  # of all values, in order
     form: str = ""  # types and shapes, alike in all parts that have rows
@@ -43,7 +46,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
     """supervisor's process -> task: what to do."""
 
-    refusal: str = ""  # fail, with this reason
+    refusal: str = ""  # fail, with this reason; may come after `join`, too
     sends_rows: bool = False  # send the file of rows, then wait for another answer
     rows_as: str = ""  # name of the directory of rows
     join: bytes = b""  # run a host with these options; b"": end
@@ -79,37 +82,39 @@ class HostTask:
 
         context = TaskContext.get()
         assert context is not None
-        part = context.partitionId()
+        report = Report(
+            part=context.partitionId(), stage=context.stageId(), task=context.taskAttemptId()
+        )
         # Spark removes these directories with the executor, whatever happens.
         places = os.environ.get("SPARK_LOCAL_DIRS") or os.environ.get("LOCAL_DIRS") or ""
         directory = Path(tempfile.mkdtemp(prefix="distbelief-", dir=places.split(",")[0] or None))
         try:
-            self._take_part(batches, part, directory)
+            self._take_part(batches, report, directory)
         finally:
             shutil.rmtree(directory, ignore_errors=True)
         yield from ()
 
-    def _take_part(self, batches: "Iterator[RecordBatch]", part: int, directory: Path) -> None:
+    def _take_part(self, batches: "Iterator[RecordBatch]", report: Report, directory: Path) -> None:
         rows = directory / ROWS
         rows.mkdir()
-        report, file = Report(part=part), rows / file_of(part)
+        file = rows / file_of(report.part)
         with _agent(directory) as agent:
             if self.write is None:
                 for _ in batches:
                     pass
             else:
                 n, checksum, form = self.write(batches, file)
-                report = Report(part=part, rows=n, checksum=checksum, form=form)
+                report = msgspec.structs.replace(report, rows=n, checksum=checksum, form=form)
             with Client(self.door, authkey=self.key) as link:
                 link.send_bytes(msgspec.json.encode(report))
                 while (answer := msgspec.json.decode(link.recv_bytes(), type=Answer)).sends_rows:
                     _send_file(link, file)
-            if answer.refusal:
-                raise JobError(answer.refusal)
-            if answer.join:
-                if answer.rows_as:
-                    rows.rename(directory / answer.rows_as)
-                _run(agent, answer.join)
+                if answer.refusal:
+                    raise JobError(answer.refusal)
+                if answer.join:
+                    if answer.rows_as:
+                        rows.rename(directory / answer.rows_as)
+                    _run(agent, answer.join, link)
 
 
 @contextmanager
@@ -138,15 +143,30 @@ def _agent(directory: Path) -> "Iterator[subprocess.Popen[bytes]]":
                 agent.kill()  # it only imports: nobody waits for that
 
 
-def _run(agent: "subprocess.Popen[bytes]", options: bytes) -> None:
+def _run(agent: "subprocess.Popen[bytes]", options: bytes, link: "Link") -> None:
     assert agent.stdin is not None
     assert agent.stdout is not None
     with suppress(BrokenPipeError):  # it has ended: its output says why
         agent.stdin.write(options + b"\n")
         agent.stdin.flush()  # it stays open while the task lives
-    for line in agent.stdout:
-        sys.stderr.buffer.write(line)  # to the executor's log
-        sys.stderr.flush()
+    refusal = ""
+    with selectors.DefaultSelector() as ready:
+        ready.register(agent.stdout, selectors.EVENT_READ)
+        ready.register(link, selectors.EVENT_READ)
+        while agent.stdout in ready.get_map():
+            for key, _ in ready.select():
+                if key.fileobj is link:
+                    ready.unregister(link)
+                    with suppress(EOFError, OSError):  # the supervisor's process has ended
+                        refusal = msgspec.json.decode(link.recv_bytes(), type=Answer).refusal
+                        agent.stdin.close()  # the host leaves
+                elif text := os.read(key.fd, CHUNK_BYTES):
+                    sys.stderr.buffer.write(text)  # to the executor's log
+                    sys.stderr.flush()
+                else:
+                    ready.unregister(agent.stdout)
+    if refusal:
+        raise JobError(refusal)
     if agent.wait() < 0:  # else it would end the same again: the job has its reason
         raise JobError(f"the host was ended by signal {-agent.returncode}")
 
