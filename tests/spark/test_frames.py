@@ -1,16 +1,22 @@
-"""DataFrames of every kind: types of columns, missing values, no rows, rows drawn by chance."""
+"""DataFrames of every kind: types of columns, random ones, several fits, resume, large ones."""
 
+import os
+import signal
+import subprocess
+import sys
+import threading
 from datetime import date
 from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
 import pytest
 import torch
 
 from distbelief.core.errors import JobError
 from tests.spark import test_spark as t
-from tests.spark.nets import pixels
+from tests.spark.nets import Counts, pixels
 
 
 if TYPE_CHECKING:
@@ -39,6 +45,10 @@ def tensors_of(frame: "DataFrame", columns: Columns, folder: Path) -> list[torch
 def fit(frame: object, wanted: dict[str, object], **more: object) -> "DistBeliefModel":
     made = cast("Any", spark.fit)(frame, wanted, inputs="row", targets="one", show=False, **more)
     return cast("DistBeliefModel", made)
+
+
+def counts(model: "DistBeliefModel") -> list[float]:
+    return cast("list[float]", cast("Counts", model.module).weight.mean(0).tolist())
 
 
 # --- columns ---
@@ -124,3 +134,187 @@ def test_random_rows_are_not_split_in_two_computations(
     kept = drawn.persist()
     spark.training.check_split(kept.filter(kept.u < 0.8), kept.filter(kept.u >= 0.8))
     kept.unpersist()
+
+
+@pytest.mark.soak
+def test_random_rows_of_a_lost_executor_are_refused(
+    session: "SparkSession", tmp_path: Path
+) -> None:
+    """The new executor draws other rows: they must not count as those of before."""
+    n = 400
+    rows = session.range(0, n, 1, 2).withColumnRenamed("id", "row").filter(f.rand() < 0.9)
+    frame = rows.withColumn("one", f.lit(1.0))
+    wanted = t.counting("Counts", tmp_path / "run", n, seconds=0.1)
+    with pytest.raises(JobError):
+        fit(frame, wanted, callbacks=[t.KillsAnExecutor()])
+    log = (tmp_path / "run" / "logs" / "supervisor.log").read_text()
+    assert "was read again and has other rows" in log
+
+
+@pytest.mark.soak
+def test_an_executor_is_lost_while_rows_are_written(
+    session: "SparkSession", tmp_path: Path
+) -> None:
+    n = 60
+    gate = tmp_path / "writing"
+
+    def slowly(batches: object) -> object:
+        import time  # noqa: PLC0415 -- on the executor
+
+        for batch in cast("list[object]", batches):
+            gate.touch()
+            time.sleep(8.0)
+            yield batch
+
+    frame = t.frame_of(session, t.numbers(n), [30, 30])
+    slow = frame.mapInArrow(slowly, frame.schema)
+
+    def kill() -> None:
+        t.until(gate.exists)
+        found = subprocess.run(
+            ["pgrep", "-f", "CoarseGrainedExecutorBackend"], capture_output=True, check=True
+        )
+        os.kill(int(found.stdout.split()[0]), signal.SIGKILL)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    model = fit(slow, t.counting("Counts", tmp_path / "run", n))
+    killer.join()
+    assert counts(model) == [3.0] * n
+
+
+# --- more than one fit ---
+
+
+@pytest.mark.soak
+def test_two_fits_at_once_from_a_file_and_from_a_skewed_frame(
+    session: "SparkSession", tmp_path: Path
+) -> None:
+    n, skewed = 60, 404
+    t.frame_of(session, t.numbers(n), [20, 40]).write.parquet(str(tmp_path / "rows"))
+    frame = t.frame_of(session, t.numbers(skewed), [4, 400]).coalesce(1)
+    found: dict[str, list[float]] = {}
+
+    def train(name: str, source: object, size: int) -> None:
+        made = fit(source, t.counting("Counts", tmp_path / name, size), hosts=1)
+        found[name] = counts(made)
+
+    both = [
+        threading.Thread(target=train, args=["file", str(tmp_path / "rows"), n]),
+        threading.Thread(target=train, args=["frame", frame, skewed]),
+    ]
+    for one in both:
+        one.start()
+    for one in both:
+        one.join()
+    assert found == {"file": [3.0] * n, "frame": [3.0] * skewed}
+
+
+@pytest.mark.soak
+def test_rows_of_partitions_of_1_to_100_count_once(session: "SparkSession", tmp_path: Path) -> None:
+    frame = t.frame_of(session, t.numbers(404), [4, 400])
+    assert counts(fit(frame, t.counting("Counts", tmp_path / "run", 404))) == [3.0] * 404
+
+
+CORES = """
+import sys
+from pathlib import Path
+from tests.spark import test_frames, test_spark as t
+if __name__ == "__main__":
+    t.MASTER = "local-cluster[2,2,1024]"
+    session = t.new_session()
+    frame = t.frame_of(session, t.numbers(240), [80, 160])
+    model = test_frames.fit(frame, t.counting("Counts", Path(sys.argv[1]), 240))
+    print("replicas", len(list(Path(sys.argv[1], "logs").glob("replica-*"))), flush=True)
+    print("counted", set(test_frames.counts(model)), flush=True)
+    session.stop()
+"""
+
+
+@pytest.mark.soak
+def test_an_executor_of_two_cores_runs_two_replicas(tmp_path: Path) -> None:
+    output = driver(CORES, tmp_path / "run")
+    assert "counted {3.0}" in output, output
+    log = (tmp_path / "run" / "logs" / "supervisor.log").read_text()
+    assert log.count("has joined: 2 cores") == 2
+    assert "replica 3: on" in log
+
+
+def driver(text: str, *words: object) -> str:
+    ended = subprocess.run(
+        [sys.executable, "-c", text, *map(str, words)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(t.ROOT), *sys.path])},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        check=False,
+        text=True,
+    )
+    return ended.stdout
+
+
+RESUME = """
+import sys
+from pathlib import Path
+from tests.spark import test_frames, test_spark as t
+if __name__ == "__main__":
+    session = t.new_session()
+    frame = t.frame_of(session, t.numbers(400), [200, 200])
+    job = t.counting("Counts", Path(sys.argv[1]), 400, seconds=float(sys.argv[2]))
+    job["stop"] = {"epochs": 6}
+    job["output"] = {"directory": sys.argv[1], "snapshot_every": "2 s"}
+    model = test_frames.fit(frame, job, resume=sys.argv[3] if len(sys.argv) > 3 else None)
+    print("counted", set(test_frames.counts(model)), flush=True)
+    session.stop()
+"""
+
+
+@pytest.mark.soak
+def test_a_fit_resumes_right_after_its_driver_was_killed(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with subprocess.Popen(
+        [sys.executable, "-c", RESUME, str(run), "0.1"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(t.ROOT), *sys.path])},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    ) as first:
+        try:
+            t.until(lambda: bool([*run.glob("checkpoints/*")]))
+        finally:
+            first.kill()
+    output = driver(RESUME, run, 0.0, run)
+    assert "counted {6.0}" in output, output
+
+
+# --- a million rows ---
+
+
+@pytest.mark.soak
+def test_transform_of_a_million_rows_needs_no_more_memory(
+    session: "SparkSession", tmp_path: Path
+) -> None:
+    """Peak memory of the Python workers, at 100,000 rows and at ten times as many."""
+    model = t.untrained("grid", tmp_path, "x", "float32", (2, 3))
+    peaks = []
+    for n in (100_000, 1_000_000):
+        frame = session.range(0, n, 1, 2).select((f.col("id") % 10).alias("x"))
+
+        def summed(batches: object) -> object:
+            daemon = Path(f"/proc/{os.getppid()}/task/{os.getppid()}/children")
+            for batch in cast("list[pa.RecordBatch]", batches):
+                values = np.array(batch["prediction"].flatten().flatten())
+                # Of all workers of this executor: that of the model is another process.
+                texts = [
+                    Path(f"/proc/{pid}/status").read_text() for pid in daemon.read_text().split()
+                ]
+                peak = max(int(text.partition("VmHWM:")[2].split()[0]) for text in texts)
+                row = {"peak": [peak], "n": [batch.num_rows]}
+                row["crc"] = [int(values.view(np.int32).astype(np.int64).sum())]
+                yield pa.RecordBatch.from_pydict(row)
+
+        found = model.transform(frame).mapInArrow(summed, "peak long, n long, crc long").toArrow()
+        with torch.inference_mode():
+            of = model.module(torch.arange(10)).numpy().view(np.int32).astype(np.int64).sum((1, 2))
+        assert sum(found["n"].to_pylist()) == n
+        assert sum(found["crc"].to_pylist()) == int(of.sum()) * (n // 10)
+        peaks.append(max(found["peak"].to_pylist()))
+    assert peaks[1] < 1.1 * peaks[0], peaks  # KiB
