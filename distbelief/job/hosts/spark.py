@@ -215,6 +215,12 @@ class SparkHosts:
                 texts.append(self._missing())
         return texts
 
+    def on_step(self, view: object) -> None:
+        """End the job, of which this is a callback, if lost rows cannot come back."""
+        del view
+        if self._failure is not None:
+            raise JobError(f"Spark: {self._failure}")
+
     def close(self) -> None:
         """End the tasks: those of a job that has ended end by themselves."""
         with self._changed:
