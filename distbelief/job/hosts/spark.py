@@ -312,7 +312,7 @@ class SparkHosts:
                     newest = self._newest.get(report.part, 0)
                     self._newest[report.part] = max(newest, report.task)
                 refusal = self._misfit(report)
-                if not refusal:
+                if not (refusal or is_over()):
                     self.parts[report.part] = report
                     self._links[report.part] = link
                 self._failure = self._failure or refusal or None
