@@ -284,7 +284,7 @@ def test_a_fit_resumes_right_after_its_driver_was_killed(tmp_path: Path) -> None
         stderr=subprocess.DEVNULL,
     ) as first:
         try:
-            t.until(lambda: bool([*run.glob("checkpoints/*")]))
+            t.until(lambda: bool([*run.glob("snapshots/*/*.safetensors")]))
         finally:
             first.kill()
     output = driver(RESUME, run, 0.0, run)
