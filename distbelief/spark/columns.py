@@ -10,15 +10,17 @@
     several columns of numbers         (columns,)
 
 Spark itself casts (`selected`), so that only numbers and bytes leave it, as Arrow; nothing is
-pickled. They stay Arrow in files (`task/rows`), and arrays are views of these.
+pickled. They stay Arrow in files (`write_rows`, `rows`), and arrays are views of these. Imports no
+torch, so that a Spark task does not.
 """
 
-from collections.abc import Callable, Sequence
+import zlib
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal, cast
 
 import msgspec
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from distbelief.core.errors import JobError
@@ -85,6 +87,7 @@ def _cast(column: "Column", kind: "DataType", name: str, columns: Columns) -> "C
     from pyspark.ml.functions import vector_to_array  # noqa: PLC0415 -- an extra
     from pyspark.ml.linalg import VectorUDT  # noqa: PLC0415 -- an extra
     from pyspark.sql import types as t  # noqa: PLC0415 -- an extra
+    from pyspark.sql.functions import when  # noqa: PLC0415 -- an extra
 
     number = t.FloatType() if columns.dtype == "float32" else t.DoubleType()
 
@@ -108,13 +111,14 @@ def _cast(column: "Column", kind: "DataType", name: str, columns: Columns) -> "C
     if name in columns.decode:
         raise JobError(f"decode has {name!r}, which is of type {kind.simpleString()}, not of bytes")
     if isinstance(kind, VectorUDT):
-        return vector_to_array(column, columns.dtype)
+        # vector_to_array fails at a missing one, and names no column.
+        return when(column.isNotNull(), vector_to_array(column, columns.dtype))
     wanted = cast_of(kind)
     if wanted is None:
         raise JobError(
             f"column {name!r} is of type {kind.simpleString()}, which is no tensor: give numbers, "
-            "arrays, vectors of pyspark.ml, or bytes (StringIndexer makes numbers of text; "
-            "labels are whole ones: .cast('int'))"
+            "arrays, vectors of pyspark.ml, or bytes (StringIndexer makes numbers of text, and "
+            "unix_date or unix_timestamp of times; labels are whole ones: .cast('int'))"
         )
     return column.cast(wanted)
 
@@ -154,28 +158,35 @@ def bytes_of(array: "pa.Array", name: str) -> list[bytes]:
     return cast("list[bytes]", array.to_pylist())
 
 
-def samples_of(
-    arrays: Sequence[object], keys: Sequence[str], columns: Columns, decoders: dict[str, Decode]
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return inputs and targets of rows; an array of bytes is a list."""
-    found = {
-        key: _decoded(cast("list[bytes]", one), decoders[key], columns.names[key])
-        if key in decoders
-        else torch.from_numpy(np.require(cast("Numbers", one), requirements=["C", "W"]))
-        for key, one in zip(keys, arrays, strict=True)
-    }
-    target = found.pop(TARGET, None)
-    inputs = list(found.values())
-    if len(inputs) == 1:
-        return inputs[0], target
-    kind = torch.float64 if columns.dtype == "float64" else torch.float32
-    if not any(one.is_floating_point() for one in inputs):
-        kind = torch.int64
-    return torch.stack([one.to(kind) for one in inputs], dim=1), target
+def write_rows(
+    batches: "Iterable[pa.RecordBatch]", file: Path, *, columns: Columns
+) -> tuple[int, str, str]:
+    """Write rows to a file; return their number, a checksum of the values, types and shapes."""
+    import pyarrow as pa  # noqa: PLC0415 -- an extra
 
-
-def _decoded(values: list[bytes], decode: Decode, name: str) -> torch.Tensor:
-    made = [torch.as_tensor(decode(value)) for value in values]
-    if any(one.shape != made[0].shape for one in made):
-        raise JobError(f"decode of column {name!r} made tensors of several shapes: make one of all")
-    return torch.stack(made)
+    n, checksum, form = 0, 0, ""
+    with file.open("wb") as sink:
+        writer = None
+        for batch in batches:
+            if not batch.num_rows:
+                continue
+            one = []
+            for key, array in zip(batch.schema.names, batch.columns, strict=True):
+                name = columns.names[key]
+                if pa.types.is_binary(array.type) or pa.types.is_large_binary(array.type):
+                    for value in bytes_of(array, name):
+                        checksum = zlib.crc32(value, checksum)
+                    one.append(f"{name}: bytes")
+                    continue
+                numbers = numbers_of(array, name)
+                checksum = zlib.crc32(np.ascontiguousarray(numbers).data.cast("B"), checksum)
+                one.append(f"{name}: {numbers.dtype}{list(numbers.shape[1:])}")
+            form = form or ", ".join(one)
+            if form != ", ".join(one):
+                raise JobError(f"rows differ: {form} and {', '.join(one)}: all need the same sizes")
+            writer = writer or pa.ipc.new_file(sink, batch.schema)
+            writer.write_batch(batch)
+            n += batch.num_rows
+        if writer is not None:
+            writer.close()
+    return n, f"{checksum:08x}", form

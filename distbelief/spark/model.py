@@ -40,7 +40,8 @@ from distbelief.config.load import job_from_json
 from distbelief.core.errors import JobError
 from distbelief.job.launch.role_process import import_from
 from distbelief.job.run.result import Run
-from distbelief.spark.columns import Columns, Numbers, bytes_of, numbers_of, samples_of, selected
+from distbelief.spark.columns import Columns, Numbers, bytes_of, numbers_of, selected
+from distbelief.spark.rows import samples_of
 from distbelief.task.task import build_model
 
 

@@ -1,10 +1,9 @@
 """Rows of partitions, as files of Arrow beside the hosts that read them: pieces of the data.
 
-A task writes its partition once (`write_rows`); roles on its host map the file into memory.
+A task writes its partition once (`columns.write_rows`); roles on its host map the file into memory.
 """
 
-import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, cast, final
@@ -14,7 +13,7 @@ import numpy as np
 import torch
 
 from distbelief.core.errors import JobError
-from distbelief.spark.columns import Columns, Numbers, bytes_of, numbers_of, samples_of
+from distbelief.spark.columns import TARGET, Columns, Decode, Numbers, numbers_of
 
 
 if TYPE_CHECKING:
@@ -24,38 +23,31 @@ PATH: Final = f"{__name__}:dataframe"  # the factory, in jobs
 HELD_OUT: Final = f"{__name__}:held_out"
 
 
-def write_rows(
-    batches: "Iterable[pa.RecordBatch]", file: Path, *, columns: Columns
-) -> tuple[int, str, str]:
-    """Write rows to a file; return their number, a checksum of the values, types and shapes."""
-    import pyarrow as pa  # noqa: PLC0415 -- an extra
+def samples_of(
+    arrays: Sequence[object], keys: Sequence[str], columns: Columns, decoders: dict[str, Decode]
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return inputs and targets of rows; an array of bytes is a list."""
+    found = {
+        key: _decoded(cast("list[bytes]", one), decoders[key], columns.names[key])
+        if key in decoders
+        else torch.from_numpy(np.require(cast("Numbers", one), requirements=["C", "W"]))
+        for key, one in zip(keys, arrays, strict=True)
+    }
+    target = found.pop(TARGET, None)
+    inputs = list(found.values())
+    if len(inputs) == 1:
+        return inputs[0], target
+    kind = torch.float64 if columns.dtype == "float64" else torch.float32
+    if not any(one.is_floating_point() for one in inputs):
+        kind = torch.int64
+    return torch.stack([one.to(kind) for one in inputs], dim=1), target
 
-    n, checksum, form = 0, 0, ""
-    with file.open("wb") as sink:
-        writer = None
-        for batch in batches:
-            if not batch.num_rows:
-                continue
-            one = []
-            for key, array in zip(batch.schema.names, batch.columns, strict=True):
-                name = columns.names[key]
-                if pa.types.is_binary(array.type) or pa.types.is_large_binary(array.type):
-                    for value in bytes_of(array, name):
-                        checksum = zlib.crc32(value, checksum)
-                    one.append(f"{name}: bytes")
-                    continue
-                numbers = numbers_of(array, name)
-                checksum = zlib.crc32(np.ascontiguousarray(numbers).data.cast("B"), checksum)
-                one.append(f"{name}: {numbers.dtype}{list(numbers.shape[1:])}")
-            form = form or ", ".join(one)
-            if form != ", ".join(one):
-                raise JobError(f"rows differ: {form} and {', '.join(one)}: all need the same sizes")
-            writer = writer or pa.ipc.new_file(sink, batch.schema)
-            writer.write_batch(batch)
-            n += batch.num_rows
-        if writer is not None:
-            writer.close()
-    return n, f"{checksum:08x}", form
+
+def _decoded(values: list[bytes], decode: Decode, name: str) -> torch.Tensor:
+    made = [torch.as_tensor(decode(value)) for value in values]
+    if any(one.shape != made[0].shape for one in made):
+        raise JobError(f"decode of column {name!r} made tensors of several shapes: make one of all")
+    return torch.stack(made)
 
 
 @final

@@ -27,12 +27,14 @@ from distbelief.config.presets import KNOBS
 from distbelief.core.arguments import checked
 from distbelief.core.errors import JobError
 from distbelief.job.hosts.join_server import JoinServer
-from distbelief.job.hosts.spark import SparkHosts, check_reach, cores_each, executors_of, file_of
+from distbelief.job.hosts.spark import SparkHosts, check_reach, connect, cores_each, executors_of
+from distbelief.job.hosts.spark_task import file_of
+from distbelief.job.launch.local import LocalLauncher
 from distbelief.job.trainer import run_job
 from distbelief.serve.options import ANY_PORT, join_server
-from distbelief.spark.columns import Columns, selected
+from distbelief.spark.columns import Columns, selected, write_rows
 from distbelief.spark.model import DistBeliefModel
-from distbelief.spark.rows import HELD_OUT, PATH, RowFile, write_rows
+from distbelief.spark.rows import HELD_OUT, PATH, RowFile
 from distbelief.task.data import DataShard
 from distbelief.task.imports import check_is_no_import, places
 from distbelief.worker.downpour_settings import DownpourSettings
@@ -53,7 +55,7 @@ _ELSEWHERE: Final = {
 
 @checked("spark.fit", _ELSEWHERE)
 def fit(  # noqa: PLR0913 -- options of one call
-    dataframe: "DataFrame",
+    dataframe: "DataFrame | str",
     job: str | os.PathLike[str] | Mapping[str, object],
     *,
     inputs: Names,
@@ -74,7 +76,8 @@ def fit(  # noqa: PLR0913 -- options of one call
     """Train the model of a job on the rows of a DataFrame, on Spark's executors.
 
     Args:
-        dataframe: Rows, one sample each. They stay on the executors that compute them.
+        dataframe: Rows, one sample each, or the path of parquet files. They stay on the executors
+            that compute them.
         job: The path of a job file, or its tables; the rows take the place of [data.train]. Its
             functions must be importable on the executors. [cluster] replicas is a multiple of the
             hosts with rows, or left out: as many as fit.
@@ -103,6 +106,10 @@ def fit(  # noqa: PLR0913 -- options of one call
     """
     check_is_no_import("distbelief.spark.fit")
     columns = columns_of(inputs, targets, decode=decode, dtype=dtype)
+    if isinstance(dataframe, str):
+        dataframe = connect().read.parquet(dataframe)
+    if test is not None:
+        check_split(dataframe, test)
     rows = dataframe.select(*selected(dataframe, columns))
     session = dataframe.sparkSession
     server = join_server(
@@ -132,6 +139,7 @@ def fit(  # noqa: PLR0913 -- options of one call
             held_out = directory / "held-out.arrow"
             _collect(test, columns, held_out)
         stack.callback(source.close)
+        launcher = stack.enter_context(LocalLauncher())  # it imports while rows are written
         source.begin(n_parts=n_hosts, cores=cores or cores_each(session))
         source.wait(print if show else str)
         full = {part: each for part, each in sorted(source.parts.items()) if each.rows}
@@ -154,11 +162,24 @@ def fit(  # noqa: PLR0913 -- options of one call
             source.job,
             resume=resume,
             show=show,
-            callbacks=callbacks,
+            callbacks=[*callbacks, source],
+            launcher=launcher,
             hosting=JoinServer(reach=server.reach, n_hosts=1, cores=0, started=source),
         ).unless_failed("spark.fit")
         some, _ = RowFile(directory / file_of(least), columns).__getitems__([0, 1])
     return DistBeliefModel.of(run, columns, some)
+
+
+def check_split(dataframe: "DataFrame", test: "DataFrame") -> None:
+    """Raise JobError if both are drawn by chance: each is computed on its own."""
+    # With what is kept in memory in the place of what made it.
+    plans = [one._jdf.queryExecution().withCachedData() for one in (dataframe, test)]  # noqa: SLF001 -- pyspark has no other way
+    if not any(plan.deterministic() for plan in plans):
+        raise JobError(
+            "spark.fit: dataframe and test are computed apart, and both draw by chance (rand, "
+            "uuid, monotonically_increasing_id), so a row may be in both: write the whole to "
+            "parquet, read it, and split that; or persist() it"
+        )
 
 
 def columns_of(

@@ -69,6 +69,8 @@ class ClusterConfig:
     step: StepTime = field(default_factory=StepTime)  # cost of a replica's step, to rank hosts
     placement: ShardPlacement = "here"  # of shards
     shard_bytes: Mapping[Address, int] = field(default_factory=dict)
+    # That all replicas wait for pieces of the data which no host has; None: as for any job
+    pieces_seconds_max: Seconds | None = None
     # Of the plan for each number of ranks, if replicas are formed by the hosts that have joined
     costs: Mapping[int, PlanCost] = field(default_factory=dict)
     forms: bool = False  # whether that is still to be done

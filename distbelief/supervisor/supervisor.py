@@ -85,6 +85,8 @@ class Supervisor:
         handover: Handover | None = None,  # of a supervisor that was killed
     ) -> None:
         self._config, self._handover = config, handover
+        patience = None if cluster is None else cluster.pieces_seconds_max
+        self._pieces_seconds_max = MISSING_SECONDS_MAX if patience is None else patience
         self.members = Membership(
             config.roster,
             incarnation=config.first_incarnation,
@@ -274,7 +276,7 @@ class Supervisor:
         if set(missing) - self._missing:
             self.out.log(LogEvent("pieces_missing", detail=what))
         self._missing = set(missing)
-        if waited > MISSING_SECONDS_MAX:
+        if waited > self._pieces_seconds_max:
             error = (
                 f"no host has {what}, and all others are done: resume where one has them, or give "
                 "the object of [data.train] fetch(piece)"

@@ -43,6 +43,7 @@ T = TypeVar("T")
 
 OF_SAMPLES: Final = 1  # what tells streams of samples from those of steps
 N_RANGES_SENT: Final = 64  # to other ranks at once
+N_LOOKED_UP: Final = 1024  # dealt positions whose samples are looked up at once
 N_KEPT: Final = 4  # steps: the current one, those after it, and one before
 
 
@@ -155,6 +156,7 @@ class DealtPlan:
         self._n_read = 0  # ranges, whole, by these steps
         self._n_cut = 0  # ranges, whole
         self._n_samples = 0  # cut of the next one
+        self._block: tuple[int, Indices] = (0, np.empty(0, np.int64))  # from a position on
         self._batches: dict[int, BatchIndices] = {}
         self._next = 0
         self._position = 0
@@ -236,14 +238,25 @@ class DealtPlan:
             self._n_samples = 0
         return BatchIndices(
             position=self._position,
-            indices=dealt_samples(
-                start, stop, n_samples=epochs.n_samples, seed=self._seed, order=self._order
-            ),
+            indices=self._samples(start, stop, end),
             epoch=start // epochs.n_samples,
             dealt=DealtBatch(
                 push=push, stop=stop, ends_push=stop == push[1], ends_range=stop == end
             ),
         )
+
+    def _samples(self, start: int, stop: int, end: int) -> Indices:
+        """Return the samples of a batch of a range that ends at `end`.
+
+        They are looked up in blocks: a small one takes as long as one of some hundred.
+        """
+        first, found = self._block
+        if not first <= start <= stop <= first + len(found):
+            n = self._epochs.n_samples
+            last = max(stop, min(start + N_LOOKED_UP, end, (start // n + 1) * n))
+            found = dealt_samples(start, last, n_samples=n, seed=self._seed, order=self._order)
+            first, self._block = start, (start, found)
+        return found[start - first : stop - first]
 
     def n_steps(self, start: int, stop: int) -> int:
         """Return about how many steps there are from one position to another."""

@@ -7,7 +7,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -38,10 +39,11 @@ from pyspark.sql import DataFrame, SparkSession  # noqa: E402
 from safetensors.torch import save  # noqa: E402
 
 from distbelief import spark  # noqa: E402
+from distbelief.job.hosts.spark_task import file_of  # noqa: E402
 from distbelief.spark import training  # noqa: E402
-from distbelief.spark.columns import Columns  # noqa: E402
+from distbelief.spark.columns import Columns, write_rows  # noqa: E402
 from distbelief.spark.model import DistBeliefModel, Saved  # noqa: E402
-from distbelief.spark.rows import Partitions, RowFile, write_rows  # noqa: E402
+from distbelief.spark.rows import Partitions, RowFile  # noqa: E402
 from distbelief.spark.stages import DistBelief  # noqa: E402
 
 
@@ -76,13 +78,6 @@ def new_session() -> SparkSession:
     for name, value in OPTIONS.items():
         builder = builder.config(name, value)
     return builder.getOrCreate()
-
-
-@pytest.fixture(scope="module")
-def session() -> Iterator[SparkSession]:
-    made = new_session()
-    yield made
-    made.stop()
 
 
 def job(model: str, directory: Path, /, **tables: Mapping[str, object]) -> dict[str, object]:
@@ -131,6 +126,7 @@ def numbers(n: int) -> dict[str, object]:
 # --- one replica: the bits of a local job ---
 
 
+@pytest.mark.soak
 def test_one_blocking_replica_has_the_bits_of_a_local_job(
     session: SparkSession, tmp_path: Path
 ) -> None:
@@ -234,6 +230,7 @@ def test_transform_refuses_what_it_would_guess(session: SparkSession, tmp_path: 
         two.transform(frame)
 
 
+@pytest.mark.soak
 def test_an_empty_partition_has_no_host(session: SparkSession, tmp_path: Path) -> None:
     frame = frame_of(session, numbers(60), [60, 0])
     wanted = counting("Counts", tmp_path / "run", 60)
@@ -242,23 +239,53 @@ def test_an_empty_partition_has_no_host(session: SparkSession, tmp_path: Path) -
     assert "has joined" in (tmp_path / "run" / "logs" / "supervisor.log").read_text()
 
 
-class KillsAnExecutor:
-    """Kills the Java process of an executor once some samples are trained."""
+def executors(part: int | None = None) -> list[int]:
+    """Return the Java processes of this session's executors, or of the one that has this part."""
+    ours = [*children(os.getpid())]
+    for process in ours:
+        ours += children(process)
+    command = {process: Path(f"/proc/{process}/cmdline").read_bytes() for process in ours}
+    found = [one for one in ours if b"CoarseGrainedExecutorBackend" in command[one]]
+    if part is None:
+        return found
+    name = f"distbelief-rows-*/{file_of(part)}"
+    return [
+        one
+        for one in found
+        for daemon in children(one)
+        for worker in children(daemon)
+        for agent in children(worker)
+        if [*Path(f"/proc/{agent}/cwd").glob(name)]
+    ]
 
-    def __init__(self) -> None:
+
+def children(process: int) -> list[int]:
+    with suppress(OSError):  # it has ended
+        tasks = [*Path(f"/proc/{process}/task").glob("*/children")]
+        return [int(word) for task in tasks for word in task.read_text().split()]
+    return []
+
+
+class KillsAnExecutor:
+    """Kills the Java process of the executor that has a part, once some samples are trained."""
+
+    def __init__(self, part: int = 0) -> None:
+        self.part = part
         self.killed = 0
 
     def on_step(self, view: JobView) -> None:
         if not self.killed and view.samples > 150:
-            found = subprocess.run(
-                ["pgrep", "-f", "CoarseGrainedExecutorBackend"], capture_output=True, check=True
-            )
-            self.killed = int(found.stdout.split()[0])
+            (self.killed,) = executors(self.part)
             os.kill(self.killed, signal.SIGKILL)
 
 
-def test_rows_of_a_killed_executor_are_read_again(session: SparkSession, tmp_path: Path) -> None:
-    n, kills = 400, KillsAnExecutor()
+@pytest.mark.soak
+@pytest.mark.parametrize("part", [0, 1])
+def test_rows_of_a_killed_executor_are_read_again(
+    session: SparkSession, tmp_path: Path, part: int
+) -> None:
+    """With part 1, Spark gave the slot of the new executor to part 0, which was not lost."""
+    n, kills = 400, KillsAnExecutor(part)
     frame = frame_of(session, numbers(n), [200, 200])
     wanted = counting("Counts", tmp_path / "run", n, seconds=0.1)
     model = spark.fit(frame, wanted, inputs="row", targets="one", callbacks=[kills], show=False)
@@ -288,7 +315,7 @@ if __name__ == "__main__":
 
 def agents() -> list[str]:
     found = subprocess.run(
-        ["pgrep", "-f", "distbelief.job.hosts.spark"], capture_output=True, check=False
+        ["pgrep", "-f", "distbelief.job.hosts.spark_task"], capture_output=True, check=False
     )
     return found.stdout.decode().split()
 
@@ -300,6 +327,7 @@ def until(condition: Callable[[], bool], seconds: float = 120.0) -> None:
         time.sleep(0.2)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_a_driver_that_ends_leaves_no_host(tmp_path: Path, number: signal.Signals) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
@@ -391,6 +419,7 @@ def test_files_of_rows_give_the_tensors_of_their_rows(tmp_path: Path) -> None:
 # --- digits ---
 
 
+@pytest.mark.soak
 def test_digits_from_a_dataframe_reach_the_accuracy_of_the_plain_job(
     session: SparkSession, tmp_path: Path
 ) -> None:
@@ -433,6 +462,7 @@ def test_digits_from_a_dataframe_reach_the_accuracy_of_the_plain_job(
 # --- hosts for a job with data of its own ---
 
 
+@pytest.mark.soak
 def test_executors_train_a_job_file_from_the_command_line(tmp_path: Path) -> None:
     command = ("train", ROOT / "experiments/digits/digits.toml", "--on", "spark", "--hosts", "2")
     ended = subprocess.run(

@@ -117,7 +117,8 @@ class SupervisorMonitor:
             self._tell(text)
 
 
-def join(options: JoinOptions, *, tell: Tell) -> int:
+def join(options: JoinOptions, *, tell: Tell, forks: bool = False) -> int:
+    """Offer this host to jobs; return an exit code. `forks`: as of a `LocalLauncher`."""
     address = JobAddress.parse(options.address)
     reach = _reach(address, options)
     keys = reach.keys
@@ -137,7 +138,7 @@ def join(options: JoinOptions, *, tell: Tell) -> int:
             last_error = text
 
     with ExitStack() as stack:
-        launcher = stack.enter_context(LocalLauncher())
+        launcher = stack.enter_context(LocalLauncher(forks=forks))
         FileMemory.sweep()
         stack.enter_context(log.in_threads())
         transport = stack.enter_context(

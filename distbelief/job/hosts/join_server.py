@@ -66,6 +66,8 @@ class JoinServer:
             job_spec=write_job_spec(spec, files=files, snapshots=snapshots),
             n_hosts=self.n_hosts,
             hosts_seconds_max=self.hosts_seconds,
+            # What started them writes the rows of a lost host again, which takes a while.
+            pieces_seconds_max=self.hosts_seconds if self.started is not None else None,
             memory_here=int(memory()),
         )
 

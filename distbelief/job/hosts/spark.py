@@ -9,33 +9,25 @@
 
 The agent is a process that leaves when its standard input ends, so nothing is left running if Spark
 kills the task, the executor, or its own driver. Spark runs the task of a lost executor again on
-another one, which writes the same rows and joins like any late host. Parameters and gradients
-travel by this package's own messages.
+another one, which writes the same rows and joins like any late host. If shuffled rows were lost
+with it, Spark runs all tasks again, beside those that still run: as a slot is free, the first of
+them starts, which may have a partition that is there. So the older task of that partition ends, and
+its slot is free for the one that is missing. Parameters and gradients travel by this package's own
+messages.
 
 Where the rows of a DataFrame are trained (`distbelief.spark.fit`), tasks write them; else there are
-none. The key that a task shows comes with its code, by Spark's own channels.
+none. The key that a task shows comes with its code, by Spark's own channels. What runs in a task is
+in `spark_task`.
 """
 
-import os
 import re
 import secrets
-import shutil
 import socket
-import subprocess
-import sys
-import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from math import ceil
-from multiprocessing.connection import (
-    Client,
-    Connection,
-    Listener,
-    answer_challenge,
-    deliver_challenge,
-)
+from multiprocessing.connection import Connection, Listener, answer_challenge, deliver_challenge
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, cast, final
 
@@ -45,6 +37,7 @@ from distbelief.config.algorithms import cores_of
 from distbelief.config.job import Job
 from distbelief.core.errors import JobError
 from distbelief.core.signals import handlers_kept
+from distbelief.job.hosts.spark_task import Answer, HostTask, Options, Report
 from distbelief.job.launch.role_process import modules_of, places_of
 from distbelief.protocol.role import Seconds
 from distbelief.transport.address import LOOPBACK, is_anywhere, own_address
@@ -59,41 +52,7 @@ if TYPE_CHECKING:
 CLOSE_SECONDS: Final = 5.0  # for tasks to end with the job; then Spark ends them
 RESOURCE_SECONDS: Final = 20.0  # without a sign of a task, until the user is warned
 AGAIN_SECONDS: Final = 2.0  # pause before tasks are started again
-CHUNK_BYTES: Final = 1 << 20
-ROWS: Final = "rows"  # directory of what tasks write, until it gets its name
-
-
-class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """task -> supervisor's process: what it has written."""
-
-    part: int  # the partition
-    rows: int = 0
-    checksum: str = ""  # of all values, in order
-    form: str = ""  # types and shapes, alike in all parts that have rows
-
-
-class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """supervisor's process -> task: what to do."""
-
-    refusal: str = ""  # fail, with this reason
-    sends_rows: bool = False  # send the file of rows, then wait for another answer
-    rows_as: str = ""  # name of the directory of rows
-    join: bytes = b""  # run a host with these options; b"": end
-
-
-class Options(msgspec.Struct, frozen=True, kw_only=True):
-    """The options of a host, as of `JoinOptions`."""
-
-    address: str
-    keys: str
-    cores: int
-    allowed: tuple[str, ...]
-    places: tuple[str, ...]
-    paths: tuple[str, ...]  # where the job's modules lie on the supervisor's host
-
-
-def file_of(part: int) -> str:
-    return f"part-{part:05}.arrow"
+OVER: Final = "another task has its rows"
 
 
 def connect() -> "SparkSession":
@@ -146,121 +105,6 @@ def cores_each(session: "SparkSession") -> int:
     return int(given or context.defaultParallelism // n or 1)
 
 
-# --- on executors ---
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class HostTask:
-    """What Spark runs in a task: writes the rows of a partition, and is a host of the job then."""
-
-    door: tuple[str, int]  # where the supervisor's process listens for tasks
-    key: bytes
-    # Writes rows to a file; returns number, checksum and form
-    write: "Callable[[Iterator[RecordBatch], Path], tuple[int, str, str]] | None"
-
-    def __call__(self, batches: "Iterator[RecordBatch]") -> "Iterator[RecordBatch]":
-        from pyspark import TaskContext  # noqa: PLC0415 -- an extra
-
-        context = TaskContext.get()
-        assert context is not None
-        part = context.partitionId()
-        # Spark removes these directories with the executor, whatever happens.
-        places = os.environ.get("SPARK_LOCAL_DIRS") or os.environ.get("LOCAL_DIRS") or ""
-        directory = Path(tempfile.mkdtemp(prefix="distbelief-", dir=places.split(",")[0] or None))
-        try:
-            self._take_part(batches, part, directory)
-        finally:
-            shutil.rmtree(directory, ignore_errors=True)
-        yield from ()
-
-    def _take_part(self, batches: "Iterator[RecordBatch]", part: int, directory: Path) -> None:
-        rows = directory / ROWS
-        rows.mkdir()
-        report, file = Report(part=part), rows / file_of(part)
-        if self.write is None:
-            for _ in batches:
-                pass
-        else:
-            n, checksum, form = self.write(batches, file)
-            report = Report(part=part, rows=n, checksum=checksum, form=form)
-        with Client(self.door, authkey=self.key) as link:
-            link.send_bytes(msgspec.json.encode(report))
-            while (answer := msgspec.json.decode(link.recv_bytes(), type=Answer)).sends_rows:
-                _send_file(link, file)
-        if answer.refusal:
-            raise JobError(answer.refusal)
-        if answer.join:
-            if answer.rows_as:
-                rows.rename(directory / answer.rows_as)
-            _run_agent(answer.join, directory)
-
-
-def _run_agent(options: bytes, directory: Path) -> None:
-    from pyspark import SparkFiles  # noqa: PLC0415 -- an extra
-
-    # The directories of the supervisor's host where they exist here, and the files of Spark.
-    own = msgspec.json.decode(options, type=Options).paths
-    places = [*filter(os.path.isdir, own), SparkFiles.getRootDirectory()]
-    paths = [str(Path(path).absolute()) for path in sys.path if path]
-    # A session of its own: signals to the worker are not for the job.
-    with subprocess.Popen(  # noqa: S603 -- ourselves
-        [sys.executable, "-P", "-m", __name__, places[0]],
-        cwd=directory,  # where a role finds its rows
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([*paths, *places])},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    ) as agent:
-        assert agent.stdin is not None
-        assert agent.stdout is not None
-        agent.stdin.write(options + b"\n")
-        agent.stdin.flush()  # it stays open while the task lives
-        for line in agent.stdout:
-            sys.stderr.buffer.write(line)  # to the executor's log
-            sys.stderr.flush()
-    if agent.returncode < 0:  # else it would end the same again: the job has its reason
-        raise JobError(f"the host was ended by signal {-agent.returncode}")
-
-
-def main() -> int:
-    """Run a host in the current directory, which is removed at the end."""
-    from distbelief.job.hosts.agent import JoinOptions  # noqa: PLC0415 -- torch
-    from distbelief.job.hosts.join import join  # noqa: PLC0415 -- torch
-
-    directory = Path.cwd()
-    # The bare descriptor: what a buffered reader had read on would not end the host.
-    line = b""
-    while not line.endswith(b"\n") and (byte := os.read(0, 1)):
-        line += byte
-    given = msgspec.json.decode(line, type=Options)
-    options = JoinOptions(
-        address=given.address,
-        is_held=True,
-        keys=Path(given.keys) if given.keys else None,
-        cores=given.cores,
-        allowed=given.allowed,
-        places=given.places,
-        code=Path(sys.argv[1]),
-        directory=directory / "joined",
-    )
-    try:
-        return join(options, tell=lambda text: print(text, flush=True))  # noqa: T201 -- to the executor's log
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)  # its task may have been killed
-
-
-def _send_file(link: "Link", file: Path) -> None:
-    with file.open("rb") as content:
-        while chunk := content.read(CHUNK_BYTES):
-            link.send_bytes(chunk)
-    link.send_bytes(b"")
-
-
-# --- beside the supervisor ---
-
-
 @final
 class SparkHosts:
     """The hosts that Spark provides to one job: `begin`, then `start`, then `close`.
@@ -286,6 +130,7 @@ class SparkHosts:
         self._changed = threading.Condition()  # guards all below
         self.parts: dict[int, Report] = {}
         self._links: dict[int, Link] = {}  # of tasks that wait for an answer
+        self._newest: dict[int, int] = {}  # the task of each part which Spark has run again
         self._go: Answer | None = None
         self._texts: list[str] = []
         self._failure: str | None = None
@@ -370,6 +215,12 @@ class SparkHosts:
                 texts.append(self._missing())
         return texts
 
+    def on_step(self, view: object) -> None:
+        """End the job, of which this is a callback, if lost rows cannot come back."""
+        del view
+        if self._failure is not None:
+            raise JobError(f"Spark: {self._failure}")
+
     def close(self) -> None:
         """End the tasks: those of a job that has ended end by themselves."""
         with self._changed:
@@ -451,22 +302,47 @@ class SparkHosts:
             except Exception:  # noqa: BLE001 -- a stranger
                 return
             report = msgspec.json.decode(link.recv_bytes(), type=Report)
+            is_again = self._runs_again(report.stage)
+
+            def is_over() -> bool:
+                return self._newest.get(report.part, 0) > report.task
+
             with self._changed:
+                if is_again:
+                    newest = self._newest.get(report.part, 0)
+                    self._newest[report.part] = max(newest, report.task)
                 refusal = self._misfit(report)
-                if not refusal:
+                if not (refusal or is_over()):
                     self.parts[report.part] = report
                     self._links[report.part] = link
                 self._failure = self._failure or refusal or None
                 self._changed.notify_all()
-                self._changed.wait_for(lambda: self._go or self._closes or self._failure)
+                self._changed.wait_for(
+                    lambda: self._go or self._closes or self._failure or is_over()
+                )
                 if self._links.get(report.part) is link:
                     del self._links[report.part]
                 answer = Answer()
                 if self._failure is not None:
                     answer = Answer(refusal=self._failure)
+                elif is_over():
+                    answer = Answer(refusal=OVER)
                 elif self._go is not None and (report.rows or self._write is None):
                     answer = self._go
             link.send_bytes(msgspec.json.encode(answer))
+            if answer.join:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._closes or is_over())
+                if is_over():
+                    link.send_bytes(msgspec.json.encode(Answer(refusal=OVER)))
+
+    def _runs_again(self, stage: int) -> bool:
+        """Return whether Spark runs the tasks of a stage again, whether they have ended or not."""
+        with suppress(Exception):  # Spark may have ended
+            tracker = self._frame.sparkSession.sparkContext.statusTracker()
+            info = tracker.getStageInfo(stage)
+            return info is not None and info.currentAttemptId > 0
+        return False
 
     def _misfit(self, report: Report) -> str:
         """Return why these rows do not fit what tasks have reported before, or ""."""
@@ -502,7 +378,3 @@ def _cause(error: Exception) -> str:
     ours = [line for line in lines if "JobError:" in line]
     found = next(iter(ours[-1:]), next((line for line in lines if line), type(error).__name__))
     return found.rpartition("JobError: ")[2][:1000]
-
-
-if __name__ == "__main__":
-    sys.exit(main())

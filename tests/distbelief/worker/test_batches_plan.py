@@ -1,10 +1,12 @@
 """Batch plans: the number of steps from one position to another."""
 
+from itertools import chain
+
 import numpy as np
 import pytest
 
 from distbelief.core.spans import Epochs
-from distbelief.task.data import DataShard, dealt_samples
+from distbelief.task.data import DataShard, Indices, dealt_samples
 from distbelief.worker.batches import DealtBatch, DealtPlan, TrainingPlan
 
 
@@ -74,6 +76,22 @@ def test_whoever_reads_a_position_reads_the_same_sample() -> None:
     after = dealt_samples(20, 40, n_samples=20, seed=1)
     assert sorted(after) == list(range(20))
     assert after.tolist() != whole.tolist()  # another epoch, another order
+
+
+def test_samples_of_a_range_are_looked_up_at_once() -> None:
+    """To look up the samples of each batch took a sixth of the time of a small model."""
+    asked: list[tuple[int, list[int]]] = []
+
+    def order(epoch: int, positions: Indices, _: int) -> Indices:
+        asked.append((epoch, positions.tolist()))
+        return positions[::-1].copy()
+
+    plan = DealtPlan(EPOCHS, seed=1, order=order)
+    plan.take([(6, 18), (18, 26)], n_before=0)
+    plan.start(0)
+    found = [plan.batch(step).indices.tolist() for step in range(plan.n_dealt)]
+    assert asked == [(0, [*range(6, 18)]), (0, [18, 19]), (1, [*range(6)])]
+    assert [*chain(*found)] == [*range(17, 5, -1), 19, 18, *range(5, -1, -1)]
 
 
 def test_a_message_that_is_repeated_deals_nothing_twice() -> None:

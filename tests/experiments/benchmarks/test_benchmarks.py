@@ -138,6 +138,10 @@ FIGURES: dict[str, set[str]] = {
         *("staleness_error", "bytes_differ", "others"),
     },
     "suggest": {"within", "cases", "worst", "median"},
+    "spark": {
+        *("throughput_over_local", "throughput_over_distributor", "cpu_over_local"),
+        *("start_seconds_spark", "start_seconds_local", "lines_spark", "lines_distributor"),
+    },
     "zoo": {*("models", "accepted", "agreeing"), *("split_share_worst", "plan_seconds_worst")},
 }
 """Of each benchmark, with `--small`: what it must tell."""
@@ -290,6 +294,8 @@ def test_a_benchmark_ends_and_its_figures_are_there(name: str) -> None:
         pytest.skip(why)
     if name == "ray_hosts":
         pytest.importorskip("ray", reason="ray, an extra, is missing")
+    if name == "spark":
+        pytest.importorskip("pyspark", reason="pyspark, an extra, is missing")
     if name == "programs":
         pytest.importorskip("celer", reason="celer, an extra, is missing")
     if name == "zoo":

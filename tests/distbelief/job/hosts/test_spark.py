@@ -3,7 +3,9 @@
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -11,13 +13,14 @@ import msgspec
 import pytest
 
 from distbelief.core.errors import JobError
-from distbelief.job.hosts import spark
-from distbelief.job.hosts.spark import HostTask, Options, SparkHosts, check_reach, connect
+from distbelief.job.hosts import spark, spark_task
+from distbelief.job.hosts.spark import SparkHosts, check_reach, connect
+from distbelief.job.hosts.spark_task import Answer, HostTask, Options
 from tests.distbelief.jobs import speech
 
 
 ADDRESS = f"tcp://127.0.0.1:1?secret={'5f' * 32}"
-LOCAL = threading.local()  # the partition of the task in this thread
+LOCAL = threading.local()  # the partition of the task in this thread, and its number
 
 
 class Cluster:
@@ -30,8 +33,11 @@ class Cluster:
         self.hosts = ["10.0.0.1", "10.0.0.1", "10.0.0.2"]
         self.cancelled: list[str] = []
         self.attempts: list[int] = []  # parts whose task runs twice
+        self.stage_attempt = 0
         self.failures = 0  # of the whole, after the tasks
-        self.errors: list[Exception] = []
+        self.again = threading.Event()  # which do so from then on
+        self.again.set()
+        self.errors: list[tuple[Exception, int]] = []  # with the number of the task
 
     # --- its context ---
 
@@ -44,6 +50,10 @@ class Cluster:
         tracker = SimpleNamespace(getExecutorInfos=lambda: infos)
         return SimpleNamespace(sc=lambda: SimpleNamespace(statusTracker=lambda: tracker))
 
+    def statusTracker(self) -> object:  # noqa: N802 -- Spark's
+        info = SimpleNamespace(currentAttemptId=self.stage_attempt)
+        return SimpleNamespace(getStageInfo=lambda _stage: info)
+
     defaultParallelism = 4  # noqa: N815 -- Spark's
 
     def setJobGroup(self, *_: object, **_more: object) -> None:  # noqa: N802 -- Spark's
@@ -55,16 +65,18 @@ class Cluster:
     # --- the frame ---
 
     def mapInArrow(self, task: HostTask, _schema: str, **_: object) -> object:  # noqa: N802 -- Spark's
-        def run(part: int) -> None:
-            LOCAL.part = part
+        def run(number: int, part: int) -> None:
+            LOCAL.part, LOCAL.number = part, number
+            if number >= self.n_parts:
+                self.again.wait()
             try:
                 assert list(task(iter(()))) == []
             except Exception as error:  # noqa: BLE001 -- Spark reports it
-                self.errors.append(error)
+                self.errors.append((error, number))
 
         def collect() -> None:
             parts = [*range(self.n_parts), *self.attempts]
-            threads = [threading.Thread(target=run, args=[part]) for part in parts]
+            threads = [threading.Thread(target=run, args=one) for one in enumerate(parts)]
             for thread in threads:
                 thread.start()
             for thread in threads:
@@ -73,7 +85,7 @@ class Cluster:
                 self.failures -= 1
                 raise RuntimeError("Job aborted")
             if self.errors:
-                raise RuntimeError(f"Traceback\ndistbelief.JobError: {self.errors[0]}")
+                raise RuntimeError(f"Traceback\ndistbelief.JobError: {self.errors[0][0]}")
 
         return SimpleNamespace(collect=collect)
 
@@ -82,16 +94,20 @@ class Cluster:
 def agents(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, Options, list[str]]]:
     """Return what agents were started: partition, options, files beside them."""
     started: list[tuple[int, Options, list[str]]] = []
-    context = SimpleNamespace(get=lambda: SimpleNamespace(partitionId=lambda: LOCAL.part))
+    task = SimpleNamespace(
+        partitionId=lambda: LOCAL.part, stageId=lambda: 0, taskAttemptId=lambda: LOCAL.number
+    )
+    context = SimpleNamespace(get=lambda: task)
     pyspark = ModuleType("pyspark")
     vars(pyspark)["TaskContext"] = context
     monkeypatch.setitem(sys.modules, "pyspark", pyspark)
 
-    def run(options: bytes, directory: Path) -> None:
+    def run(directory: Path, options: bytes, _link: object) -> None:
         files = sorted(str(path.relative_to(directory)) for path in directory.rglob("*.arrow"))
         started.append((LOCAL.part, msgspec.json.decode(options, type=Options), files))
 
-    monkeypatch.setattr(spark, "_run_agent", run)
+    monkeypatch.setattr(spark_task, "_agent", nullcontext)
+    monkeypatch.setattr(spark_task, "_run", run)
     return started
 
 
@@ -167,6 +183,38 @@ def test_a_partition_that_is_read_again_must_have_the_same_rows() -> None:
 
 
 @pytest.mark.usefixtures("agents")
+@pytest.mark.parametrize("is_late", [False, True])
+def test_of_two_tasks_of_a_partition_the_older_ends(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *, is_late: bool
+) -> None:
+    """An executor was lost with shuffled rows: the rows of others had two hosts, its own none.
+
+    Spark ran all tasks again in the one free slot, beside those that still ran.
+    """
+    cluster, running = Cluster(2), threading.Semaphore(0)
+    cluster.attempts, cluster.stage_attempt = [0], 1
+
+    def run(_directory: Path, _options: bytes, link: "spark_task.Link") -> None:
+        running.release()
+        with suppress(EOFError):
+            raise JobError(msgspec.json.decode(link.recv_bytes(), type=Answer).refusal)
+
+    monkeypatch.setattr(spark_task, "_run", run)
+    if is_late:
+        cluster.again.clear()
+    made = hosts(cluster)
+    made.start(ADDRESS, directory=tmp_path)
+    if is_late:
+        running.acquire()
+        running.acquire()
+        cluster.again.set()
+    while not cluster.errors:
+        time.sleep(0.01)
+    made.close()
+    assert [(str(error), number) for error, number in cluster.errors] == [(spark.OVER, 0)]
+
+
+@pytest.mark.usefixtures("agents")
 def test_hosts_that_spark_ends_are_started_again(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -215,7 +263,7 @@ def test_a_host_leaves_with_its_task_and_takes_its_files_along(tmp_path: Path) -
     folder.mkdir()
     options = Options(address=ADDRESS, keys="", cores=1, allowed=(), places=(), paths=())
     with subprocess.Popen(
-        [sys.executable, "-P", "-m", spark.__name__, str(tmp_path)],
+        [sys.executable, "-P", "-m", spark_task.__name__, str(tmp_path)],
         cwd=folder,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
