@@ -18,6 +18,7 @@ from statistics import median
 from typing import Final, final
 
 import msgspec
+import numpy as np
 
 from distbelief.config.algorithms import facts_of
 from distbelief.config.job import Job
@@ -47,19 +48,23 @@ EXCHANGES_OF_TRIAL: Final = 4
 
 
 def cost_by(by: str) -> Cost:
-    """Return by which variants are compared: a median over seeds; infinite for a failed one.
+    """Return by which variants are compared: a median over seeds; infinite if a run fails.
 
     time     seconds to the target of [stop]; without one, those of a million samples
     loss     held-out loss at the end
     price    of the machines to the target; without one, of a million samples; machine-hours if
              no machine has a price
     """
-    return lambda variant: median(_figure(variant, run, by) for run in variant.outcomes)
+
+    def cost(variant: Variant) -> float:
+        if variant.failure is not None or not variant.outcomes:
+            return math.inf
+        return median(_figure(variant, run, by) for run in variant.outcomes)
+
+    return cost
 
 
 def _figure(variant: Variant, run: Outcome, by: str) -> float:
-    if run.error is not None:
-        return math.inf
     if by == "loss":
         found = run.loss if run.held_out_loss is None else run.held_out_loss
         return math.inf if found is None or math.isnan(found) else found
@@ -102,7 +107,7 @@ def best_of(variants: Sequence[Variant], *, n_machines: int, by: str = "time") -
 def front_of(variants: Sequence[Variant]) -> tuple[Variant, ...]:
     """Return the variants than which none is both faster and cheaper, the fastest first."""
     time, price = cost_by("time"), cost_by("price")
-    ran = [v for v in variants if v.outcomes and time(v) < math.inf]
+    ran = [v for v in variants if time(v) < math.inf]
     found: list[Variant] = []
     for variant in sorted(ran, key=lambda v: (time(v), price(v))):
         if not found or price(variant) < price(found[-1]):
@@ -111,12 +116,16 @@ def front_of(variants: Sequence[Variant]) -> tuple[Variant, ...]:
 
 
 def undecided(best: Variant, variants: Sequence[Variant], *, by: str) -> list[Variant]:
-    """Return the others of which a run was at least as good as the worst of the best one's."""
+    """Return the others of which a run was at least as good as the worst of the best one's.
+
+    Those with a failed run are not among them.
+    """
 
     def of(variant: Variant) -> list[float]:
         return [_figure(variant, run, by) for run in variant.outcomes]
 
-    return [v for v in variants if v is not best and v.outcomes and min(of(v)) <= max(of(best))]
+    whole = [v for v in variants if v is not best and v.outcomes and v.failure is None]
+    return [v for v in whole if min(of(v)) <= max(of(best))]
 
 
 # --- what is searched ---
@@ -279,6 +288,7 @@ class Search:
     by: str
     stage: Callable[[Job], PreparedJob]
     _error: JobError | None = None
+    others: list[Trial] = field(default_factory=list)  # what to run where all of the best fail
     _step_seconds: float | None = None  # of one replica, as the first run has them
     _known: dict[Point, tuple[Trial, Variant] | None] = field(default_factory=dict)
 
@@ -297,7 +307,9 @@ class Search:
         front = front_of([*found.values()])
         last = [*found][:N_LAST] or points[:1]  # none reaches the target: `best_of` says so
         others = [p for p, one in found.items() if p not in last and any(one is f for f in front)]
-        return [self._trial(point) for point in (*last, *others[:N_OF_FRONT])]
+        last += others[:N_OF_FRONT]
+        self.others = [self._trial(point) for point in found if point not in last]
+        return [self._trial(point) for point in last]
 
     @property
     def left_out(self) -> list[Variant]:
@@ -325,21 +337,22 @@ class Search:
         if self._error is not None and not any(self._known.values()):
             raise self._error
         prices = self._prices(points[0]) if points else None
+        any_order = [points[n] for n in np.random.default_rng(self.seed).permutation(len(points))]
         if prices is None:
-            return points[:: max(1, len(points) // N_STARTS)][:N_STARTS]
+            return any_order
         speeds = {point: prices.speed(self._trial(point)) for point in points}
-        starts = sorted(points, key=lambda point: -speeds[point])[:N_STARTS]
+        fastest = sorted(points, key=lambda point: -speeds[point])
         cheapest = min(points, key=lambda point: self._hour(point) / speeds[point])
-        # The first is the smallest: where all others fail, the search begins there.
-        return list(dict.fromkeys([*starts, cheapest, points[0]]))
+        # Where these fail, the smallest may hold, or any other.
+        return [*dict.fromkeys([*fastest[:N_STARTS], cheapest, points[0], *any_order])]
 
     def _prices(self, point: Point) -> Prices | None:
         trial = self._short(self._trial(point))
-        outcome = trial.run(seed=self.seed, progress=self.progress, keeps_spans=False).outcome
-        if outcome.error is not None or not outcome.samples:
+        found = trial.completed(trial.variant(), seeds=[self.seed], progress=self.progress)
+        if found.failure is not None or not any(run.samples for run in found.outcomes):
             return None
-        self._step_seconds = outcome.step_seconds
-        return Prices.of(trial, outcome)
+        self._step_seconds = found.outcomes[0].step_seconds
+        return Prices.of(trial, found.outcomes[0])
 
     def _hour(self, point: Point) -> float:
         trial = self._trial(point)
@@ -365,19 +378,24 @@ class Search:
     def _climb(
         self, starts: Sequence[Point], by: str, axes: Sequence[int], *, n_max: int, is_short: bool
     ) -> dict[Point, Variant]:
-        """Move from the starts to better neighbours; return what was run, the best first."""
+        """Move from the starts to better neighbours; return what completed, the best first.
+
+        Of the starts the first few are run, and more until one of them completes.
+        """
         cost, ran, known = cost_by(by), dict[Point, Variant](), dict[Point, float]()
 
         def run(point: Point) -> None:
             if point in known or len(ran) >= n_max or not self._fits(point):
                 return
             trial = self._short(self._trial(point)) if is_short else self._trial(point)
-            ended = trial.run(seed=self.seed, progress=self.progress, keeps_spans=False)
-            ran[point] = msgspec.structs.replace(trial.variant(), outcomes=(ended.outcome,))
-            known[point] = cost(ran[point])
+            found = trial.completed(trial.variant(), seeds=[self.seed], progress=self.progress)
+            ran[point], known[point] = found, cost(found)
+            if found.left_out is not None:
+                self._known[point] = trial, found
 
-        for point in starts:
-            run(point)
+        for n, point in enumerate(starts):
+            if n <= N_STARTS or min(known.values()) == math.inf:
+                run(point)
         done = set[Point]()
         while True:
             # The best one whose neighbours are not all known yet, of a few.

@@ -276,6 +276,16 @@ class Trial:
             ),
         )
 
+    def completed(
+        self, variant: Variant, *, seeds: Iterable[int], progress: WaitProgress
+    ) -> Variant:
+        """Return the variant with an outcome of each seed; left out if a run is refused."""
+        try:
+            ended = [self.run(seed=seed, progress=progress, keeps_spans=False) for seed in seeds]
+        except JobError as error:
+            return msgspec.structs.replace(variant, left_out=str(error))
+        return msgspec.structs.replace(variant, outcomes=tuple(one.outcome for one in ended))
+
     def run(self, *, seed: int, progress: WaitProgress, keeps_spans: bool) -> FinishedRun:
         """Run it once, with its machines' outages; JobError if it is longer than their trace."""
         host, begun = self.host, list[Outage]()

@@ -230,7 +230,7 @@ def run_request(request: SimulationRequest, *, console: Console) -> Forecast:
         check_place(request.trace)
     n_each = len(request.seeds) + bool(request.axes or searches)  # one more tells its limit
     n_runs = N_TRIED_MAX + N_RUN_MAX + N_LAST * n_each if searches else len(given) * n_each
-    left_out: list[Variant] = []
+    search, left_out = None, list[Variant]()
     with Preparation() as preparation, WaitProgress(console, n_runs=n_runs) as progress:
 
         def prepare(settings: Mapping[str, str], job: Job | None = None) -> Trial:
@@ -260,6 +260,11 @@ def run_request(request: SimulationRequest, *, console: Console) -> Forecast:
             _run_trial(request, trial, variant, progress, stage=preparation.stage)
             for trial, variant in planned
         ]
+        # Short runs may complete where whole ones fail.
+        spare = iter(search.others if search is not None else ())
+        while all(v.failure or v.left_out for v, _ in ran) and (trial := next(spare, None)):
+            variant = _planned(request, trial)
+            ran.append(_run_trial(request, trial, variant, progress, stage=preparation.stage))
     variants = (*(variant for variant, _ in ran), *left_out)
     best, front = None, tuple[Variant, ...]()
     if request.suggests:
@@ -330,12 +335,19 @@ def _run_trial(
         for _ in range(len(request.seeds) + is_row):
             progress.end()
         return variant, None
-    outcomes, timeline = [], None
-    for index, seed in enumerate(request.seeds):
-        keeps_timeline = request.trace is not None and not index
-        ended = trial.run(seed=seed, progress=progress, keeps_spans=keeps_timeline)
-        timeline = ended.timeline if keeps_timeline else timeline
-        outcomes.append(ended.outcome)
+    timeline = None
+    if request.suggests:
+        variant = trial.completed(variant, seeds=request.seeds, progress=progress)
+        if variant.left_out is not None:
+            return variant, None
+    else:
+        outcomes = []
+        for index, seed in enumerate(request.seeds):
+            keeps_timeline = request.trace is not None and not index
+            ended = trial.run(seed=seed, progress=progress, keeps_spans=keeps_timeline)
+            timeline = ended.timeline if keeps_timeline else timeline
+            outcomes.append(ended.outcome)
+        variant = msgspec.structs.replace(variant, outcomes=tuple(outcomes))
     limit = None
     if is_row:
 
@@ -343,5 +355,5 @@ def _run_trial(
             seed = request.seeds[0]
             return other.run(seed=seed, progress=progress, keeps_spans=False).outcome
 
-        limit = limit_of(trial, outcomes[0], stage=stage, run=run_other)
-    return msgspec.structs.replace(variant, outcomes=tuple(outcomes), limit=limit), timeline
+        limit = limit_of(trial, variant.outcomes[0], stage=stage, run=run_other)
+    return msgspec.structs.replace(variant, limit=limit), timeline

@@ -1,15 +1,19 @@
 """The chooser: what it compares by, where it looks, and what it finds beside brute force."""
 
 import math
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
 from rich.console import Console
 
+from distbelief.config.job import Job
 from distbelief.core.errors import JobError
 from distbelief.simulation.forecast.chooser import (
     AS_GIVEN,
+    N_TRIED_MAX,
     best_of,
     cost_by,
     counts,
@@ -18,6 +22,7 @@ from distbelief.simulation.forecast.chooser import (
     usual_axes,
 )
 from distbelief.simulation.forecast.forecast_report import suggestion
+from distbelief.simulation.forecast.run import Trial
 from distbelief.simulation.forecast.simulate import SimulationRequest, run_request, simulate
 from distbelief.simulation.forecast.sweep import Outcome, Variant, axes_of
 from tests.distbelief.simulation.forecast.jobs import TEXT, small, written
@@ -33,6 +38,9 @@ memory_rate = "10 MB/s"
 bandwidth = "1 Mbit/s"
 price = 0.5
 """
+
+Ends = Callable[[Job], Outcome]
+LONG = 99.0  # seconds of a whole run; short ones have fewer
 
 
 def priced(name: str, rate: float, price: float, *, seconds: float | None = None) -> Variant:
@@ -134,6 +142,14 @@ def test_the_front_has_what_nothing_beats_in_time_and_in_price() -> None:
     assert front_of([*found[::-1], fails]) == (found[0], found[2])
 
 
+def test_one_failed_run_of_three_keeps_a_configuration_off_the_front() -> None:
+    """Its median was that of the runs that completed: the front named what may fail."""
+    fails = a_variant("8", an_outcome(rate=1e6), an_outcome(rate=1e6), an_outcome(error="silent"))
+    holds = a_variant("1", an_outcome(rate=10.0))
+    assert front_of([fails, holds]) == (holds,)
+    assert undecided(holds, [fails, holds], by="time") == []
+
+
 def test_what_the_seeds_do_not_tell_apart_is_named() -> None:
     def of(name: str, *rates: float) -> Variant:
         return a_variant(name, *(an_outcome(rate=rate) for rate in rates))
@@ -157,7 +173,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.untraced
-def test_the_search_finds_what_brute_force_finds(folder: Path) -> None:
+@pytest.mark.parametrize("seconds", [0.2, pytest.param(0.6, marks=pytest.mark.soak)])
+def test_the_search_finds_what_brute_force_finds(folder: Path, seconds: float) -> None:
     def request(**wish: object) -> SimulationRequest:
         return SimulationRequest(
             job=folder / "small.toml",
@@ -165,6 +182,7 @@ def test_the_search_finds_what_brute_force_finds(folder: Path) -> None:
             machines=5,
             measures=False,
             seeds=(0,),
+            overrides=(f"stop.seconds={seconds}",),
             **wish,  # type: ignore[arg-type]  # by name
         )
 
@@ -176,6 +194,72 @@ def test_the_search_finds_what_brute_force_finds(folder: Path) -> None:
     axes = tuple(axes_of(["replicas=2,3,4", "shards=1,3,5"]))
     swept = run_request(request(axes=axes), console=quiet).variants
     assert cost_by("time")(found.best) <= 1.05 * min(map(cost_by("time"), swept))
+
+
+def suggested(folder: Path, monkeypatch: pytest.MonkeyPatch, ends: Ends) -> Mapping[str, str]:
+    """Return what is suggested where the runs end as `ends` says, without a simulation."""
+
+    def run(self: Trial, *, seed: int, **_: object) -> object:
+        outcome = ends(self.job.job)
+        return SimpleNamespace(outcome=msgspec.structs.replace(outcome, seed=seed))
+
+    monkeypatch.setattr(Trial, "run", run)
+    found = simulate(
+        folder / "small.toml",
+        overrides=[f"stop.seconds={LONG}"],
+        machines=5,
+        cluster="rack.toml",
+        suggest=True,
+        counted=True,
+    )
+    assert found.best is not None
+    return found.best.settings
+
+
+def test_where_all_starts_fail_the_search_goes_on(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 60 combinations nine completed, and none of the five with which the search began."""
+    n_short = 0
+
+    def ends(job: Job) -> Outcome:
+        nonlocal n_short
+        n_short += job.stop.seconds != LONG
+        holds = job.cluster.n_replicas == 2 and job.cluster.shards >= 3
+        return an_outcome(rate=job.cluster.shards, error=None if holds else "shard-0 is silent")
+
+    found = suggested(folder, monkeypatch, ends)
+    assert (found["cluster.replicas"], found["cluster.shards"]) == ("2", "5")
+    assert n_short <= N_TRIED_MAX + 1  # one for the formula
+
+
+def test_where_whole_runs_of_the_best_fail_others_are_run(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A shard that falls silent after ten seconds is none the worse in a short run."""
+
+    def ends(job: Job) -> Outcome:
+        n, is_whole = job.cluster.n_replicas, job.stop.seconds == LONG
+        return an_outcome(rate=n, error="shard-0 is silent" if is_whole and n > 1 else None)
+
+    assert suggested(folder, monkeypatch, ends)["cluster.replicas"] == "1"
+
+
+def test_a_run_that_is_refused_is_a_failure_of_its_configuration_alone(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine that leaves for good with a shard ended the whole search."""
+
+    def ends(job: Job, *, holds: bool = True) -> Outcome:
+        if not holds or job.cluster.placement == "spread":
+            raise JobError("machine 3 leaves, and shard-0 is there")
+        return an_outcome(rate=job.cluster.n_replicas)
+
+    found = suggested(folder, monkeypatch, ends)
+    assert found["cluster.placement"] != "spread"
+    assert found["cluster.replicas"] == "4"
+    with pytest.raises(JobError, match=r"none of .* fits; machine 3 leaves"):
+        suggested(folder, monkeypatch, lambda job: ends(job, holds=False))
 
 
 def test_a_suggestion_that_cannot_be_made_says_what_is_missing(tmp_path: Path) -> None:
