@@ -37,7 +37,7 @@ from distbelief.simulation.forecast.chooser import cost_by
 from distbelief.simulation.forecast.placed_cluster import HostCosts
 from distbelief.simulation.forecast.prepare import Preparation
 from distbelief.simulation.forecast.run import Trial
-from distbelief.simulation.forecast.simulate import SimulationRequest, run_request
+from distbelief.simulation.forecast.simulate import SimulationRequest, run_request, seeds_of
 from distbelief.simulation.forecast.sweep import Axis, Variant, combinations
 from experiments.benchmarks.measuring import measurement
 
@@ -158,6 +158,7 @@ def found_of(case: Case, folder: Path, *, steps: int, seeds: int, again: int) ->
         cluster=str(cluster),
         machines=N_MACHINES,
         suggests=True,
+        seeds=seeds_of(0, None, suggests=True),  # as on the command line
         by=case.by,
         measures=False,
     )

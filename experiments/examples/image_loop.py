@@ -28,7 +28,7 @@ with distbelief.ParameterServer(net, rule=distbelief.Adam(learning_rate=0.003)) 
     server = sys.argv[1] if len(sys.argv) > 1 else started.address
     print(server)
     with distbelief.DownpourSGD(net.named_parameters(), server=server, buffers=net) as optimizer:
-        for epoch in range(4):
+        for epoch in range(6):
             for inputs, targets in DataLoader(train, batch_size=32, shuffle=True):
                 optimizer.zero_grad()
                 nn.functional.cross_entropy(net(shifted(inputs)), targets).backward()

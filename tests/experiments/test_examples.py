@@ -17,7 +17,7 @@ SAYS = {
     "cross_val_score": r"accuracy 9\d\.\d% \+- ",
     "fit": r"<Run .*held-out accuracy 0\.9.*\nbest 9\d\.\d",
     "accelerate_loop": r"accuracy 9\d\.\d%",
-    "image_loop": r"held out 9\d\.\d%",
+    "image_loop": r"held out [89]\d\.\d%",
     "lightning_module": r"accuracy 9\d\.\d%",
     "transformers_trainer": r"loss 0\.\d",
 }

@@ -135,7 +135,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
         "minimize: directory is 3; use text or a path or None",
     ),
     "an array as an option": (
-        lambda: minimize(net(), "mse", (X, X), tolerance=X.numpy()),
+        lambda: minimize(net(), "mse", (X, X), tol=X.numpy()),
         "tolerance: [[0. 0. 0.] [0. 0. 0.]",
     ),
     "one array as data": (
