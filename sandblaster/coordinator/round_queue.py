@@ -62,7 +62,7 @@ class RoundQueue:
         self._request = request
         self._command = command
         self._may_move = request.may_move
-        self._is_balanced = not request.may_move
+        self._balanced: set[int] = set()  # workers among which blocks were balanced
         self._pending: list[Chunk] = []
         self._open: deque[_Round] = deque()  # those at work, which are not committed
         self._n_opened = 0
@@ -180,7 +180,7 @@ class RoundQueue:
         workers = {worker.number: worker for worker in self._pool}
         if not workers or self.lost_block is not None:
             return
-        if not self._is_balanced:
+        if self._may_move and not workers.keys() <= self._balanced:
             self._balance(workers)
         owners, pending = self._counters.blocks, self._pending
         self._pending = []
@@ -216,13 +216,24 @@ class RoundQueue:
         return [(counts[number], number) for number in workers]
 
     def _balance(self, workers: dict[int, WorkerState]) -> None:
-        """Let workers that have come take blocks of those that have more."""
-        self._is_balanced, owners = True, self._counters.blocks
+        """Let workers that have come take blocks of those that have more, also assigned ones."""
+        self._balanced, owners = set(workers), self._counters.blocks
+        chunks = [chunk for tasks in self._open for chunk in tasks]
+        done = {chunk.index for chunk in chunks if chunk.staged is not None}
+        moved: set[int] = set()
         while True:
             (least, to), (most, source) = min(loads := self._loads(workers)), max(loads)
-            if most - least < 2:
-                return
-            owners[max(block for block, number in owners.items() if number == source)] = to
+            free = [one for one, number in owners.items() if number == source and one not in done]
+            if most - least < 2 or not free:
+                break
+            owners[block := max(free)] = to  # the last one: its worker has hardly begun it
+            moved.add(block)
+        for chunk in chunks:
+            if chunk.index in moved and chunk.attempts:
+                for one in list(chunk.attempts.values()):
+                    self._drop(one)
+                    self._changed[one.worker.number] = one.worker
+                self._pending.append(chunk)
 
     def _attempt(self, chunk: Chunk, worker: WorkerState, now: Seconds) -> None:
         self._counters.attempt += 1

@@ -15,7 +15,7 @@ from distbelief.parameter_server.rows import RoundRows
 from distbelief.protocol import AddRows, Assignment, RowsTaken, Stop, TakeRows, WorkReport
 from distbelief.protocol.role import Address
 from distbelief.simulation.driver import HandledEvent
-from distbelief.simulation.faults import Kill, Slow
+from distbelief.simulation.faults import CutOff, Kill, Slow
 from distbelief.simulation.trace import SimulationFailed
 from sandblaster.chunks import COORDINATOR
 from sandblaster.coordinator import round_queue
@@ -184,6 +184,16 @@ def test_messages_have_room_for_the_tasks_and_reports_of_many_blocks(
         scene.cluster.observe(see)
         scene.play()
     assert room / 2 < max(sizes) <= room
+
+
+@pytest.mark.parametrize("which", ["planned lasso", "topics"])
+def test_the_worker_that_reports_first_does_not_keep_all_blocks(which: Which) -> None:
+    """It had them for the whole round, and those that keep something for four passes."""
+    late = CutOff(at=0.0, a=Address("replica-1"), b=COORDINATOR, seconds=0.006, loses=False)
+    scene = Rounds(which=which, n_replicas=2, n_shards=1, latency_seconds=1e-3, faults=(late,))
+    scene.play()
+    blocks = sorted(scene.status(one)["blocks"] for one in scene.replicas)
+    assert blocks == ([2.0, 3.0] if which == "topics" else [2.0, 2.0])
 
 
 def test_predictions_are_sent_to_a_worker_once_after_each_change() -> None:
