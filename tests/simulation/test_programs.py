@@ -186,6 +186,7 @@ def test_messages_have_room_for_the_tasks_and_reports_of_many_blocks(
     assert room / 2 < max(sizes) <= room
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("which", ["planned lasso", "topics"])
 def test_the_worker_that_reports_first_does_not_keep_all_blocks(which: Which) -> None:
     """It had them for the whole round, and those that keep something for four passes."""
