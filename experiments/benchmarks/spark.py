@@ -204,7 +204,6 @@ def frame_of(rows: int) -> "DataFrame":
     for key, value in options.items():
         builder = builder.config(key, value)
     session = builder.master(MASTER).getOrCreate()
-    session = builder.master(MASTER).getOrCreate()
     file = Path(os.environ["ROWS"])
     if not file.exists():
         import pyarrow as pa  # noqa: PLC0415 -- an extra
@@ -238,6 +237,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 more = {
                     "PYTHONPATH": os.pathsep.join(filter(None, paths)),
                     "PYSPARK_PYTHON": sys.executable,
+                    "ROWS": str(Path(place) / "rows.parquet"),
                 }
                 ended = subprocess.run(
                     command,
