@@ -24,6 +24,7 @@ from distbelief.parameter_server.shard_config import other_copy, shard_of
 from distbelief.protocol.role import Address, Role
 from distbelief.protocol.vector_commands import VectorName
 from distbelief.task.data import DataShard, Samples
+from distbelief.task.imports import own_arguments
 from distbelief.task.initializers import reader
 from distbelief.task.task import BuildContext, TaskSpec, build_model
 from distbelief.worker import build as wb
@@ -178,7 +179,8 @@ def _method_of(config: SandblasterSettings, context: BuildContext) -> tuple[Runn
     model = context.task.model
     if config.method == PROGRAM:
         program = program_of(model)
-        kept = {key: one for key, one in model.arguments.items() if key not in program.bounds}
+        own = own_arguments(model.factory, model.arguments)
+        kept = {key: one for key, one in own.items() if key not in program.bounds}
         # Values of other data would be taken for those of these.
         data = [program.checksum, checksum(*program.data)]
         goal = {"program": model.factory, "checksum": data, **kept}

@@ -211,6 +211,21 @@ def parameters_of(factory: Importable) -> Sequence[str]:
         return []
 
 
+def own_arguments(path: str, arguments: Mapping[str, object]) -> dict[str, object]:
+    """Return the arguments of a call without those that the function has by default anyway."""
+    try:
+        known = inspect.signature(resolve(path)).parameters
+    except (JobError, TypeError, ValueError):  # its defaults are not known
+        return dict(arguments)
+
+    def is_default(name: str, value: object) -> bool:
+        default = known[name].default if name in known else inspect.Parameter.empty
+        # A job file has no tuples; and arrays compare element by element.
+        return (value == (list(default) if isinstance(default, tuple) else default)) is True
+
+    return {name: value for name, value in arguments.items() if not is_default(name, value)}
+
+
 def _check_arguments(
     factory: Importable, arguments: Mapping[str, object], *, path: str, table: str
 ) -> None:

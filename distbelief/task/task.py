@@ -41,7 +41,7 @@ from distbelief.task.data import (
     shown_path,
 )
 from distbelief.task.forward import Forward, Sample, WholeLoss, input_specs
-from distbelief.task.imports import call_factory, parameters_of, resolve
+from distbelief.task.imports import call_factory, own_arguments, parameters_of, resolve
 from distbelief.task.initializers import InitialFile
 from distbelief.task.losses import Loss, Metric
 from distbelief.task.sources import source_of
@@ -96,7 +96,8 @@ class DataSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         """What the samples come from, by any number of processes."""
         more = {"limit": self.limit, "collate": self.collate}
         given = {key: value for key, value in more.items() if value is not None}
-        return {"factory": self.factory, "arguments": self.arguments, **given}
+        arguments = own_arguments(self.factory, self.arguments)
+        return {"factory": self.factory, "arguments": arguments, **given}
 
 
 class TaskSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -14,7 +14,8 @@ it predicts: what evaluates, loads and saves models needs nothing else. Your own
 an attribute `program` whose tables have the names and shapes of its parameters, in float64.
 """
 
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, TypeVar, cast, final
@@ -43,12 +44,13 @@ from sandblaster.strads.files import (
     read_targets,
 )
 from sandblaster.strads.kernels import Floats
-from sandblaster.strads.linear import Lasso, SparseLogisticRegression
+from sandblaster.strads.linear import Lasso, SparseLogisticRegression, sparse_path
 from sandblaster.strads.method import AnyProgram
 from sandblaster.strads.topics import LatentDirichletAllocation, checked_counts
 
 
 Kind = TypeVar("Kind", bound=Estimator)
+Factory = TypeVar("Factory", bound=Callable[..., nn.Module])  # type: ignore[explicit-any] # of a job file
 
 _PATH: Final = ("alphas", "n_alphas", "smallest", "patience")
 _NOT_OF_FIT: Final = {*_PATH, "start", "n_features", "held_out_x", "held_out_y"}
@@ -127,6 +129,23 @@ class _Tables(nn.Module):
         return 0.0 * self.get_parameter(name).sum()
 
 
+def _forwards(*callees: Callable[..., object]) -> Callable[[Factory], Factory]:  # type: ignore[explicit-any] # of any types
+    """Give a function the signature with what its `arguments` are of: so defaults are known."""
+
+    def named(factory: Factory) -> Factory:
+        *own, others = inspect.signature(factory).parameters.values()
+        theirs = [one for each in callees for one in inspect.signature(each).parameters.values()]
+        more = {
+            one.name: one.replace(kind=one.KEYWORD_ONLY)
+            for one in theirs
+            if one.default is not one.empty and one.name not in {each.name for each in own}
+        }
+        vars(factory)["__signature__"] = inspect.Signature([*own, *more.values(), others])
+        return factory
+
+    return named
+
+
 # --- linear models ---
 
 
@@ -144,6 +163,7 @@ class Linear(_Tables):
         return found + sum(self._sum_of(name) for name in self.program.tables if name not in _USED)
 
 
+@_forwards(sparse_path, Lasso)
 def lasso(x: str, y: str = "", *, n_blocks: int = 8, **arguments: object) -> Linear:
     """Return the linear model that `sandblaster.Lasso` fits to X and y, of these files.
 
@@ -159,6 +179,7 @@ def lasso(x: str, y: str = "", *, n_blocks: int = 8, **arguments: object) -> Lin
     return _linear(Lasso, n_blocks, x, y, read_targets(x, y), arguments)
 
 
+@_forwards(sparse_path, SparseLogisticRegression)
 def sparse_logistic(x: str, y: str = "", *, n_blocks: int = 8, **arguments: object) -> Linear:
     """Return the same for `sandblaster.SparseLogisticRegression`; y is of two classes."""
     labels = read_targets(x, y)
@@ -285,6 +306,7 @@ class FactorModel(_Tables):
         return (u[:, pairs[:, 0]] * v[:, pairs[:, 1]]).sum(dim=0) + self._mean
 
 
+@_forwards(MatrixFactorization)
 def factors(
     ratings: str, *, held_out: str = "", start: str = "", n_blocks: int = 8, **arguments: object
 ) -> FactorModel:
@@ -357,6 +379,7 @@ class TopicModel(_Tables):
         return torch.log(shares @ weights.T) + self._sum_of("topics") + self._sum_of("row_of")
 
 
+@_forwards(LatentDirichletAllocation)
 def topics(
     counts: str, *, held_out: str | None = None, n_blocks: int = 8, **arguments: object
 ) -> TopicModel:

@@ -55,6 +55,7 @@ from distbelief.protocol.role import Snapshot
 from distbelief.supervisor.metrics import PreviousTotals
 from distbelief.supervisor.view import JobView
 from distbelief.task.data import are_alike, start_positions
+from distbelief.task.imports import own_arguments
 from distbelief.task.task import ModelSpec
 from distbelief.worker.group import EVALUATORS, group_rank_of, member_name, rank_name
 
@@ -444,7 +445,9 @@ def check_same(job: Job, earlier: Job, *, directory: str) -> None:
     """Reject changes that do not fit the checkpoints."""
     was, now = (
         {
-            "[model]: the checkpoints are of another model": _bound(each.model, facts.bounds),
+            "[model]: the checkpoints are of another model": (
+                earlier.model == job.model or _bound(each.model, facts.bounds)
+            ),
             "[algorithm] rule: its state in the checkpoints is of another kind": (
                 facts.rule and facts.rule.name
             ),
@@ -468,7 +471,8 @@ def check_same(job: Job, earlier: Job, *, directory: str) -> None:
 
 
 def _bound(model: ModelSpec, bounds: Collection[str]) -> ModelSpec:
-    kept = {name: value for name, value in model.arguments.items() if name not in bounds}
+    own = own_arguments(model.factory, model.arguments)
+    kept = {name: value for name, value in own.items() if name not in bounds}
     return msgspec.structs.replace(model, arguments=kept)
 
 
@@ -739,8 +743,9 @@ def _notes(
 
 
 def _check_data(job: Job, run: RunDirectory, *, was: DataFacts, now: DataFacts) -> None:
+    read, reads = load_job(run.job_file).data.train, job.data.train
     pairs: list[tuple[object, object]] = [
-        (load_job(run.job_file).data.train.source, job.data.train.source),
+        ("", "") if read == reads else (read.source, reads.source),
         (f"{was.n_samples:,} samples", f"{now.n_samples:,} samples"),
         (was.order or "shuffled", now.order or "shuffled"),
         (f"fingerprint {was.fingerprint}", f"fingerprint {now.fingerprint}"),

@@ -10,15 +10,18 @@ import torch
 from safetensors.numpy import save_file
 from scipy import sparse
 
+from distbelief.config.job import Job
 from distbelief.config.load import parse_job
 from distbelief.core.errors import JobError, SettingError
 from distbelief.core.memory import PrivateMemory
 from distbelief.job.launch.preflight import PreflightResult, answer_to
+from distbelief.job.run.resume import check_same
 from distbelief.parameter_server.layout import Layout, TensorSpec
 from distbelief.task.data import marks_of
-from distbelief.task.task import BuildContext, build_dataset
+from distbelief.task.task import BuildContext, DataSpec, build_dataset
 from sandblaster import LatentDirichletAllocation
-from sandblaster.build import build_replica
+from sandblaster.build import build_coordinator, build_replica
+from sandblaster.coordinator.coordinator import Coordinator
 from sandblaster.settings import SandblasterSettings
 from sandblaster.strads import columns, jobs
 from sandblaster.strads.program import run
@@ -121,6 +124,7 @@ def test_a_program_passes_the_check_in_double_precision(folder: Path, job: str) 
         # So did this.
         (LINEAR, [*DOWNPOUR], r"is a program, .*: use .algorithm. name = .sandblaster., method"),
         (FACTORS, [*DOWNPOUR], r"is a program, .*: use .algorithm. name = .sandblaster., method"),
+        (TOPICS, [*DOWNPOUR], r"is a program, .*: use .algorithm. name = .sandblaster., method"),
         # These did nothing, without a word.
         (LINEAR, ["model.arguments.workers=2"], r"workers is of fit, .* \[cluster\] replicas"),
         (LINEAR, ["model.arguments.warm_start=true"], "warm_start is of fit, not of a job"),
@@ -163,26 +167,69 @@ def test_data_that_fit_into_no_memory_are_refused(
         checked(folder, FACTORS)
 
 
+@pytest.mark.parametrize(
+    ("text", "same", "other"),
+    [
+        (TOPICS, ["staleness=0", "n_components=2", "learn_doc_topic_prior=false"], "staleness=1"),
+        (FACTORS, ["biases=false", 'held_out=""', "random_state=0"], "biases=true"),
+        (LINEAR, ["fit_intercept=true"], "fit_intercept=false"),
+    ],
+)
+def test_a_resumed_job_may_name_what_it_had_by_default(
+    folder: Path, text: str, same: list[str], other: str
+) -> None:
+    """It was refused as another model; and what the coordinator had saved, as of other settings."""
+
+    def given(*overrides: str) -> tuple[Job, str]:
+        named = [f"model.arguments.{one}" for one in overrides]
+        job = parse_job(text, path=folder / "job.toml", overrides=named)
+        config = msgspec.convert({"loss": "mse", "method": "strads"}, SandblasterSettings)
+        coordinator = build_coordinator(config, context=_context(job))
+        assert isinstance(coordinator, Coordinator)
+        return job, coordinator._config.goal
+
+    (job, goal), (named, its_goal), (changed, other_goal) = given(), given(*same), given(other)
+    check_same(named, job, directory="runs/x")
+    check_same(job, named, directory="runs/x")
+    assert goal == its_goal != other_goal
+    with pytest.raises(JobError, match="of another model"):
+        check_same(changed, job, directory="runs/x")
+
+
+def test_data_are_the_same_if_a_key_has_its_default() -> None:
+    one, same, other = (
+        DataSpec(factory="sandblaster.strads.jobs:samples", arguments={"x": "x.svm", **more})
+        for more in ({}, {"y": ""}, {"y": "y.npy"})
+    )
+    assert one.source == same.source != other.source
+    unknown = DataSpec(factory="no.such:data", arguments={"x": 1})
+    assert unknown.source["arguments"] == {"x": 1}
+
+
 def test_the_same_file_by_another_path_is_the_same(folder: Path) -> None:
     checked(folder, LINEAR, "data.train.arguments.x=./x.npy")
 
 
-def test_a_host_with_other_data_is_refused(folder: Path) -> None:
-    """Its replica computed from them, and the result was of no data at all."""
-    job = parse_job(LINEAR, path=folder / "job.toml")
-    config = msgspec.convert({"loss": "mse", "method": "strads"}, SandblasterSettings)
-    program = jobs.program_of(job.task.model)
+def _context(job: Job) -> BuildContext:
+    program, data = jobs.program_of(job.task.model), build_dataset(job.task.train)
     specs = [TensorSpec(name=name, shape=rows.shape) for name, rows in program.tables.items()]
-    context = BuildContext(
+    return BuildContext(
         task=job.task,
         layout=Layout.of(specs, n_shards=2, dtype="float64"),
         n_replicas=2,
         n_shards=2,
         seed=0,
         memory=PrivateMemory(),
-        n_train=len(X),
-        marks=marks_of(build_dataset(job.task.train)),
+        n_train=len(data),
+        marks=marks_of(data),
     )
+
+
+def test_a_host_with_other_data_is_refused(folder: Path) -> None:
+    """Its replica computed from them, and the result was of no data at all."""
+    job = parse_job(LINEAR, path=folder / "job.toml")
+    config = msgspec.convert({"loss": "mse", "method": "strads"}, SandblasterSettings)
+    context = _context(job)
     build_replica(config, index=0, context=context)
     np.save("x.npy", X + 0.1)
     with pytest.raises(JobError, match=r"30 other samples here .* same data on all hosts"):
