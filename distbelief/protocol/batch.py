@@ -199,6 +199,7 @@ class ChunkResult(msgspec.Struct, frozen=True, kw_only=True):
     seconds: Duration  # of computing
     staged: bool  # every shard holds the gradient
     content: Content = b""  # what a task of a round reports, packed
+    adds: bool = True  # whether such a task adds to rows
 
 
 class Assignment(AnyMessage, frozen=True):

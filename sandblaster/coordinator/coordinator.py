@@ -609,6 +609,9 @@ class Coordinator:
         while not queue.is_complete:
             while (tokens := queue.tokens) is None:
                 yield Wait.CHUNKS
+            if queue.changes_nothing:  # shards have no need to hear of it
+                queue.commit()
+                break
             oldest = queue.commit()
             yield wire.CommitRound(tokens=tokens, pulls=dict(request.pulls), oldest=oldest)
             queue.committed()

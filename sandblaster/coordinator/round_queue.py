@@ -90,6 +90,12 @@ class RoundQueue:
         return found if len(found) == len(winners) else None
 
     @property
+    def changes_nothing(self) -> bool:
+        """Whether there is nothing to commit: the only round is staged, and adds to no rows."""
+        is_alone = self._n_opened == 1 and self._next is None
+        return is_alone and not any(one.staged and one.staged.adds for one in self._open[0])
+
+    @property
     def reports(self) -> tuple[bytes, ...]:
         return tuple(self._reports)
 

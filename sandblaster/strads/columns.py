@@ -73,8 +73,8 @@ def n_entries(matrix: "Matrix | Mapped", which: Ids) -> int:
     """Return the entries of some columns: all elements of dense ones."""
     if isinstance(matrix, np.ndarray) or (isinstance(matrix, Mapped) and matrix.starts is None):
         return len(which) * int(matrix.shape[0])
-    starts = matrix.starts if isinstance(matrix, Mapped) else matrix.indptr
-    return int(np.sum(np.diff(cast("Ids", starts))[which]))
+    starts = cast("Ids", matrix.starts if isinstance(matrix, Mapped) else matrix.indptr)
+    return int(np.sum(starts[which + 1] - starts[which]))
 
 
 def check_memory(matrix: "Matrix | Mapped", share: float, *, user: str) -> None:

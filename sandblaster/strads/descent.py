@@ -188,6 +188,7 @@ class Block:
 
 
 T = TypeVar("T")
+Numbers = TypeVar("Numbers", Floats, Ids)
 _Steps: TypeAlias = "Steps[Argument, Report, T]"
 
 
@@ -253,6 +254,8 @@ class Descent(Program[Block, Argument, Report, Sequence[Solution]]):
         self._max_iterations, self._schedule = max_iterations, schedule
         self._interference = interference
         self._gather_max = max(gather * n_samples, _N_GATHERED) if gather else 0.0
+        # How many elements of dense columns are not zero only their worker knows.
+        self._is_dense = isinstance(x, np.ndarray) or (isinstance(x, Mapped) and x.starts is None)
         self._n_samples = n_samples
         self.types = Types(argument=Argument, report=Report, state=State)
         self.checksum = checksum(y, *(held_out or ()))
@@ -300,7 +303,7 @@ class Descent(Program[Block, Argument, Report, Sequence[Solution]]):
             scheduler.is_closed = False
             scheduler.begin()
         if self._relative and not scheduler.unit:
-            scored = yield self._scoring(scheduler, 1.0, n_offers=1)
+            scored = yield self._scoring(scheduler.used, 1.0, n_offers=1)
             largest = max(one.largest for one in scored if isinstance(one, Scored))
             if not largest > 0.0:
                 raise SettingError("no column varies with the targets; give others")
@@ -349,13 +352,14 @@ class Descent(Program[Block, Argument, Report, Sequence[Solution]]):
 
     def _solve(self, scheduler: "State", alpha: float) -> "_Steps[Solution]":
         while True:
-            size = max(_FIRST_SIZE, 2 * scheduler.n_used)
-            n_offers = min(size - scheduler.n_used, _N_OF_TASK)
-            scored = yield self._scoring(scheduler, alpha, n_offers=n_offers)
+            n_used = len(scheduler.used)
+            size = max(_FIRST_SIZE, 2 * n_used)
+            n_offers = min(size - n_used, _N_OF_TASK)
+            scored = yield self._scoring(scheduler.used, alpha, n_offers=n_offers)
             largest = max(one.largest for one in scored if isinstance(one, Scored))
             (measured,) = yield [self._task(0, Measure(alpha=alpha, largest=largest))]
             assert isinstance(measured, Measured)
-            penalty = alpha * float(np.abs(scheduler.coefficients).sum())
+            penalty = alpha * float(np.abs(scheduler.values).sum())
             objective = measured.loss + penalty
             # From here a job goes on by scoring again: that changes nothing.
             yield self._mark(scheduler, objective)
@@ -373,33 +377,48 @@ class Descent(Program[Block, Argument, Report, Sequence[Solution]]):
             if self._schedule == "priority":
                 scale = max(largest, alpha * self._n_samples)
                 ids = scheduler.working_set(scored, size, scale)
-                yield from self._descend(scheduler, ids, alpha, enough)
+                values = yield from self._descend(scheduler, ids, alpha, enough)
             else:
+                turns = list[tuple[Ids, Floats]]()
                 for first in range(0, len(self._which[-1]), self._turn):
                     turn = [which[first : first + self._turn] for which in self._which]
                     ids = np.concatenate([np.arange(one.start, one.stop) for one in turn])
-                    yield from self._descend(scheduler, ids, alpha, math.inf)
+                    turns.append((ids, (yield from self._descend(scheduler, ids, alpha, math.inf))))
+                ids, values = (np.concatenate(parts) for parts in zip(*turns, strict=True))
+                order = np.argsort(ids)
+                ids, values = ids[order], values[order]
+            scheduler.used, scheduler.values = ids[values != 0.0], values[values != 0.0]
 
     @property
     def _turn(self) -> int:
         alone = self.n_blocks == 1 or self._interference == math.inf
         return len(self._which[-1]) if alone else _TURN
 
-    def _descend(self, scheduler: "State", ids: Ids, alpha: float, enough: float) -> "_Steps[None]":
-        """Make passes over a working set, in rounds, until they change as little as `enough`."""
+    def _descend(
+        self, scheduler: "State", ids: Ids, alpha: float, enough: float
+    ) -> "_Steps[Floats]":
+        """Make passes over a working set, in rounds, until they change as little as `enough`.
+
+        Return its new values.
+        """
         blocks = np.searchsorted(self._ends, ids, side="right")
+        values = _looked_up(ids, scheduler.used, scheduler.values, 0.0)
         rounds, gathered = np.zeros(len(ids), np.int64), False
         if len(np.unique(blocks)) > 1 and self._interference < math.inf:
-            if len(ids) <= _N_COMPARED_MAX:
-                plan = Plan(ids=ids, blocks=blocks, before=scheduler.round_of[ids])
+            may_gather = self._gather_max > 0.0 and not self._is_dense
+            is_small = may_gather and n_entries(self._x, ids) <= self._gather_max
+            if is_small and len(ids) <= _N_COMPARED_MAX:  # no need to ask
+                blocks, gathered = np.zeros_like(blocks), True
+            elif len(ids) <= _N_COMPARED_MAX:
+                before = _looked_up(ids, scheduler.planned, scheduler.rounds, -1)
+                plan = Plan(ids=ids, blocks=blocks, before=before)
                 (planned,) = yield [self._task(0, plan)]
                 assert isinstance(planned, Planned)
                 if planned.rounds is None:
                     blocks, gathered = np.zeros_like(blocks), True
                 else:
                     rounds = planned.rounds
-                    scheduler.round_of[:] = -1
-                    scheduler.round_of[ids] = rounds
+                    scheduler.planned, scheduler.rounds = ids, rounds
             else:
                 rounds = blocks
         groups = [np.flatnonzero(rounds == one) for one in np.unique(rounds)]
@@ -424,19 +443,21 @@ class Descent(Program[Block, Argument, Report, Sequence[Solution]]):
                     )
                     for part in parts
                 ]
-                change = max(change, scheduler.note([ids[part] for part in parts], reports))
+                change = max(change, scheduler.note(values, parts, reports))
             if change <= enough:
                 break
+        return values
 
-    def _scoring(self, scheduler: "State", alpha: float, *, n_offers: int) -> list[Task[Argument]]:
+    def _scoring(self, used: Ids, alpha: float, *, n_offers: int) -> list[Task[Argument]]:
         tasks: list[Task[Argument]] = []
         for block, which in enumerate(self._which):
-            used = np.flatnonzero(scheduler.coefficients[which.start : which.stop])
+            first, end = np.searchsorted(used, [which.start, which.stop])
+            own = used[first:end] - which.start
             score = Score(
                 alpha=alpha,
                 n_offers=n_offers,
                 checksum=self.checksum,
-                used=used if len(used) <= _N_OF_TASK else None,
+                used=own if len(own) <= _N_OF_TASK else None,
             )
             tasks.append(self._task(block, score))
         return tasks
@@ -619,6 +640,16 @@ def _few(group: Ids, blocks: Ids) -> list[Ids]:
     return [group[part == k] for k in range(part.max() + 1)]
 
 
+def _looked_up(ids: Ids, keys: Ids, values: Numbers, otherwise: float) -> Numbers:
+    """Return the values of some ids, by keys in order."""
+    found = np.full(len(ids), otherwise, values.dtype)
+    if len(keys):
+        places = np.minimum(np.searchsorted(keys, ids), len(keys) - 1)
+        met = keys[places] == ids
+        found[met] = values[places[met]]
+    return found
+
+
 def _distances(products: Floats, lengths: Floats, scale: float) -> Floats:
     """Return how far the dual point may move until each column reaches its bound."""
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -628,10 +659,12 @@ def _distances(products: Floats, lengths: Floats, scale: float) -> Floats:
 @final
 @dataclass(slots=True, kw_only=True, eq=False)
 class State:
-    """What the scheduler knows: all coefficients, rounds and counts, and nothing of the data."""
+    """What the scheduler knows: coefficients, rounds and counts, and nothing of the data."""
 
-    coefficients: Floats
-    round_of: Ids  # (n_features,) or -1: in the last working set
+    used: Ids  # of coefficients that are not zero
+    values: Floats
+    planned: Ids = field(default_factory=lambda: np.zeros(0, np.int64))  # the last working set
+    rounds: Ids = field(default_factory=lambda: np.zeros(0, np.int64))  # of these
     solutions: list[Solution] = field(default_factory=list)
     unit: float = 0.0  # of alphas that are relative
     # Of the present alpha.
@@ -646,14 +679,15 @@ class State:
 
     @classmethod
     def at(cls, coefficients: Floats) -> "State":
-        state = cls(coefficients=coefficients.copy(), round_of=np.full(len(coefficients), -1))
+        used = np.flatnonzero(coefficients)
+        state = cls(used=used, values=coefficients[used])
         state.begin()
         return state
 
     def begin(self) -> None:
         """Begin an alpha."""
         self.n_iterations = self.n_updates = 0
-        self.penalty = float(np.abs(self.coefficients).sum())
+        self.penalty = float(np.abs(self.values).sum())
         self.losses = []
         self.best_dual, self.last_gap, self.tightness = -math.inf, math.inf, 0.1
 
@@ -662,15 +696,10 @@ class State:
         path = np.zeros(shape)
         rows = [(one.alpha, one.objective, one.gap, one.held_out) for one in self.solutions]
         path[: len(rows)] = rows
-        wanted = np.zeros_like(self.coefficients)
-        wanted[best.ids] = best.values
-        ids = np.flatnonzero((wanted != 0.0) | (self.coefficients != 0.0))
-        self.coefficients = wanted
-        return Close(ids=ids, values=wanted[ids], intercept=best.intercept, path=path)
-
-    @property
-    def n_used(self) -> int:
-        return int(np.count_nonzero(self.coefficients))
+        ids = np.union1d(self.used, best.ids)
+        self.used, self.values = best.ids, best.values
+        wanted = _looked_up(ids, self.used, self.values, 0.0)
+        return Close(ids=ids, values=wanted, intercept=best.intercept, path=path)
 
     def working_set(self, scored: Sequence[Report], size: int, scale: float) -> Ids:
         """Return all that are used, and the nearest others; in order of their indices."""
@@ -679,29 +708,34 @@ class State:
         products = np.concatenate([one.products for one in offers])
         lengths = np.concatenate([one.lengths for one in offers])
         distances = _distances(products, lengths, scale)
-        used = np.flatnonzero(self.coefficients)
-        nearest = ids[np.lexsort((ids, distances))][: max(size - len(used), 0)]
-        return np.sort(np.concatenate([used, nearest]))
+        n = max(size - len(self.used), 0)
+        if n < len(ids):  # sorting all of them takes longer
+            few = distances <= np.partition(distances, n)[n]
+            ids, distances = ids[few], distances[few]
+        nearest = ids[np.lexsort((ids, distances))][:n]
+        return np.sort(np.concatenate([self.used, nearest]))
 
-    def note(self, parts: Sequence[Ids], reports: Sequence[Report]) -> float:
-        """Note the new values of a round; return the largest change of a gradient."""
+    def note(self, values: Floats, parts: Sequence[Ids], reports: Sequence[Report]) -> float:
+        """Note the new values of a round, at these places of a working set.
+
+        Return the largest change of a gradient.
+        """
         done = [one for one in reports if isinstance(one, Descended)]
         self.losses.append((done[0].loss, self.penalty, self.n_updates))
-        for ids, one in zip(parts, done, strict=True):
-            self.penalty += float(np.abs(one.values).sum() - np.abs(self.coefficients[ids]).sum())
-            self.coefficients[ids] = one.values
+        for part, one in zip(parts, done, strict=True):
+            self.penalty += float(np.abs(one.values).sum() - np.abs(values[part]).sum())
+            values[part] = one.values
             self.n_updates += one.n_updates
         return max(one.change for one in done)
 
     def solution(
         self, alpha: float, measured: Measured, objective: float, gap: float, *, converged: bool
     ) -> Solution:
-        ids = np.flatnonzero(self.coefficients)
         losses, penalties, updates = np.array([*self.losses, (np.nan,) * 3]).T[:, :-1]
         return Solution(
             alpha=alpha,
-            ids=ids,
-            values=self.coefficients[ids],
+            ids=self.used,
+            values=self.values,
             intercept=measured.intercept,
             objective=objective,
             gap=gap,

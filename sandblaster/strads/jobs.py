@@ -133,14 +133,15 @@ def _forwards(*callees: Callable[..., object]) -> Callable[[Factory], Factory]: 
     """Give a function the signature with what its `arguments` are of: so defaults are known."""
 
     def named(factory: Factory) -> Factory:
-        *own, others = inspect.signature(factory).parameters.values()
+        own = inspect.signature(factory).parameters
         theirs = [one for each in callees for one in inspect.signature(each).parameters.values()]
         more = {
             one.name: one.replace(kind=one.KEYWORD_ONLY)
             for one in theirs
-            if one.default is not one.empty and one.name not in {each.name for each in own}
+            if one.default is not one.empty and one.name not in own
         }
-        vars(factory)["__signature__"] = inspect.Signature([*own, *more.values(), others])
+        parts = list(own.values())  # the last is `arguments`
+        vars(factory)["__signature__"] = inspect.Signature([*parts[:-1], *more.values(), parts[-1]])
         return factory
 
     return named

@@ -218,7 +218,7 @@ def checksum(*values: object) -> int:
     return found
 
 
-_COMPRESSED: Final = 4096  # bytes from which they are worth it
+_COMPRESSED: Final = 1 << 16  # bytes: fewer are sent in less time than compressed
 _TYPES: Final = ("<f8", "<i8", "<i4")
 
 

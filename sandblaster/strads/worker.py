@@ -71,6 +71,7 @@ class _Attempt:
     unanswered: dict[tuple[int, int], rl.Send] = field(default_factory=dict)
     seconds: rl.Seconds = 0.0
     report: bytes = b""
+    adds: bool = False
 
     @property
     def timer(self) -> str:
@@ -215,6 +216,7 @@ class BlockWorker:
                     seconds=one.seconds,
                     staged=True,
                     content=one.report,
+                    adds=one.adds,
                 )
                 results.append(result)
         report = wire.WorkReport(
@@ -347,6 +349,7 @@ class BlockWorker:
             for table, (rows, values) in pushed.adds.items()
             for part in self._tables.parts(table, rows)
         ]
+        one.adds = bool(parts)
         numbers: dict[int, int] = {}
         counts = Counter(part.shard for _, _, part in parts)
         for table, values, part in parts:

@@ -6,7 +6,7 @@ Checked: tables and results have the bits of `program.run` in one process, whate
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
-from typing import Final, Literal
+from typing import Final, Literal, get_args
 
 import numpy as np
 from scipy import sparse
@@ -47,6 +47,7 @@ Which = Literal["lasso", "planned lasso", "path", "factors", "topics", "topics i
 HORIZON: Seconds = 0.1  # by then everything has healed
 FIRST_OF_TOPICS: Final = 1_000_000  # seeds below have the other programs
 FIRST_OF_FLIGHTS: Final = 2_000_000  # from here on, programs with rounds in flight
+FIRST_OF_ALL: Final = 3_000_000  # from here on, any program
 
 
 @cache
@@ -123,6 +124,7 @@ class Rounds(Scene):
     saves: tuple[Seconds, ...] = ()
     n_copies: int = 1  # of each shard
     has_begun: bool = True  # whether a coordinator that starts begins by itself
+    late: tuple[Address, ...] = ()  # a test starts these
 
     @property
     def shards(self) -> list[Address]:
@@ -159,7 +161,10 @@ class Rounds(Scene):
         names = (COORDINATOR, *self.shards, *self.replicas)
         machines = {name: SimulatedMachine(bytes_per_second=2e7) for name in names}
         link = Link(latency_seconds=self.latency_seconds)
-        return ClusterOptions(introduce=True, machines=machines, link=link, link_within_host=link)
+        start = tuple(name for name in self.roles() if name not in self.late)
+        return ClusterOptions(
+            introduce=True, machines=machines, link=link, link_within_host=link, start=start
+        )
 
     @override
     def checks(self, cluster: SimulatedCluster) -> Sequence[Check]:
@@ -275,6 +280,8 @@ def drawn(seed: int) -> Rounds:
         kinds = ["topics"]
     if seed >= FIRST_OF_FLIGHTS:
         kinds = ["mixing", "topics in flight"]
+    if seed >= FIRST_OF_ALL:
+        kinds = list(get_args(Which))
     n_shards, n_replicas = int(stream.integers(1, 4)), int(stream.integers(1, 5))
     replicas = [Address(f"replica-{r}") for r in range(n_replicas)]
     shards = [Address(f"shard-{k}") for k in range(n_shards)]

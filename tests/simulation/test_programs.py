@@ -15,7 +15,7 @@ from distbelief.parameter_server.rows import RoundRows
 from distbelief.protocol import AddRows, Assignment, RowsTaken, Stop, TakeRows, WorkReport
 from distbelief.protocol.role import Address
 from distbelief.simulation.driver import HandledEvent
-from distbelief.simulation.faults import CutOff, Kill, Slow
+from distbelief.simulation.faults import Kill, Slow
 from distbelief.simulation.trace import SimulationFailed
 from sandblaster.chunks import COORDINATOR
 from sandblaster.coordinator import round_queue
@@ -26,7 +26,14 @@ from sandblaster.optimizers.termination import Reason
 from sandblaster.strads.topics import Topics
 from tests.sandblaster.strads.mixing import Mixing
 from tests.simulation import programs
-from tests.simulation.programs import FIRST_OF_FLIGHTS, FIRST_OF_TOPICS, Rounds, Which, drawn
+from tests.simulation.programs import (
+    FIRST_OF_ALL,
+    FIRST_OF_FLIGHTS,
+    FIRST_OF_TOPICS,
+    Rounds,
+    Which,
+    drawn,
+)
 from tests.simulation.scene import sends
 from tests.simulation.test_seeds import chunks, name, play_seeds
 
@@ -111,6 +118,13 @@ def test_the_same_for_two_thousand_seeds(seeds: range) -> None:
     play_seeds(seeds, played, file=FILE, seldom=SELDOM)
 
 
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("seeds", chunks(range(FIRST_OF_ALL, FIRST_OF_ALL + 2000), 1000), ids=name)
+def test_all_programs_have_the_same_bits_for_two_thousand_seeds(seeds: range) -> None:
+    play_seeds(seeds, played, file=FILE, seldom=SELDOM)
+
+
 # --- each fault, in each application ---
 
 
@@ -186,15 +200,21 @@ def test_messages_have_room_for_the_tasks_and_reports_of_many_blocks(
     assert room / 2 < max(sizes) <= room
 
 
-@pytest.mark.soak
 @pytest.mark.parametrize("which", ["planned lasso", "topics"])
-def test_the_worker_that_reports_first_does_not_keep_all_blocks(which: Which) -> None:
+def test_the_worker_that_comes_first_does_not_keep_all_blocks(which: Which) -> None:
     """It had them for the whole round, and those that keep something for four passes."""
-    late = CutOff(at=0.0, a=Address("replica-1"), b=COORDINATOR, seconds=0.006, loses=False)
-    scene = Rounds(which=which, n_replicas=2, n_shards=1, latency_seconds=1e-3, faults=(late,))
+    first, second = Address("replica-0"), Address("replica-1")
+    scene = Rounds(which=which, n_replicas=2, n_shards=1, latency_seconds=1e-3, late=(second,))
+    given: list[Assignment] = []
+    scene.cluster.observe(lambda one: given.extend(new for _, new in sends(one, Assignment)))
+    scene.run_until(lambda: bool(given))
+    n_blocks = scene.program.n_blocks
+    assert len(given[0].tasks) == n_blocks  # there is nobody else
+    # It reports before the first one has its rows, which take three messages.
+    scene.cluster.restart(second)
     scene.play()
-    blocks = sorted(scene.status(one)["blocks"] for one in scene.replicas)
-    assert blocks == ([2.0, 3.0] if which == "topics" else [2.0, 2.0])
+    blocks = [scene.status(one)["blocks"] for one in (first, second)]
+    assert blocks == [n_blocks - n_blocks // 2, n_blocks // 2]
 
 
 def test_predictions_are_sent_to_a_worker_once_after_each_change() -> None:
