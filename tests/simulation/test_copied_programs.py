@@ -9,6 +9,7 @@ from distbelief.protocol import AddRows, RowsAdded
 from distbelief.protocol.role import Address
 from distbelief.simulation.driver import HandledEvent
 from distbelief.simulation.faults import CutOff, Kill
+from sandblaster.chunks import COORDINATOR
 from tests.simulation.copied_programs import KINDS, SHARD, VICTIMS, CopiedRounds, drawn
 from tests.simulation.programs import FIRST_OF_FLIGHTS, Which
 from tests.simulation.scene import heard, sends
@@ -45,6 +46,32 @@ def test_the_same_for_two_thousand_seeds(seeds: range) -> None:
 
 def adds(happening: HandledEvent) -> bool:
     return happening.name == SHARD and heard(happening.event, AddRows) is not None
+
+
+@pytest.mark.parametrize(
+    "which",
+    [
+        "lasso",
+        pytest.param("planned lasso", marks=pytest.mark.soak),
+        pytest.param("path", marks=pytest.mark.soak),
+        "factors",
+        "topics",
+        pytest.param("topics in flight", marks=pytest.mark.soak),
+        "mixing",
+    ],
+)
+def test_the_loss_of_a_host_with_its_shard_costs_no_restart(which: Which) -> None:
+    """The series goes on; where blocks keep nothing, also if a worker was on that host."""
+    scene = replace(SMALL, which=which)
+    moments = scene.moments(adds)
+    at = moments[len(moments) // 2] + 1e-6
+    kills = [Kill(at=at, role=SHARD)]
+    if not scene.program.keeps_state:
+        kills.append(Kill(at=at, role=scene.replicas[0], restart_after=0.05))
+    again = replace(scene, faults=kills)
+    again.play()
+    assert [again.cluster.incarnation(one.role) for one in kills] == [2] * len(kills)
+    assert again.status(COORDINATOR)["series"] % 4096 == 1
 
 
 @pytest.mark.parametrize("which", KINDS)

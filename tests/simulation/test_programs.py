@@ -12,7 +12,16 @@ import pytest
 
 from distbelief.parameter_server.command_log import CommandExecutor
 from distbelief.parameter_server.rows import RoundRows
-from distbelief.protocol import AddRows, Assignment, RowsTaken, Stop, TakeRows, WorkReport
+from distbelief.protocol import (
+    AddRows,
+    Assignment,
+    CommitRound,
+    RowsTaken,
+    ShardCommand,
+    Stop,
+    TakeRows,
+    WorkReport,
+)
 from distbelief.protocol.role import Address
 from distbelief.simulation.driver import HandledEvent
 from distbelief.simulation.faults import Kill, Slow
@@ -231,6 +240,22 @@ def test_predictions_are_sent_to_a_worker_once_after_each_change() -> None:
     scene.cluster.observe(see)
     scene.play()
     assert len(changed_by) - 1 <= n_sent <= len(changed_by) + 1
+
+
+def test_a_round_that_adds_nothing_needs_no_command() -> None:
+    """Workers waited for the shards after each scoring, measuring and planning."""
+    scene = Rounds(which="planned lasso")
+    committed, added = set[int](), set[int]()
+
+    def see(happening: HandledEvent) -> None:
+        for _, command in sends(happening, ShardCommand):
+            committed.update({command.number} if isinstance(command.task, CommitRound) else ())
+        added.update(one.number + 1 for _, one in sends(happening, AddRows))
+
+    scene.cluster.observe(see)
+    scene.play()
+    assert committed == added
+    assert len(committed) + 10 < scene.status(COORDINATOR)["evaluations"]
 
 
 def test_with_rounds_in_flight_workers_go_on_while_one_is_slow(
