@@ -53,13 +53,13 @@ def columns_of(matrix: "Matrix | Mapped", which: "range | Ids") -> Matrix:
         # Fancy indices of a map read column by column, a slice of it row by row.
         return np.asarray(matrix.values[:, some], dtype=np.float64)
     ids = np.asarray(which, dtype=np.int64)
-    lengths = np.diff(matrix.starts)[ids]
+    lengths = matrix.starts[ids + 1] - matrix.starts[ids]
     ends = np.concatenate([[0], np.cumsum(lengths)])
-    places: Ids | slice[int, int, None] = np.arange(ends[-1]) + np.repeat(
-        matrix.starts[ids] - ends[:-1], lengths
-    )
+    places: Ids | slice[int, int, None]
     if isinstance(which, range):
         places = slice(int(matrix.starts[which.start]), int(matrix.starts[which.stop]))
+    else:
+        places = np.arange(ends[-1]) + np.repeat(matrix.starts[ids] - ends[:-1], lengths)
     entries = np.array(matrix.values[places]), np.array(matrix.rows[places])
     n_rows = matrix.shape[0]
     if entries[1].size and not 0 <= entries[1].min() <= entries[1].max() < n_rows:
