@@ -22,7 +22,7 @@ In rounds (`sandblaster.strads`) workers take rows of tables, and add to them, p
       | AddRows -----> |  staged under the attempt     |
       | <--- RowsAdded |                               |
       | WorkReport ----------------------------------> |
-      |                | <---------------- CommitRound |  command n + 1
+      |                | <---------------- CommitRound |  command n + 1, if some task adds
 
 Of rounds in flight several are computed at once. Each is still committed by a command of its own,
 and takes rows as they are after an earlier one than that before: shards keep these rows so long.

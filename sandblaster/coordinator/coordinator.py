@@ -5,7 +5,7 @@ It holds names of vectors, scalars and counts, never a parameter. One series:
     BeginSeries --> choose a savepoint --> Restore --> requests of the optimizer:
                        VectorOps        Execute
                        Evaluate         BeginEvaluation, Commit*, FinishEvaluation
-                       Rounds           CommitRound*
+                       Rounds           CommitRound*, of those that add to rows
                        IterationDone    a savepoint with the next command,
                                         and Checkpoint if one is requested
                    the optimizer ends --> Publish
