@@ -274,13 +274,14 @@ class Descent(Program[Block, Argument, Report, Sequence[Solution]]):
         matrices = [x] if held_out is None else [x, held_out[0]]
         used = np.flatnonzero(coefficients)
         parts = [np.asarray(columns_of(one, used) @ coefficients[used]) for one in matrices]
-        self.tables: dict[str, Values] = {
+        tables = {
             PREDICTOR: np.concatenate(parts),
             INTERCEPT: np.array([intercept]),
             COEFFICIENTS: coefficients,
         }
         if keeps_best:
-            self.tables[PATH] = np.zeros((len(alphas), 4))
+            tables[PATH] = np.zeros((len(alphas), 4))
+        self.tables: Mapping[str, Values] = tables
 
     @override
     def load(self, block: int) -> Block:

@@ -132,7 +132,7 @@ class _Tables(nn.Module):
 def _forwards(*callees: Callable[..., object]) -> Callable[[Factory], Factory]:  # type: ignore[explicit-any] # of any types
     """Give a function the signature with what its `arguments` are of: so defaults are known."""
 
-    def named(factory: Factory) -> Factory:
+    def named(factory: Factory) -> Factory:  # type: ignore[explicit-any] # as above
         own = inspect.signature(factory).parameters
         theirs = [one for each in callees for one in inspect.signature(each).parameters.values()]
         more = {
