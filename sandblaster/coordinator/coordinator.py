@@ -406,7 +406,7 @@ class Coordinator:
         assert steps is not None
         actions: list[rl.Action] = []
         # Every shard has taken the newest savepoint, unless it goes with the next command.
-        if series.wait is None and series.savepoint is None and series.save_error is None:
+        if series.savepoint is None and series.save_error is None:
             actions += self._save_journal()
         had_queue = series.queue is not None
         try:

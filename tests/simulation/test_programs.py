@@ -127,6 +127,11 @@ def test_the_same_for_two_thousand_seeds(seeds: range) -> None:
     play_seeds(seeds, played, file=FILE, seldom=SELDOM)
 
 
+def test_a_coordinator_that_has_resumed_saves_its_journal_before_the_first_command() -> None:
+    """Rounds that add nothing send none: a requested checkpoint waited for the journal for ever."""
+    drawn(FIRST_OF_ALL + 58).play()
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("seeds", chunks(range(FIRST_OF_ALL, FIRST_OF_ALL + 2000), 1000), ids=name)
