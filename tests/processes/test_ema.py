@@ -10,7 +10,12 @@ import distbelief
 from tests.distbelief.jobs import small
 
 
-pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.slow,
+    pytest.mark.timeout(180),
+    pytest.mark.usefixtures("forked_roles"),
+]
 
 MODULE = """
 import torch

@@ -224,7 +224,7 @@ def test_a_whole_replica_trains_any_model_to_the_bit(task: TaskSpec) -> None:
     check_evaluation(cluster.cluster.sent_to(SUPERVISOR), task, expected)
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [pytest.param(0, marks=pytest.mark.soak), 1])
 @pytest.mark.parametrize("task", TASKS, ids=named)
 def test_a_split_replica_trains_like_one_process(task: TaskSpec, seed: int) -> None:
     sample = sample_of(build_dataset(task.train))
