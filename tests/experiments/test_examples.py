@@ -36,7 +36,14 @@ def test_it_is_short(example: Path) -> None:
 @pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "example",
+    [
+        pytest.param(path, marks=pytest.mark.soak if path.stem == "cross_val_score" else ())
+        for path in EXAMPLES  # a page runs nearly the same in three folds
+    ],
+    ids=lambda path: path.stem,
+)
 def test_it_runs(example: Path, tmp_path: Path) -> None:
     needs = NEEDS.get(example.stem)
     if needs is not None:

@@ -71,12 +71,12 @@ loss = "cross_entropy"
 batch_size = 20
 
 [stop]
-epochs = 8
+epochs = 4
 """
     )
     write_job(folder, job=given)
     told = said(folder, "train", "tiny.toml")
     assert "Copies of the model for 4 threads compute what it does alone" in told
     found = json.loads((folder / "runs" / "tiny" / "summary.json").read_text())
-    assert found["samples"] == 8 * 2000
+    assert found["samples"] == 4 * 2000
     assert found["metric"] > 0.8
