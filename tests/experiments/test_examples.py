@@ -25,10 +25,11 @@ NEEDS = {
     "lightning_module": "lightning",
     "transformers_trainer": "transformers",
 }
-EXAMPLES = [FOLDER / f"{name}.py" for name in SAYS]
+SLOW = {"cross_val_score": [pytest.mark.soak]}  # docs/howto/fit.md runs it in three folds
+EXAMPLES = [pytest.param(FOLDER / f"{name}.py", id=name, marks=SLOW.get(name, ())) for name in SAYS]
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("example", EXAMPLES)
 def test_it_is_short(example: Path) -> None:
     assert len(example.read_text().splitlines()) <= LINES_MAX
 
@@ -36,14 +37,7 @@ def test_it_is_short(example: Path) -> None:
 @pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize(
-    "example",
-    [
-        pytest.param(path, marks=pytest.mark.soak if path.stem == "cross_val_score" else ())
-        for path in EXAMPLES  # a page runs nearly the same in three folds
-    ],
-    ids=lambda path: path.stem,
-)
+@pytest.mark.parametrize("example", EXAMPLES)
 def test_it_runs(example: Path, tmp_path: Path) -> None:
     needs = NEEDS.get(example.stem)
     if needs is not None:
