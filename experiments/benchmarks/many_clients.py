@@ -140,7 +140,7 @@ def messages(*, small: bool) -> dict[str, float]:
         shards = {n: OneShard(preset, n) for n in numbers}
         for kind in kinds:
             times: dict[int, list[float]] = {n: [] for n in numbers}
-            for n in measurement.turns(numbers, n_rounds=5):
+            for n in measurement.turns(numbers, n_rounds=1 if small else 5):
                 times[n].append(_measured(shards[n], kind, n_each))
             found = {n: median(each) for n, each in times.items()}
             rows[f"{preset}, {kind}"] = {f"{n:,}": f"{1e6 * t:.1f}" for n, t in found.items()}

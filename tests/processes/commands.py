@@ -136,10 +136,17 @@ def ended(
     )
 
 
+def printed(folder: Path, program: str) -> str:
+    """Run a program to its end; return what it writes to standard output."""
+    (folder / "main.py").write_text(program)
+    return said(folder, "main.py")
+
+
 def said(folder: Path, *words: str, code: int = 0, seconds: float = 150.0) -> str:
-    """Run `distbelief WORDS...` to its end; return what it writes to standard output."""
+    """Run `distbelief WORDS...`, or `python FILE.py`, as `printed` does."""
     if is_measured():
-        done = ended(folder, COMMAND, *words, seconds=seconds)
+        program = sys.executable if words[0].endswith(".py") else COMMAND
+        done = ended(folder, program, *words, seconds=seconds)
         assert done.returncode == code, done.stdout + done.stderr
         return done.stdout
     with TemporaryDirectory() as place:

@@ -23,6 +23,7 @@ def test_its_digits_are_drawn_whole_and_equal_for_equal_seeds() -> None:
     assert demo_task.net()(images).shape == (200, 10)
 
 
+@pytest.mark.usefixtures("forked_roles")
 def test_it_learns_and_names_what_comes_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

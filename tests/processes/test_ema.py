@@ -10,7 +10,7 @@ import distbelief
 from tests.distbelief.jobs import small
 
 
-pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.usefixtures("forked_roles")]
 
 MODULE = """
 import torch

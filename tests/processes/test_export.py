@@ -46,6 +46,7 @@ def test_a_servers_directory_has_the_model(tmp_path: Path, *, is_named: bool) ->
     assert all(torch.equal(found[name], value) for name, value in trained.items())
 
 
+@pytest.mark.usefixtures("forked_roles")
 def test_a_run_is_exported_as_it_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Frozen tensors, running averages and a counter of integers included."""
     (tmp_path / "averaged.py").write_text(MODULE)

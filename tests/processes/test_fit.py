@@ -20,7 +20,7 @@ import distbelief
 from distbelief.core.errors import JobError
 from distbelief.supervisor.view import JobView
 from distbelief.task.imports import OBJECTS
-from tests.processes.commands import COMMAND, ended
+from tests.processes.commands import COMMAND, ended, printed
 
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(180)]
@@ -198,40 +198,32 @@ print("hits" if (run.model(x).argmax(1) == y).sum() > 1800 else run)
 """
 
 
-@pytest.mark.parametrize("way", ["script", "-c", "stdin", "cell"])
-def test_classes_of_the_main_program_reach_the_processes(tmp_path: Path, way: str) -> None:
-    match way:
-        case "script":
-            (tmp_path / "main.py").write_text(PROGRAM)
-            words = ["main.py"]
-        case "-c":
-            words = ["-c", PROGRAM]
-        case "stdin":
-            words = ["-"]
-        case _:  # as a notebook does: pieces of text, in a namespace of no file, beside a thread
-            head, tail = PROGRAM.split("torch.manual_seed", 1)
-            cells = [head, f"torch.manual_seed{tail}"]
-            (tmp_path / "kernel.py").write_text(
-                "import asyncio, io, sys, threading, types\n"
-                "cells = " + repr(cells) + "\n"
-                "threading.Thread(target=threading.Event().wait, daemon=True).start()\n"
-                "said, sys.stdout = sys.stdout, io.StringIO()\n"
-                "main = sys.modules['__main__'] = types.ModuleType('__main__')\n"
-                "async def run():\n"
-                "    for number, cell in enumerate(cells):\n"
-                "        exec(compile(cell, f'<cell {number}>', 'exec'), main.__dict__)\n"
-                "asyncio.run(run())\n"
-                "said.write(sys.stdout.getvalue())\n"
-            )
-            words = ["kernel.py"]
+# As a notebook does: pieces of text, in a namespace of no file, beside a thread.
+HEAD, TAIL = PROGRAM.split("torch.manual_seed", 1)
+KERNEL = f"""
+import asyncio, io, sys, threading, types
+cells = {[HEAD, f"torch.manual_seed{TAIL}"]!r}
+threading.Thread(target=threading.Event().wait, daemon=True).start()
+said, sys.stdout = sys.stdout, io.StringIO()
+main = sys.modules['__main__'] = types.ModuleType('__main__')
+async def run():
+    for number, cell in enumerate(cells):
+        exec(compile(cell, f'<cell {{number}}>', 'exec'), main.__dict__)
+asyncio.run(run())
+said.write(sys.stdout.getvalue())
+"""
+
+
+@pytest.mark.parametrize("text", [PROGRAM, KERNEL], ids=["script", "cell"])
+def test_classes_of_the_main_program_reach_the_processes(tmp_path: Path, text: str) -> None:
+    assert printed(tmp_path, text) == "hits\n"
+
+
+@pytest.mark.parametrize("way", ["-c", pytest.param("-", marks=pytest.mark.soak)])
+def test_so_do_those_of_a_program_without_a_file(tmp_path: Path, way: str) -> None:
+    words = [sys.executable, way, *[PROGRAM] * (way == "-c")]
     done = subprocess.run(
-        [sys.executable, *words],
-        input=PROGRAM if words == ["-"] else "",
-        cwd=tmp_path,
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=150.0,
+        words, input=PROGRAM, cwd=tmp_path, check=False, capture_output=True, text=True, timeout=150
     )
     assert done.stdout == "hits\n", done.stdout + done.stderr
 
@@ -438,6 +430,7 @@ def test_a_program_that_has_computed_with_threads_may_fork(tmp_path: Path) -> No
     assert len(found) == 2
 
 
+@pytest.mark.usefixtures("forked_roles")
 def test_a_job_of_tables_is_trained_as_its_file(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,7 +2,6 @@
 
 import json
 import runpy
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from tests.processes.commands import LONG, ended, said, sets, train, write_job
+from tests.processes.commands import LONG, printed, said, sets, train, write_job
 
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(180)]
@@ -105,8 +104,7 @@ def test_an_error_of_a_callback_is_told_with_its_name(tmp_path: Path) -> None:
 
 
 def test_an_error_of_a_callback_ends_the_job_in_order_and_is_raised(folder: Path) -> None:
-    done = ended(folder, sys.executable, "-c", PROGRAM)
-    assert done.stdout == "raised 'mine'\n", done.stderr
+    assert printed(folder, PROGRAM) == "raised 'mine'\n"
     summary = json.loads((folder / "runs" / "tiny" / "summary.json").read_bytes())
     assert summary["stop_reason"] == "callback __main__.Fails.on_checkpoint raised KeyError: 'mine'"
     assert (folder / "runs" / "tiny" / "model.safetensors").is_file()

@@ -194,6 +194,7 @@ def net():
     (folder / "tiny.py").write_text(MODULE + plain)
     job = JOB.replace("tiny:Augmented", "tiny:pairs").replace("tiny:Net", "tiny:net")
     job = job.replace("tiny:loss", "cross_entropy").replace("shards = 1", "partitions = 2")
+    job = job.replace("n = 605", "n = 205").replace("epochs = 2", "epochs = 1")
     (folder / "tiny.toml").write_text(job)
     values: list[dict[str, torch.Tensor]] = []
     for n in (0, 1):

@@ -15,7 +15,7 @@ from distbelief.simulation.faults import DiskFull, Drop, Fault, Kill
 from distbelief.supervisor.metrics import PreviousTotals
 from distbelief.task.task import build_dataset, build_model
 from distbelief.worker.evaluator import held_out, kept_in
-from tests.simulation.jobs import TASK, JobCluster, scattered
+from tests.simulation.jobs import TASK, JobCluster, scattered, seeds
 
 
 EVALUATOR = Address("evaluator")
@@ -52,7 +52,7 @@ def measured_again(job: JobCluster) -> float:
     ],
     ids=["none", "killed", "words lost", "with a shard"],
 )
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", seeds(1, of=2))
 def test_what_is_kept_is_the_best_evaluation_whatever_fails(
     faults: tuple[Fault, ...], seed: int
 ) -> None:

@@ -22,7 +22,7 @@ def play_all(seeds: range) -> None:
 
 
 def test_a_killed_primary_costs_no_restart_and_no_bit() -> None:
-    play_all(range(3))
+    play_all(range(10))
 
 
 def test_a_backup_has_the_bounds_of_its_primary() -> None:
@@ -30,14 +30,8 @@ def test_a_backup_has_the_bounds_of_its_primary() -> None:
         assert play(replace(drawn(seed), method=BOUNDED)).n_compared
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seeds", chunks(range(3, 43), 10), ids=name)
-def test_whichever_copy_dies_the_same_series_ends_with_the_same_bits(seeds: range) -> None:
-    play_all(seeds)
-
-
 @pytest.mark.soak
-@pytest.mark.parametrize("seeds", chunks(range(100, 2_100), 100), ids=name)
+@pytest.mark.parametrize("seeds", chunks(range(10, 2_010), 100), ids=name)
 def test_the_series_and_its_bits_are_the_same_for_two_thousand_seeds(seeds: range) -> None:
     play_all(seeds)
 

@@ -182,7 +182,7 @@ def _blow(job: HostedJob, stream: np.random.Generator) -> None:
             pass
 
 
-@pytest.mark.parametrize("seed", seeds(8, of=400))
+@pytest.mark.parametrize("seed", seeds(4, of=400))
 def test_whatever_befalls_its_hosts_a_job_loses_nothing(seed: int) -> None:
     play(seed)
 

@@ -179,7 +179,7 @@ TASKS = [
 ]
 
 
-def plain(task: TaskSpec, first: dict[str, torch.Tensor], *, steps: int = 30) -> nn.Module:
+def plain(task: TaskSpec, first: dict[str, torch.Tensor], *, steps: int = 12) -> nn.Module:
     """Train from these flat values by one loop of torch."""
     module = build_model(task.model)
     for name, parameter in module.named_parameters():
@@ -214,7 +214,7 @@ def named(task: TaskSpec) -> str:
     "task", [*TASKS, task("of the batch", "keywords", f"{HERE}:of_the_batch")], ids=named
 )
 def test_a_whole_replica_trains_any_model_to_the_bit(task: TaskSpec) -> None:
-    cluster = Cluster(task, downpour(loss=task.loss, blocking=True, max_steps=30))
+    cluster = Cluster(task, downpour(loss=task.loss, blocking=True, max_steps=12))
     cluster.run()
     expected = plain(task, drawn(task))
     found = cluster.values()
@@ -224,11 +224,11 @@ def test_a_whole_replica_trains_any_model_to_the_bit(task: TaskSpec) -> None:
     check_evaluation(cluster.cluster.sent_to(SUPERVISOR), task, expected)
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [pytest.param(0, marks=pytest.mark.soak), 1])
 @pytest.mark.parametrize("task", TASKS, ids=named)
 def test_a_split_replica_trains_like_one_process(task: TaskSpec, seed: int) -> None:
     sample = sample_of(build_dataset(task.train))
-    settings = downpour(loss=task.loss, blocking=True, max_steps=30)
+    settings = downpour(loss=task.loss, blocking=True, max_steps=12)
     group = Group(task, settings, inputs=sample, n_machines=2 + seed, plan_seed=seed)
     first = group.first_values()
     group.run()

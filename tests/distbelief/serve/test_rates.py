@@ -23,7 +23,7 @@ from tests.distbelief.serve.loops import Server
 
 
 RATE = 0.1
-N_STEPS = 200
+N_STEPS = 100
 
 
 def net() -> nn.Sequential:
@@ -73,14 +73,15 @@ SCHEDULERS: dict[str, Callable[[Optimizer], object]] = {
     "plateau": lambda one: lr_scheduler.ReduceLROnPlateau(one, patience=3),
     "warm-up, then cosine": lambda one: lr_scheduler.SequentialLR(
         one,
-        [lr_scheduler.LinearLR(one, 0.01, total_iters=20), lr_scheduler.CosineAnnealingLR(one, 99)],
+        [lr_scheduler.LinearLR(one, 0.01, total_iters=20), lr_scheduler.CosineAnnealingLR(one, 60)],
         milestones=[20],
     ),
 }
 
 
-@pytest.mark.parametrize("name", SCHEDULERS)
-@pytest.mark.parametrize("n_shards", [1, 3])
+@pytest.mark.parametrize(
+    ("name", "n_shards"), [*((name, 3) for name in SCHEDULERS), ("cosine", 1), ("plateau", 1)]
+)
 def test_a_scheduler_of_torch_does_what_it_does_to_a_local_optimizer(
     monkeypatch: pytest.MonkeyPatch, name: str, n_shards: int
 ) -> None:

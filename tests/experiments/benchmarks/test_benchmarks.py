@@ -224,7 +224,10 @@ def test_codecs_are_measured_and_their_bits_are_those_of_plain_c(
 
 
 @pytest.mark.slow
-def test_threads_without_locks_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
+def test_threads_without_locks_are_measured(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lockfree, "N_SMALL", 4)
     lockfree.main(["--small"])
     assert FIGURES["lockfree"] <= figures_in(capsys.readouterr().out, "lockfree").keys()
 

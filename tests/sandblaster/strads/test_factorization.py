@@ -168,8 +168,7 @@ def test_kernel_and_numpy_compute_the_same_bits(size: float) -> None:
             np.testing.assert_array_equal(mine, its)
 
 
-@pytest.mark.parametrize("strength", [None, 3.0])
-@pytest.mark.parametrize("biases", [False, True])
+@pytest.mark.parametrize(("strength", "biases"), [(None, True), (3.0, False)])
 def test_transform_gives_rows_the_factors_that_fit_ends_with(
     *, strength: float | None, biases: bool
 ) -> None:

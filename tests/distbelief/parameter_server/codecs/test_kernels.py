@@ -108,9 +108,8 @@ def test_they_give_the_bits_of_numpy_for_a_million_blocks(codec: Codec) -> None:
 
 @pytest.mark.parametrize("codec", CODECS, ids=name_of)
 def test_they_do_so_over_several_pieces(find: Find, codec: Codec) -> None:
-    for seed in range(3):
-        numbers = residual(seed, 2 * PIECE + 131)
-        assert_same(find, tuned(codec, numbers, seed), numbers, 1)
+    numbers = residual(0, 2 * PIECE + 131)
+    assert_same(find, tuned(codec, numbers, 0), numbers, 1)
 
 
 @given(seed=SEEDS)

@@ -127,6 +127,7 @@ def test_a_sweep_runs_every_combination_with_every_seed(tmp_path: Path) -> None:
     assert two["samples_per_second"].p50 > one["samples_per_second"].p50
 
 
+@pytest.mark.soak
 def test_a_suggestion_keeps_within_its_machines(tmp_path: Path) -> None:
     found = forecast(longer(tmp_path), suggests=True, machines=4)
     assert found.best is not None

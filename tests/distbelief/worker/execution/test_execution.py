@@ -32,7 +32,7 @@ SEED = 5
 
 
 LARGE = {"alexnet", "vgg16", "resnet18", "resnet50"}
-CASES = [(name, seed) for name in ZOO for seed in range(1 if name in LARGE else 3)]
+CASES = [(name, seed) for name in ZOO for seed in range(1 if name in LARGE else 2)]
 
 
 @pytest.mark.parametrize(("name", "seed"), CASES)
