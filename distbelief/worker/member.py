@@ -95,9 +95,16 @@ class JobMember:
 
     accepts: Final = rl.ALL_MESSAGES
 
-    def __init__(self, config: JobMemberConfig, *, build: Callable[[], rl.Role]) -> None:
+    def __init__(
+        self,
+        config: JobMemberConfig,
+        *,
+        build: Callable[[], rl.Role],
+        counted: Callable[[], Mapping[str, float]] = dict,  # of its process, for heartbeats
+    ) -> None:
         self._config = config
         self._build = build
+        self._counted = counted
         self.role: rl.Role | None = None
         self._started: rl.Started | None = None  # kept until the wrapped role gets it
         self._runs = False  # the wrapped role has been started
@@ -183,7 +190,7 @@ class JobMember:
         state, counters = self.status()
         heartbeat = wire.Heartbeat(
             state=state[:128],
-            counters=dict(counters),
+            counters={**counters, **self._counted()},
             # Only a replica has some, and only once it is built.
             pieces=getattr(self.role, "pieces", msgspec.UNSET),
         )
