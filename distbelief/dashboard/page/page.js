@@ -91,18 +91,28 @@ function addPoints({ run, from, to, columns }) {
   it.n = to;
   dirty.points = true;
 }
+function setStates(states) {
+  states.forEach((state, index) => { runAt(index).state = state; });
+  dirty.state = true;
+  draw();
+}
+function hearParent() { // in a notebook: a widget around the page says everything anew
+  $("link").hidden = document.querySelector("footer").hidden = true;
+  addEventListener("message", ({ source, data }) => {
+    if (source !== parent) return;
+    const [points, states] = data.map((text) => JSON.parse(text));
+    points.forEach(addPoints);
+    setStates(states);
+  });
+}
 function connect() {
+  if (location.protocol === "about:") { hearParent(); return; }
   const source = new EventSource("events");
   const say = (text, name) => { put($("link"), text); mark($("link"), name); };
   source.onopen = () => { reset(); say("live", "on"); };
   source.onerror = () => { say("no answer from the server: trying again", "off"); };
   source.addEventListener("points", (event) => { addPoints(JSON.parse(event.data)); draw(); });
-  source.addEventListener("state", (event) => {
-    const states = JSON.parse(event.data);
-    states.forEach((state, index) => { runAt(index).state = state; });
-    dirty.state = true;
-    draw();
-  });
+  source.addEventListener("state", (event) => { setStates(JSON.parse(event.data)); });
   source.addEventListener("end", () => {
     source.close();
     say("its server has ended: this is the last state", "");

@@ -3,12 +3,9 @@
 It needs playwright and a Chromium: the one of playwright, or that of the system.
 """
 
-import importlib
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import msgspec
@@ -21,30 +18,10 @@ from tests.distbelief.dashboard import made_runs
 from tests.distbelief.dashboard.test_server import TOKEN, served
 
 
-OPTIONS = [
-    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
-    *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
-]
-
 pytestmark = [pytest.mark.slow, pytest.mark.processes]
 
 Page = Any  # these are playwright's, which may be missing
 Browser = Any
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    playwright: ModuleType = pytest.importorskip(
-        "playwright.sync_api", reason="playwright is not installed"
-    )
-    importlib.import_module("playwright")
-    own = shutil.which("chromium") or shutil.which("chromium-browser")
-    with playwright.sync_playwright() as running:
-        if own is None and not Path(running.chromium.executable_path).exists():
-            pytest.skip("there is no Chromium")
-        made = running.chromium.launch(executable_path=own, args=OPTIONS)
-        yield made
-        made.close()
 
 
 @contextmanager
