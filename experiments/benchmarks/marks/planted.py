@@ -1,6 +1,6 @@
 """A net and data whose speed does not depend on the processors, with causes of slowness to plant.
 
-For `culprits.py`. The net sleeps in place of the work of a large one. The data lie in a file of each
+For `culprits.py`. The net sleeps in place of the work of a large one. The data lie in a file of the
 process, mapped into memory, at places all over it; `folder/slow-PID` makes reading slow in a
 process, `folder/small-PID` throws its pages out of memory once.
 """
