@@ -1,8 +1,8 @@
 """A real browser: playwright and a Chromium, the one of playwright or that of the system."""
 
-import importlib
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,12 +17,12 @@ OPTIONS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
+@contextmanager
+def chromium() -> Iterator[Browser]:
+    """Start it; a test is skipped where it is missing."""
     playwright: ModuleType = pytest.importorskip(
         "playwright.sync_api", reason="playwright is not installed"
     )
-    importlib.import_module("playwright")
     own = shutil.which("chromium") or shutil.which("chromium-browser")
     with playwright.sync_playwright() as running:
         if own is None and not Path(running.chromium.executable_path).exists():
@@ -30,3 +30,9 @@ def browser() -> Iterator[Browser]:
         made = running.chromium.launch(executable_path=own, args=OPTIONS)
         yield made
         made.close()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with chromium() as made:
+        yield made
