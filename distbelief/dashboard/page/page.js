@@ -284,7 +284,7 @@ function optionsOf(spec, series, width) {
       { ...axis, size: 30, space: 68, values: (_, splits) => splits.map((x) => (isTime ? tick(x) : scaled(x, ""))), ...(isTime ? { incrs: TIMES } : {}) },
       { ...axis, size: 62, gap: 4, values: (_, splits) => splits.map((y) => (y === null ? "" : spec.show(y))) },
     ],
-    cursor: { drag: { x: true, y: false, setScale: false }, sync: { key: "all" }, focus: { prox: 24 } },
+    cursor: { drag: { x: true, y: false, setScale: false }, sync: { key: "all" }, focus: { prox: 24, dist: (u, s, _, y, at) => (u.cursor.event && u.series[s].class !== "raw" ? y - at : Infinity) } },
     legend: { live: true },
     hooks: {
       setSelect: [(u) => {
@@ -470,7 +470,7 @@ function drawState() {
   for (let from = 0; !from || from < state.roles.length; from += ROWS) stateSteps.push(() => drawRoles(state, from));
   const files = $("files");
   if (files.childElementCount !== states.length) {
-    files.replaceChildren(...states.map((each, run) => make("a", { href: `runs/${run}/metrics.csv`, download: "metrics.csv" }, states.length > 1 ? `CSV of ${each.name}` : "CSV")));
+    files.replaceChildren(...states.map((_, run) => make("a", { href: `runs/${run}/metrics.csv`, download: "metrics.csv" }, states.length > 1 ? `CSV of ${nameOf(run)}` : "CSV")));
   }
 }
 function drawRun(card, state, run, several) {
@@ -530,7 +530,7 @@ function drawWhy(state) {
   $("why").hidden = !why;
   if (!why) return;
   mark($("why"), why.role ? "found" : "");
-  const lines = [why.text, why.help.replaceAll("`", "")].filter(Boolean);
+  const lines = [(runs.length > 1 ? `${nameOf(chosen)}: ` : "") + why.text, why.help.replaceAll("`", "")].filter(Boolean);
   [...rows($("why"), lines.length, () => make("p"))].forEach((line, n) => { put(line, lines[n]); mark(line, n ? "note" : ""); });
 }
 function look(role) {
