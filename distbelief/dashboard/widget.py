@@ -1,8 +1,7 @@
 """The page in a notebook: a widget of anywidget that shows runs live, by the page's own files.
 
 A thread reads the runs and sets two traits, which need no answer of a kernel that is busy training,
-and which the notebook keeps with its output. The page is in a frame, to which its script hands
-them.
+and which the notebook keeps. The page is in a frame, to which its script hands them.
 """
 
 import importlib
@@ -11,7 +10,7 @@ import os
 import threading
 from importlib.resources import files as resources
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
 import msgspec
 
@@ -38,12 +37,6 @@ export default { render({ model, el }) {
 """
 
 
-class _Widget(Protocol):
-    points: str  # JSON: an event for each run
-    state: str
-    comm: object  # None once it is closed
-
-
 def live(*run_directories: str | os.PathLike[str]) -> object:
     """Return a widget that shows these runs live, as the result of a notebook's cell.
 
@@ -61,7 +54,21 @@ def live(*run_directories: str | os.PathLike[str]) -> object:
     own["_esm"] = f"const PAGE = {json.dumps(_page())}{_SCRIPT}"
     widget = type("LiveRuns", (base,), own)()
     readers = [RunReader(RunDirectory(Path(path), lock=None)) for path in run_directories]
-    threading.Thread(target=_tell, args=(widget, readers), daemon=True).start()
+    pause = threading.Event()
+
+    def tell() -> None:
+        while widget.comm is not None:  # it is not closed
+            for reader in readers:
+                reader.read_status(now())
+                while reader.read_points():
+                    pass
+            widget.points = _json([_points(*each) for each in enumerate(readers)])
+            widget.state = _json([reader.state for reader in readers])
+            if all(reader.state.state in _OVER for reader in readers):
+                return
+            pause.wait(POLL_SECONDS)
+
+    threading.Thread(target=tell, name="live", daemon=True).start()
     return widget
 
 
@@ -71,25 +78,11 @@ def _page() -> str:
     page, scripts = (place / "index.html").read_text(), ""
     for name in ("uplot", "page"):
         style, script = ((place / f"{name}.{kind}").read_text() for kind in ("css", "js"))
-        page = page.replace(
-            f'<link rel="stylesheet" href="{name}.css">', f"<style>{style}</style>"
-        ).replace(f'<script src="{name}.js" defer></script>', "")
+        link = f'<link rel="stylesheet" href="{name}.css">'
+        page = page.replace(link, f"<style>{style}</style>")
+        page = page.replace(f'<script src="{name}.js" defer></script>', "")
         scripts += f"<script>{script}</script>"
     return page.replace("</body>", f"{scripts}</body>")
-
-
-def _tell(widget: _Widget, readers: list[RunReader]) -> None:
-    pause, is_over = threading.Event(), False
-    while not is_over and widget.comm is not None:
-        for reader in readers:
-            reader.read_status(now())
-            while reader.read_points():
-                pass
-        points = [_points(index, reader) for index, reader in enumerate(readers)]
-        widget.points = msgspec.json.encode(points).decode()
-        widget.state = msgspec.json.encode([reader.state for reader in readers]).decode()
-        is_over = all(reader.state.state in _OVER for reader in readers)
-        pause.wait(0.0 if is_over else POLL_SECONDS)
 
 
 def _points(index: int, reader: RunReader) -> dict[str, object]:
@@ -97,3 +90,7 @@ def _points(index: int, reader: RunReader) -> dict[str, object]:
     chosen = [*range(0, reader.n_points - 1, step), *range(reader.n_points)[-1:]]
     columns = {name: [values[n] for n in chosen] for name, values in reader.columns.items()}
     return {"run": index, "from": 0, "to": len(chosen), "columns": columns}
+
+
+def _json(value: object) -> str:
+    return msgspec.json.encode(value).decode()

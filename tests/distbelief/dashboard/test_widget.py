@@ -5,6 +5,7 @@ It needs anywidget; the second half playwright and a Chromium, too.
 
 import json
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,6 @@ import pytest
 import distbelief
 from distbelief.core.errors import JobError
 from distbelief.dashboard import widget as widget_module
-from distbelief.dashboard.reader import RunReader
-from distbelief.job.run.directory import RunDirectory
 from tests.distbelief.dashboard import made_runs
 from tests.distbelief.dashboard.test_browser import Browser, is_wide
 
@@ -51,11 +50,15 @@ def test_a_run_that_has_not_begun_is_shown_once_it_has(
     assert path.exists()
 
 
-def test_a_widget_that_is_closed_reads_no_more(tmp_path: Path) -> None:
-    path = made_runs.make(tmp_path / "run")
-    widget = shown(path)
-    widget.close()
-    widget_module._tell(widget, [RunReader(RunDirectory(path, lock=None))])  # it returns
+def test_a_widget_that_is_closed_reads_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(widget_module, "POLL_SECONDS", 0.01)
+    shown(made_runs.make(tmp_path / "run")).close()
+    for thread in threading.enumerate():
+        if thread.name == "live":
+            thread.join(30)
+            assert not thread.is_alive()
 
 
 def test_mistakes_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
