@@ -466,6 +466,7 @@ function drawState() {
   if (!state) return;
   put($("roles-of"), states.length > 1 ? `of ${nameOf(chosen)}` : "");
   drawWhy(state);
+  drawPlan(state);
   stateSteps = [() => drawHosts(state), () => drawEvents(state)];
   for (let from = 0; !from || from < state.roles.length; from += ROWS) stateSteps.push(() => drawRoles(state, from));
   const files = $("files");
@@ -537,6 +538,14 @@ function look(role) {
   if (role.trouble) return "trouble";
   if (/^(computing|measuring|serving|primary|backup|applying|saving|following|pushing|fetching)/.test(role.state)) return "busy";
   return /wait|gather|reading|import|start|build|join|restor/.test(role.state) ? "wait" : "";
+}
+function drawPlan(state) {
+  $("plan").hidden = !state.has_plan || location.protocol === "about:";
+  const at = `runs/${chosen}/plan.png`;
+  if ($("plan").hidden || $("plan").dataset.at === at) return;
+  $("plan").dataset.at = at;
+  rows($("plan"), 1);
+  $("plan").append(make("img", { src: at, alt: "layers of the model, and their ranks", loading: "lazy" }));
 }
 function drawHosts(state) {
   const places = new Map([["", { label: "the supervisor's host", roles: [] }]]);

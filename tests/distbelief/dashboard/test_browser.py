@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
+from matplotlib import image
 
 from distbelief.dashboard import server as server_module
 from distbelief.dashboard.server import PageServer
@@ -152,6 +154,14 @@ def test_the_address_with_the_token_opens_it(browser: Browser, tmp_path: Path) -
         page.wait_for_selector(".chart canvas")
         assert page.url == url
         page.close()
+
+
+def test_the_plan_is_a_picture(browser: Browser, tmp_path: Path) -> None:
+    path = made_runs.make(tmp_path / "run", ended=True)
+    image.imsave(path / "plan.png", np.zeros((20, 30)))
+    with served(path) as server, shown(browser, at(server)) as page:
+        page.locator("#plan summary").click()
+        page.wait_for_function("() => document.querySelector('#plan img')?.naturalWidth === 30")
 
 
 def test_what_is_missing_is_said(browser: Browser, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from distbelief.core.errors import JobError
 from distbelief.dashboard import widget as widget_module
 from tests.distbelief.dashboard import made_runs
 from tests.distbelief.dashboard.test_browser import Browser, is_wide
+from tests.docs.pages import ROOT
 
 
 Widget = Any  # made of a class of anywidget, which may be missing
@@ -67,6 +68,28 @@ def test_mistakes_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "anywidget", None)
     with pytest.raises(JobError, match=r"distbelief\[notebook\]"):
         distbelief.live("runs/net")
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_a_notebook_is_told_while_its_kernel_is_busy(tmp_path: Path) -> None:
+    pytest.importorskip("anywidget", reason="anywidget is not installed")
+    nbclient: Any = pytest.importorskip("nbclient", reason="nbclient is not installed")
+    pytest.importorskip("ipykernel", reason="ipykernel is not installed")
+    nbformat: Any = pytest.importorskip("nbformat")
+    made = f"made_runs.make(Path({str(tmp_path / 'run')!r}), ended=True)"
+    cells = (
+        f"import distbelief\ndistbelief.live({str(tmp_path / 'run')!r})",
+        f"from tests.distbelief.dashboard import made_runs\nfrom pathlib import Path\n{made}",
+        "import threading as t\n[each.join(60) for each in t.enumerate() if each.name == 'live']",
+    )
+    book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(text) for text in cells])
+    nbclient.NotebookClient(book, timeout=120).execute(cwd=str(ROOT))
+    (widget,) = book.cells[0].outputs
+    kept = book.metadata["widgets"]["application/vnd.jupyter.widget-state+json"]["state"]
+    model = widget["data"]["application/vnd.jupyter.widget-view+json"]["model_id"]
+    assert '"state":"ended"' in kept[model]["state"]["state"]
+    assert json.loads(kept[model]["state"]["points"])[0]["to"] == 120
 
 
 @pytest.mark.slow
