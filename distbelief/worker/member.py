@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Final, cast, final
 
 import msgspec
+from msgspec.structs import replace
 
 from distbelief import protocol as wire
 from distbelief.config.job import PATIENCE_SECONDS
@@ -128,8 +129,14 @@ class JobMember:
         actions = self._handle(event, now)
         for action in actions:
             if isinstance(action, rl.Exit):
-                return self._ending(actions, now)
+                return self._ending([self._with_own_counters(one) for one in actions], now)
         return self._ending(actions, now) if self._last or self._stopped else actions
+
+    def _with_own_counters(self, action: rl.Action) -> rl.Action:
+        if not (isinstance(action, rl.Send) and isinstance(action.message, wire.Finished)):
+            return action
+        counters = {**action.message.counters, **self._counted()}
+        return replace(action, message=replace(action.message, counters=counters))
 
     def _ending(self, actions: Sequence[rl.Action], now: rl.Seconds) -> Sequence[rl.Action]:
         """Let an end in good order wait for a silent supervisor.
