@@ -43,7 +43,11 @@ from experiments.benchmarks.measuring.measurement import Spread
 
 
 COMMAND: Final = Path(sys.executable).with_name("distbelief")
-CHANGES: Final = {"cluster": {"replicas": 1, "shards": 1}, "stop": {"seconds": "3600 s"}}
+CHANGES: Final[dict[str, dict[str, object]]] = {
+    "cluster": {"replicas": 1, "shards": 1},
+    "evaluation": {"every": "1 h"},
+    "stop": {"seconds": "1 h"},
+}
 START_SECONDS: Final = 2.0  # of the page, and of training, which no window has
 SMALL: Final = {"rounds": 1, "seconds": 2}
 
