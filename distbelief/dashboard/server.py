@@ -272,8 +272,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _send_of_run(self, index: int, name: str) -> None:
         if name == "metrics.csv":
-            content = self._csv(index).encode()
-            self._send(content, "text/csv", {"Content-Disposition": "attachment"})
+            self._send(self._csv(index), "text/csv", {"Content-Disposition": "attachment"})
         elif picture := self._readers[index].plan_picture():
             self._send(picture, "image/png")
         else:
@@ -360,7 +359,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _event(self, name: str, data: bytes) -> None:
         self.wfile.write(b"event: " + name.encode() + b"\ndata: " + data + b"\n\n")
 
-    def _csv(self, index: int) -> str:
+    def _csv(self, index: int) -> bytes:
         text = io.StringIO(newline="")
         with self.page.watch.changed:
             columns = dict(self._readers[index].columns)
@@ -369,7 +368,7 @@ class _Handler(BaseHTTPRequestHandler):
         # A spreadsheet computes what begins so.
         writer.writerow(f"'{name}" if name[:1] in "=+-@\t\r" else name for name in columns)
         writer.writerows(rows)
-        return text.getvalue()
+        return text.getvalue().encode()
 
     @override
     def log_message(self, format: str, *args: object) -> None:

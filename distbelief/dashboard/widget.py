@@ -62,9 +62,11 @@ def live(*run_directories: str | os.PathLike[str]) -> object:
                 reader.read_status(now())
                 while reader.read_points():
                     pass
-            widget.points = _json([_points(*each) for each in enumerate(readers)])
-            widget.state = _json([reader.state for reader in readers])
-            if all(reader.state.state in _OVER for reader in readers):
+            points = [_points(*each) for each in enumerate(readers)]
+            states = [reader.state for reader in readers]
+            widget.points = msgspec.json.encode(points).decode()
+            widget.state = msgspec.json.encode(states).decode()
+            if all(state.state in _OVER for state in states):
                 return
             pause.wait(POLL_SECONDS)
 
@@ -90,7 +92,3 @@ def _points(index: int, reader: RunReader) -> dict[str, object]:
     chosen = [*range(0, reader.n_points - 1, step), *range(reader.n_points)[-1:]]
     columns = {name: [values[n] for n in chosen] for name, values in reader.columns.items()}
     return {"run": index, "from": 0, "to": len(chosen), "columns": columns}
-
-
-def _json(value: object) -> str:
-    return msgspec.json.encode(value).decode()
