@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         PeerLostError as PeerLostError,
         StorageError as StorageError,
     )
+    from distbelief.dashboard.widget import live as live
     from distbelief.job.estimators import (
         DistBeliefClassifier as DistBeliefClassifier,
         DistBeliefRegressor as DistBeliefRegressor,
@@ -90,6 +91,7 @@ _NAMES = {
     ),
     "distbelief.plans.planner.planning_result": ("plan",),
     "distbelief.serve.server": ("ParameterServer",),
+    "distbelief.dashboard.widget": ("live",),
     "distbelief.job.estimators": ("DistBeliefClassifier", "DistBeliefRegressor"),
     "distbelief.job.fit": ("fit",),
     "distbelief.job.run.result": ("Run",),

@@ -5,7 +5,7 @@ from pathlib import Path
 import typer
 
 from distbelief.cli import options as o
-from distbelief.core.formatting import count
+from distbelief.core.formatting import count, plain
 
 
 @o.reported
@@ -27,5 +27,5 @@ def export(
     from distbelief.serve.export import export as write  # noqa: PLC0415 -- torch
 
     o.look_up_modules_here()
-    n = write(directory, out, report=lambda text: typer.echo(text, err=True))
-    typer.echo(f"{out}: {count(n)} values of the newest checkpoints in {directory}")
+    n = write(directory, out, report=lambda text: typer.echo(plain(text), err=True))
+    typer.echo(plain(f"{out}: {count(n)} values of the newest checkpoints in {directory}"))

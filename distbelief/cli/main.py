@@ -30,6 +30,7 @@ from distbelief.cli.simulate import chaos, simulate
 from distbelief.cli.slurm import slurm
 from distbelief.cli.status import status
 from distbelief.core.errors import JobError
+from distbelief.core.formatting import plain
 from distbelief.core.signals import EXIT_CODES
 
 
@@ -198,12 +199,13 @@ def train(  # noqa: PLR0913 -- options
             beside=beside,
         )
     if run.exit_code in EXIT_CODES.values():
-        typer.echo(f"go on: distbelief train --resume {shlex.quote(str(run.directory))}", err=True)
+        text = f"go on: distbelief train --resume {shlex.quote(str(run.directory))}"
+        typer.echo(plain(text), err=True)
     if run.exit_code == FAILED and not sys.stdout.isatty():
         # On a terminal the screen shows the failure; a file or pipe needs this line.
         why = run.summary.error or "see its log"
         text = f"{job.name} failed: {why}; its logs are in {run.directory / 'logs'}"
-        typer.echo(text, err=True)
+        typer.echo(plain(text), err=True)
     return run.exit_code
 
 

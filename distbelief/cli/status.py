@@ -64,7 +64,7 @@ def _show_why(run: "RunDirectory", *, as_json: bool) -> None:
     if as_json:
         typer.echo(msgspec.json.encode(found).decode())
     elif found is None:
-        typer.echo(f"{run.path}: its replicas have not trained for long enough to tell")
+        typer.echo(plain(f"{run.path}: its replicas have not trained for long enough to tell"))
     else:
         typer.echo(plain(found.text))
         if found.help:

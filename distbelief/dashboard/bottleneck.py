@@ -2,9 +2,11 @@
 
 Replicas count the seconds that they are in each state (`spent_STATE`), those that they wait for
 other workers by name (`waits_NAME`), computing seconds and samples. A role is named only where it
-differs from the others, or where the others wait for it; the causes are tried in this order:
+differs from the others, or where the others wait for it. The causes are tried in this order; that
+of a role that reads pages again is `memory`, whatever it seemed to be.
 
     silent      it does not answer, and others wait
+    memory      it reads pages from disk again and again, and its host or container waits for that
     waited for  in a round or for a floor, for its processor, its link or its data
     link        it waits for shards much longer than the other replicas
     data        it waits for its samples
@@ -31,12 +33,16 @@ WAITED_SHARE: Final = 0.15  # of the time of all workers, waited for one of them
 READING_SHARE: Final = 0.2
 EXCHANGE_SHARE: Final = 0.3  # waiting for shards, or copying
 SHARD_SHARE: Final = 0.2  # waiting for one shard alone
+STALLED_SHARE: Final = 0.1  # of the time, in which something there waited for memory
+AGAIN_PER_SECOND: Final = 20.0  # pages of a role, for which a slow disk takes a fifth of its time
 SLOWER: Final = 1.5  # times as long as the others for the same work
 _IN_SILENCE: Final = ("silent", "restarting", "lost", "starting", "importing", "building")
 
 _HELP: Final = {
     "silent": "Its log says what it did last. A shard with `[cluster] shard_copies = 2` is "
     "replaced at once.",
+    "memory": "Give its host or container more memory, or let it need less: fewer roles there, a "
+    "smaller `batch_size`, or more shards.",
     "processor": "Is something else running on its host? Without rounds and floors the others do "
     "not wait for it.",
     "link": "Push less often (`[algorithm] n_push`), or send fewer bytes (`[algorithm.exchange] "
@@ -105,14 +111,16 @@ def bottleneck(view: JobView, since: JobView | None = None) -> Finding | None:
     None if its roles have not counted for long enough.
     """
     earlier = {} if since is None else {role.name: role.counters for role in since.roles}
-    found = [_load(role, earlier.get(role.name, {})) for role in view.roles if _trains(role)]
-    loads = [load for load in found if load is not None]
+    timed = [_load(role, earlier.get(role.name, {})) for role in view.roles if _trains(role)]
+    loads = [load for load in timed if load is not None]
     if not loads:
         return None
-    for look in (_silent, _waited_for, _link, _data, _shard, _processor):
-        finding = look(loads, view)
-        if finding is not None:
-            return finding
+    looks = (_silent, _waited_for, _link, _data, _shard, _processor)
+    finding = next((found for look in looks if (found := look(loads, view)) is not None), None)
+    if finding is None or finding.cause != "silent":
+        finding = _memory(view, since, finding) or finding
+    if finding is not None:
+        return finding
     exchange = median(load.exchange for load in loads)
     if exchange >= EXCHANGE_SHARE:
         text = f"No role stands out: replicas spend {percent(exchange)} of their time in exchange."
@@ -180,6 +188,37 @@ def _silent(loads: Sequence[_Load], view: JobView) -> Finding | None:
             )
     del loads
     return None
+
+
+def _memory(view: JobView, since: JobView | None, seen: Finding | None) -> Finding | None:
+    """A replica or shard whose pages are thrown out and read again: if it was `seen` to be slow.
+
+    Otherwise where Linux says that something waits for memory: all may be equally slow.
+    """
+    seconds = view.training_seconds if since is None else view.now - since.now
+    earlier = {} if since is None else {role.name: role.counters for role in since.roles}
+    short: dict[str, tuple[float, float]] = {}  # pages a second; share of the time stalled
+    for role in view.roles:
+        before = earlier.get(role.name, {})
+        pages, stalled = (
+            (role.counters.get(name, 0.0) - before.get(name, 0.0)) / max(seconds, 1e-9)
+            for name in ("pages_read_again", "seconds_stalled_for_memory")
+        )
+        if pages >= AGAIN_PER_SECOND and role.name.startswith(("replica-", "shard-")):
+            short[role.name] = pages, stalled
+    stands = [name for name, (_, stalled) in short.items() if stalled >= STALLED_SHARE]
+    own = "" if seen is None else seen.role
+    name = own if own in short else max(stands, key=short.__getitem__, default="")
+    if not name:
+        return None
+    pages, stalled = short[name]
+    text = f"{name} has too little memory: it reads {pages:.0f} pages a second from disk again."
+    if stalled >= STALLED_SHARE:
+        where = "Its host or container waits for memory"
+        text = f"{text} {where} {percent(min(stalled, 1.0))} of the time."
+    if seen is not None and name == own:
+        text = f"{text} {seen.text}"
+    return _found(name, "memory", text)
 
 
 def _waited_for(loads: Sequence[_Load], view: JobView) -> Finding | None:

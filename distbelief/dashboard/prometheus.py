@@ -51,6 +51,10 @@ _OF_ROLE: Final[dict[str, tuple[str, Callable[[RoleView], Value]]]] = {
         "since its last heartbeat",
         lambda role: role.last_heartbeat_age,
     ),
+    "distbelief_role_memory_stalled_seconds_total": (
+        "in which its host or container waited for memory, since it was started",
+        lambda role: role.counters.get("seconds_stalled_for_memory"),
+    ),
 }
 
 

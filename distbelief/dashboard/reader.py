@@ -1,12 +1,14 @@
 """Reads one run directory for the page, again and again: the curve, and the state of every role.
 
-Files of others are shown as text only, and no file but status.json and metrics.jsonl is read.
+Files of others are shown as text only, and no file but status.json, metrics.jsonl and plan.png is
+read.
 Columns of the curve are those of `Measurement`, `metric:NAME` and `figure:NAME`; None where a line
 has no such number.
 """
 
 import datetime as dt
 import math
+import os
 import threading
 from collections import deque
 from typing import Final, final
@@ -23,6 +25,7 @@ from distbelief.supervisor.view import HostView, JobView, Message, RoleView
 
 
 READ_BYTES_MAX: Final = 1 << 22  # of metrics.jsonl at once, so that others get their turn
+PICTURE_BYTES_MAX: Final = 1 << 24
 LINE_BYTES_MAX: Final = 1 << 20  # a longer one is of another program
 N_COLUMNS_MAX: Final = 64
 N_MESSAGES_MAX: Final = 500
@@ -83,6 +86,7 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     hosts: tuple[HostView, ...] = ()
     messages: tuple[Message, ...] = ()
     why: Finding | None = None  # what holds it back; None: not known
+    has_plan: bool = False  # as a picture
 
 
 @final
@@ -90,7 +94,7 @@ class RunReader:
     """Reads the files of one run; `epoch` changes if its curve begins anew."""
 
     def __init__(self, run: RunDirectory) -> None:
-        self._run = run
+        self._run, self._picture = run, run.plan_file.with_suffix(".png")
         self.epoch = 0
         self.columns: dict[str, Column] = {name: [] for name in _COLUMNS}
         self.n_points = 0
@@ -155,7 +159,19 @@ class RunReader:
             hosts=view.hosts,
             messages=tuple(self._messages.values()),
             why=bottleneck(view, since) if since or state != "running" else None,
+            has_plan=self._picture.is_file(),
         )
+
+    def plan_picture(self) -> bytes | None:
+        """Return the picture of the plan, a PNG; None if there is none."""
+        try:
+            # No link: it could lead to any file of this user.
+            opened = os.open(self._picture, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+            with os.fdopen(opened, "rb") as file:
+                content = file.read(PICTURE_BYTES_MAX)
+        except OSError:
+            return None
+        return content if content.startswith(b"\x89PNG\r\n") else None
 
     def _condition(self, status: Status, pid: int | None, age: float) -> tuple[str, str]:
         if status.ended:

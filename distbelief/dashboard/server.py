@@ -3,7 +3,7 @@
     /                  the page; /page.js, /page.css, /uplot.js, /uplot.css belong to it
     /events            server-sent events: `points` of the curves, and each second the `state`
     /metrics           the same figures for Prometheus
-    /runs/N/metrics.csv
+    /runs/N/metrics.csv, /runs/N/plan.png
 
 One thread reads the run directories, each request has one of its own, and none of them is in the
 process that trains.
@@ -53,13 +53,13 @@ _FILES: Final = {
     "/uplot.css": ("uplot.css", "text/css"),
 }
 _TOKEN: Final = re.compile(r"[\w-]{16,128}", re.ASCII)
-_CSV: Final = re.compile(r"/runs/([0-9]{1,2})/metrics\.csv")
+_OF_RUN: Final = re.compile(r"/runs/([0-9]{1,2})/(metrics\.csv|plan\.png)")
 _LOCAL: Final = frozenset({"localhost", "127.0.0.1", "::1"})
 _HEADERS: Final = {
     # Scripts and styles of this server only: none that a name or a message might hold.
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
-        "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+        "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     ),
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
@@ -265,11 +265,18 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(self.page.watch.metrics().encode(), "text/plain; version=0.0.4")
         elif parts.path == "/events":
             self._stream()
-        elif (found := _CSV.fullmatch(parts.path)) and int(found[1]) < len(self._readers):
-            text = self._csv(int(found[1]))
-            self._send(text.encode(), "text/csv", {"Content-Disposition": "attachment"})
+        elif (found := _OF_RUN.fullmatch(parts.path)) and int(found[1]) < len(self._readers):
+            self._send_of_run(int(found[1]), found[2])
         else:
             self._refuse(HTTPStatus.NOT_FOUND, "there is no such page")
+
+    def _send_of_run(self, index: int, name: str) -> None:
+        if name == "metrics.csv":
+            self._send(self._csv(index), "text/csv", {"Content-Disposition": "attachment"})
+        elif picture := self._readers[index].plan_picture():
+            self._send(picture, "image/png")
+        else:
+            self._refuse(HTTPStatus.NOT_FOUND, "the run has no plan")
 
     @property
     def _readers(self) -> Sequence[RunReader]:
@@ -313,7 +320,7 @@ class _Handler(BaseHTTPRequestHandler):
         status: HTTPStatus = HTTPStatus.OK,
     ) -> None:
         self.send_response(status)
-        kind = kind if "version" in kind else f"{kind}; charset=utf-8"
+        kind = kind if "version" in kind or "image" in kind else f"{kind}; charset=utf-8"
         self._end({"Content-Type": kind, "Content-Length": str(len(content)), **(headers or {})})
         self.wfile.write(content)
 
@@ -352,7 +359,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _event(self, name: str, data: bytes) -> None:
         self.wfile.write(b"event: " + name.encode() + b"\ndata: " + data + b"\n\n")
 
-    def _csv(self, index: int) -> str:
+    def _csv(self, index: int) -> bytes:
         text = io.StringIO(newline="")
         with self.page.watch.changed:
             columns = dict(self._readers[index].columns)
@@ -361,7 +368,7 @@ class _Handler(BaseHTTPRequestHandler):
         # A spreadsheet computes what begins so.
         writer.writerow(f"'{name}" if name[:1] in "=+-@\t\r" else name for name in columns)
         writer.writerows(rows)
-        return text.getvalue()
+        return text.getvalue().encode()
 
     @override
     def log_message(self, format: str, *args: object) -> None:

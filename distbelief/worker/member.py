@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Final, cast, final
 
 import msgspec
+from msgspec.structs import replace
 
 from distbelief import protocol as wire
 from distbelief.config.job import PATIENCE_SECONDS
@@ -95,9 +96,16 @@ class JobMember:
 
     accepts: Final = rl.ALL_MESSAGES
 
-    def __init__(self, config: JobMemberConfig, *, build: Callable[[], rl.Role]) -> None:
+    def __init__(
+        self,
+        config: JobMemberConfig,
+        *,
+        build: Callable[[], rl.Role],
+        counted: Callable[[], Mapping[str, float]] = dict,  # of its process, for heartbeats
+    ) -> None:
         self._config = config
         self._build = build
+        self._counted = counted
         self.role: rl.Role | None = None
         self._started: rl.Started | None = None  # kept until the wrapped role gets it
         self._runs = False  # the wrapped role has been started
@@ -121,8 +129,14 @@ class JobMember:
         actions = self._handle(event, now)
         for action in actions:
             if isinstance(action, rl.Exit):
-                return self._ending(actions, now)
+                return self._ending([self._with_own_counters(one) for one in actions], now)
         return self._ending(actions, now) if self._last or self._stopped else actions
+
+    def _with_own_counters(self, action: rl.Action) -> rl.Action:
+        if not (isinstance(action, rl.Send) and isinstance(action.message, wire.Finished)):
+            return action
+        counters = {**action.message.counters, **self._counted()}
+        return replace(action, message=replace(action.message, counters=counters))
 
     def _ending(self, actions: Sequence[rl.Action], now: rl.Seconds) -> Sequence[rl.Action]:
         """Let an end in good order wait for a silent supervisor.
@@ -183,7 +197,7 @@ class JobMember:
         state, counters = self.status()
         heartbeat = wire.Heartbeat(
             state=state[:128],
-            counters=dict(counters),
+            counters={**counters, **self._counted()},
             # Only a replica has some, and only once it is built.
             pieces=getattr(self.role, "pieces", msgspec.UNSET),
         )

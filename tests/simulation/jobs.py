@@ -322,7 +322,14 @@ class JobCluster(Downpour, JobScene):
             heartbeat_seconds=heartbeat_seconds(name, self.shard_copies, self.n_replicas),
             patience_seconds=self.patience,
         )
-        return JobMember(config, build=lambda: self._build(name, context))
+        return JobMember(
+            config, build=lambda: self._build(name, context), counted=lambda: self.counted(name)
+        )
+
+    def counted(self, name: Address) -> Mapping[str, float]:
+        """Return the counters of a role's process."""
+        del name
+        return {}
 
     def _build(self, name: Address, context: BuildContext) -> Role:
         if self.split is None or group_rank_of(name) is None:

@@ -1,6 +1,6 @@
 """A planted cause is found in simulated jobs, and none is named where there is none."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -14,6 +14,7 @@ from distbelief.protocol.role import Address
 from distbelief.simulation.faults import Pause
 from distbelief.simulation.machines import ClusterOptions, SimulatedMachine
 from distbelief.simulation.network import Link
+from distbelief.supervisor.view import JobView, RoleView
 from distbelief.worker.batches import WholeBatches
 from distbelief.worker.downpour_settings import DownpourSettings
 from tests.simulation.jobs import JobCluster, seeds
@@ -32,6 +33,12 @@ class Job(JobCluster):
     n_replicas: int = 3
     host: str = ""
     links: Mapping[tuple[Address, Address], Link] = field(default_factory=dict)
+    short_of_memory: Collection[Address] = ()
+
+    @override
+    def counted(self, name: Address) -> Mapping[str, float]:
+        seconds = self.now if name in self.short_of_memory else 0.0
+        return {"seconds_stalled_for_memory": 0.02 * seconds, "pages_read_again": 400.0 * seconds}
 
     @override
     def options(self) -> ClusterOptions:
@@ -74,6 +81,43 @@ def test_a_slow_processor(seed: int) -> None:
     job.machines = {CULPRIT: SimulatedMachine(host="", flops_per_second=job.flops / 3)}
     found = job.finding()
     assert (found.role, found.cause) == (CULPRIT, "processor"), found
+
+
+@pytest.mark.parametrize("seed", seeds(1, of=4))
+def test_too_little_memory(seed: int) -> None:
+    """It computes slowly, too: its processor waits for pages."""
+    name = SHARD if seed == 3 else CULPRIT
+    job = Job(seed=seed, settings=rounds() if seed % 2 else None)
+    job.machines = {name: SimulatedMachine(host="", flops_per_second=job.flops / 3)}
+    job.short_of_memory = {name}
+    found = job.finding()
+    assert (found.role, found.cause) == (name, "memory"), found
+
+
+@pytest.mark.parametrize(
+    ("stalled", "pages", "slower", "cause"),
+    [
+        (5.0, 4000.0, 1.0, "memory"),
+        (0.1, 4000.0, 3.0, "memory"),  # Linux misses pages that are used once in a while
+        (0.1, 4000.0, 1.0, ""),  # it loses no time by that
+        (9.0, 0.0, 1.0, ""),  # of another process there
+        (9.0, 0.0, 3.0, "processor"),
+    ],
+)
+def test_memory_is_named_if_pages_are_read_again_and_time_is_lost(
+    stalled: float, pages: float, slower: float, cause: str
+) -> None:
+    busy = {"spent_computing": 10.0, "samples": 500.0, "seconds_computing": 10.0}
+    short = {"seconds_stalled_for_memory": stalled, "pages_read_again": pages}
+    roles = (
+        RoleView(name="replica-0", state="computing", counters=busy),
+        RoleView(
+            name=CULPRIT, state="computing", counters={**busy, **short, "samples": 500.0 / slower}
+        ),
+    )
+    found = bottleneck(JobView(roles=roles, training_seconds=10.0))
+    assert found is not None
+    assert (found.role, found.cause) == (CULPRIT if cause else "", cause)
 
 
 @pytest.mark.parametrize("seed", seeds(1, of=4))

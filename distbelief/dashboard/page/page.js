@@ -20,14 +20,15 @@ let chosen = 0, span = null, dirty = { points: true, state: true }, queued = fal
 
 // --- numbers as text, as on the terminal
 
+const whole = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
 const known = (x) => x !== null && x !== undefined && Number.isFinite(x);
 function figure(x) {
   if (!known(x)) return "–";
   const a = Math.abs(x);
   if (a === 0) return "0";
-  return a >= 1e5 || a < 1e-3 ? x.toExponential(2) : a >= 1000 ? Math.round(x).toLocaleString("en") : String(+x.toPrecision(3));
+  return a >= 1e5 || a < 1e-3 ? x.toExponential(2) : a >= 1000 ? whole.format(x) : String(+x.toPrecision(3));
 }
-const count = (x) => (known(x) ? Math.round(x).toLocaleString("en") : "–");
+const count = (x) => (known(x) ? whole.format(x) : "–");
 const percent = (x) => (known(x) ? `${(100 * x).toFixed(Math.abs(x) < 0.9995 && x !== 0 ? 1 : 0)} %` : "–");
 function scaled(x, unit, steps = ["", "k", "M", "G", "T"]) {
   if (!known(x)) return "–";
@@ -70,7 +71,8 @@ function rows(parent, n, build) { // as many children as `n`
   while (parent.children.length < n) parent.append(build());
   return parent.children;
 }
-const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+const colours = {}; // of the theme: to ask for one is slow
+const colour = (name) => (colours[name] ??= getComputedStyle(document.documentElement).getPropertyValue(name).trim());
 const colourOf = (run) => `--c${run % PALETTE}`;
 
 // --- what comes in
@@ -91,18 +93,28 @@ function addPoints({ run, from, to, columns }) {
   it.n = to;
   dirty.points = true;
 }
+function setStates(states) {
+  states.forEach((state, index) => { runAt(index).state = state; });
+  dirty.state = true;
+  draw();
+}
+function hearParent() { // in a notebook: a widget around the page says everything anew
+  $("link").hidden = document.querySelector("footer").hidden = true;
+  addEventListener("message", ({ source, data }) => {
+    if (source !== parent) return;
+    const [points, states] = data.map((text) => JSON.parse(text));
+    points.forEach(addPoints);
+    setStates(states);
+  });
+}
 function connect() {
+  if (location.protocol === "about:") { hearParent(); return; }
   const source = new EventSource("events");
   const say = (text, name) => { put($("link"), text); mark($("link"), name); };
   source.onopen = () => { reset(); say("live", "on"); };
   source.onerror = () => { say("no answer from the server: trying again", "off"); };
   source.addEventListener("points", (event) => { addPoints(JSON.parse(event.data)); draw(); });
-  source.addEventListener("state", (event) => {
-    const states = JSON.parse(event.data);
-    states.forEach((state, index) => { runAt(index).state = state; });
-    dirty.state = true;
-    draw();
-  });
+  source.addEventListener("state", (event) => { setStates(JSON.parse(event.data)); });
   source.addEventListener("end", () => {
     source.close();
     say("its server has ended: this is the last state", "");
@@ -118,6 +130,7 @@ function draw() {
     if (todo.state) drawState();
     if (todo.points || todo.state) collectMarks();
     if (todo.points) drawCharts();
+    if (!isStepping) drawSome();
   });
 }
 
@@ -271,7 +284,7 @@ function optionsOf(spec, series, width) {
       { ...axis, size: 30, space: 68, values: (_, splits) => splits.map((x) => (isTime ? tick(x) : scaled(x, ""))), ...(isTime ? { incrs: TIMES } : {}) },
       { ...axis, size: 62, gap: 4, values: (_, splits) => splits.map((y) => (y === null ? "" : spec.show(y))) },
     ],
-    cursor: { drag: { x: true, y: false, setScale: false }, sync: { key: "all" }, focus: { prox: 24 } },
+    cursor: { drag: { x: true, y: false, setScale: false }, sync: { key: "all" }, focus: { prox: 24, dist: (u, s, _, y, at) => (u.cursor.event && u.series[s].class !== "raw" ? y - at : Infinity) } },
     legend: { live: true },
     hooks: {
       setSelect: [(u) => {
@@ -296,19 +309,18 @@ function zoom() {
   dirty.points = true;
   draw();
 }
-let pending = [], isStepping = false;
-function drawCharts() { // as many in one frame as its time allows
+let stateSteps = [], chartSteps = [], isStepping = false;
+function drawCharts() {
   const weight = Number($("smooth").value), specs = plan(), keys = new Set(specs.map((spec) => spec.key));
   for (const [key, chart] of charts) {
     if (!keys.has(key)) { chart.plot?.destroy(); chart.box.remove(); charts.delete(key); }
   }
-  pending = specs.map((spec, place) => () => drawChart(spec, place, weight));
-  if (!isStepping) drawSome();
+  chartSteps = specs.map((spec, place) => () => drawChart(spec, place, weight));
 }
-function drawSome() {
+function drawSome() { // as much in one frame as its time allows
   const begin = performance.now();
-  do pending.shift()?.(); while (pending.length && performance.now() - begin < 10);
-  isStepping = pending.length > 0;
+  do (stateSteps.shift() ?? chartSteps.shift())?.(); while (performance.now() - begin < 8 && stateSteps.length + chartSteps.length);
+  isStepping = stateSteps.length + chartSteps.length > 0;
   if (isStepping) requestAnimationFrame(drawSome);
 }
 function drawChart(spec, place, weight) {
@@ -454,12 +466,12 @@ function drawState() {
   if (!state) return;
   put($("roles-of"), states.length > 1 ? `of ${nameOf(chosen)}` : "");
   drawWhy(state);
-  drawHosts(state);
-  drawRoles(state);
-  drawEvents(state);
+  drawPlan(state);
+  stateSteps = [() => drawHosts(state), () => drawEvents(state)];
+  for (let from = 0; !from || from < state.roles.length; from += ROWS) stateSteps.push(() => drawRoles(state, from));
   const files = $("files");
   if (files.childElementCount !== states.length) {
-    files.replaceChildren(...states.map((each, run) => make("a", { href: `runs/${run}/metrics.csv`, download: "metrics.csv" }, states.length > 1 ? `CSV of ${each.name}` : "CSV")));
+    files.replaceChildren(...states.map((_, run) => make("a", { href: `runs/${run}/metrics.csv`, download: "metrics.csv" }, states.length > 1 ? `CSV of ${nameOf(run)}` : "CSV")));
   }
 }
 function drawRun(card, state, run, several) {
@@ -519,13 +531,21 @@ function drawWhy(state) {
   $("why").hidden = !why;
   if (!why) return;
   mark($("why"), why.role ? "found" : "");
-  const lines = [why.text, why.help.replaceAll("`", "")].filter(Boolean);
+  const lines = [(runs.length > 1 ? `${nameOf(chosen)}: ` : "") + why.text, why.help.replaceAll("`", "")].filter(Boolean);
   [...rows($("why"), lines.length, () => make("p"))].forEach((line, n) => { put(line, lines[n]); mark(line, n ? "note" : ""); });
 }
 function look(role) {
   if (role.trouble) return "trouble";
   if (/^(computing|measuring|serving|primary|backup|applying|saving|following|pushing|fetching)/.test(role.state)) return "busy";
   return /wait|gather|reading|import|start|build|join|restor/.test(role.state) ? "wait" : "";
+}
+function drawPlan(state) {
+  $("plan").hidden = !state.has_plan || location.protocol === "about:";
+  const at = `runs/${chosen}/plan.png`;
+  if ($("plan").hidden || $("plan").dataset.at === at) return;
+  $("plan").dataset.at = at;
+  rows($("plan"), 1);
+  $("plan").append(make("img", { src: at, alt: "layers of the model, and their ranks", loading: "lazy" }));
 }
 function drawHosts(state) {
   const places = new Map([["", { label: "the supervisor's host", roles: [] }]]);
@@ -553,7 +573,8 @@ function drawHosts(state) {
   });
 }
 const HEADS = [["role", ""], ["host", "wide"], ["state", "name"], ["rate", "num"], ["staleness", "num wide"], ["received", "num wide"], ["sent", "num wide"], ["its time", ""], ["heard", "num wide"], ["restarts", "num wide"]];
-function drawRoles(state) {
+const ROWS = 50; // drawn at once
+function drawRoles(state, from) {
   const table = $("roles"), roles = state.roles, live = state.state === "running";
   if (!table.tHead) {
     table.createTHead().insertRow().append(...HEADS.map(([text, name]) => make("th", { scope: "col", class: name }, text)));
@@ -565,8 +586,10 @@ function drawRoles(state) {
   for (const role of roles) most[role.unit] = Math.max(most[role.unit] ?? 0, role.rate ?? 0);
   const flow = live ? speed : bytes, elsewhere = roles.some((role) => role.host);
   table.tHead.rows[0].cells[1].hidden = !elsewhere;
-  [...rows(table.tBodies[0], roles.length, newRow)].forEach((row, n) => {
-    const role = roles[n], cell = row.children;
+  const body = table.tBodies[0], end = Math.min(from + ROWS, roles.length);
+  const list = rows(body, Math.max(end, Math.min(body.children.length, roles.length)), newRow);
+  roles.slice(from, end).forEach((role, n) => {
+    const cell = list[from + n].children;
     put(cell[0], role.name);
     cell[1].hidden = !elsewhere;
     put(cell[1], role.host || "here");
@@ -621,7 +644,7 @@ function drawEvents(state) {
 
 // --- controls
 
-function redraw() { for (const chart of charts.values()) chart.shape = ""; dirty = { points: true, state: true }; draw(); }
+function redraw() { for (const name of Object.keys(colours)) delete colours[name]; for (const chart of charts.values()) chart.shape = ""; dirty = { points: true, state: true }; draw(); }
 function keep(name, value) { try { localStorage.setItem(name, value); } catch { /* not allowed: forget it */ } }
 function kept(name) { try { return localStorage.getItem(name); } catch { return null; } }
 function setTheme(theme) {

@@ -5,6 +5,7 @@ to the role's log.
 """
 
 import os
+import resource
 import shlex
 import signal
 import sys
@@ -14,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Final, final
 
@@ -228,7 +230,8 @@ def _run_role(
             ),
             patience_seconds=job.cluster.patience,
         )
-        member = JobMember(config, build=lambda: _build(name, job, spec, memory, remote, readers))
+        build = partial(_build, name, job, spec, memory, remote, readers)
+        member = JobMember(config, build=build, counted=MemoryPressure().counters)
 
         def warn(text: str) -> None:
             report("warning", text)
@@ -252,6 +255,47 @@ def _run_role(
         if error is not None and not member.reported_failure:
             transport.send(SUPERVISOR, Failed(error=error[:8192], culprit_is_job=False))
     return error
+
+
+@final
+class MemoryPressure:
+    """What this process has lost for want of memory, since this was made.
+
+    `pages_read_again`: pages that it waited for (major faults), as far as they had been in memory
+    before: so many refaults were there in its control group, or on its host without cgroup v2.
+    `seconds_stalled_for_memory`: in which something there waited for memory ("some" of Linux's
+    pressure stall information), which misses pages that are used once in a while.
+    """
+
+    def __init__(self, root: Path = Path("/")) -> None:
+        self._root = root
+        self._begun = self._before = self._now()
+        self._again = 0.0
+
+    def counters(self) -> dict[str, float]:
+        if self._begun is None or self._before is None or (now := self._now()) is None:
+            return {}
+        self._again += max(min(now[0] - self._before[0], now[1] - self._before[1]), 0.0)
+        self._before = now
+        stalled = now[2] - self._begun[2]
+        return {"pages_read_again": self._again, "seconds_stalled_for_memory": stalled}
+
+    def _now(self) -> tuple[float, float, float] | None:
+        # Faults, refaults, seconds; None if Linux does not count them.
+        with suppress(OSError, ValueError, LookupError):
+            lines = (self._root / "proc/self/cgroup").read_text().splitlines()
+            group = next((line[3:].lstrip("/") for line in lines if line.startswith("0::")), "")
+            place = self._root / "sys/fs/cgroup" / group
+            files = [place / "memory.stat", place / "memory.pressure"]
+            if not all(file.exists() for file in files):
+                files = [self._root / "proc/vmstat", self._root / "proc/pressure/memory"]
+            words = files[0].read_text().split()
+            refaults = sum(
+                float(n) for name, n in pairwise(words) if name.startswith("workingset_refault_")
+            )
+            stalled = float(files[1].read_text().partition("total=")[2].split()[0]) / 1e6
+            return resource.getrusage(resource.RUSAGE_SELF).ru_majflt, refaults, stalled
+        return None
 
 
 def _remote_folder(spec: RoleSpec, report: Log) -> RemoteFolder | None:

@@ -62,6 +62,30 @@ def test_the_status_of_a_hostile_directory_is_shown_without_its_orders(tmp_path:
     assert found.view.roles[0].name == "replica-0?]0;owned??[2J"
 
 
+@pytest.mark.parametrize("trained", [0.0, 50.0])
+@pytest.mark.parametrize("command", [["status", "--why"], ["forecast"], ["dashboard"]])
+def test_what_is_told_of_a_hostile_directory_is_plain(
+    tmp_path: Path, command: list[str], trained: float
+) -> None:
+    """`distbelief status --why` printed the name of a directory whose run had not trained yet."""
+    run = tmp_path / f"run{ESC[:6]}"
+    run.mkdir()
+    (run / "job.toml").write_text(small("nets:make", "nets:data", stop={"accuracy": 0.9}))
+    spent = {"spent_computing": trained, "spent_reading": trained, f"waits_{ESC}": trained}
+    roles = tuple(
+        RoleView(name=f"{name}{ESC}", state=f"waiting for {ESC}", counters=spent)
+        for name in ("shard-0", "replica-0", "replica-1")
+    )
+    view = JobView(metric_name=ESC, roles=roles, samples=100, training_seconds=60.0)
+    status = Status(name=ESC, pid=1, written=0.0, view=view, ended=True)
+    (run / "status.json").write_bytes(msgspec.json.encode(status))
+    options = ["--listen", ESC] if command == ["dashboard"] else []  # it would go on
+    for option in ([], ["--json"])[: 1 if options else 2]:
+        shown = CliRunner().invoke(app, [*command, str(run), *options, *option])
+        assert shown.output
+        assert not {"\x1b", "\x07"} & {*shown.output}, shown.output
+
+
 def test_errors_are_shown_without_them(tmp_path: Path) -> None:
     shown = CliRunner().invoke(app, ["train", str(tmp_path / f"{ESC[:6]}.toml")])
     assert shown.exit_code == 2

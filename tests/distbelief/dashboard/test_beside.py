@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from distbelief.cli.main import app
+from distbelief.dashboard import beside
 from distbelief.dashboard.beside import page_beside
 from distbelief.dashboard.server import listen
 from tests.distbelief.dashboard import made_runs
@@ -36,6 +37,24 @@ def test_the_page_beside_a_run_sends_its_end_and_ends(tmp_path: Path) -> None:
     connection.close()
     with pytest.raises(OSError, match="refused"):
         http.client.HTTPConnection("127.0.0.1", port, timeout=60).request("GET", "/")
+
+
+def children() -> set[int]:
+    tasks = Path("/proc/self/task").glob("*/children")
+    return {int(pid) for task in tasks for pid in task.read_text().split()}
+
+
+@pytest.mark.parametrize("what", [signal.SIGSTOP, signal.SIGKILL])
+def test_a_run_waits_for_no_page_that_stands_still_or_has_died(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: int
+) -> None:
+    monkeypatch.setattr(beside, "END_SECONDS", 0.2)
+    path, before = made_runs.make(tmp_path / "run"), children()
+    with page_beside(path, listen("127.0.0.1:0")):
+        (pid,) = children() - before
+        os.kill(pid, what)
+        made_runs.write_status(path, made_runs.view(), ended=True)  # as a run that goes on
+    assert pid not in children()
 
 
 def test_it_shows_a_run_that_has_written_nothing_yet(tmp_path: Path) -> None:

@@ -3,16 +3,15 @@
 It needs playwright and a Chromium: the one of playwright, or that of the system.
 """
 
-import importlib
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
+from matplotlib import image
 
 from distbelief.dashboard import server as server_module
 from distbelief.dashboard.server import PageServer
@@ -21,30 +20,10 @@ from tests.distbelief.dashboard import made_runs
 from tests.distbelief.dashboard.test_server import TOKEN, served
 
 
-OPTIONS = [
-    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
-    *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
-]
-
 pytestmark = [pytest.mark.slow, pytest.mark.processes]
 
 Page = Any  # these are playwright's, which may be missing
 Browser = Any
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    playwright: ModuleType = pytest.importorskip(
-        "playwright.sync_api", reason="playwright is not installed"
-    )
-    importlib.import_module("playwright")
-    own = shutil.which("chromium") or shutil.which("chromium-browser")
-    with playwright.sync_playwright() as running:
-        if own is None and not Path(running.chromium.executable_path).exists():
-            pytest.skip("there is no Chromium")
-        made = running.chromium.launch(executable_path=own, args=OPTIONS)
-        yield made
-        made.close()
 
 
 @contextmanager
@@ -175,6 +154,14 @@ def test_the_address_with_the_token_opens_it(browser: Browser, tmp_path: Path) -
         page.wait_for_selector(".chart canvas")
         assert page.url == url
         page.close()
+
+
+def test_the_plan_is_a_picture(browser: Browser, tmp_path: Path) -> None:
+    path = made_runs.make(tmp_path / "run", ended=True)
+    image.imsave(path / "plan.png", np.zeros((20, 30)))
+    with served(path) as server, shown(browser, at(server)) as page:
+        page.locator("#plan summary").click()
+        page.wait_for_function("() => document.querySelector('#plan img')?.naturalWidth === 30")
 
 
 def test_what_is_missing_is_said(browser: Browser, tmp_path: Path) -> None:

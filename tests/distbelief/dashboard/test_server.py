@@ -285,6 +285,30 @@ def test_hostile_text_stays_text(tmp_path: Path) -> None:
             assert {next(events)[0], next(events)[0]} == {"points", "state"}
 
 
+def test_the_picture_of_a_plan_is_a_picture_of_this_run(tmp_path: Path) -> None:
+    """A link in a directory of somebody else could lead to any file of its reader."""
+    secret, path = tmp_path / "secret.png", made_runs.make(tmp_path / "run")
+    picture = b"\x89PNG\r\n\x1a\n and what follows"
+    secret.write_bytes(picture)
+    with served(path) as page:
+        connection = http.client.HTTPConnection("127.0.0.1", page.port, timeout=30)
+
+        def asked() -> tuple[int, bytes]:
+            connection.request("GET", "/runs/0/plan.png")
+            reply = connection.getresponse()
+            return reply.status, reply.read()
+
+        assert asked()[0] == 404
+        (path / "plan.png").symlink_to(secret)
+        assert asked()[0] == 404
+        (path / "plan.png").unlink()
+        (path / "plan.png").write_text("<script>alert(1)</script>")
+        assert asked()[0] == 404
+        (path / "plan.png").write_bytes(picture)
+        assert asked() == (200, picture)
+        connection.close()
+
+
 def test_prometheus_gets_base_units(tmp_path: Path) -> None:
     path = made_runs.make(tmp_path / "run")
     with made_runs.running(path), served(path) as page:

@@ -29,6 +29,7 @@ class Inner:
         self.events: list[rl.Event] = []
         self.error: Exception | None = None
         self.refuses: rl.Event | None = None
+        self.last: list[rl.Action] = []  # what it answers, if it ends
 
     def handle(self, event: rl.Event, now: rl.Seconds) -> Sequence[rl.Action]:
         del now
@@ -37,7 +38,7 @@ class Inner:
         if event == self.refuses:
             raise RemoteProtocolError("of another life")
         self.events.append(event)
-        return [rl.Report(text="heard")]
+        return self.last or [rl.Report(text="heard")]
 
     def status(self) -> tuple[str, Mapping[str, float]]:
         return "busy", {"n": float(len(self.events))}
@@ -53,12 +54,13 @@ class Driver:
         name: str = "replica-0",
         patience: rl.Seconds = 15.0,
         warning: str = "",
+        counted: Callable[[], Mapping[str, float]] = dict,
     ) -> None:
         self.inner = Inner()
         config = JobMemberConfig(
             name=name, endpoint="tcp://here", host="h", pid=7, patience_seconds=patience
         )
-        self.member = JobMember(config, build=build or (lambda: self.inner))
+        self.member = JobMember(config, build=build or (lambda: self.inner), counted=counted)
         self.now = 100.0
         self.actions: list[rl.Action] = []
         if warning:
@@ -277,6 +279,21 @@ class Ending(Inner):
         if not isinstance(event, rl.Received):
             return []
         return [rl.Send(receiver=rl.SUPERVISOR, message=wire.Finished(counters={})), rl.Exit()]
+
+
+def test_counters_of_the_process_are_told_with_those_of_the_role() -> None:
+    """With the last ones, too: a run that has ended is judged by these."""
+    driver = Driver(counted=lambda: {"pages_read_again": 7.0})
+    driver.running()
+    counted = [one.counters for one in messages(driver.beat()) if isinstance(one, wire.Heartbeat)]
+    assert counted == [{"n": 0.0, "pages_read_again": 7.0}]
+    driver.inner.last = [
+        rl.Send(receiver=rl.SUPERVISOR, message=wire.Finished(counters={"n": 1.0})),
+        rl.Exit(),
+    ]
+    (last,) = messages(driver.say(wire.Stop(reason="")))
+    assert isinstance(last, wire.Finished)
+    assert last.counters == {"n": 1.0, "pages_read_again": 7.0}
 
 
 def test_a_role_that_has_ended_waits_for_the_next_supervisor() -> None:

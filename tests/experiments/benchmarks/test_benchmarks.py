@@ -59,6 +59,7 @@ FIGURES: dict[str, set[str]] = {
         for codec in ("bfloat16", "int8", "int4", "top_k", "threshold_1_percent")
         for figure in ("push", "encode", "add", "bytes")
     },
+    "culprits": {"named", "blamed", "named_processor"},
     "downpour": {
         *("downpour_bs8", "ddp_bs8", "downpour_bs8_over_kept"),
         *(
@@ -101,7 +102,7 @@ FIGURES: dict[str, set[str]] = {
         *("speech_bs64_apart", "speech_bs256_over_dtensor", "image_apart"),
         "speech_bs64_2_machines_bytes",
     },
-    "page_cost": {"rate", "work"},
+    "page_cost": {"rate", "work", "page", "start"},
     "parameter_server": {
         *("shared_memory_over_floor", "push_over_floor", "fetch_over_copy"),
         *("shared_memory_over_copies", "tcp_over_zmq", "files_over_zmq", "files_over_torch_rpc"),

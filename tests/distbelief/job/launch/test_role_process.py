@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NoReturn
 
 import msgspec
@@ -19,7 +20,7 @@ from distbelief import protocol as wire
 from distbelief.config.job import Job
 from distbelief.config.load import parse_job
 from distbelief.job.launch import forkserver, role_process
-from distbelief.job.launch.role_process import RoleSpec
+from distbelief.job.launch.role_process import MemoryPressure, RoleSpec
 from distbelief.parameter_server.layout import Layout
 from distbelief.transport.listen_config import ListenConfig
 from distbelief.worker.local_executor import FlatModel
@@ -266,3 +267,38 @@ def test_import_paths_come_first_and_once(tmp_path: Path) -> None:
         role_process.import_from(job)
     assert sys.path[: len(job.import_paths)] == list(job.import_paths)
     assert sys.path.count(str(tmp_path)) == 1
+
+
+def test_pages_count_as_read_again_if_they_had_been_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file that is mapped and read for the first time faults as often."""
+    faults = 100
+    usage = SimpleNamespace(getrusage=lambda _: SimpleNamespace(ru_majflt=faults), RUSAGE_SELF=0)
+    monkeypatch.setattr(role_process, "resource", usage)
+
+    def say(where: str, stat: str, pressure: str, *, refaults: int, microseconds: int) -> None:
+        (tmp_path / where).mkdir(parents=True, exist_ok=True)
+        text = f"anon 7\nworkingset_refault_anon 5\nworkingset_refault_file {refaults}\n"
+        (tmp_path / where / stat).write_text(text)
+        text = f"some avg10=0.00 avg60=0.00 avg300=0.00 total={microseconds}\nfull total=1\n"
+        (tmp_path / where / pressure).write_text(text)
+
+    assert MemoryPressure(tmp_path).counters() == {}  # an old Linux, or one without these
+    for version, where, files in (
+        ("4:memory:/a\n0::/\n", "proc", ("vmstat", "pressure/memory")),
+        ("0::/jobs/a\n", "sys/fs/cgroup/jobs/a", ("memory.stat", "memory.pressure")),
+    ):
+        (tmp_path / "proc/pressure").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "proc/self").mkdir(exist_ok=True)
+        (tmp_path / "proc/self/cgroup").write_text(version)
+        say(where, *files, refaults=1000, microseconds=4_000_000)
+        pressure = MemoryPressure(tmp_path)
+        faults += 50
+        assert pressure.counters() == {"pages_read_again": 0, "seconds_stalled_for_memory": 0}
+        faults += 30
+        say(where, *files, refaults=1900, microseconds=4_500_000)
+        assert pressure.counters() == {"pages_read_again": 30, "seconds_stalled_for_memory": 0.5}
+        say(where, *files, refaults=2900, microseconds=4_500_000)  # of others
+        assert pressure.counters() == {"pages_read_again": 30, "seconds_stalled_for_memory": 0.5}
+    assert set(MemoryPressure().counters()) <= {"pages_read_again", "seconds_stalled_for_memory"}
