@@ -20,9 +20,9 @@ Dense = NDArray[np.float64]
 @pytest.fixture(autouse=True)
 def in_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compile nothing: numpy gives the same bits, as one test claims."""
-    monkeypatch.setattr(
-        "sandblaster.strads.factorization.stepper", lambda: factor_kernel.step_in_numpy
-    )
+    module = "sandblaster.strads.factorization"
+    monkeypatch.setattr(f"{module}.stepper", lambda: factor_kernel.step_in_numpy)
+    monkeypatch.setattr(f"{module}.subtracter", lambda: factor_kernel.subtract_in_numpy)
 
 
 def ratings(
@@ -75,7 +75,7 @@ def test_st5_the_objective_is_the_dense_one_and_never_rises(
     assert model.row_biases_.any() == model.column_biases_.any() == biases
 
 
-@pytest.mark.parametrize("n_together", [1, 2, 4])  # 1: rank-one factors in turn, as in ST-5
+@pytest.mark.parametrize("n_together", [1, 2, 4, 8])  # 1: rank-one factors in turn, as in ST-5
 @pytest.mark.parametrize("is_feedback", [False, True])
 def test_st5_two_passes_are_those_of_dense_coordinate_descent(
     *, is_feedback: bool, n_together: int
@@ -148,21 +148,32 @@ def test_kernel_and_numpy_compute_the_same_bits(size: float) -> None:
     entries, _ = ratings()
     n_rows, n_columns = entries.shape
     results = []
-    for step in (factor_kernel.step, factor_kernel.step_in_numpy, factor_kernel.stepper()):
+    kernels = (
+        (factor_kernel.step, factor_kernel.subtract),
+        (factor_kernel.step_in_numpy, factor_kernel.subtract_in_numpy),
+        (factor_kernel.stepper(), factor_kernel.subtracter()),
+    )
+    for step, subtract in kernels:
         rng = np.random.default_rng(1)
         residuals, weights = entries.data.copy(), rng.random(entries.nnz)
-        before, u, rest = rng.standard_normal((3, n_rows, 4))
-        moved, v = rng.standard_normal((2, n_columns, 4))
-        # Of a symmetric matrix with a large diagonal; or of a rank alone whose u stays.
-        gram = rng.random(10) + 3 * np.array([i == j for i, j in factor_kernel.PAIRS])
-        if size == np.inf:
-            v[:, 1:] = rest[:, 1:] = gram[1:4] = 0
-            gram[0] = size
-        starts, columns = entries.indptr.astype(np.int64), entries.indices.astype(np.int32)
-        arrays = starts, columns, residuals, weights, before, moved, u, v, rest
+        before, u, rest = rng.standard_normal((3, n_rows, 8))
+        moved, v = rng.standard_normal((2, n_columns, 8))
+        # Of a symmetric matrix with a large diagonal; one u stays, if that is infinite.
+        gram = rng.random((8, 8))
+        gram += gram.T + 3 * np.eye(8)
+        gram[2, 2] += size
+        arrays = (
+            entries.indptr.astype(np.int64),
+            entries.indices.astype(np.int32),
+            residuals,
+            weights,
+        )
         old = u.copy()
-        results.append((residuals, u, step(*arrays, gram)))
-        assert np.array_equal(old, u) == (size == np.inf)
+        sums = step(*arrays, before, moved, u, v, rest, gram)
+        subtract(*arrays, u, v)
+        results.append((residuals, u, sums))
+        stays = (old == u).all(axis=0)
+        assert stays.tolist() == [size == np.inf and rank == 2 for rank in range(8)]
     for other in results[1:]:
         for mine, its in zip(results[0], other, strict=True):
             np.testing.assert_array_equal(mine, its)
