@@ -19,7 +19,7 @@ and where a run that has ended goes on with other bounds.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Final, TypeAlias, cast, final
+from typing import ClassVar, Final, TypeAlias, cast, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,7 +30,7 @@ from distbelief.core.errors import SettingError
 from distbelief.parameter_server.rows import Rows, Values
 from distbelief.protocol.vector_commands import Pull
 from sandblaster.optimizers.termination import Reason
-from sandblaster.strads.columns import of_sklearn
+from sandblaster.strads.columns import check_copy, check_width, checked_table, of_sklearn
 from sandblaster.strads.estimator import (
     Estimator,
     blocks_of,
@@ -381,6 +381,8 @@ class MatrixFactorization(Estimator):
             expected to be more welcome (Hu et al., equation 8: 0 is best, 0.5 is chance).
     """
 
+    _takes: ClassVar[Mapping[str, bool]] = {"allow_nan": True}
+
     def __init__(  # noqa: PLR0913 -- scikit-learn's convention
         self,
         n_components: int = 10,
@@ -523,11 +525,7 @@ class MatrixFactorization(Estimator):
         """Return factors of rows, also of new ones, (n_rows, n_components), given the columns'."""
         self._check_fitted()
         entries = self._checked(X)
-        if entries.shape[1] != self.n_features_in_:
-            raise SettingError(
-                f"{type(self).__name__}: X has {entries.shape[1]} columns, not "
-                f"{self.n_features_in_}; use those of fit"
-            )
+        check_width(entries.shape[1], self.n_features_in_, type(self).__name__)
         # The row's bias is a factor whose column factors are 1.
         biases, strength, regularization = self._fitted
         v = np.vstack([self.components_, *np.ones((int(biases), self.n_features_in_))])
@@ -579,11 +577,12 @@ class MatrixFactorization(Estimator):
     def _checked(self, x: object) -> Matrix:
         user = type(self).__name__
         if self.implicit_strength is None and not sparse.issparse(x):
-            x = _known(x)
+            x = _known(x, user)
         entries = checked_entries(x, user=user)
         if self.implicit_strength is None and sparse.issparse(x):
             n_given = cast("Matrix", x).nnz
-            if n_given != entries.nnz:
+            # By diagonals zeros are no entries: most of them only fill the diagonals.
+            if n_given != entries.nnz and str(cast("Matrix", x).format) != "dia":
                 raise SettingError(
                     f"{user}: X has {n_given - entries.nnz} entries of a row and column that has "
                     "one already; give one rating each"
@@ -617,11 +616,10 @@ def _indices(given: object, *, user: str) -> "NDArray[np.intp]":
     return indices.astype(np.intp)
 
 
-def _known(x: object) -> object:
+def _known(x: object, user: str) -> object:
     """Return the entries of a dense matrix that are not NaN, zeros among them."""
-    dense = np.asarray(x)
-    if dense.ndim != 2 or dense.dtype.kind not in "biuf":
-        return x  # refused with all others
+    dense = cast("Values", checked_table(x, user=user))
+    check_copy(dense, user=user)
     values = dense.astype(np.float64)
     rows, columns = np.nonzero(~np.isnan(values))
     return sparse.coo_array((values[rows, columns], (rows, columns)), shape=values.shape)

@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, TypeAlias, cast, final
+from typing import ClassVar, Final, TypeAlias, cast, final
 
 import msgspec
 import numpy as np
@@ -38,7 +38,7 @@ from distbelief.core.errors import SettingError
 from distbelief.parameter_server.rows import STALENESS_MAX, Rows, Values
 from distbelief.protocol.vector_commands import Pull
 from sandblaster.optimizers.termination import Reason
-from sandblaster.strads.columns import of_sklearn
+from sandblaster.strads.columns import check_width, of_sklearn
 from sandblaster.strads.documents import (
     Matrix,
     Words,
@@ -497,6 +497,8 @@ class LatentDirichletAllocation(Estimator):
         held_out_scores_: Passes, and `score` of the held-out documents then.
     """
 
+    _takes: ClassVar[Mapping[str, bool]] = {"positive_only": True}
+
     def __init__(  # noqa: PLR0913 -- scikit-learn's convention
         self,
         n_components: int = 10,
@@ -677,10 +679,8 @@ class LatentDirichletAllocation(Estimator):
 
 def checked_counts(counts: object, *, user: str, n_words: int | None = None) -> Matrix:
     matrix = checked_entries(counts, user=user)
-    if n_words not in {None, matrix.shape[1]}:
-        raise SettingError(
-            f"{user}: X has {matrix.shape[1]} columns, not {n_words}; use the same vocabulary"
-        )
+    if n_words is not None:
+        check_width(matrix.shape[1], n_words, user, use=": use the same vocabulary")
     numbers = matrix.data
     for is_wrong, what in (
         (numbers < 0, "is negative"),

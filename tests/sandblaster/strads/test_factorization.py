@@ -15,6 +15,7 @@ from sandblaster.strads.program import run
 
 
 Dense = NDArray[np.float64]
+RESHAPE = "Reshape your data: X.reshape(-1, 1) is one column, X.reshape(1, -1) one sample"
 
 
 @pytest.fixture(autouse=True)
@@ -256,8 +257,8 @@ def test_rows_and_columns_without_entries_have_no_factors() -> None:
     [
         ([[1.0, np.inf]], {}, "X contains NaN or infinity; leave these entries out"),
         ([[np.nan]], {}, "X has no entries; give at least one"),
-        ([1.0], {}, "X has 1 dimensions; give rows and columns"),
-        ([["a"]], {}, "X is of <U1; use real numbers"),
+        ([1.0], {}, f"X has 1 dimensions, not 2. {RESHAPE}"),
+        ([["a"]], {}, "X is of <U1; use numbers"),
         (np.ones((3, 3)), {"n_blocks": 4}, "n_blocks is 4, X has 3 rows; use n_blocks=3"),
         ([[1.0]], {"n_components": 0}, "n_components is 0; use a whole number, 1 or more"),
         ([[1.0]], {"tol": "small"}, "tol is 'small'; use a number; below 0 nothing ends early"),
@@ -285,7 +286,9 @@ def test_what_does_not_fit_the_model_is_refused() -> None:
         model.predict(0, -1)
     with pytest.raises(SettingError, match="held_out has no entries; give some or none"):
         model.fit(ratings()[0], held_out=sparse.csr_array((60, 40)))
-    with pytest.raises(SettingError, match="X has 3 columns, not 40; use those of fit"):
+    with pytest.raises(
+        SettingError, match="X has 3 features, but MatrixFactorization is expecting 40"
+    ):
         model.transform(np.ones((2, 3)))
     with pytest.raises(SettingError, match=r"X has shape \(2, 40\) and 80 entries; give ratings"):
         model.score(np.ones((2, 40)))
@@ -321,6 +324,13 @@ def test_indices_that_are_no_whole_numbers_and_ratings_given_twice_are_refused()
         MatrixFactorization(2, n_blocks=1).fit(twice)
     with pytest.raises(SettingError, match="not finite"), np.errstate(all="ignore"):
         MatrixFactorization(2, n_blocks=1).fit(ratings * 1e200)
+
+
+def test_ratings_by_diagonals_are_those_of_any_format() -> None:
+    """Zeros that fill its diagonals were refused, as ratings given twice."""
+    ratings = sparse.csr_array(np.triu(np.arange(1.0, 13.0).reshape(3, 4), 1))
+    models = [factorization(1, n_blocks=1).fit(x) for x in (ratings, ratings.todia())]
+    np.testing.assert_array_equal(models[0].components_, models[1].components_)
 
 
 def test_a_host_with_other_ratings_is_refused() -> None:
