@@ -48,7 +48,13 @@ from sandblaster.strads.documents import (
     token_keys,
     uniforms,
 )
-from sandblaster.strads.estimator import Estimator, blocks_of, check_numbers, checked_entries
+from sandblaster.strads.estimator import (
+    Estimator,
+    blocks_of,
+    check_numbers,
+    check_workers,
+    checked_entries,
+)
 from sandblaster.strads.program import (
     Flight,
     Mark,
@@ -566,6 +572,8 @@ class LatentDirichletAllocation(Estimator):
         per_block = self.staleness + 1  # buckets of words
         most = n_words // per_block if self.n_blocks is None else n_words
         n_blocks = blocks_of(user, self.n_blocks, documents=n_documents, words=max(most, 1))
+        if self.n_blocks is not None:
+            check_workers(user, self.workers, n_blocks)
         if n_blocks * per_block > n_words:
             raise SettingError(
                 f"{user}: n_blocks is {n_blocks} and staleness {self.staleness}, which makes "
