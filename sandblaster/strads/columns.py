@@ -88,13 +88,23 @@ def check_memory(matrix: "Matrix | Mapped", share: float, *, user: str) -> None:
     if isinstance(matrix, np.ndarray) and matrix.flags.f_contiguous:
         return
     n_bytes = share * 8 * n_entries(matrix, np.arange(matrix.shape[1]))
+    _check_free(n_bytes, f"{user}: blocks of X, {matrix.shape[0]:,} x {matrix.shape[1]:,}, take")
+
+
+def _check_free(n_bytes: float, what: str) -> None:
+    """Raise SettingError if so much memory is not free."""
     free = free_bytes()
     if free is not None and n_bytes > free:
         raise SettingError(
-            f"{user}: blocks of X, {matrix.shape[0]:,} x {matrix.shape[1]:,}, take "
-            f"{n_bytes / 1e9:,.1f} GB here, and {free / 1e9:,.1f} GB of memory are free: use more "
-            "hosts, or a sparse X"
+            f"{what} {n_bytes / 1e9:,.1f} GB here, and {free / 1e9:,.1f} GB of memory are free: "
+            "use more hosts, or a sparse X"
         )
+
+
+def check_copy(dense: Floats, *, user: str) -> None:
+    """Raise SettingError if a copy of it in float64 does not fit."""
+    rows, columns = dense.shape
+    _check_free(8.0 * dense.size, f"{user}: X, {rows:,} x {columns:,}, takes")
 
 
 def free_bytes() -> int | None:
@@ -112,11 +122,8 @@ def checked_matrix(x: object, *, user: str) -> Matrix:
     Raises:
         SettingError: not two-dimensional, no rows or columns, not of numbers, NaN or infinite.
     """
-    if isinstance(x, (sparse.sparray, sparse.spmatrix)):
-        given = cast("Csc", x)  # of any format: all have what is asked for here
-        if given.ndim != 2:
-            raise SettingError(f"{user}: X has {given.ndim} dimensions; give rows and columns")
-        _check_kind(given, "X", user)
+    given = checked_table(x, user=user)
+    if not isinstance(given, np.ndarray):
         # First of all float64: sums of entries that are small integers would overflow.
         columns: Csc = sparse.csc_array(given.astype(np.float64, copy=False))
         if not columns.has_canonical_format:
@@ -128,28 +135,48 @@ def checked_matrix(x: object, *, user: str) -> Matrix:
         matrix: Matrix = columns
         values: Floats = columns.data
     else:
-        array: Labels = np.asarray(x)
-        if array.dtype == object:
-            array = _as_numbers(array, "X", user)
-        _check_kind(array, "X", user)
-        matrix = values = array.astype(np.float64, copy=False)
-    if len(matrix.shape) != 2:
-        raise SettingError(
-            f"{user}: X has {len(matrix.shape)} dimensions, not 2. Reshape your data: "
-            "X.reshape(-1, 1) is one column, X.reshape(1, -1) one sample"
-        )
-    for axis, (name, least) in enumerate({"sample": 1, "feature": 1}.items()):
-        if matrix.shape[axis] < least:
-            raise SettingError(
-                f"{user}: X has 0 {name}(s) (shape={matrix.shape}) while a minimum of {least} "
-                "is required."
-            )
+        matrix = values = given.astype(np.float64, copy=False)
     # The sum is NaN or infinite where an element is, and needs no memory; it may overflow alone.
     with np.errstate(all="ignore"):
         looks_finite = np.isfinite(values.sum())
     if not looks_finite and not np.isfinite(values).all():
         raise SettingError(f"{user}: X contains NaN or infinity; replace or drop these samples")
     return matrix
+
+
+def checked_table(x: object, *, user: str) -> "Floats | Csc":
+    """Return rows and columns of numbers of any type, dense or sparse of any format.
+
+    Raises:
+        SettingError: not two-dimensional, no rows or columns, not of numbers.
+    """
+    if isinstance(x, (sparse.sparray, sparse.spmatrix)):
+        given = cast("Floats | Csc", x)  # all have what is asked for here
+    else:
+        array: Labels = np.asarray(x)
+        if array.dtype == object:
+            array = _as_numbers(array, "X", user)
+        given = cast("Floats", array)
+    _check_kind(given, "X", user)
+    if given.ndim != 2:
+        raise SettingError(
+            f"{user}: X has {given.ndim} dimensions, not 2. Reshape your data: "
+            "X.reshape(-1, 1) is one column, X.reshape(1, -1) one sample"
+        )
+    for name, n in zip(("sample", "feature"), given.shape, strict=True):
+        if not n:
+            raise SettingError(
+                f"{user}: X has 0 {name}(s) (shape={given.shape}) while a minimum of 1 is required."
+            )
+    return given
+
+
+def check_width(n: int, n_features: int, user: str, *, use: str = "") -> None:
+    """Raise SettingError if data have another number of columns than those that were fitted."""
+    if n != n_features:
+        raise SettingError(
+            f"X has {n} features, but {user} is expecting {n_features} features as input{use}"
+        )
 
 
 def checked_targets(y: object, n_samples: int, *, user: str) -> Floats:

@@ -1,15 +1,16 @@
 """What estimators share: parameters by scikit-learn's conventions, sparse input checked."""
 
 import inspect
-from typing import TypeVar, cast
+from collections.abc import Mapping
+from typing import ClassVar, TypeVar, cast
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy import sparse
 from typing_extensions import override
 
 from distbelief.core.errors import SettingError
 from distbelief.core.formatting import nearest
+from sandblaster.strads.columns import check_copy, checked_table
 
 
 Self = TypeVar("Self", bound="Estimator")
@@ -17,6 +18,8 @@ Self = TypeVar("Self", bound="Estimator")
 
 class Estimator:
     """The parameters of `__init__`, which stores each under its own name."""
+
+    _takes: ClassVar[Mapping[str, bool]] = {}  # of scikit-learn's input tags
 
     def get_params(self, deep: bool = True) -> dict[str, object]:  # noqa: FBT001, FBT002, ARG002 -- scikit-learn's signature
         """Return the parameters of `__init__`, by name."""
@@ -44,7 +47,7 @@ class Estimator:
             estimator_type=None,
             target_tags=TargetTags(required=False),
             transformer_tags=TransformerTags(),
-            input_tags=InputTags(sparse=True),
+            input_tags=InputTags(sparse=True, **self._takes),
         )
 
     @override
@@ -103,16 +106,11 @@ def checked_entries(x: object, *, user: str) -> "sparse.csr_array[np.float64]":
     Raises:
         SettingError: not two-dimensional, no rows or columns, not of numbers, NaN or infinite.
     """
-    # Sparse or dense: both have these attributes.
-    given = cast("NDArray[np.float64]", x if sparse.issparse(x) else np.asarray(x))
-    if given.ndim != 2:
-        raise SettingError(f"{user}: X has {given.ndim} dimensions; give rows and columns")
-    if given.dtype.kind not in "biuf":
-        raise SettingError(f"{user}: X is of {given.dtype}; use real numbers")
+    given = checked_table(x, user=user)
+    if isinstance(given, np.ndarray) and given.dtype != np.float64:
+        check_copy(given, user=user)
     # First of all float64: sums of entries that are small integers would overflow.
     matrix = sparse.csr_array(given.astype(np.float64, copy=False))
-    if 0 in matrix.shape:
-        raise SettingError(f"{user}: X has shape {matrix.shape}; give at least one row and column")
     if not matrix.has_canonical_format:
         matrix = matrix.copy()
         matrix.sum_duplicates()

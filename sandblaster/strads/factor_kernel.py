@@ -1,14 +1,23 @@
-"""Four ranks of a matrix factorization, compiled by numba where it is installed: numpy's bits.
+"""Eight ranks of a matrix factorization, compiled by numba where it is installed: numpy's bits.
 
-Sums are of one order in both, entry by entry. `step` reads each entry twice for four ranks: what
-it waits for is memory. Of fewer ranks the others are 0, and stay 0.
+Sums are of one order in both, entry by entry. `step` reads each entry twice for eight ranks. Of
+fewer ranks the others are 0, and stay 0.
+
+A row of eight numbers is one value in the kernel (`load`, `store`, `added`, `dot`). numba has no
+such type, and would compute with one number at a time. What teaches it this one is here, not in a
+module of its own: only a change of this file makes numba compile the kernel again.
+
+Without numba the sums are those of scipy.sparse: where a processor adds and multiplies at once, as
+on ARM, these may be rounded once less, and differ in the last bits.
 """
 
-from collections.abc import Callable
-from typing import Final, TypeAlias
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any, Final, TypeAlias, cast
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy import sparse
 
 from sandblaster.strads.compiled import compiled
 
@@ -17,117 +26,237 @@ Numbers = NDArray[np.float64]
 Starts = NDArray[np.int64]
 Columns = NDArray[np.int32]
 
-TOGETHER: Final = 4  # ranks
+TOGETHER: Final = 8  # ranks
 PAIRS: Final = tuple((i, j) for i in range(TOGETHER) for j in range(i, TOGETHER))
-"""Which element of a symmetric matrix of four ranks each of ten numbers is."""
+"""Which element of a symmetric matrix of eight ranks each of 36 numbers is."""
+N_SUMS: Final = TOGETHER + len(PAIRS)
+_WIDTH: Final = 6 * TOGETHER  # of these, in whole rows of eight
+_AT_ONCE: Final = 4096  # entries: they stay in the cache
 
 Step: TypeAlias = Callable[
     [Starts, Columns, Numbers, Numbers, Numbers, Numbers, Numbers, Numbers, Numbers, Numbers],
     Numbers,
 ]
 """The arguments of `step`."""
+Subtract: TypeAlias = Callable[[Starts, Columns, Numbers, Numbers, Numbers, Numbers], None]
+"""The arguments of `subtract`."""
+
+_Raw: TypeAlias = Any  # type: ignore[explicit-any] # numba has no types
+
+_ENTRIES: Final = "read(int64, 1), read(int32, 1), float64[::1], read(float64, 1)"
 
 
 def stepper() -> Step:
     """Return `step` as compiled, or else numpy's."""
-    return compiled(
-        step,
-        "float64[:, ::1](read(int64, 1), read(int32, 1), float64[::1], read(float64, 1), "
-        "read(float64, 2), read(float64, 2), float64[:, ::1], read(float64, 2), "
-        "read(float64, 2), read(float64, 1))",
-        otherwise=step_in_numpy,
+    _teach_rows()
+    signature = (
+        f"float64[:, ::1]({_ENTRIES}, read(float64, 2), read(float64, 2), float64[:, ::1], "
+        "read(float64, 2), read(float64, 2), read(float64, 2))"
     )
+    return compiled(step, signature, otherwise=step_in_numpy)
 
 
-def step(  # noqa: PLR0913, PLR0915, PLR0917 -- numba takes arrays, and is fast with names
+def subtracter() -> Subtract:
+    """Return `subtract` as compiled, or else numpy's."""
+    _teach_rows()
+    signature = f"void({_ENTRIES}, read(float64, 2), read(float64, 2))"
+    return compiled(subtract, signature, otherwise=subtract_in_numpy)
+
+
+# --- rows of eight numbers ---
+
+
+def load(matrix: Numbers, row: int, place: int) -> Numbers:
+    """Return the numbers from 8 `place` on."""
+    return matrix[row, place * TOGETHER : (place + 1) * TOGETHER]
+
+
+def store(matrix: Numbers, row: int, place: int, values: Numbers) -> None:
+    """Set the numbers from 8 `place` on."""
+    matrix[row, place * TOGETHER : (place + 1) * TOGETHER] = values
+
+
+def added(x: Numbers, factor: float, y: Numbers) -> Numbers:
+    """Return x + factor y, rounded twice."""
+    return x + factor * y
+
+
+def dot(x: Numbers, y: Numbers) -> Numbers:
+    """Return the sum of products, by halves; of arrays, along the last axis."""
+    products = x * y
+    fours = products[..., :4] + products[..., 4:]
+    twos = fours[..., :2] + fours[..., 2:]
+    return np.asarray(twos[..., 0] + twos[..., 1])
+
+
+@cache
+def _teach_rows() -> None:
+    """Teach numba, where it is installed, the functions above on vectors of LLVM."""
+    try:
+        from llvmlite import ir  # noqa: PLC0415 -- with numba
+        from numba import extending, types  # noqa: PLC0415 -- an extra, and slow to import
+        from numba.core import cgutils  # noqa: PLC0415 -- as above
+    except ImportError:
+        return
+    index = ir.IntType(32)
+    vector = ir.VectorType(ir.DoubleType(), TOGETHER)
+
+    class Eight(types.Type):  # type: ignore[misc] # no types
+        def __init__(self) -> None:
+            super().__init__(name="Eight")
+
+    class Model(extending.models.PrimitiveModel):  # type: ignore[misc] # no types
+        def __init__(self, manager: object, kind: object) -> None:
+            super().__init__(manager, kind, vector)
+
+    extending.register_model(Eight)(Model)
+    eight, matrix, whole = Eight(), types.Array, types.Integer
+
+    def teach(function: object, returns: object, kinds: Sequence[object], lower: object) -> None:
+        extending.type_callable(function)(
+            lambda _: lambda a, b, c=None, d=None: returns  # noqa: ARG005 -- numba passes names
+        )
+        extending.lower_builtin(function, *kinds)(lower)
+
+    def pointer(context: _Raw, builder: _Raw, kinds: _Raw, given: _Raw) -> _Raw:
+        array = context.make_array(kinds[0])(context, builder, given[0])
+        row, place = (context.cast(builder, given[k], kinds[k], types.intp) for k in (1, 2))
+        at = [row, builder.mul(place, place.type(TOGETHER))]
+        first = cgutils.get_item_pointer(context, builder, kinds[0], array, at)
+        return builder.bitcast(first, vector.as_pointer())
+
+    def lower_load(context: _Raw, builder: _Raw, signature: _Raw, given: _Raw) -> _Raw:
+        loaded = builder.load(pointer(context, builder, signature.args, given))
+        loaded.align = 8
+        return loaded
+
+    def lower_store(context: _Raw, builder: _Raw, signature: _Raw, given: _Raw) -> _Raw:
+        at = pointer(context, builder, signature.args, given)
+        builder.store(given[3], at).align = 8
+        return context.get_dummy_value()
+
+    def lower_added(context: _Raw, builder: _Raw, signature: _Raw, given: _Raw) -> _Raw:
+        del context, signature
+        x, factor, y = given
+        one = builder.insert_element(vector(ir.Undefined), factor, index(0))
+        every = builder.shuffle_vector(one, one, ir.VectorType(index, TOGETHER)([0] * TOGETHER))
+        return builder.fadd(x, builder.fmul(every, y))
+
+    def lower_dot(context: _Raw, builder: _Raw, signature: _Raw, given: _Raw) -> _Raw:
+        del context, signature
+        left, n = builder.fmul(*given), TOGETHER
+        while n > 1:
+            n //= 2
+            places = [ir.VectorType(index, n)(list(range(k, k + n))) for k in (0, n)]
+            left = builder.fadd(*(builder.shuffle_vector(left, left, one) for one in places))
+        return builder.extract_element(left, index(0))
+
+    teach(load, eight, (matrix, whole, whole), lower_load)
+    teach(store, types.void, (matrix, whole, whole, Eight), lower_store)
+    teach(added, eight, (Eight, types.Float, Eight), lower_added)
+    teach(dot, types.float64, (Eight, Eight), lower_dot)
+
+
+# --- the kernel ---
+
+
+def step(  # noqa: PLR0913, PLR0917 -- numba takes arrays, and is fast with names
     starts: Starts,  # (n_rows + 1,) of rows among the entries
     columns: Columns,  # (n,) of entries
     residuals: Numbers,  # (n,): changed
     weights: Numbers,  # (n,)
-    before: Numbers,  # (n_rows, 4) u of other ranks
-    moved: Numbers,  # (n_columns, 4) by what their v have changed since
-    u: Numbers,  # (n_rows, 4): changed
-    v: Numbers,  # (n_columns, 4)
-    rest: Numbers,  # (n_rows, 4) added to the numerators
-    gram: Numbers,  # (10,) added to the matrix, by PAIRS; infinite: that u stays
+    before: Numbers,  # (n_rows, 8) u of other ranks
+    moved: Numbers,  # (n_columns, 8) by what their v have changed since
+    u: Numbers,  # (n_rows, 8): changed
+    v: Numbers,  # (n_columns, 8)
+    rest: Numbers,  # (n_rows, 8) added to the numerators
+    gram: Numbers,  # (8, 8) added to the matrix; infinite on the diagonal: that u stays
 ) -> Numbers:
-    """Minimize over u given v; return what v follows from: (n_columns, 14).
+    """Minimize over u given v; return what v follows from: (n_columns, 48).
 
-    These are the sums of residuals times u, and of weights times products of u by PAIRS. It checks
-    no index. Plain Python, too, so that it can be held against numpy without numba.
+    These are the sums of residuals times u, and of weights times products of u by PAIRS; and four
+    zeros. It checks no index. Plain Python, too, so that it can be held against numpy without
+    numba.
     """
-    sums = np.zeros((len(v), 14))
+    sums = np.zeros((len(v), _WIDTH))
+    zeros = np.zeros((1, TOGETHER))
+    products = np.zeros((1, _WIDTH))
+    matrix = np.zeros((TOGETHER + 1, TOGETHER))  # the last row: numerators, then the change
+    right = matrix[TOGETHER]
     for row in range(len(u)):
         first, end = starts[row], starts[row + 1]
-        b0, b1, b2, b3 = before[row, 0], before[row, 1], before[row, 2], before[row, 3]
-        n0 = n1 = n2 = n3 = 0.0
-        g00 = g01 = g02 = g03 = g11 = g12 = g13 = g22 = g23 = g33 = 0.0
+        other = load(before, row, 0)
+        n = g0 = g1 = g2 = g3 = g4 = g5 = g6 = g7 = load(zeros, 0, 0)
         for place in range(first, end):
             column, weight = columns[place], weights[place]
-            m0, m1, m2, m3 = moved[column, 0], moved[column, 1], moved[column, 2], moved[column, 3]
-            residual = residuals[place] - ((b0 * m0 + b1 * m1) + (b2 * m2 + b3 * m3)) * weight
+            residual = residuals[place] - dot(other, load(moved, column, 0)) * weight
             residuals[place] = residual
-            v0, v1, v2, v3 = v[column, 0], v[column, 1], v[column, 2], v[column, 3]
-            n0 += residual * v0
-            n1 += residual * v1
-            n2 += residual * v2
-            n3 += residual * v3
-            w0, w1, w2, w3 = weight * v0, weight * v1, weight * v2, weight * v3
-            g00 += w0 * v0
-            g01 += w0 * v1
-            g02 += w0 * v2
-            g03 += w0 * v3
-            g11 += w1 * v1
-            g12 += w1 * v2
-            g13 += w1 * v3
-            g22 += w2 * v2
-            g23 += w2 * v3
-            g33 += w3 * v3
-        n0 += rest[row, 0]
-        n1 += rest[row, 1]
-        n2 += rest[row, 2]
-        n3 += rest[row, 3]
-        g00, g01, g02, g03 = g00 + gram[0], g01 + gram[1], g02 + gram[2], g03 + gram[3]
-        g11, g12, g13 = g11 + gram[4], g12 + gram[5], g13 + gram[6]
-        g22, g23, g33 = g22 + gram[7], g23 + gram[8], g33 + gram[9]
+            own = load(v, column, 0)
+            n = added(n, residual, own)
+            g0 = added(g0, weight * v[column, 0], own)
+            g1 = added(g1, weight * v[column, 1], own)
+            g2 = added(g2, weight * v[column, 2], own)
+            g3 = added(g3, weight * v[column, 3], own)
+            g4 = added(g4, weight * v[column, 4], own)
+            g5 = added(g5, weight * v[column, 5], own)
+            g6 = added(g6, weight * v[column, 6], own)
+            g7 = added(g7, weight * v[column, 7], own)
+        store(matrix, 0, 0, added(g0, 1.0, load(gram, 0, 0)))
+        store(matrix, 1, 0, added(g1, 1.0, load(gram, 1, 0)))
+        store(matrix, 2, 0, added(g2, 1.0, load(gram, 2, 0)))
+        store(matrix, 3, 0, added(g3, 1.0, load(gram, 3, 0)))
+        store(matrix, 4, 0, added(g4, 1.0, load(gram, 4, 0)))
+        store(matrix, 5, 0, added(g5, 1.0, load(gram, 5, 0)))
+        store(matrix, 6, 0, added(g6, 1.0, load(gram, 6, 0)))
+        store(matrix, 7, 0, added(g7, 1.0, load(gram, 7, 0)))
+        store(matrix, TOGETHER, 0, added(n, 1.0, load(rest, row, 0)))
         # L D L' without square roots: `_solved`
-        l01, l02, l03 = g01 / g00, g02 / g00, g03 / g00
-        d1, t12, t13 = g11 - l01 * g01, g12 - l01 * g02, g13 - l01 * g03
-        l12, l13 = t12 / d1, t13 / d1
-        d2, t23 = g22 - l02 * g02 - l12 * t12, g23 - l02 * g03 - l12 * t13
-        l23 = t23 / d2
-        d3 = g33 - l03 * g03 - l13 * t13 - l23 * t23
-        n1 -= l01 * n0
-        n2 = n2 - l02 * n0 - l12 * n1
-        n3 = n3 - l03 * n0 - l13 * n1 - l23 * n2
-        c3 = n3 / d3
-        c2 = n2 / d2 - l23 * c3
-        c1 = n1 / d1 - l12 * c2 - l13 * c3
-        c0 = n0 / g00 - l01 * c1 - l02 * c2 - l03 * c3
-        u0, u1, u2, u3 = u[row, 0] + c0, u[row, 1] + c1, u[row, 2] + c2, u[row, 3] + c3
-        u[row, 0], u[row, 1], u[row, 2], u[row, 3] = u0, u1, u2, u3
-        p00, p01, p02, p03, p11 = u0 * u0, u0 * u1, u0 * u2, u0 * u3, u1 * u1
-        p12, p13, p22, p23, p33 = u1 * u2, u1 * u3, u2 * u2, u2 * u3, u3 * u3
+        for i in range(TOGETHER):
+            inverse = 1.0 / matrix[i, i]
+            for j in range(i + 1, TOGETHER):
+                factor = matrix[i, j] * inverse
+                for k in range(j, TOGETHER):
+                    matrix[j, k] -= factor * matrix[i, k]
+                right[j] -= factor * right[i]
+            matrix[i, i] = inverse
+        for j in range(TOGETHER - 1, -1, -1):
+            right[j] *= matrix[j, j]
+            for i in range(j):
+                right[i] -= matrix[i, j] * right[j]
+        change = load(matrix, TOGETHER, 0)
+        new = added(load(u, row, 0), 1.0, change)
+        store(u, row, 0, new)
+        at = 0
+        for i in range(TOGETHER):
+            for j in range(i, TOGETHER):
+                products[0, at] = u[row, i] * u[row, j]
+                at += 1
+        p0, p1, p2 = load(products, 0, 0), load(products, 0, 1), load(products, 0, 2)
+        p3, p4 = load(products, 0, 3), load(products, 0, 4)
         for place in range(first, end):
             column, weight = columns[place], weights[place]
-            v0, v1, v2, v3 = v[column, 0], v[column, 1], v[column, 2], v[column, 3]
-            residual = residuals[place] - ((c0 * v0 + c1 * v1) + (c2 * v2 + c3 * v3)) * weight
+            residual = residuals[place] - dot(change, load(v, column, 0)) * weight
             residuals[place] = residual
-            sums[column, 0] += residual * u0
-            sums[column, 1] += residual * u1
-            sums[column, 2] += residual * u2
-            sums[column, 3] += residual * u3
-            sums[column, 4] += weight * p00
-            sums[column, 5] += weight * p01
-            sums[column, 6] += weight * p02
-            sums[column, 7] += weight * p03
-            sums[column, 8] += weight * p11
-            sums[column, 9] += weight * p12
-            sums[column, 10] += weight * p13
-            sums[column, 11] += weight * p22
-            sums[column, 12] += weight * p23
-            sums[column, 13] += weight * p33
+            store(sums, column, 0, added(load(sums, column, 0), residual, new))
+            store(sums, column, 1, added(load(sums, column, 1), weight, p0))
+            store(sums, column, 2, added(load(sums, column, 2), weight, p1))
+            store(sums, column, 3, added(load(sums, column, 3), weight, p2))
+            store(sums, column, 4, added(load(sums, column, 4), weight, p3))
+            store(sums, column, 5, added(load(sums, column, 5), weight, p4))
     return sums
+
+
+def subtract(
+    starts: Starts, columns: Columns, residuals: Numbers, weights: Numbers, u: Numbers, v: Numbers
+) -> None:
+    """Take products of factors of eight ranks, (n_rows, 8) and (n_columns, 8), from residuals."""
+    for row in range(len(u)):
+        own = load(u, row, 0)
+        for place in range(starts[row], starts[row + 1]):
+            residuals[place] -= dot(own, load(v, columns[place], 0)) * weights[place]
+
+
+# --- the same in numpy ---
 
 
 def step_in_numpy(  # noqa: PLR0913, PLR0917 -- as above
@@ -142,48 +271,45 @@ def step_in_numpy(  # noqa: PLR0913, PLR0917 -- as above
     rest: Numbers,
     gram: Numbers,
 ) -> Numbers:
-    """Do as `step`, in several times as long."""
-    rows = np.repeat(np.arange(len(u)), np.diff(starts))
-    subtract(starts, columns, residuals, weights, before, moved)
-    of_entries = v[columns]
-    numerators = np.stack([np.bincount(rows, residuals * one, len(u)) for one in of_entries.T])
-    matrix = np.stack(
-        [np.bincount(rows, weights * of_entries[:, i] * of_entries[:, j], len(u)) for i, j in PAIRS]
-    )
-    change = _solved(matrix + gram[:, None], numerators + rest.T)
-    u += change.T
-    subtract(starts, columns, residuals, weights, np.ascontiguousarray(change.T), v)
-    of_rows = u[rows]
-    return np.stack(
-        [np.bincount(columns, residuals * one, len(v)) for one in of_rows.T]
-        + [np.bincount(columns, weights * (u[:, i] * u[:, j])[rows], len(v)) for i, j in PAIRS],
-        axis=1,
-    )
+    """Do as `step`, in a few times as long."""
+    n_rows, n_columns = shape = len(u), len(v)
+    subtract_in_numpy(starts, columns, residuals, weights, before, moved)
+    given = sparse.csr_array((weights, columns, starts), shape=shape)
+    some = sparse.csr_array((residuals, given.indices, given.indptr), shape=shape)
+    right = (some @ v + rest).T.copy()
+    matrix = np.zeros((TOGETHER, TOGETHER, n_rows))
+    for i in range(TOGETHER):
+        some.data = weights * v[columns, i]
+        matrix[i, i:] = (some @ v[:, i:]).T + gram[i, i:, None]
+    change = np.ascontiguousarray(_solved(matrix, right).T)
+    u += change
+    subtract_in_numpy(starts, columns, residuals, weights, change, v)
+    some.data = residuals
+    products = np.stack([u[:, i] * u[:, j] for i, j in PAIRS], axis=1)
+    sums = np.zeros((n_columns, _WIDTH))
+    sums[:, :TOGETHER] = cast("Numbers", some.T @ u)
+    sums[:, TOGETHER:N_SUMS] = cast("Numbers", given.T @ products)
+    return sums
 
 
 def _solved(matrix: Numbers, right: Numbers) -> Numbers:
-    """Solve symmetric systems, (10, n) by PAIRS, for (4, n): L D L', with the sums of `step`."""
-    g00, g01, g02, g03, g11, g12, g13, g22, g23, g33 = matrix
-    n0, n1, n2, n3 = right
-    l01, l02, l03 = g01 / g00, g02 / g00, g03 / g00
-    d1, t12, t13 = g11 - l01 * g01, g12 - l01 * g02, g13 - l01 * g03
-    l12, l13 = t12 / d1, t13 / d1
-    d2, t23 = g22 - l02 * g02 - l12 * t12, g23 - l02 * g03 - l12 * t13
-    l23 = t23 / d2
-    d3 = g33 - l03 * g03 - l13 * t13 - l23 * t23
-    n1 = n1 - l01 * n0
-    n2 = n2 - l02 * n0 - l12 * n1
-    n3 = n3 - l03 * n0 - l13 * n1 - l23 * n2
-    c3 = n3 / d3
-    c2 = n2 / d2 - l23 * c3
-    c1 = n1 / d1 - l12 * c2 - l13 * c3
-    return np.stack([n0 / g00 - l01 * c1 - l02 * c2 - l03 * c3, c1, c2, c3])
+    """Solve symmetric systems, (8, 8, n), for (8, n): L D L', with the sums of `step`."""
+    for i in range(TOGETHER):
+        matrix[i, i] = 1.0 / matrix[i, i]
+        factors = matrix[i, i + 1 :] * matrix[i, i]
+        matrix[i + 1 :, i + 1 :] -= factors[:, None] * matrix[i, i + 1 :]
+        right[i + 1 :] -= factors * right[i]
+    for j in range(TOGETHER - 1, -1, -1):
+        right[j] *= matrix[j, j]
+        right[:j] -= matrix[:j, j] * right[j]
+    return right
 
 
-def subtract(
+def subtract_in_numpy(
     starts: Starts, columns: Columns, residuals: Numbers, weights: Numbers, u: Numbers, v: Numbers
 ) -> None:
-    """Take products of factors of four ranks, (n_rows, 4) and (n_columns, 4), from residuals."""
+    """Do as `subtract`."""
     rows = np.repeat(np.arange(len(u)), np.diff(starts))
-    p0, p1, p2, p3 = u[rows].T * v[columns].T
-    residuals -= ((p0 + p1) + (p2 + p3)) * weights
+    for first in range(0, len(rows), _AT_ONCE):
+        those = slice(first, first + _AT_ONCE)
+        residuals[those] -= dot(u[rows[those]], v[columns[those]]) * weights[those]

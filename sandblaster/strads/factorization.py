@@ -11,7 +11,7 @@ Rows are cut into blocks, ranks into groups. The first round of a group solves f
 block for those of its own rows, which do not depend on each other given the rest. Each round then
 updates one v_f: blocks add up what it follows from, given those before, and `pull` divides. So
 entries, and all other ranks, are read once for a group. With groups of one rank it is CCD++. A
-row's bias is a rank whose v is held at 1; a column's one, whose u is: groups of their own.
+row's bias is a rank whose v is held at 1; a column's one, whose u is.
 
 Blocks keep residuals, and what they take of v. At every fourth pass they begin anew, from tables,
 and where a run that has ended goes on with other bounds.
@@ -19,7 +19,7 @@ and where a run that has ended goes on with other bounds.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Final, TypeAlias, cast, final
+from typing import ClassVar, Final, TypeAlias, cast, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,7 +30,7 @@ from distbelief.core.errors import SettingError
 from distbelief.parameter_server.rows import Rows, Values
 from distbelief.protocol.vector_commands import Pull
 from sandblaster.optimizers.termination import Reason
-from sandblaster.strads.columns import of_sklearn
+from sandblaster.strads.columns import check_copy, check_width, checked_table, of_sklearn
 from sandblaster.strads.estimator import (
     Estimator,
     blocks_of,
@@ -38,7 +38,7 @@ from sandblaster.strads.estimator import (
     check_workers,
     checked_entries,
 )
-from sandblaster.strads.factor_kernel import PAIRS, TOGETHER, stepper, subtract
+from sandblaster.strads.factor_kernel import N_SUMS, PAIRS, TOGETHER, stepper, subtracter
 from sandblaster.strads.program import Mark, Program, Pushed, Steps, Task, Types, checksum, run
 
 
@@ -50,7 +50,7 @@ History: TypeAlias = list[tuple[float, float]]
 
 _N_BIASES: Final = 2  # ranks: of rows, then of columns
 _ANEW_EVERY: Final = 4  # passes
-_AT_ONCE: Final = 4096  # entries
+_THOSE: Final = tuple(np.transpose(PAIRS))  # of a matrix
 
 
 @final
@@ -79,10 +79,10 @@ class Block:
     v: Values  # (n_ranks, n_columns): as taken last
     held_out: Matrix
     # Of the present group:
-    u_of: Values  # (n_rows, 4)
-    changes: Values  # (n_rows, 4) of its u
-    moved: Values  # (n_columns, 4) of its v: not yet in the residuals
-    sums: Values  # (n_columns, 14), as `step` returns them, of all pairs
+    u_of: Values  # (n_rows, 8)
+    changes: Values  # (n_rows, 8) of its u
+    moved: Values  # (n_columns, 8) of its v: not yet in the residuals
+    sums: Values  # (44, n_columns), as `step` returns them, of all pairs
 
 
 @final
@@ -104,7 +104,7 @@ class Factors(Program[Block, Turn, Report, History]):
         held_out: Entries that are only evaluated; may be none. Their error is the mean square of
             t - u.v, or with `whole` the mean share of columns with a larger u.v.
 
-        n_together: Ranks of a group: 1 to 4.
+        n_together: Ranks of a group: 1 to 8.
 
     All others as those of the estimator.
     """
@@ -129,12 +129,6 @@ class Factors(Program[Block, Turn, Report, History]):
         n_rows, n_columns = self.targets.shape
         # Which u and v are free: those of biases are not on the other side.
         self._free = np.ones((2, self.n_ranks), bool)
-        n_alone = _N_BIASES * self.biases
-        # (n_ranks, 2): the first rank of the group of each, and the end
-        self._groups = [(rank, rank + 1) for rank in range(n_alone)]
-        for rank in range(n_alone, self.n_ranks):
-            first = rank - (rank - n_alone) % self.n_together
-            self._groups.append((first, min(first + self.n_together, self.n_ranks)))
         u, v = np.zeros((self.n_ranks, n_rows)), np.zeros((self.n_ranks, n_columns, 2))
         v[..., 0] = np.random.default_rng(self.seed).standard_normal((self.n_ranks, n_columns)) / 10
         if self.biases:
@@ -184,7 +178,7 @@ class Factors(Program[Block, Turn, Report, History]):
             u_of=of_rows[0],
             changes=of_rows[1],
             moved=np.zeros((n_columns, TOGETHER)),
-            sums=np.zeros((n_columns, TOGETHER + len(PAIRS))),
+            sums=np.zeros((N_SUMS, n_columns)),
         )
 
     @override
@@ -262,71 +256,66 @@ class Factors(Program[Block, Turn, Report, History]):
         if argument.anew:
             self._begin_anew(block, taken)
         if before is not None:
-            place = before - self._groups[before][0]
-            block.moved[:, place] = taken["columns"][:, 0] - block.v[before]
+            block.moved[:, before % self.n_together] = taken["columns"][:, 0] - block.v[before]
             block.v[before] = taken["columns"][:, 0]
         entries = block.starts, block.columns, block.residuals, block.weights
         if rank is None:
-            subtract(*entries, block.u_of, block.moved)
+            subtracter()(*entries, block.u_of, block.moved)
             block.moved[:] = 0
             return Pushed(adds={}, report=self._report(block))
-        first, end = self._groups[rank]
-        if rank == first:
-            self._solve(block, first, end)
-        place, start = rank - first, rank * self.targets.shape[0] + block.first
+        place = rank % self.n_together
+        if not place:
+            self._solve(block, slice(rank, rank + self.n_together))
+        start = rank * self.targets.shape[0] + block.first
         change = block.changes[:, place].copy()
         adds: dict[str, tuple[slice[int, int, None], Values]] = {}
         adds["rows"] = slice(start, start + len(change)), change
         if self._free[1, rank]:
-            size = block.sums[:, TOGETHER + PAIRS.index((place, place))]
-            numerators = block.sums[:, place] + size * block.v[rank]
+            size = block.sums[TOGETHER + PAIRS.index((place, place))]
+            numerators = block.sums[place] + size * block.v[rank]
             for other in range(place):  # whose v has been updated
-                both = block.sums[:, TOGETHER + PAIRS.index((other, place))]
+                both = block.sums[TOGETHER + PAIRS.index((other, place))]
                 numerators -= both * block.moved[:, other]
             adds["columns"] = self._columns(rank), np.stack([numerators, size], axis=1)
         return Pushed(adds=adds, report=np.zeros(4))
 
-    def _solve(self, block: Block, first: int, end: int) -> None:
+    def _solve(self, block: Block, those: "slice[int, int, None]") -> None:
         """Update u of a group, and set what its v follow from."""
-        those, n = slice(first, end), end - first
-        u, v = np.zeros_like(block.u_of), np.zeros_like(block.moved)
-        u[:, :n], v[:, :n] = block.u[those].T, block.v[those].T
+        u, v = _eight(block.u[those]), _eight(block.v[those])
         old = u.copy()
         gram, rest = self._of_all_pairs(block.u, block.v, v)
-        gram[[i == j for i, j in PAIRS]] += self.regularization
+        diagonal = np.full(TOGETHER, self.regularization)
+        diagonal[: len(self._free[0, those])][~self._free[0, those]] = np.inf
+        gram += np.diag(diagonal)
         rest = np.ascontiguousarray(rest) - self.regularization * old
-        if not self._free[0, first]:
-            gram[0] = np.inf
         entries = block.starts, block.columns, block.residuals, block.weights
-        block.sums = stepper()(*entries, block.u_of, block.moved, u, v, rest, gram)
-        block.u[those] = u[:, :n].T
+        sums = stepper()(*entries, block.u_of, block.moved, u, v, rest, gram)
+        block.u[those] = u.T[: len(block.u[those])]
         gram, rest = self._of_all_pairs(block.v, block.u, u)
-        block.sums[:, :TOGETHER] += rest
-        block.sums[:, TOGETHER:] += gram
+        block.sums = np.ascontiguousarray(sums.T[:N_SUMS])
+        block.sums[:TOGETHER] += rest.T
+        block.sums[TOGETHER:] += gram[_THOSE][:, None]
         block.u_of, block.changes = u, u - old
         block.moved[:] = 0
 
     def _of_all_pairs(self, u: Values, v: Values, some: Values) -> tuple[Values, Values]:
-        """Return what all pairs add to the matrix, (10,), and to the numerators of u, (n, 4).
+        """Return what all pairs add to the matrix, (8, 8), and to the numerators of u, (n, 8).
 
         `some` are those of v in the group.
         """
         if not self.whole:
-            return np.zeros(len(PAIRS)), np.zeros((u.shape[1], TOGETHER))
-        own = self.whole * (some.T @ some)
-        return own[tuple(np.transpose(PAIRS))], -((self.whole * (v @ some)).T @ u).T
+            return np.zeros((TOGETHER, TOGETHER)), np.zeros((u.shape[1], TOGETHER))
+        return self.whole * (some.T @ some), -((self.whole * (v @ some)).T @ u).T
 
     def _begin_anew(self, block: Block, taken: Mapping[str, Values]) -> None:
         block.u = taken["rows"].reshape(self.n_ranks, -1).copy()
         block.v = taken["columns"][:, 0].reshape(self.n_ranks, -1).copy()
         block.moved[:] = 0
-        u, v = (np.ascontiguousarray(one.T) for one in (block.u, block.v))
-        rows = np.repeat(np.arange(len(block.starts) - 1), np.diff(block.starts))
-        rest = block.targets.copy()
-        for start in range(0, len(rows), _AT_ONCE):
-            some = slice(start, start + _AT_ONCE)
-            rest[some] -= np.einsum("ij,ij->i", u[rows[some]], v[block.columns[some]])
-        block.residuals = rest * block.weights
+        block.residuals = block.targets * block.weights
+        entries = block.starts, block.columns, block.residuals, block.weights
+        for first in range(0, self.n_ranks, TOGETHER):
+            u, v = (_eight(one[first : first + TOGETHER]) for one in (block.u, block.v))
+            subtracter()(*entries, u, v)
 
     def _report(self, block: Block) -> Report:
         u, v = block.u, block.v
@@ -346,6 +335,13 @@ class Factors(Program[Block, Turn, Report, History]):
                 error += float(((held_out.data[some] - those) ** 2).sum())
         of_v = self.regularization * float((v[self._free[1]] ** 2).sum())
         return np.array([loss, of_v, error, held_out.nnz])
+
+
+def _eight(some: Values) -> Values:
+    """Return up to eight rows as columns, and zeros beside them."""
+    columns = np.zeros((some.shape[1], TOGETHER))
+    columns[:, : len(some)] = some.T
+    return columns
 
 
 # --- the estimator ---
@@ -384,6 +380,8 @@ class MatrixFactorization(Estimator):
         held_out_errors_: After each pass: RMSE; of feedback the mean share of columns that are
             expected to be more welcome (Hu et al., equation 8: 0 is best, 0.5 is chance).
     """
+
+    _takes: ClassVar[Mapping[str, bool]] = {"allow_nan": True}
 
     def __init__(  # noqa: PLR0913 -- scikit-learn's convention
         self,
@@ -527,11 +525,7 @@ class MatrixFactorization(Estimator):
         """Return factors of rows, also of new ones, (n_rows, n_components), given the columns'."""
         self._check_fitted()
         entries = self._checked(X)
-        if entries.shape[1] != self.n_features_in_:
-            raise SettingError(
-                f"{type(self).__name__}: X has {entries.shape[1]} columns, not "
-                f"{self.n_features_in_}; use those of fit"
-            )
+        check_width(entries.shape[1], self.n_features_in_, type(self).__name__)
         # The row's bias is a factor whose column factors are 1.
         biases, strength, regularization = self._fitted
         v = np.vstack([self.components_, *np.ones((int(biases), self.n_features_in_))])
@@ -583,11 +577,12 @@ class MatrixFactorization(Estimator):
     def _checked(self, x: object) -> Matrix:
         user = type(self).__name__
         if self.implicit_strength is None and not sparse.issparse(x):
-            x = _known(x)
+            x = _known(x, user)
         entries = checked_entries(x, user=user)
         if self.implicit_strength is None and sparse.issparse(x):
             n_given = cast("Matrix", x).nnz
-            if n_given != entries.nnz:
+            # By diagonals zeros are no entries: most of them only fill the diagonals.
+            if n_given != entries.nnz and str(cast("Matrix", x).format) != "dia":
                 raise SettingError(
                     f"{user}: X has {n_given - entries.nnz} entries of a row and column that has "
                     "one already; give one rating each"
@@ -621,11 +616,10 @@ def _indices(given: object, *, user: str) -> "NDArray[np.intp]":
     return indices.astype(np.intp)
 
 
-def _known(x: object) -> object:
+def _known(x: object, user: str) -> object:
     """Return the entries of a dense matrix that are not NaN, zeros among them."""
-    dense = np.asarray(x)
-    if dense.ndim != 2 or dense.dtype.kind not in "biuf":
-        return x  # refused with all others
+    dense = cast("Values", checked_table(x, user=user))
+    check_copy(dense, user=user)
     values = dense.astype(np.float64)
     rows, columns = np.nonzero(~np.isnan(values))
     return sparse.coo_array((values[rows, columns], (rows, columns)), shape=values.shape)

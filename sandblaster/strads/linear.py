@@ -24,6 +24,7 @@ from sandblaster.strads.columns import (
     Mapped,
     Matrix,
     check_memory,
+    check_width,
     checked_labels,
     checked_matrix,
     checked_targets,
@@ -94,13 +95,6 @@ def _path_targets(y: object, x: "Matrix | Mapped", loss: Loss, user: str) -> Flo
     if isinstance(loss, Logistic) and not np.isin(targets, (0.0, 1.0)).all():
         raise SettingError(f"{user}: y of the logistic loss must be 0 or 1: give y == class")
     return targets
-
-
-def _check_width(x: Matrix, n_features: int, user: str) -> None:
-    if x.shape[1] != n_features:
-        raise SettingError(
-            f"X has {x.shape[1]} features, but {user} is expecting {n_features} features as input"
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +186,7 @@ class _Settings:
         held = None
         if held_out is not None:
             others = checked_matrix(held_out[0], user=f"{user}: held_out")
-            _check_width(others, matrix.shape[1], f"{user}: held_out")
+            check_width(others.shape[1], matrix.shape[1], f"{user}: held_out")
             held = (others, _path_targets(held_out[1], others, loss, f"{user}: held_out"))
         elif patience is not None:
             raise SettingError(f"{user}: patience needs samples to evaluate: give held_out=(x, y)")
@@ -301,7 +295,7 @@ class _Linear(Estimator):
             kind = of_sklearn("NotFittedError", SettingError)
             raise kind(f"This {name} instance is not fitted yet: call fit first")
         matrix = checked_matrix(x, user=name)
-        _check_width(matrix, self.n_features_in_, name)
+        check_width(matrix.shape[1], self.n_features_in_, name)
         product = matrix @ np.ravel(fitted["coef_"])
         return product + float(np.ravel(fitted["intercept_"])[0])
 

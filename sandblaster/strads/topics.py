@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, TypeAlias, cast, final
+from typing import ClassVar, Final, TypeAlias, cast, final
 
 import msgspec
 import numpy as np
@@ -38,7 +38,7 @@ from distbelief.core.errors import SettingError
 from distbelief.parameter_server.rows import STALENESS_MAX, Rows, Values
 from distbelief.protocol.vector_commands import Pull
 from sandblaster.optimizers.termination import Reason
-from sandblaster.strads.columns import of_sklearn
+from sandblaster.strads.columns import check_width, of_sklearn
 from sandblaster.strads.documents import (
     Matrix,
     Words,
@@ -48,7 +48,13 @@ from sandblaster.strads.documents import (
     token_keys,
     uniforms,
 )
-from sandblaster.strads.estimator import Estimator, blocks_of, check_numbers, checked_entries
+from sandblaster.strads.estimator import (
+    Estimator,
+    blocks_of,
+    check_numbers,
+    check_workers,
+    checked_entries,
+)
 from sandblaster.strads.program import (
     Flight,
     Mark,
@@ -497,6 +503,8 @@ class LatentDirichletAllocation(Estimator):
         held_out_scores_: Passes, and `score` of the held-out documents then.
     """
 
+    _takes: ClassVar[Mapping[str, bool]] = {"positive_only": True}
+
     def __init__(  # noqa: PLR0913 -- scikit-learn's convention
         self,
         n_components: int = 10,
@@ -564,6 +572,8 @@ class LatentDirichletAllocation(Estimator):
         per_block = self.staleness + 1  # buckets of words
         most = n_words // per_block if self.n_blocks is None else n_words
         n_blocks = blocks_of(user, self.n_blocks, documents=n_documents, words=max(most, 1))
+        if self.n_blocks is not None:
+            check_workers(user, self.workers, n_blocks)
         if n_blocks * per_block > n_words:
             raise SettingError(
                 f"{user}: n_blocks is {n_blocks} and staleness {self.staleness}, which makes "
@@ -677,10 +687,8 @@ class LatentDirichletAllocation(Estimator):
 
 def checked_counts(counts: object, *, user: str, n_words: int | None = None) -> Matrix:
     matrix = checked_entries(counts, user=user)
-    if n_words not in {None, matrix.shape[1]}:
-        raise SettingError(
-            f"{user}: X has {matrix.shape[1]} columns, not {n_words}; use the same vocabulary"
-        )
+    if n_words is not None:
+        check_width(matrix.shape[1], n_words, user, use=": use the same vocabulary")
     numbers = matrix.data
     for is_wrong, what in (
         (numbers < 0, "is negative"),

@@ -22,7 +22,7 @@ from scipy import sparse
 
 import distbelief
 from sandblaster.strads.documents import completion
-from sandblaster.strads.factor_kernel import stepper
+from sandblaster.strads.factor_kernel import stepper, subtracter
 from sandblaster.strads.factorization import MatrixFactorization
 from sandblaster.strads.program import run
 from sandblaster.strads.topic_kernel import sampler
@@ -241,6 +241,7 @@ def speed(rank: int, *, is_feedback: bool, small: bool) -> dict[str, float]:
     places = rng.integers(0, n_rows, n), rng.choice(n_columns, n, p=shares / shares.sum())
     entries = sparse.coo_array((np.ones(n), places), shape=(n_rows, n_columns)).tocsr()
     stepper()
+    subtracter()
     n_passes = 3 if small or not is_feedback else 12
     model = MatrixFactorization(
         rank, implicit_strength=1.0 if is_feedback else None, max_iter=n_passes, tol=-1, n_blocks=4

@@ -15,14 +15,15 @@ from sandblaster.strads.program import run
 
 
 Dense = NDArray[np.float64]
+RESHAPE = "Reshape your data: X.reshape(-1, 1) is one column, X.reshape(1, -1) one sample"
 
 
 @pytest.fixture(autouse=True)
 def in_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compile nothing: numpy gives the same bits, as one test claims."""
-    monkeypatch.setattr(
-        "sandblaster.strads.factorization.stepper", lambda: factor_kernel.step_in_numpy
-    )
+    module = "sandblaster.strads.factorization"
+    monkeypatch.setattr(f"{module}.stepper", lambda: factor_kernel.step_in_numpy)
+    monkeypatch.setattr(f"{module}.subtracter", lambda: factor_kernel.subtract_in_numpy)
 
 
 def ratings(
@@ -75,7 +76,7 @@ def test_st5_the_objective_is_the_dense_one_and_never_rises(
     assert model.row_biases_.any() == model.column_biases_.any() == biases
 
 
-@pytest.mark.parametrize("n_together", [1, 2, 4])  # 1: rank-one factors in turn, as in ST-5
+@pytest.mark.parametrize("n_together", [1, 2, 4, 8])  # 1: rank-one factors in turn, as in ST-5
 @pytest.mark.parametrize("is_feedback", [False, True])
 def test_st5_two_passes_are_those_of_dense_coordinate_descent(
     *, is_feedback: bool, n_together: int
@@ -148,21 +149,32 @@ def test_kernel_and_numpy_compute_the_same_bits(size: float) -> None:
     entries, _ = ratings()
     n_rows, n_columns = entries.shape
     results = []
-    for step in (factor_kernel.step, factor_kernel.step_in_numpy, factor_kernel.stepper()):
+    kernels = (
+        (factor_kernel.step, factor_kernel.subtract),
+        (factor_kernel.step_in_numpy, factor_kernel.subtract_in_numpy),
+        (factor_kernel.stepper(), factor_kernel.subtracter()),
+    )
+    for step, subtract in kernels:
         rng = np.random.default_rng(1)
         residuals, weights = entries.data.copy(), rng.random(entries.nnz)
-        before, u, rest = rng.standard_normal((3, n_rows, 4))
-        moved, v = rng.standard_normal((2, n_columns, 4))
-        # Of a symmetric matrix with a large diagonal; or of a rank alone whose u stays.
-        gram = rng.random(10) + 3 * np.array([i == j for i, j in factor_kernel.PAIRS])
-        if size == np.inf:
-            v[:, 1:] = rest[:, 1:] = gram[1:4] = 0
-            gram[0] = size
-        starts, columns = entries.indptr.astype(np.int64), entries.indices.astype(np.int32)
-        arrays = starts, columns, residuals, weights, before, moved, u, v, rest
+        before, u, rest = rng.standard_normal((3, n_rows, 8))
+        moved, v = rng.standard_normal((2, n_columns, 8))
+        # Of a symmetric matrix with a large diagonal; one u stays, if that is infinite.
+        gram = rng.random((8, 8))
+        gram += gram.T + 3 * np.eye(8)
+        gram[2, 2] += size
+        arrays = (
+            entries.indptr.astype(np.int64),
+            entries.indices.astype(np.int32),
+            residuals,
+            weights,
+        )
         old = u.copy()
-        results.append((residuals, u, step(*arrays, gram)))
-        assert np.array_equal(old, u) == (size == np.inf)
+        sums = step(*arrays, before, moved, u, v, rest, gram)
+        subtract(*arrays, u, v)
+        results.append((residuals, u, sums))
+        stays = (old == u).all(axis=0)
+        assert stays.tolist() == [size == np.inf and rank == 2 for rank in range(8)]
     for other in results[1:]:
         for mine, its in zip(results[0], other, strict=True):
             np.testing.assert_array_equal(mine, its)
@@ -245,8 +257,8 @@ def test_rows_and_columns_without_entries_have_no_factors() -> None:
     [
         ([[1.0, np.inf]], {}, "X contains NaN or infinity; leave these entries out"),
         ([[np.nan]], {}, "X has no entries; give at least one"),
-        ([1.0], {}, "X has 1 dimensions; give rows and columns"),
-        ([["a"]], {}, "X is of <U1; use real numbers"),
+        ([1.0], {}, f"X has 1 dimensions, not 2. {RESHAPE}"),
+        ([["a"]], {}, "X is of <U1; use numbers"),
         (np.ones((3, 3)), {"n_blocks": 4}, "n_blocks is 4, X has 3 rows; use n_blocks=3"),
         ([[1.0]], {"n_components": 0}, "n_components is 0; use a whole number, 1 or more"),
         ([[1.0]], {"tol": "small"}, "tol is 'small'; use a number; below 0 nothing ends early"),
@@ -274,7 +286,9 @@ def test_what_does_not_fit_the_model_is_refused() -> None:
         model.predict(0, -1)
     with pytest.raises(SettingError, match="held_out has no entries; give some or none"):
         model.fit(ratings()[0], held_out=sparse.csr_array((60, 40)))
-    with pytest.raises(SettingError, match="X has 3 columns, not 40; use those of fit"):
+    with pytest.raises(
+        SettingError, match="X has 3 features, but MatrixFactorization is expecting 40"
+    ):
         model.transform(np.ones((2, 3)))
     with pytest.raises(SettingError, match=r"X has shape \(2, 40\) and 80 entries; give ratings"):
         model.score(np.ones((2, 40)))
@@ -310,6 +324,13 @@ def test_indices_that_are_no_whole_numbers_and_ratings_given_twice_are_refused()
         MatrixFactorization(2, n_blocks=1).fit(twice)
     with pytest.raises(SettingError, match="not finite"), np.errstate(all="ignore"):
         MatrixFactorization(2, n_blocks=1).fit(ratings * 1e200)
+
+
+def test_ratings_by_diagonals_are_those_of_any_format() -> None:
+    """Zeros that fill its diagonals were refused, as ratings given twice."""
+    ratings = sparse.csr_array(np.triu(np.arange(1.0, 13.0).reshape(3, 4), 1))
+    models = [factorization(1, n_blocks=1).fit(x) for x in (ratings, ratings.todia())]
+    np.testing.assert_array_equal(models[0].components_, models[1].components_)
 
 
 def test_a_host_with_other_ratings_is_refused() -> None:

@@ -33,6 +33,9 @@ from sandblaster.strads.topics import (
 )
 
 
+RESHAPE = "Reshape your data: X.reshape(-1, 1) is one column, X.reshape(1, -1) one sample"
+
+
 @pytest.fixture(autouse=True)
 def in_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compile nothing: numpy gives the same bits, as one test claims."""
@@ -514,9 +517,13 @@ def test_parameters_are_those_of_init() -> None:
         ([[1, 0.5]], {}, "a count of X, 0.5, is no whole number; give counts of words"),
         ([[1, 3e9]], {}, "a count of X, 3000000000.0, is too large; give counts of words"),
         ([[1, np.nan]], {}, "X contains NaN or infinity; leave these entries out"),
-        ([1, 2], {}, "X has 1 dimensions; give rows and columns"),
-        ([["a"]], {}, "X is of <U1; use real numbers"),
-        (np.zeros((0, 3)), {}, "X has shape (0, 3); give at least one row and column"),
+        ([1, 2], {}, f"X has 1 dimensions, not 2. {RESHAPE}"),
+        ([["a"]], {}, "X is of <U1; use numbers"),
+        (
+            np.zeros((0, 3)),
+            {},
+            "X has 0 sample(s) (shape=(0, 3)) while a minimum of 1 is required.",
+        ),
         (np.zeros((3, 3)), {}, "X has no words; give documents with at least one"),
         (np.ones((3, 9)), {"n_blocks": 4}, "n_blocks is 4, X has 3 documents; use n_blocks=3"),
         (np.ones((9, 3)), {"n_blocks": 4}, "n_blocks is 4, X has 3 words; use n_blocks=3"),
@@ -544,7 +551,7 @@ def test_what_does_not_fit_the_model_is_refused() -> None:
     with pytest.raises(ValueError, match="has no topics yet; call fit first"):
         estimator().transform([[1]])
     model = estimator(max_iter=1).fit(corpus())
-    with pytest.raises(SettingError, match="X has 3 columns, not 40; use the same vocabulary"):
+    with pytest.raises(SettingError, match=r"X has 3 features, .* 40 .*: use the same vocabulary"):
         model.transform(np.ones((2, 3)))
     with pytest.raises(SettingError, match="too few words to score; give more"):
         model.score(np.zeros((2, 40)))
