@@ -22,7 +22,7 @@ def plain(text: str) -> str:
 
     Line ends and tabs stay.
     """
-    return _CONTROL.sub("?", text)
+    return text if text.isprintable() else _CONTROL.sub("?", text)
 
 
 def plain_in(value: object) -> object:

@@ -197,14 +197,14 @@ class Epochs:
 
     def start(self, position: int) -> int:
         """Return where the push that contains this position begins."""
-        (first, last), size = self.whole(position), self._push_size
+        (first, last), size = self.whole(position), self.push_size
         start = position - (position - first) % size
         return start - size if start > first and self._is_single(last - start) else start
 
     def stop(self, position: int) -> int:
         """Return where the push that contains this position ends."""
         last = self.whole(position)[1]
-        stop = min(self.start(position) + self._push_size, last)
+        stop = min(self.start(position) + self.push_size, last)
         return last if self._is_single(last - stop) else stop
 
     def batch(self, left: int) -> int:
@@ -235,11 +235,11 @@ class Epochs:
         return sum(self._n_pushes(n) for n in rows)
 
     def _n_pushes(self, n_samples: int) -> int:
-        n_whole, rest = divmod(n_samples, self._push_size)
+        n_whole, rest = divmod(n_samples, self.push_size)
         return n_whole + (rest > 0) - (n_whole > 0 and self._is_single(rest))
 
     @property
-    def _push_size(self) -> int:
+    def push_size(self) -> int:
         return self.batch_size * self.n_push
 
     def _is_single(self, left: int) -> bool:

@@ -175,6 +175,8 @@ class Allowances:
         # Never more than its share: a short job would leave the others without work.
         fair = share * self._left
         most = max(AHEAD_SECONDS_MAX, seconds) * own if own else math.inf
+        if self.dealer is not None:
+            most = max(most, self.dealer.two_pushes)
         wanted = max(min(max(fair / 2, own * seconds), fair, most), 1.0)
         return -int(-wanted // self._batch_size) * self._batch_size
 

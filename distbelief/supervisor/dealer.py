@@ -78,6 +78,11 @@ class Dealer:
         self._idle_since: Seconds | None = None  # nobody can read what is left
 
     @property
+    def two_pushes(self) -> int:
+        """Samples of two pushes: while shards apply one, a replica computes the next."""
+        return 2 * self._epochs.push_size
+
+    @property
     def knows_all(self) -> bool:
         """Whether every shard has told what it has applied: nothing is dealt before."""
         return len(self._applied) == len(self._shards)
@@ -171,7 +176,8 @@ class Dealer:
         # What is wanted may be far too much: by a speed that was measured in messages which had
         # waited for another supervisor, or as those that come soon are not there yet.
         n_read = hand.n_samples - n_held
-        wanted = min(wanted, max(2 * n_read, N_BATCHES_FIRST * self._epochs.batch_size))
+        at_first = max(N_BATCHES_FIRST * self._epochs.batch_size, self.two_pushes)
+        wanted = min(wanted, max(2 * n_read, at_first))
         if n_held > wanted // 2:
             return
         cuts = self._cuts

@@ -195,7 +195,6 @@ class Dataset(Protocol):
     def __getitem__(self, index: int, /) -> object: ...
 
 
-@runtime_checkable
 class _BatchedDataset(Protocol):
     def __getitems__(self, indices: list[int], /) -> object: ...
 
@@ -401,12 +400,13 @@ def _at(dataset: Dataset, positions: Sequence[int]) -> list[int]:
 def _samples(
     dataset: Dataset | Sequential, wanted: list[int], before: Callable[[int], object] | None
 ) -> object:
-    if isinstance(dataset, Sequential):
-        return dataset.read_in_order(wanted, before)
-    if isinstance(dataset, _BatchedDataset):
+    # By names: to ask for a protocol takes ten times as long, for every batch.
+    if hasattr(dataset, "read_in_order"):
+        return cast("Sequential", dataset).read_in_order(wanted, before)
+    if hasattr(dataset, "__getitems__"):
         if before is not None:
             before(wanted[0])
-        return dataset.__getitems__(wanted)
+        return cast("_BatchedDataset", dataset).__getitems__(wanted)
     if before is None:
         return [dataset[index] for index in wanted]
     return [(before(index), dataset[index])[1] for index in wanted]
@@ -458,7 +458,10 @@ def _whole_batch(
         raise JobError(
             f"[{table}] {by} returned {_kind(read)}: a batch is a tuple (inputs, targets)"
         )
-    batch = _batch_of(_entries(read), table=table)
+    if isinstance(read, tuple) and all(isinstance(part, torch.Tensor) for part in read):
+        batch = Batch(*read)  # as nearly all are
+    else:
+        batch = _batch_of(_entries(read), table=table)
     for path, tensor in batch.tensors().items():
         if tensor.ndim == 0 or len(tensor) != len(wanted):
             raise JobError(

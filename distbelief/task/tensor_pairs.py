@@ -33,7 +33,8 @@ class TensorPairs:
         n, first = len(indices), indices[0]
         if indices[-1] == first + n - 1 and indices == list(range(first, first + n)):
             return inputs[first : first + n], targets[first : first + n]
-        return inputs[indices], targets[indices]
+        chosen = torch.tensor(indices)
+        return inputs[chosen], targets[chosen]
 
     @property
     def fingerprint(self) -> str:

@@ -7,11 +7,13 @@ batch: a `SliceReader` of the input regions of its partition, or the executor of
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from itertools import pairwise
 from typing import ClassVar, Final, Protocol, TypeVar, final
 
 import numpy as np
 import torch
+from torch.utils.data import TensorDataset
 
 from distbelief.core.errors import JobError
 from distbelief.core.spans import Epochs, Span
@@ -37,6 +39,7 @@ from distbelief.task.data import (
     shown_path,
 )
 from distbelief.task.dry_run import check_labels, class_counts
+from distbelief.task.tensor_pairs import TensorPairs
 
 
 T = TypeVar("T")
@@ -320,7 +323,8 @@ class EvaluationPlan:
         return BatchIndices(position=first, indices=self._indices[first : first + self._chunk])
 
 
-def step_seed(seed: Sequence[int], position: int) -> int:
+@lru_cache(maxsize=1024)  # of an epoch asked for at every sample
+def step_seed(seed: tuple[int, ...], position: int) -> int:
     """Return the seed of a step's random numbers, equal on all ranks."""
     sequence = np.random.SeedSequence((*seed, position))
     return int(sequence.generate_state(1, np.uint64)[0])
@@ -407,6 +411,8 @@ class BatchReader:
         # replica would have an order of its own, and train some samples twice and others never.
         self._draws = Draws(always=isinstance(dataset, DataSource) and dataset.is_stream)
         self._draws_beside_torch = False  # of numpy or Python's random, once that was seen
+        # Tensors draw nothing: to look takes longer than to read them.
+        self._draws_nothing = type(dataset) in {TensorPairs, TensorDataset}
         self._readers = readers
         self.n_ahead = 0 if readers is None else readers.n_ahead
 
@@ -417,12 +423,12 @@ class BatchReader:
         """
         if self._readers is not None:
             return self._readers.read(self._wanted(samples), [self._wanted(one) for one in ahead])
-        indices = [int(index) for index in samples.indices]
-
-        of_epoch = step_seed((self._seed, samples.epoch), OF_SAMPLES)
+        indices: list[int] = samples.indices.tolist()
+        if self._draws_nothing:
+            return read_batch(self._dataset, indices, table=self._table)
 
         def seed(index: int) -> int:
-            return mixed(of_epoch, index)
+            return mixed(step_seed((self._seed, samples.epoch), OF_SAMPLES), index)
 
         were_seen = self._draws.are_seen, self._draws_beside_torch
         n_alone = Draws.n_alone

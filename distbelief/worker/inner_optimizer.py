@@ -53,4 +53,5 @@ class InnerOptimizer:
             gradient = gradients.get(item)
             parameter.grad = None if gradient is None else gradient.view_as(parameter)
         optimizer.step()
-        optimizer.zero_grad()
+        for parameter in self._parameters.values():
+            parameter.grad = None

@@ -328,7 +328,7 @@ class LocalExecutor:
         return StepResult(loss=loss, averages={}, outputs=())
 
     def _gradient(self, model: FlatModel, batch: Batch, samples: BatchIndices) -> float:
-        indices = [int(index) for index in samples.indices]
+        indices: list[int] = samples.indices.tolist()
         if self._leaves_out:
             dry_run.check_counted(batch.targets, indices=indices, table=self._names.data)
         batch = model.here(batch)

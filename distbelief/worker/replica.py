@@ -782,9 +782,12 @@ class Replica:
         self._steps, self._client = steps, steps.client
         self._is_gone = False
         self._spent = TimeSpent()
+        self._activity: str | None = None  # as after the last event, if that has changed nothing
 
     def handle(self, event: rl.Event, now: rl.Seconds) -> Sequence[rl.Action]:
-        self._spent.until(now, self._steps.activity(self.course.awaited))
+        activity = self._activity or self._steps.activity(self.course.awaited)
+        self._activity = None
+        self._spent.until(now, activity)
         if self._is_gone:
             return []
         is_quiet, steps, phase = False, self._steps, self._steps.here.phase
@@ -797,6 +800,7 @@ class Replica:
             # Most events of shards are blocks, acknowledgements and timers that remove no obstacle.
             is_quiet = not self.course.in_group
             if is_quiet and not self._client.has_news:
+                self._activity = activity
                 return actions
         else:
             actions = [*self._on_event(event, now), *self._exit()]

@@ -1,11 +1,14 @@
 """Thousands of replicas over five regions, whose machines come and go, in virtual time.
 
     python experiments/benchmarks/many_replicas.py [--replicas 10000] [--exchanges 20] [--every 1]
-        [--only local diloco decoupled-diloco horovod] [--losses] [--profile] [--small]
+        [--steps-in-one 1] [--only local diloco decoupled-diloco horovod] [--losses] [--profile]
+        [--small]
 
 One process and thread; gradients of a small net are real, and the price of a step is that of a
-large one: 1 s. Half of the replicas are spot machines that are taken back every half hour and
-cost a third; a tenth of all come 5 s later. Not in `make bench`: 10,000 replicas take minutes.
+large one: 1 s. With `--steps-in-one 64` each step has the time of 64 such steps, and what an
+exchange every 64 steps costs is found by as few real gradients as one every step. Half of the
+replicas are spot machines that are taken back every half hour and cost a third; a tenth of all come
+5 s later. Not in `make bench`: 10,000 replicas take minutes.
 
     seconds_*    processor time; virtual_*: how long the job was
     micro_*      microseconds of it for a message; messages_*: how many
@@ -41,13 +44,11 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import NormalDist
-from typing import Final, NamedTuple, final
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
 from msgspec import structs
-from torch.utils.data import Dataset
-from typing_extensions import override
 
 from distbelief.config.job import Job
 from distbelief.config.load import parse_job
@@ -60,6 +61,7 @@ from distbelief.simulation.forecast.placed_cluster import PlacedCluster
 from distbelief.simulation.forecast.prepare import Preparation, PreparedJob
 from distbelief.simulation.forecast.run import FinishedRun, run_simulated
 from distbelief.simulation.machines import ClusterOptions, CostScale
+from distbelief.task.tensor_pairs import TensorPairs
 from distbelief.worker.local_executor import FlatModel
 from distbelief.worker.steps import STEP
 from experiments.benchmarks.measuring import measurement
@@ -87,34 +89,30 @@ APART: Final = {
 INNER: Final = 'name = "AdamW", lr = 1e-3, fused = true'
 LATE: Final = 5.0  # seconds, when a tenth of the machines come
 JITTER: Final = 0.1  # standard deviation of the logarithm of a step's time
-MEAN_SECONDS: Final = STEP_SECONDS * math.exp(JITTER**2 / 2.0)
 STEPS_KEPT: Final = 100  # between checkpoints of data-parallel training
 BARRIER_SECONDS: Final = 3600.0  # of it: a loss is seldom where machines are few
 SPOT: Final = Outages(mean_time=1800.0, away=60.0)
 
 
-@final
-class Rows(Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """The samples, of which a batch is read at once: this process reads for all replicas."""
-
-    def __init__(self) -> None:
-        self._inputs, self._targets = samples().tensors
-
-    def __len__(self) -> int:
-        return len(self._inputs)
-
-    @override
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._inputs[index], self._targets[index]
-
-    def __getitems__(self, indices: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._inputs[indices], self._targets[indices]
+def rows() -> TensorPairs:
+    return TensorPairs(*samples().tensors)
 
 
-def wan(n_replicas: int) -> Cluster:
+def mean_seconds(jitter: float = JITTER) -> Seconds:
+    """Return the mean of what a step takes."""
+    return STEP_SECONDS * math.exp(jitter**2 / 2.0)
+
+
+def jitter_of(steps_in_one: int) -> float:
+    """Return the jitter of the time of so many steps together, each with its own."""
+    return JITTER / math.sqrt(steps_in_one)
+
+
+def wan(n_replicas: int, *, steps_in_one: int = 1) -> Cluster:
     """Return five regions with a machine for each replica, and one for shards and supervisor."""
+    jitter = jitter_of(steps_in_one)
     one = Machine(
-        flops=FLOPS, memory_rate=1e10, bandwidth=1.25e8, upload=2.5e7, jitter=JITTER, price=0.3
+        flops=FLOPS, memory_rate=1e10, bandwidth=1.25e8, upload=2.5e7, jitter=jitter, price=0.3
     )
     kinds = []
     for region in REGIONS:
@@ -138,7 +136,7 @@ def job_of(preset: str, n_replicas: int, *, every: int, exchanges: int) -> Job:
 factory = "experiments.benchmarks.simulated.task:net"
 initial = "seed"
 [data]
-train = {{ factory = "experiments.benchmarks.many_replicas:Rows" }}
+train = {{ factory = "experiments.benchmarks.many_replicas:rows" }}
 [algorithm]
 name = "downpour"
 preset = "{preset}"
@@ -165,6 +163,7 @@ class Wan:
 
     placed: PlacedCluster
     flops: float  # of a step
+    steps_in_one: int
 
     def n_needed(self, prepared: PreparedJob) -> int:
         return self.placed.n_needed(prepared)
@@ -173,7 +172,7 @@ class Wan:
         return self.placed.builders(prepared)
 
     def options(self, prepared: PreparedJob, *, faults: Sequence[Fault] = ()) -> ClusterOptions:
-        scale = CostScale(flops=STEP_SECONDS * FLOPS / self.flops)
+        scale = CostScale(flops=self.steps_in_one * STEP_SECONDS * FLOPS / self.flops)
         replicas = [name for name, kind in prepared.kinds.items() if kind == "replica"]
         return replace(
             self.placed.options(prepared, faults=faults),
@@ -189,12 +188,15 @@ class Figures(NamedTuple):
     shares: dict[str, float]  # of the machines' time: goodput, and what else became of it
 
 
-def shares_of(ended: FinishedRun, outages: Sequence[Outage], job: Job) -> dict[str, float]:
+def shares_of(
+    ended: FinishedRun, outages: Sequence[Outage], job: Job, *, steps_in_one: int
+) -> dict[str, float]:
     """Return what became of the machines' time while the job trained; see above."""
     outcome, n_replicas = ended.outcome, job.cluster.n_replicas
     since, until = outcome.seconds - outcome.training_seconds, outcome.seconds
     whole = n_replicas * outcome.training_seconds
-    shares = {"goodput": outcome.samples / job.batch_size * MEAN_SECONDS / whole}
+    undisturbed = steps_in_one * mean_seconds(jitter_of(steps_in_one))
+    shares = {"goodput": outcome.samples / job.batch_size * undisturbed / whole}
     steps: dict[Address, list[tuple[Seconds, Seconds]]] = {}
     for span in ended.timeline.spans:
         if span.name == STEP:
@@ -244,13 +246,15 @@ def barrier(
         done, now = kept if keeps else done, max(now, following.at)
         there_at = max(there_at, following.at + following.seconds)
         following = next(outages)
-    return done * MEAN_SECONDS / (now - began)
+    return done * mean_seconds() / (now - began)
 
 
-def run(preparation: Preparation, job: Job, *, flops: float, losses: bool) -> Figures:
+def run(
+    preparation: Preparation, job: Job, *, flops: float, steps_in_one: int, losses: bool
+) -> Figures:
     """Run a job; `flops` of one step of its net."""
     prepared = preparation.stage(job)
-    cluster = wan(job.cluster.n_replicas)
+    cluster = wan(job.cluster.n_replicas, steps_in_one=steps_in_one)
     placed = PlacedCluster(
         cluster=cluster, reference=cluster.machines[-1], rates=None, together=False
     )
@@ -262,10 +266,10 @@ def run(preparation: Preparation, job: Job, *, flops: float, losses: bool) -> Fi
             yield outage
 
     began = time.process_time()
-    host = Wan(placed=placed, flops=flops)
+    host = Wan(placed=placed, flops=flops, steps_in_one=steps_in_one)
     ended = run_simulated(prepared, host, seed=0, outages=outages(), keeps_spans=losses)
     spent = time.process_time() - began
-    shares = shares_of(ended, begun, job)
+    shares = shares_of(ended, begun, job, steps_in_one=steps_in_one)
     for name, keeps in (("waits", 0), ("restarts", STEPS_KEPT)):
         shares[f"goodput_barrier_{name}"] = barrier(
             placed.outages(prepared, seed=0),
@@ -281,6 +285,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--replicas", type=int, default=10_000)
     parser.add_argument("--exchanges", type=int, default=20)
     parser.add_argument("--every", type=int, default=1, help="steps of an exchange")
+    parser.add_argument("--steps-in-one", type=int, default=1, help="that a step stands for")
     parser.add_argument("--only", nargs="+", default=PRESET_NAMES)
     parser.add_argument("--losses", action="store_true", help="say where time was lost")
     parser.add_argument("--profile", action="store_true")
@@ -293,7 +298,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
             profile = cProfile.Profile()
             if options.profile:
                 profile.enable()
-            found = run(preparation, job, flops=flops, losses=options.losses)
+            found = run(
+                preparation,
+                job,
+                flops=flops,
+                steps_in_one=options.steps_in_one,
+                losses=options.losses,
+            )
             profile.disable()
             outcome = found.run.outcome
             figures |= {

@@ -120,6 +120,21 @@ def test_those_that_were_just_started_keep_their_share_of_a_short_job() -> None:
     assert dealt.n_positions == 100  # half of its share, as of all replicas
 
 
+def test_a_replica_has_its_next_long_push_before_shards_have_the_last() -> None:
+    """It held what it trains in 30 s, less than a push of 64 s: it waited for each round to end."""
+    epochs = Epochs(n_samples=100 * BATCH * 64, batch_size=BATCH, n_push=64)
+    stop = StopTable(samples=epochs.n_samples)
+    desk = desk_of(ROSTER, stop, batch_size=BATCH, dealt=epochs)
+    told = desk.join("shard-0", "replica-0")
+    told += desk.hear("shard-0", SamplesApplied(spans=()))
+    for step in range(64):  # one a second
+        desk.now += 1.0
+        told += desk.progress("replica-0", step + 1)
+        told += desk.beat("replica-0", ranges=1.0, ranges_done=0.0)
+    dealt = Spans(span for _, begin in letters(told, StartTraining) for span in begin.ranges or ())
+    assert dealt.n_positions == 2 * 64 * BATCH
+
+
 def test_many_replicas_train_the_whole_job_and_no_more() -> None:
     """The first one got half of the job, the next half of the rest: the others had nothing to do.
 
