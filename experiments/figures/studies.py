@@ -13,7 +13,7 @@ highest.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from statistics import median
 from typing import Final, Literal
@@ -21,14 +21,15 @@ from typing import Final, Literal
 import msgspec
 
 from distbelief.config.load import parse_job
-from distbelief.plans.cluster import Cluster, Machine
-from distbelief.protocol.role import SUPERVISOR, Address
-from distbelief.simulation.cluster_options import options_for, several
+from distbelief.plans.cluster import Machine
+from distbelief.protocol.role import Address
+from distbelief.simulation.cluster_options import several
 from distbelief.simulation.driver import Builder
 from distbelief.simulation.faults import Fault
 from distbelief.simulation.forecast.prepare import Preparation, PreparedJob
 from distbelief.simulation.forecast.run import run_simulated
-from distbelief.simulation.machines import ClusterOptions, CostScale
+from distbelief.simulation.machines import ClusterOptions
+from experiments.benchmarks.simulated.courses import options_of
 from experiments.figures.results import RESULTS, fingerprint, keep, kept
 
 
@@ -137,23 +138,8 @@ class Hosts:
             memory_rate=MEMORY_RATE * TIME_SCALE,
             bandwidth=LINKS[self.row.link] / 8 * TIME_SCALE,
         )
-        cluster = Cluster(
-            name="hosts", machines=(*[one] * n, several(one, max(1, n // 4))), latency=5e-6
-        )
-        places = {
-            name: int(name.partition("-")[2]) if kind == "replica" else n
-            for name, kind in prepared.kinds.items()
-        }
-        scales = dict.fromkeys(places, CostScale(n_bytes=size, frame_bytes=size))
-        scales[Address("evaluator")] = CostScale(flops=0.0, n_bytes=0.0, frame_bytes=size)
-        return replace(
-            options_for(cluster, places, share_memory=False),
-            scales=scales,
-            start=(SUPERVISOR,),
-            faults=tuple(faults),
-            trace="order",
-            codec=False,
-        )
+        machines = (*[one] * n, several(one, max(1, n // 4)))
+        return options_of(prepared, machines, size=size, faults=faults)
 
 
 class Found(msgspec.Struct, frozen=True, kw_only=True):

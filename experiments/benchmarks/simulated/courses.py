@@ -124,21 +124,32 @@ class Hosts:
         # Four pushes of all replicas at a time must not wait for the memory of one core.
         server = msgspec.structs.replace(one, memory_rate=N_REPLICAS * one.memory_rate)
         machines = (*[one] * N_REPLICAS, server)
-        cluster = Cluster(name="hosts", machines=machines, latency=5e-6)
-        places = {
-            name: int(name.partition("-")[2]) if kind == "replica" else N_REPLICAS
-            for name, kind in prepared.kinds.items()
-        }
-        scales = dict.fromkeys(places, CostScale(n_bytes=size, frame_bytes=size))
-        scales[Address("evaluator")] = CostScale(flops=0.0, n_bytes=0.0, frame_bytes=size)
-        return replace(
-            options_for(cluster, places, share_memory=False),
-            scales=scales,
-            start=(SUPERVISOR,),
-            faults=tuple(faults),
-            trace="order",
-            codec=False,
-        )
+        return options_of(prepared, machines, size=size, faults=faults)
+
+
+def options_of(
+    prepared: PreparedJob, machines: Sequence[Machine], *, size: float, faults: Sequence[Fault] = ()
+) -> ClusterOptions:
+    """Return the options of a job: a machine for each replica, the last one for all other roles.
+
+    Bytes are `size` times those of the job's net; evaluations take nothing.
+    """
+    last = len(machines) - 1
+    cluster = Cluster(name="hosts", machines=tuple(machines), latency=5e-6)
+    places = {
+        name: int(name.partition("-")[2]) if kind == "replica" else last
+        for name, kind in prepared.kinds.items()
+    }
+    scales = dict.fromkeys(places, CostScale(n_bytes=size, frame_bytes=size))
+    scales[Address("evaluator")] = CostScale(flops=0.0, n_bytes=0.0, frame_bytes=size)
+    return replace(
+        options_for(cluster, places, share_memory=False),
+        scales=scales,
+        start=(SUPERVISOR,),
+        faults=tuple(faults),
+        trace="order",
+        codec=False,
+    )
 
 
 def table_of(preset: str) -> Table:
