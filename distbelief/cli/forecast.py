@@ -1,9 +1,10 @@
 """The command `distbelief forecast`: when a job will reach its target."""
 
 import math
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import typer
 
@@ -14,6 +15,9 @@ from distbelief.core.errors import JobError
 
 if TYPE_CHECKING:
     from distbelief.dashboard.outlook import Interval, Outlook
+
+
+WIDTH: Final = 80  # of a line, in characters
 
 
 @reported
@@ -47,11 +51,11 @@ def forecast(
     if as_json:
         typer.echo(msgspec.json.encode(found).decode())
         return
-    for line in _lines(found):
-        typer.echo(line)
-    why = watched(run).why
+    lines, why = _lines(found), watched(run).why
     if why is not None:
-        typer.echo(formatting.plain(why.text))
+        lines.append(formatting.plain(why.text))
+    for line in lines:
+        typer.echo(textwrap.fill(line, WIDTH, subsequent_indent="  "))
 
 
 def _lines(found: "Outlook") -> list[str]:
@@ -75,9 +79,13 @@ def _lines(found: "Outlook") -> list[str]:
             lines.append(f"[stop] ends the run before that, in {formatting.duration(found.left)}")
     if found.two_more is not None:
         low, high = (100 * (gain - 1.0) for gain in found.two_more)
+        then = ""
+        if found.seconds is not None and 0.0 < found.seconds[1] < math.inf:
+            until = [found.seconds[1] / gain for gain in reversed(found.two_more)]
+            then = f", so {found.target} in {' to '.join(map(formatting.duration, until))}"
         lines.append(
             f"two more replicas, each on a machine like theirs: {low:+.0f} to {high:+.0f} % "
-            f"samples/s. The {found.n_replicas} there are spend "
+            f"samples/s{then}. The {found.n_replicas} there are spend "
             f"{formatting.percent(found.exchange or 0.0)} of their time with the shards; the "
             "lower holds if that is because these are busy"
         )
