@@ -1,6 +1,6 @@
 """Jobs over hosts at a switch: what passes their links, and how fast, beside the forecast.
 
-    python experiments/benchmarks/lan.py [--only CASE] [--small]
+    python experiments/benchmarks/lan.py [--only CASE] [--seconds 16] [--small]
 
 Jobs over network namespaces. Not in `make bench`: only root may make these.
 
@@ -23,6 +23,13 @@ turns of three within one job. Without other costs they take 1.3 and 1.3 + 0.3 /
 as without an exchange (`docs/explanation/exchanges.md`).
 
     overlap_N        steps per second with N shards if blocks leave early, over those if they do not
+
+Seconds of a step by twelve plans (replicas, shards, ranks, models, links of three rates), forecast
+from what `network.forecasts` measures, none of it by these plans (`--only plans`):
+
+    plans_error      mean of |forecast / measured - 1|; plans_worst: the largest
+    plans_within     how many are within 5 %
+    plans_rank       Spearman's rank correlation of forecast and measured
 """
 
 import argparse
@@ -55,7 +62,9 @@ from distbelief.supervisor.view import JobView
 from experiments.benchmarks.bare import paced_layers
 from experiments.benchmarks.measuring import measurement
 from experiments.benchmarks.network import jobs
+from experiments.benchmarks.network.forecasts import OVERRIDES, site
 from experiments.benchmarks.network.hosts import Lan, obstacle, switched
+from experiments.benchmarks.planner_against_runtime import compared
 from experiments.benchmarks.simulated.truth import SANDBLAST, Case, side_of
 
 
@@ -333,6 +342,70 @@ def bytes_of_busiest(
     return max(received.values())
 
 
+# ------------------------------------------------------------------ steps of many plans
+
+PLANS_CASE: Final = "plans"
+WITHIN: Final = 0.05
+_LARGE: Final = "model.arguments.hidden=512"  # 4.1 MB
+_SELDOM: Final = (
+    "algorithm.n_push=4",
+    "algorithm.n_fetch=4",
+    "algorithm.local_learning_rate=0.001",
+)
+
+
+def _cluster(replicas: int, shards: int, placement: str, *more: str) -> tuple[str, ...]:
+    own = f"cluster.replicas={replicas}", f"cluster.shards={shards}"
+    return (*own, f"cluster.placement='{placement}'", *more)
+
+
+# Megabits a second of each card, and what is not as in `OVERRIDES`
+PLANS: Final[Sequence[tuple[float, tuple[str, ...]]]] = (
+    (40, _cluster(1, 1, "here")),
+    (80, _cluster(2, 1, "here")),
+    (160, _cluster(4, 1, "here")),
+    (40, _cluster(4, 2, "spread")),
+    (80, _cluster(4, 4, "spread")),
+    (160, _cluster(3, 3, "spread")),
+    (40, _cluster(2, 2, "beside replicas")),
+    (160, _cluster(2, 1, "here", _LARGE)),
+    (160, _cluster(4, 4, "spread", _LARGE)),
+    (40, _cluster(1, 1, "here", "cluster.partitions=2", "algorithm.batch_size=128")),
+    (80, _cluster(2, 2, "spread", "cluster.partitions=2", "algorithm.batch_size=128")),
+    (40, _cluster(4, 1, "here", *_SELDOM)),
+)
+
+
+def _plans(*, seconds: float, small: bool) -> dict[str, float]:
+    """Return how far the seconds of a step are from their forecasts."""
+    foretold: dict[str, float] = {}
+    measured: dict[str, float] = {}
+    rows: dict[str, dict[str, str]] = {}
+    with site() as here:
+        for mbits, own in PLANS[:2] if small else PLANS:
+            keys = (one.rpartition(".")[2] for one in own)
+            name = f"{mbits} Mbit/s, {', '.join(keys)}".replace("'", "")
+            case = Case(name=name, overrides=(*OVERRIDES, f"stop.seconds={seconds}", *own))
+            speeds = [here.forecast(case, bits_per_second=1e6 * mbits)]
+            with measurement.usage(lambda: 0.0) as used:
+                speeds.append(here.run(case, bits_per_second=1e6 * mbits))
+            together = case.job.cluster.n_replicas * case.job.batch_size
+            foretold[name], measured[name] = (together / speed for speed in speeds)
+            rows[name] = {
+                "forecast, s": f"{foretold[name]:.4f}",
+                "measured": f"{measured[name]:.4f}",
+                "forecast / that": f"{foretold[name] / measured[name]:.3f}",
+                "busy processors": f"{used.others:.2f}",
+            }
+            print(name, rows[name], flush=True)
+    measurement.show(f"a step of each replica; load {measurement.load():.1f}", rows)
+    errors = [abs(foretold[name] / measured[name] - 1.0) for name in measured]
+    return {f"{PLANS_CASE}_{key}": value for key, value in compared(foretold, measured).items()} | {
+        f"{PLANS_CASE}_worst": max(errors),
+        f"{PLANS_CASE}_within": sum(error <= WITHIN for error in errors),
+    }
+
+
 N_HOSTS: Final = 4
 _STEPS: Final = "algorithm.max_steps=25"
 _WHOLE: Final = ("cluster.replicas=4",)
@@ -363,16 +436,21 @@ SPEEDS: Final[Mapping[str, Case]] = {
 }
 
 OVERLAPS: Final = {f"overlap_{n}": n for n in (1, 4)}
-SMALL: Final = {"only": ("downpour", "shards_2", "overlap_4")}  # with a tiny net
+SMALL: Final = {
+    "only": ("downpour", "shards_2", "overlap_4", PLANS_CASE),
+    "seconds": 3.0,
+}  # with a tiny net
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--only", action="append", choices=[*CASES, *SPEEDS, *OVERLAPS])
+    every = [*CASES, *SPEEDS, *OVERLAPS, PLANS_CASE]
+    parser.add_argument("--only", action="append", choices=every)
+    parser.add_argument("--seconds", type=float, default=16.0, help="of a run of a plan")
     options = measurement.options_of(parser, arguments, small=SMALL)
     if (why := obstacle()) is not None:
         raise SystemExit(why)
-    names = options.only or [*CASES, *SPEEDS, *OVERLAPS]
+    names = options.only or every
     tiny = _TINY if options.small else ()
     known = {**CASES, **SPEEDS}
     chosen = {
@@ -383,6 +461,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name in names:
         if name in OVERLAPS:
             figures |= _overlaps(name, OVERLAPS[name], small=options.small)
+    if PLANS_CASE in names:
+        figures |= _plans(seconds=options.seconds, small=options.small)
     measurement.conclude("lan", figures)
 
 

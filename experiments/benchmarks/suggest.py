@@ -1,6 +1,7 @@
 """Does `--suggest` find what an exhaustive sweep finds?
 
     python experiments/benchmarks/suggest.py [--steps 12] [--only CASE ...] [--small]
+    python experiments/benchmarks/suggest.py --real slow fast [--seconds 8]
 
 Twelve clusters of ten machines: links of three speeds x equal or unequal machines x machines that
 stay or are taken back and cost money. Thirty combinations of replicas, shards and placement are run
@@ -15,6 +16,14 @@ depends on the machine. Not in `make bench`: it takes minutes.
     worst        the largest ratio
     runs         of a suggestion, its last ones included, on average; of a sweep
     processor_*  seconds of the processor, of all sweeps and of all suggestions
+
+`--real`, for root: five namespaces with links of 40 (slow) or 160 (fast) Mbit/s. `--suggest`
+goes by what `network.forecasts` measures of this host. What it names and ten combinations are run
+there, beside their forecasts.
+
+    over_best_*  samples per second of the fastest of all, over those of the suggestion
+    rank_*       Spearman's rank correlation of forecasts and runs
+    error_*      mean of |forecast / measured - 1|
 """
 
 import argparse
@@ -40,6 +49,15 @@ from distbelief.simulation.forecast.run import Trial
 from distbelief.simulation.forecast.simulate import SimulationRequest, run_request, seeds_of
 from distbelief.simulation.forecast.sweep import Axis, Variant, combinations
 from experiments.benchmarks.measuring import measurement
+from experiments.benchmarks.network.forecasts import (
+    N_MACHINES as N_REAL,
+    OVERRIDES,
+    reading_at_once,
+    site,
+)
+from experiments.benchmarks.network.hosts import obstacle
+from experiments.benchmarks.planner_against_runtime import compared
+from experiments.benchmarks.simulated import truth
 
 
 N_MACHINES: Final = 10
@@ -143,8 +161,8 @@ class Found:
 
 
 def _short(settings: Mapping[str, str]) -> str:
-    replicas, shards, placement = settings.values()
-    return f"{replicas} x {shards} {placement}"
+    replicas, shards, *more = settings.values()
+    return " ".join((f"{replicas} x {shards}", *more))
 
 
 def found_of(case: Case, folder: Path, *, steps: int, seeds: int, again: int) -> Found:
@@ -201,13 +219,79 @@ def found_of(case: Case, folder: Path, *, steps: int, seeds: int, again: int) ->
     )
 
 
+# --- real runs ---
+
+REAL: Final = {"slow": 4e7, "fast": 1.6e8}  # bits a second of each card
+TRIED: Final = [
+    dict(zip((axis.key for axis in AXES), one, strict=True))
+    for n in ("2", "4")
+    for one in (
+        (n, "1", "here"),
+        (n, "1", "spread"),
+        (n, "2", "spread"),
+        (n, "4", "spread"),
+        (n, n, "beside replicas"),
+    )
+]
+
+
+def real(names: Sequence[str], *, seconds: float) -> dict[str, float]:
+    """Run what is suggested, and ten combinations, in network namespaces."""
+    figures: dict[str, float] = {}
+    with site() as here:
+        for name in names:
+            bits = REAL[name]
+            base = (*OVERRIDES, f"stop.seconds={seconds}")
+            request = SimulationRequest(
+                job=truth.Case(name=name, overrides=base).job,
+                cluster=str(here.cluster(bits)),
+                machines=N_REAL,
+                suggests=True,
+                seeds=seeds_of(0, None, suggests=True),
+            )
+            begun = time.process_time()
+            with reading_at_once():
+                best = run_request(request, console=Console(quiet=True)).best
+            assert best is not None
+            print(f"{name}: suggested in {time.process_time() - begun:.0f} s of processor")
+            suggested = _short(best.settings)
+            foretold: dict[str, float] = {}
+            measured: dict[str, float] = {}
+            for settings in (best.settings, *TRIED):
+                if (key := _short(settings)) in measured:
+                    continue
+                own = [f"{one}={value}" for one, value in settings.items()]
+                case = truth.Case(name=key, overrides=(*base, *own))
+                with measurement.usage(lambda: 0.0) as used:
+                    found = here.run(case, bits_per_second=bits)
+                virtual = here.forecast(case, bits_per_second=bits)
+                foretold[key], measured[key] = virtual, found
+                print(
+                    f"{name} {key:18} {found:7.2f} samples/s, forecast {virtual:7.2f}, "
+                    f"{used.others:.2f} processors busy"
+                    + ("  suggested" if key == suggested else ""),
+                    flush=True,
+                )
+            figures[f"over_best_{name}"] = max(measured.values()) / measured[suggested]
+            both = compared(foretold, measured)
+            figures |= {f"{key}_{name}": value for key, value in both.items()}
+    return figures
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--only", nargs="+", choices=[case.name for case in CASES])
     parser.add_argument("--steps", type=int, default=12, help="of a fast replica, in a run")
     parser.add_argument("--seeds", type=int, default=3, help="of the runs that are compared")
     parser.add_argument("--again", type=int, default=3, help="of the sweep that are run with these")
+    parser.add_argument("--real", nargs="+", choices=REAL, help="for root: links of real runs")
+    parser.add_argument("--seconds", type=float, default=8.0, help="of a real run")
     options = measurement.options_of(parser, arguments, small=SMALL)
+    if options.real:
+        if (why := obstacle()) is not None:
+            raise SystemExit(why)
+        measurement.conclude("suggest", real(options.real, seconds=options.seconds))
+        return
     cases = [case for case in CASES if case.name in (options.only or [case.name])]
     found: dict[str, Found] = {}
     with TemporaryDirectory() as folder:

@@ -141,7 +141,9 @@ SMALL, LARGE = 64, 1 << 20  # numbers of the messages that are timed
 N_ENDS: Final = 4  # of the two messages of a round trip
 
 
-def network(folder: Path, *, ends: Sequence[Host] = HERE, seconds: float) -> Network:
+def network(
+    folder: Path, *, ends: Sequence[Host] = HERE, seconds: float, large: int = LARGE
+) -> Network:
     """Return what lies between two machines, measured.
 
     Half a round trip is overhead + latency + bytes / bandwidth. The first two are not
@@ -149,7 +151,7 @@ def network(folder: Path, *, ends: Sequence[Host] = HERE, seconds: float) -> Net
     both processes have computed meanwhile: little else than that.
     """
     halves, handling = [], []
-    for n_numbers in (SMALL, LARGE):
+    for n_numbers in (SMALL, large):
         place = folder / f"exchange-{n_numbers}"
         place.mkdir()
         programs = [
@@ -160,9 +162,9 @@ def network(folder: Path, *, ends: Sequence[Host] = HERE, seconds: float) -> Net
             turn = workers.turn(seconds=seconds)
         halves.append(turn.seconds / 2)
         handling.append(turn.cpu_seconds / N_ENDS)
-    small, large = halves
+    small, slow = halves
     return Network(
-        bandwidth=4.0 * (LARGE - SMALL) / max(large - small, 1e-6),
+        bandwidth=4.0 * (large - SMALL) / max(slow - small, 1e-6),
         latency=small / 2,
         message_overhead=small / 2,
         handling=handling[0],

@@ -187,7 +187,7 @@ def test_the_command_says_what_it_forecasts_or_why_it_cannot(tmp_path: Path) -> 
     assert "loss 0.43: not reached, and the run has ended" in text
     assert "with --resume: in " in text
     assert "two more replicas, each on a machine like theirs: +" in text
-    assert " % samples/s, so loss 0.43 in " in text
+    assert " % samples/s, so loss 0.4 in " in said(22, "stop.loss=0.4")
     far = said(21, "stop.loss=0.01")
     assert "with --resume: not soon; 100 % of the curves need more than 10 times" in far
     assert "never" not in far

@@ -73,7 +73,10 @@ FIGURES: dict[str, set[str]] = {
         *("kill_steps", "kill_wait", "kill_wait_undisturbed"),
     },
     "hostile": {"throughput_kept", "kept_flood", "kept_burn"},
-    "lan": {"beyond_downpour", "beyond_worst", "shards_2", "forecast_error", "overlap_4"},
+    "lan": {
+        *("beyond_downpour", "beyond_worst", "shards_2", "forecast_error", "overlap_4"),
+        *("plans_error", "plans_worst", "plans_within", "plans_rank"),
+    },
     "links": {
         *(f"local_100mbit_share_{name}" for name in ("exchange", "downpour", "ddp")),
         *("local_100mbit_fewer_exchange", "ring_over_ddp_2", "ring_over_ddp_4"),
