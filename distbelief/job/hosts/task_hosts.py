@@ -169,7 +169,7 @@ class TaskHosts:
                 texts.append(self._missing())
         return texts
 
-    def on_step(self, view: object) -> None:
+    def __call__(self, view: object) -> None:
         """End the job, of which this is a callback, if lost rows cannot come back."""
         del view
         if self._failure is not None:

@@ -13,10 +13,12 @@ import msgspec
 import pytest
 
 from distbelief.core.errors import JobError
+from distbelief.job.callbacks import Callbacks
 from distbelief.job.hosts import host_task, spark, task_hosts
 from distbelief.job.hosts.host_task import Answer, Options
 from distbelief.job.hosts.spark import SparkTasks, check_reach, connect
 from distbelief.job.hosts.task_hosts import TaskHosts
+from distbelief.supervisor.view import JobView
 from tests.distbelief.jobs import speech
 
 
@@ -182,8 +184,12 @@ def test_a_partition_that_is_read_again_must_have_the_same_rows() -> None:
     made = hosts(cluster, writing(lambda: [(3, next(sums), "x")]))
     assert made._job is not None
     made._job.join()
-    with pytest.raises(JobError, match=r"partition 0 was read again and has other rows"):
+    why = r"partition 0 was read again and has other rows"
+    with pytest.raises(JobError, match=why):
         made.wait(pytest.fail)
+    # A job in which nothing moves ends, too: all its hosts have left.
+    with pytest.raises(JobError, match=why):
+        Callbacks([made])(JobView(phase="training", seconds=1.0))
     made.close()
 
 
