@@ -265,10 +265,10 @@ from tests.spark import test_frames, test_spark as t
 if __name__ == "__main__":
     session = t.new_session()
     frame = t.frame_of(session, t.numbers(400), [200, 200])
-    job = t.counting("Counts", Path(sys.argv[1]), 400, seconds=float(sys.argv[2]))
+    job = t.counting("Counts", Path(sys.argv[1]), 400, seconds=0.05)
     job["stop"] = {"epochs": 6}
     job["output"] = {"directory": sys.argv[1], "snapshot_every": "2 s"}
-    model = test_frames.fit(frame, job, resume=sys.argv[3] if len(sys.argv) > 3 else None)
+    model = test_frames.fit(frame, job, resume=sys.argv[2] if len(sys.argv) > 2 else None)
     print("counted", set(test_frames.counts(model)), flush=True)
     session.stop()
 """
@@ -278,7 +278,7 @@ if __name__ == "__main__":
 def test_a_fit_resumes_right_after_its_driver_was_killed(tmp_path: Path) -> None:
     run = tmp_path / "run"
     with subprocess.Popen(
-        [sys.executable, "-c", RESUME, str(run), "0.1"],
+        [sys.executable, "-c", RESUME, str(run)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(t.ROOT), *sys.path])},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -287,7 +287,7 @@ def test_a_fit_resumes_right_after_its_driver_was_killed(tmp_path: Path) -> None
             t.until(lambda: bool([*run.glob("snapshots/*/*.safetensors")]))
         finally:
             first.kill()
-    output = driver(RESUME, run, 0.0, run)
+    output = driver(RESUME, run, run)
     assert "counted {6.0}" in output, output
 
 

@@ -257,8 +257,12 @@ def test_stages_keep_the_conventions_of_pipelines(session: SparkSession, tmp_pat
     frame = session.createDataFrame(pa.table({"x": [1, 2], "y": [0, 1]}))
     with pytest.raises(JobError, match="there is no column 'other'"):
         estimator.fit(frame, {estimator.targets: "other"})
-    with pytest.raises(JobError, match="has no param 'epochs'"):
+    with pytest.raises(JobError, match="has no param 'epochs': the job says it"):
         DistBelief(epochs=3)
+    with pytest.raises(JobError, match="has no param 'mode': It is preset of"):
+        DistBelief(mode="asynchronous")
+    with pytest.raises(JobError, match="has no param 'input': it has batchSize, cores"):
+        DistBelief(input="x")
     model = untrained("grid", tmp_path, "x", "float32", (2, 3))
     found = model.transform(frame, {model.predictionCol: "grid"})
     assert found.columns == ["x", "y", "grid"]
