@@ -32,6 +32,7 @@ from distbelief.job.hosts.join_server import JoinServer
 from distbelief.job.hosts.spark import SparkTasks, check_reach, connect, cores_each, executors_of
 from distbelief.job.hosts.task_hosts import TaskHosts, Tasks
 from distbelief.job.launch.local import LocalLauncher
+from distbelief.job.run.directory import RunDirectory
 from distbelief.job.run.result import Run
 from distbelief.job.trainer import run_job
 from distbelief.serve.options import ANY_PORT, join_server
@@ -198,6 +199,7 @@ def train_on_rows(  # noqa: PLR0913 -- options of `fit`
     directory.mkdir(mode=0o700)
     with ExitStack() as stack:
         stack.callback(shutil.rmtree, directory, ignore_errors=True)
+        place = directory if resume is None else _linked(resume, directory, stack)
         held_out = None
         if test is not None:
             held_out = directory / "held-out.arrow"
@@ -220,7 +222,7 @@ def train_on_rows(  # noqa: PLR0913 -- options of `fit`
         least = min(full, key=lambda part: full[part].rows)
         source.copy_rows(least, directory / file_of(least))
         data = {
-            "directory": str(directory),
+            "directory": str(place),
             "rows": {file_of(part): each.rows for part, each in full.items()},
             "fingerprint": " ".join(each.checksum for each in full.values()),
             "columns": msgspec.to_builtins(columns),
@@ -228,7 +230,7 @@ def train_on_rows(  # noqa: PLR0913 -- options of `fit`
         found = _job(job, data, overrides or {}, held_out, user=user)
         n_rows = sum(each.rows for each in full.values())
         source.job, source.cores = on_hosts(found, len(full), n_rows, cores=cores)
-        source.rows_as = directory.name
+        source.rows_as = place.name
         run = run_job(
             source.job,
             resume=resume,
@@ -239,6 +241,21 @@ def train_on_rows(  # noqa: PLR0913 -- options of `fit`
         ).unless_failed(user)
         some, _ = RowFile(directory / file_of(least), columns).__getitems__([0, 1])
     return run, some
+
+
+def _linked(resume: str | os.PathLike[str], directory: Path, stack: ExitStack) -> Path:
+    """Return where the earlier job had its rows, now a link: it goes on as the same job."""
+    earlier = load_job(RunDirectory.open(resume, write=False).job_file).data.train
+    if earlier.factory != PATH:
+        return directory
+    place = Path(str(earlier.arguments["directory"]))
+    if place.is_dir() and not place.is_symlink():  # of a driver that was killed
+        shutil.rmtree(place)
+    place.parent.mkdir(parents=True, exist_ok=True)
+    place.unlink(missing_ok=True)
+    place.symlink_to(directory)
+    stack.callback(place.unlink)
+    return place
 
 
 def columns_of(

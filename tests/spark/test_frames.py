@@ -276,6 +276,7 @@ if __name__ == "__main__":
 
 @pytest.mark.soak
 def test_a_fit_resumes_right_after_its_driver_was_killed(tmp_path: Path) -> None:
+    """Its [data] named another directory of rows, so each was refused; its shards still live."""
     run = tmp_path / "run"
     with subprocess.Popen(
         [sys.executable, "-c", RESUME, str(run)],

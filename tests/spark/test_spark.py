@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -457,6 +457,28 @@ def test_files_of_rows_give_the_tensors_of_their_rows(tmp_path: Path) -> None:
         pieces = Partitions(tmp_path, {"rows": n, "elsewhere": 3}, checksum, columns)
         assert pieces.here() == ["rows"]
         assert torch.equal(pieces.read("rows", [5])[0], expected[5:6])
+
+
+@pytest.mark.parametrize("is_ours", [True, False])
+def test_a_resumed_job_finds_rows_where_the_earlier_one_had_them(
+    tmp_path: Path, *, is_ours: bool
+) -> None:
+    """What an earlier job of other data calls a directory is not touched."""
+    before, rows, run = (tmp_path / name for name in ("before", "rows", "run"))
+    for folder in (before, rows, run):
+        folder.mkdir()
+    (before / "old").touch()
+    (rows / "new").touch()
+    factory = "distbelief.spark.rows:dataframe" if is_ours else "nets:rows"
+    tables = job("linear", run)
+    data = {"train": {"factory": factory, "arguments": {"directory": str(before)}}}
+    made = job_of({**tables, "data": data}, user="test")
+    (run / "job.toml").write_text(made.to_toml())
+    with ExitStack() as stack:
+        found = training._linked(run, rows, stack)
+        assert found == (before if is_ours else rows)
+        assert [file.name for file in found.iterdir()] == ["new"]
+    assert before.exists() != is_ours
 
 
 # --- digits ---
