@@ -118,8 +118,11 @@ def fit(  # noqa: PLR0913 -- options of one call
     columns = columns_of(inputs, targets, decode=decode, dtype=dtype, user="spark.fit")
     if isinstance(dataframe, str):
         dataframe = connect().read.parquet(dataframe)
+    held_out = None
     if test is not None:
         check_split(dataframe, test)
+        table = test.select(*selected(test, columns)).toArrow()
+        held_out = table.to_batches(max_chunksize=1 << 16)
     rows = dataframe.select(*selected(dataframe, columns))
     session = dataframe.sparkSession
     reach = reached(listen, keys=keys, insecure=insecure)
@@ -132,7 +135,7 @@ def fit(  # noqa: PLR0913 -- options of one call
         job,
         user="spark.fit",
         columns=columns,
-        test=None if test is None else _held_out(test, columns),
+        test=held_out,
         n_hosts=n_hosts,
         cores=cores or cores_each(session),
         reach=reach,
@@ -155,11 +158,6 @@ def check_split(dataframe: "DataFrame", test: "DataFrame") -> None:
             "uuid, monotonically_increasing_id), so a row may be in both: write the whole to "
             "parquet, read it, and split that; or persist() it"
         )
-
-
-def _held_out(test: "DataFrame", columns: Columns) -> "list[RecordBatch]":
-    rows = test.select(*selected(test, columns)).toArrow()
-    return list(rows.to_batches(max_chunksize=1 << 16))
 
 
 def reached(
@@ -261,19 +259,14 @@ def _linked(resume: str | os.PathLike[str], directory: Path, stack: ExitStack) -
 def columns_of(
     inputs: Names, target: str | None, *, decode: Mapping[str, str] | None, dtype: str, user: str
 ) -> Columns:
-    tables = {
-        "inputs": [inputs] if isinstance(inputs, str) else [*inputs],
-        "target": target,
-        "decode": dict(decode or {}),
-        "dtype": dtype,
-    }
+    names = [inputs] if isinstance(inputs, str) else [*inputs]
+    if not names:
+        raise JobError(f"{user}: inputs has no column: name at least one")
+    tables = {"inputs": names, "target": target, "decode": dict(decode or {}), "dtype": dtype}
     try:
-        found = msgspec.convert(tables, Columns)
+        return msgspec.convert(tables, Columns)
     except msgspec.ValidationError as error:
         raise JobError(f"{user}: {error}") from None
-    if not found.inputs:
-        raise JobError(f"{user}: inputs has no column: name at least one")
-    return found
 
 
 def _job(
@@ -287,11 +280,8 @@ def _job(
     """Return the job, whose [data] are these rows."""
     given = dict(overrides) | {"data.train": {"factory": PATH, "arguments": data}}
     if held_out is not None:
-        arguments = {
-            "directory": data["directory"],
-            "file": held_out.name,
-            "columns": data["columns"],
-        }
+        arguments = {"file": held_out.name}
+        arguments |= {key: data[key] for key in ("directory", "columns")}
         given["data.test"] = {"factory": HELD_OUT, "arguments": arguments}
     if not isinstance(job, Mapping):
         return load_job(job, overrides=given)

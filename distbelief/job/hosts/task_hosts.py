@@ -44,20 +44,15 @@ OVER: Final = "another task has its rows"
 class Tasks(Protocol):
     """The tasks of one job, each with a part of the rows."""
 
-    @property
-    def name(self) -> str:
-        """Of the cluster."""
-        ...
+    name: str  # of the cluster
 
     def run(self, task: HostTask, *, cores: int) -> None:
         """Run `task` for each part, one of so many cores in each host; return when all ended."""
-        ...
 
     def cancel(self) -> None: ...
 
     def runs_again(self, stage: int) -> bool:
         """Return whether the tasks of a stage run again, whether they have ended or not."""
-        ...
 
 
 @final
