@@ -348,7 +348,7 @@ if __name__ == "__main__":
     frame = t.frame_of(session, t.numbers(400), [200, 200])
     job = t.counting("Counts", Path(sys.argv[1]), 400, seconds=0.1)
     job["stop"] = {"epochs": 1000}
-    job["cluster"] = {"patience": 30.0}  # of shards whose driver is killed
+    job["cluster"] = {"patience": "30 s"}  # of shards whose driver is killed
     model = spark.fit(frame, job, inputs="row", targets="one")
     print("ended", model.run.exit_code, model.run.summary.samples, flush=True)
     weight = model.module.weight.mean(0)
