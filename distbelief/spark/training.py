@@ -280,8 +280,8 @@ def _job(
     """Return the job, whose [data] are these rows."""
     given = dict(overrides) | {"data.train": {"factory": PATH, "arguments": data}}
     if held_out is not None:
-        arguments = {"file": held_out.name}
-        arguments |= {key: data[key] for key in ("directory", "columns")}
+        shared = {key: data[key] for key in ("directory", "columns")}
+        arguments = shared | {"file": held_out.name}
         given["data.test"] = {"factory": HELD_OUT, "arguments": arguments}
     if not isinstance(job, Mapping):
         return load_job(job, overrides=given)
