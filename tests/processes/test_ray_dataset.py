@@ -28,6 +28,7 @@ def cluster() -> Iterator[Any]:
     pytest.importorskip("pyarrow", reason="needs pyarrow: pip install '.[ray]'")
     utils = pytest.importorskip("ray.cluster_utils", reason="needs ray: pip install '.[ray]'")
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (*sys.path, str(ROOT))))
+    os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 -- Ray's name; its own tasks last, too
     head = {"num_cpus": 1, "include_dashboard": False}
     made = utils.Cluster(initialize_head=True, connect=True, head_node_args=head)
     made.add_node(num_cpus=1)
