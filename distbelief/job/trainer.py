@@ -668,6 +668,8 @@ def _end_if_other(
             return view.phase not in {"starting", "resuming"}
 
         listening = hosting if listens else None
+        if listening is not None and listening.started is not None:  # hosts of the new job
+            listening = replace(listening, n_hosts=0, started=None)
         # Without its own callbacks: the user may have changed them, and it only ends.
         with LocalLauncher() as launcher:
             _train(

@@ -1,4 +1,4 @@
-"""Columns of a DataFrame as tensors: which, of which type, and how they are read.
+"""Columns of a DataFrame, or a Ray Dataset, as tensors: of which type, and how they are read.
 
     column of                          tensor of a sample
     ---------------------------------  ------------------------------------------------
@@ -9,13 +9,13 @@
     bytes                              what a function of the user makes of them
     several columns of numbers         (columns,)
 
-Spark itself casts (`selected`), so that only numbers and bytes leave it, as Arrow; nothing is
-pickled. They stay Arrow in files (`write_rows`, `rows`), and arrays are views of these. Imports no
-torch, so that a Spark task does not.
+Spark itself casts (`selected`), so that only numbers and bytes leave it, as Arrow; Ray's blocks
+are Arrow (`cast_blocks`). Nothing is pickled. They stay Arrow in files (`write_rows`, `rows`), and
+arrays are views of these. Imports no torch, so that a task of Spark or Ray does not.
 """
 
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal, cast
 
@@ -129,6 +129,58 @@ def _is_number(kind: "DataType") -> bool:
     return isinstance(kind, NumericType | BooleanType)
 
 
+def cast_blocks(blocks: "Iterable[pa.Table]", columns: Columns) -> "Iterator[pa.RecordBatch]":
+    """Yield the rows of blocks of a Ray Dataset, cast; JobError if a column has no tensors."""
+    import pyarrow as pa  # noqa: PLC0415 -- an extra
+
+    for block in blocks:
+        if not block.num_rows:
+            continue
+        names = {*columns.names.values(), *columns.decode}
+        if unknown := sorted(names - {*block.column_names}):
+            known = ", ".join(block.column_names)
+            raise JobError(f"there is no column {unknown[0]!r}: the Dataset has {known}")
+        found = {
+            key: _cast_block(block[name], name, columns) for key, name in columns.names.items()
+        }
+        for name, key in zip(columns.inputs, found, strict=False):
+            if len(columns.inputs) > 1 and not pa.types.is_primitive(found[key].type):
+                raise JobError(f"inputs are several columns, and {name!r} is no number: give one")
+        yield from pa.table(found).to_batches(max_chunksize=1 << 16)
+
+
+def _cast_block(column: "pa.ChunkedArray", name: str, columns: Columns) -> "pa.Array":
+    import pyarrow as pa  # noqa: PLC0415 -- an extra
+
+    def cast_of(kind: "pa.DataType") -> "pa.DataType | None":
+        if pa.types.is_integer(kind) or pa.types.is_boolean(kind):
+            return pa.int64()
+        if pa.types.is_floating(kind) or pa.types.is_decimal(kind):
+            return pa.float32() if columns.dtype == "float32" else pa.float64()
+        if pa.types.is_nested(kind) and hasattr(kind, "value_type"):  # lists of every kind
+            inner = cast_of(kind.value_type)
+            return inner and pa.list_(inner)
+        return None
+
+    array = column.combine_chunks()
+    if array.null_count:
+        raise JobError(f"column {name!r} has missing values (null): fill or drop them")
+    is_bytes = pa.types.is_binary(array.type) or pa.types.is_large_binary(array.type)
+    if is_bytes != (name in columns.decode):
+        raise JobError(f"column {name!r} is of type {array.type}: decode is for columns of bytes")
+    if is_bytes:
+        return array
+    if hasattr(array, "to_numpy_ndarray"):  # tensors of one shape
+        array = lists_of(array.to_numpy_ndarray())
+    wanted = cast_of(array.type)
+    if wanted is None:
+        raise JobError(f"column {name!r} is of type {array.type}, which is no tensor of one shape")
+    try:
+        return array.cast(wanted)
+    except pa.ArrowInvalid as error:
+        raise JobError(f"column {name!r}: {error}") from None
+
+
 def numbers_of(array: "pa.Array", name: str) -> Numbers:
     """Return numbers of Arrow as a view, (rows, ...); JobError if values are missing or uneven."""
     import pyarrow as pa  # noqa: PLC0415 -- an extra
@@ -149,6 +201,17 @@ def numbers_of(array: "pa.Array", name: str) -> Numbers:
         shape.append(int(sizes[0]) if len(sizes) else 0)
         array = array.flatten()
     return cast("Numbers", array.to_numpy(zero_copy_only=True).reshape(shape if n else (0,)))
+
+
+def lists_of(outputs: Numbers) -> "pa.Array":
+    """Return outputs as Arrow, a list for each row and each further dimension."""
+    import pyarrow as pa  # noqa: PLC0415 -- an extra
+
+    found = pa.array(outputs.reshape(-1))
+    for size in map(int, reversed(outputs.shape[1:])):
+        stops = np.arange(0, len(found) + 1, size, dtype=np.int32)
+        found = pa.ListArray.from_arrays(stops, found)
+    return found
 
 
 def bytes_of(array: "pa.Array", name: str) -> list[bytes]:

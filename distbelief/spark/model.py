@@ -40,7 +40,7 @@ from distbelief.config.load import job_from_json
 from distbelief.core.errors import JobError
 from distbelief.job.launch.role_process import import_from
 from distbelief.job.run.result import Run
-from distbelief.spark.columns import Columns, Numbers, bytes_of, numbers_of, selected
+from distbelief.spark.columns import Columns, bytes_of, lists_of, numbers_of, selected
 from distbelief.spark.rows import samples_of
 from distbelief.task.task import build_model
 
@@ -139,7 +139,7 @@ class DistBeliefModel(Model, Columned, MLWritable, MLReadable["DistBeliefModel"]
                     inputs, _ = samples_of(arrays, keys, saved.columns, decoders)
                     with torch.inference_mode():
                         parts.append(module(inputs).numpy())
-                yield _lists(np.concatenate(parts))
+                yield lists_of(np.concatenate(parts))
 
         kind: DataType = _TYPES[saved.dtype]()
         kind = reduce(lambda inner, _: ArrayType(inner), saved.shape, kind)
@@ -163,15 +163,6 @@ def _module(saved: Saved, values: bytes) -> nn.Module:
     module = build_model(job.model)
     module.load_state_dict(load(values))
     return module.eval()
-
-
-def _lists(outputs: Numbers) -> pa.Array:
-    """Return outputs as Arrow, a list for each row and each further dimension."""
-    found = pa.array(outputs.reshape(-1))
-    for size in map(int, reversed(outputs.shape[1:])):
-        stops = np.arange(0, len(found) + 1, size, dtype=np.int32)
-        found = pa.ListArray.from_arrays(stops, found)
-    return found
 
 
 @final

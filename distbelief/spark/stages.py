@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from distbelief.core.errors import JobError
 from distbelief.spark.model import Columned, DistBeliefModel, param
-from distbelief.spark.training import fit
+from distbelief.spark.training import ELSEWHERE, fit
 
 
 @final
@@ -39,8 +39,8 @@ class DistBelief(
         self._setDefault(predictionCol="prediction", batchSize=1024)
         unknown = [name for name in params if not self.hasParam(name)]
         if unknown:
-            names = ", ".join(one.name for one in self.params)
-            raise JobError(f"DistBelief has no param {unknown[0]!r}: it has {names}")
+            hint = ELSEWHERE.get(unknown[0]) or "it has " + ", ".join(p.name for p in self.params)
+            raise JobError(f"DistBelief has no param {unknown[0]!r}: {hint}")
         self._set(**params)
 
     @override

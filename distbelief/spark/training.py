@@ -1,24 +1,25 @@
-"""`distbelief.spark.fit`: trains a job on the rows of a DataFrame, where Spark has them.
+"""Trains a job on rows where a cluster has them: `distbelief.spark.fit`, and what Ray's shares.
 
-    partition 0 -> task -> file of rows, agent --+
-    partition 1 -> task -> file of rows, agent --+--> replicas, which are dealt the rows beside them
-    driver: supervisor, shards, evaluator -------+
+    part 0 -> task -> file of rows, agent --+
+    part 1 -> task -> file of rows, agent --+--> replicas, which are dealt the rows beside them
+    driver: supervisor, shards, evaluator --+
 
-A task writes its partition once, and stays as a host until the job ends. So there are as many
-partitions as hosts: more are joined (coalesced) without moving rows between executors. Training
-begins with the first host, once all tasks have counted their rows.
+A task writes its part once, and stays as a host until the job ends. So there are as many parts as
+hosts: partitions are joined (coalesced) without moving rows between executors. Training begins with
+the first host, once all tasks have counted their rows.
 """
 
 import os
 import secrets
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import msgspec
+import torch
 
 from distbelief.config.algorithms import cores_of
 from distbelief.config.job import Elastic, Job
@@ -26,25 +27,32 @@ from distbelief.config.load import job_of, load_job
 from distbelief.config.presets import KNOBS
 from distbelief.core.arguments import checked
 from distbelief.core.errors import JobError
+from distbelief.job.hosts.host_task import file_of
 from distbelief.job.hosts.join_server import JoinServer
-from distbelief.job.hosts.spark import SparkHosts, check_reach, connect, cores_each, executors_of
-from distbelief.job.hosts.spark_task import file_of
+from distbelief.job.hosts.spark import SparkTasks, check_reach, connect, cores_each, executors_of
+from distbelief.job.hosts.task_hosts import TaskHosts, Tasks
 from distbelief.job.launch.local import LocalLauncher
+from distbelief.job.run.directory import RunDirectory
+from distbelief.job.run.result import Run
 from distbelief.job.trainer import run_job
 from distbelief.serve.options import ANY_PORT, join_server
 from distbelief.spark.columns import Columns, selected, write_rows
-from distbelief.spark.model import DistBeliefModel
 from distbelief.spark.rows import HELD_OUT, PATH, RowFile
 from distbelief.task.data import DataShard
 from distbelief.task.imports import check_is_no_import, places
+from distbelief.transport.listen_config import ListenConfig
 from distbelief.worker.downpour_settings import DownpourSettings
 
 
 if TYPE_CHECKING:
+    from pyarrow import RecordBatch
     from pyspark.sql import DataFrame
 
+    from distbelief.spark.model import DistBeliefModel
+
 Names = str | Sequence[str]
-_ELSEWHERE: Final = {
+# Names of other libraries' options, and what they are here
+ELSEWHERE: Final = {
     **KNOBS,
     **dict.fromkeys(("features", "feature_cols", "featuresCol"), "it is inputs"),
     **dict.fromkeys(("label", "labels", "label_cols", "labelCol", "target"), "it is targets"),
@@ -53,7 +61,7 @@ _ELSEWHERE: Final = {
 }
 
 
-@checked("spark.fit", _ELSEWHERE)
+@checked("spark.fit", ELSEWHERE)
 def fit(  # noqa: PLR0913 -- options of one call
     dataframe: "DataFrame | str",
     job: str | os.PathLike[str] | Mapping[str, object],
@@ -72,7 +80,7 @@ def fit(  # noqa: PLR0913 -- options of one call
     callbacks: Sequence[object] = (),
     resume: str | os.PathLike[str] | None = None,
     show: bool = True,
-) -> DistBeliefModel:
+) -> "DistBeliefModel":
     """Train the model of a job on the rows of a DataFrame, on Spark's executors.
 
     Args:
@@ -105,68 +113,38 @@ def fit(  # noqa: PLR0913 -- options of one call
         JobError: this cannot be run, or the job failed. What it saved is kept.
     """
     check_is_no_import("distbelief.spark.fit")
-    columns = columns_of(inputs, targets, decode=decode, dtype=dtype)
+    from distbelief.spark.model import DistBeliefModel  # noqa: PLC0415 -- pyspark
+
+    columns = columns_of(inputs, targets, decode=decode, dtype=dtype, user="spark.fit")
     if isinstance(dataframe, str):
         dataframe = connect().read.parquet(dataframe)
+    held_out = None
     if test is not None:
         check_split(dataframe, test)
+        table = test.select(*selected(test, columns)).toArrow()
+        held_out = table.to_batches(max_chunksize=1 << 16)
     rows = dataframe.select(*selected(dataframe, columns))
     session = dataframe.sparkSession
-    server = join_server(
-        listen or ANY_PORT,
-        keys=None if keys is None else Path(keys),
-        insecure=insecure,
-        n_hosts=1,
-        hosts_seconds=600.0,
-        cores=0,  # of this host: the rows are elsewhere
+    reach = reached(listen, keys=keys, insecure=insecure)
+    check_reach(session, is_local=reach.is_local)
+    n_hosts = max(1, min(hosts or len(executors_of(session)), rows.rdd.getNumPartitions()))
+    # Spark's JVM removes what lies there, even if this process is killed.
+    place = Path(session.sparkContext._temp_dir)  # noqa: SLF001 -- pyspark has no other way
+    run, some = train_on_rows(
+        SparkTasks(rows.coalesce(n_hosts)),
+        job,
+        user="spark.fit",
+        columns=columns,
+        test=held_out,
+        n_hosts=n_hosts,
+        cores=cores or cores_each(session),
+        reach=reach,
+        directory=place / f"distbelief-rows-{secrets.token_hex(8)}",
+        overrides=overrides,
+        callbacks=callbacks,
+        resume=resume,
+        show=show,
     )
-    check_reach(session, is_local=server.reach.is_local)
-    with ExitStack() as stack:
-        n_hosts = max(1, min(hosts or len(executors_of(session)), rows.rdd.getNumPartitions()))
-        source = SparkHosts(
-            rows.coalesce(n_hosts),
-            host=server.reach.host,
-            write=partial(write_rows, columns=columns),
-            keys="" if server.reach.keys is None else server.reach.keys.directory,
-        )
-        name = f"distbelief-rows-{secrets.token_hex(8)}"
-        # Spark's JVM removes what lies there, even if this process is killed.
-        directory = Path(session.sparkContext._temp_dir) / name  # noqa: SLF001 -- pyspark has no other way
-        directory.mkdir(mode=0o700)
-        stack.callback(shutil.rmtree, directory, ignore_errors=True)
-        held_out = None
-        if test is not None:
-            held_out = directory / "held-out.arrow"
-            _collect(test, columns, held_out)
-        stack.callback(source.close)
-        launcher = stack.enter_context(LocalLauncher())  # it imports while rows are written
-        source.begin(n_parts=n_hosts, cores=cores or cores_each(session))
-        source.wait(print if show else str)
-        full = {part: each for part, each in sorted(source.parts.items()) if each.rows}
-        if not full:
-            raise JobError("spark.fit: the DataFrame has no rows")
-        # This process tries the job on rows, too.
-        least = min(full, key=lambda part: full[part].rows)
-        source.copy_rows(least, directory / file_of(least))
-        data = {
-            "directory": str(directory),
-            "rows": {file_of(part): each.rows for part, each in full.items()},
-            "fingerprint": " ".join(each.checksum for each in full.values()),
-            "columns": msgspec.to_builtins(columns),
-        }
-        found = _job(job, data, overrides or {}, held_out)
-        n_rows = sum(each.rows for each in full.values())
-        source.job, source.cores = _on_hosts(found, len(full), n_rows, cores=source.cores)
-        source.rows_as = name
-        run = run_job(
-            source.job,
-            resume=resume,
-            show=show,
-            callbacks=[*callbacks, source],
-            launcher=launcher,
-            hosting=JoinServer(reach=server.reach, n_hosts=1, cores=0, started=source),
-        ).unless_failed("spark.fit")
-        some, _ = RowFile(directory / file_of(least), columns).__getitems__([0, 1])
     return DistBeliefModel.of(run, columns, some)
 
 
@@ -182,28 +160,113 @@ def check_split(dataframe: "DataFrame", test: "DataFrame") -> None:
         )
 
 
+def reached(
+    listen: str | None, *, keys: str | os.PathLike[str] | None, insecure: bool
+) -> ListenConfig:
+    """Return where hosts reach this process, by the options of `fit`."""
+    return join_server(
+        listen or ANY_PORT,
+        keys=None if keys is None else Path(keys),
+        insecure=insecure,
+        n_hosts=1,
+        hosts_seconds=600.0,
+        cores=0,
+    ).reach
+
+
+def train_on_rows(  # noqa: PLR0913 -- options of `fit`
+    tasks: Tasks,
+    job: str | os.PathLike[str] | Mapping[str, object],
+    *,
+    user: str,
+    columns: Columns,
+    test: "Iterable[RecordBatch] | None",
+    n_hosts: int,
+    cores: int,
+    reach: ListenConfig,
+    directory: Path,
+    overrides: Mapping[str, object] | None,
+    callbacks: Sequence[object],
+    resume: str | os.PathLike[str] | None,
+    show: bool,
+) -> tuple[Run, torch.Tensor]:
+    """Train a job on the rows that so many tasks write; return the run, and inputs of some rows.
+
+    `directory`, a new one, has rows that this process needs; it is removed.
+    """
+    directory.mkdir(mode=0o700)
+    with ExitStack() as stack:
+        stack.callback(shutil.rmtree, directory, ignore_errors=True)
+        place = directory if resume is None else _linked(resume, directory, stack)
+        held_out = None
+        if test is not None:
+            held_out = directory / "held-out.arrow"
+            if not write_rows(test, held_out, columns=columns)[0]:
+                raise JobError(f"{user}: test has no rows")
+        source = TaskHosts(
+            tasks,
+            host=reach.host,
+            write=partial(write_rows, columns=columns),
+            keys="" if reach.keys is None else reach.keys.directory,
+        )
+        stack.callback(source.close)
+        launcher = stack.enter_context(LocalLauncher())  # it imports while rows are written
+        source.begin(n_parts=n_hosts, cores=cores)
+        source.wait(print if show else str)
+        full = {part: each for part, each in sorted(source.parts.items()) if each.rows}
+        if not full:
+            raise JobError(f"{user}: the training data has no rows")
+        # This process tries the job on rows, too.
+        least = min(full, key=lambda part: full[part].rows)
+        source.copy_rows(least, directory / file_of(least))
+        data = {
+            "directory": str(place),
+            "rows": {file_of(part): each.rows for part, each in full.items()},
+            "fingerprint": " ".join(each.checksum for each in full.values()),
+            "columns": msgspec.to_builtins(columns),
+        }
+        found = _job(job, data, overrides or {}, held_out, user=user)
+        n_rows = sum(each.rows for each in full.values())
+        source.job, source.cores = on_hosts(found, len(full), n_rows, cores=cores)
+        source.rows_as = place.name
+        run = run_job(
+            source.job,
+            resume=resume,
+            show=show,
+            callbacks=[*callbacks, source],
+            launcher=launcher,
+            hosting=JoinServer(reach=reach, n_hosts=1, cores=0, started=source),
+        ).unless_failed(user)
+        some, _ = RowFile(directory / file_of(least), columns).__getitems__([0, 1])
+    return run, some
+
+
+def _linked(resume: str | os.PathLike[str], directory: Path, stack: ExitStack) -> Path:
+    """Return where the earlier job had its rows, now a link: it goes on as the same job."""
+    earlier = load_job(RunDirectory.open(resume, write=False).job_file).data.train
+    if earlier.factory != PATH:
+        return directory
+    place = Path(str(earlier.arguments["directory"]))
+    if place.is_dir() and not place.is_symlink():  # of a driver that was killed
+        shutil.rmtree(place)
+    place.parent.mkdir(parents=True, exist_ok=True)
+    place.unlink(missing_ok=True)
+    place.symlink_to(directory)
+    stack.callback(place.unlink)
+    return place
+
+
 def columns_of(
-    inputs: Names, target: str | None, *, decode: Mapping[str, str] | None, dtype: str
+    inputs: Names, target: str | None, *, decode: Mapping[str, str] | None, dtype: str, user: str
 ) -> Columns:
-    tables = {
-        "inputs": [inputs] if isinstance(inputs, str) else [*inputs],
-        "target": target,
-        "decode": dict(decode or {}),
-        "dtype": dtype,
-    }
+    names = [inputs] if isinstance(inputs, str) else [*inputs]
+    if not names:
+        raise JobError(f"{user}: inputs has no column: name at least one")
+    tables = {"inputs": names, "target": target, "decode": dict(decode or {}), "dtype": dtype}
     try:
-        found = msgspec.convert(tables, Columns)
+        return msgspec.convert(tables, Columns)
     except msgspec.ValidationError as error:
-        raise JobError(f"spark.fit: {error}") from None
-    if not found.inputs:
-        raise JobError("spark.fit: inputs has no column: name at least one")
-    return found
-
-
-def _collect(dataframe: "DataFrame", columns: Columns, file: Path) -> None:
-    rows = dataframe.select(*selected(dataframe, columns)).toArrow()
-    if not write_rows(rows.to_batches(max_chunksize=1 << 16), file, columns=columns)[0]:
-        raise JobError("spark.fit: test has no rows")
+        raise JobError(f"{user}: {error}") from None
 
 
 def _job(
@@ -211,23 +274,22 @@ def _job(
     data: Mapping[str, object],
     overrides: Mapping[str, object],
     held_out: Path | None,
+    *,
+    user: str,
 ) -> Job:
     """Return the job, whose [data] are these rows."""
     given = dict(overrides) | {"data.train": {"factory": PATH, "arguments": data}}
     if held_out is not None:
-        arguments = {
-            "directory": data["directory"],
-            "file": held_out.name,
-            "columns": data["columns"],
-        }
+        shared = {key: data[key] for key in ("directory", "columns")}
+        arguments = shared | {"file": held_out.name}
         given["data.test"] = {"factory": HELD_OUT, "arguments": arguments}
     if not isinstance(job, Mapping):
         return load_job(job, overrides=given)
-    source = {"source": {"file": "spark.fit", "import_paths": places()}}
-    return job_of(source | {"data": {}} | dict(job), user="spark.fit", overrides=given)
+    source = {"source": {"file": user, "import_paths": places()}}
+    return job_of(source | {"data": {}} | dict(job), user=user, overrides=given)
 
 
-def _on_hosts(job: Job, n_hosts: int, n_rows: int, *, cores: int) -> tuple[Job, int]:
+def on_hosts(job: Job, n_hosts: int, n_rows: int, *, cores: int) -> tuple[Job, int]:
     """Return the job, and the cores that each host offers: every host with rows gets replicas."""
     replicas = job.cluster.replicas
     if isinstance(replicas, Elastic) or n_hosts == replicas == 1:

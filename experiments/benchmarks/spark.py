@@ -95,16 +95,16 @@ def by_spark(frame: "DataFrame", folder: str, epochs: int, clock: "Clock") -> No
 
 def by_distributor(
     frame: "DataFrame", folder: str, epochs: int, *, local_mode: bool
-) -> list[float]:
+) -> list[tuple[float, float]]:
     from pyspark.ml.torch.distributor import TorchDistributor  # noqa: PLC0415 -- an extra
 
-    def train(path: str, epochs: int) -> list[float]:
+    def train(path: str, epochs: int) -> list[tuple[float, float]]:
         from pyarrow import parquet  # noqa: PLC0415 -- an extra
         from torch import distributed  # noqa: PLC0415 -- as its users' code
         from torch.nn.parallel import DistributedDataParallel  # noqa: PLC0415
         from torch.utils.data import DataLoader, DistributedSampler  # noqa: PLC0415
 
-        times: list[float] = []  # measures
+        times: list[tuple[float, float]] = []  # measures
         distributed.init_process_group("gloo")
         table = parquet.read_table(path)
         x = torch.tensor(np.stack(table["x"].to_numpy()))
@@ -119,7 +119,8 @@ def by_distributor(
                 optimizer.zero_grad()
                 nn.functional.cross_entropy(model(inputs), targets).backward()
                 optimizer.step()
-                times = [*times[:1], time.monotonic()]  # measures
+                now = time.monotonic(), time.process_time()  # measures
+                times = [*times[:1], now]  # measures
         if distributed.get_rank() == 0:
             torch.save(model.module.state_dict(), f"{path}.pt")
         distributed.destroy_process_group()
@@ -180,8 +181,10 @@ def turn(name: str, rows: int, epochs: int, folder: str) -> dict[str, float]:
     begun, samples, cpu = time.monotonic(), rows * epochs, float("nan")
     clock = Clock(samples)
     if frame is not None and name != "spark":
-        first, last = by_distributor(frame, folder, epochs, local_mode=name.endswith("local"))
+        begin, end = by_distributor(frame, folder, epochs, local_mode=name.endswith("local"))
         samples -= 2 * BATCH  # of the first step
+        (first, used), (last, used_then) = begin, end
+        cpu = 2 * (used_then - used) / samples * 1e6  # of both processes, without JVMs
     else:
         if frame is None:
             by_local(rows, folder, epochs, clock)
@@ -282,8 +285,11 @@ def report(found: Mapping[str, Sequence[Mapping[str, float]]]) -> None:
             for name, each in middle.items()
             if name != "spark"
         }
-        if LOCAL in middle:
-            figures["cpu_over_local"] = ours["cpu"] / middle[LOCAL]["cpu"]
+        figures |= {
+            f"cpu_over_{name}": ours["cpu"] / each["cpu"]
+            for name, each in middle.items()
+            if name != "spark"
+        }
     figures |= {
         "lines_spark": lines_of(job_of) + lines_of(by_spark),
         "lines_distributor": lines_of(by_distributor),

@@ -1,4 +1,4 @@
-"""One blocking replica has the same bits wherever it runs: here, by ssh, on Spark.
+"""One blocking replica has the same bits wherever it runs: here, by ssh, on Ray, on Spark.
 
 `tests/spark` has the same for the rows of a DataFrame.
 """
@@ -32,7 +32,7 @@ def values(folder: Path, *words: str) -> dict[str, torch.Tensor]:
     return load_file(folder / "runs" / "tiny" / "model.safetensors")
 
 
-@pytest.mark.parametrize("on", ["ssh", "spark"])
+@pytest.mark.parametrize("on", ["ssh", "ray", "spark"])
 def test_one_replica_has_the_bits_of_a_local_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on: str
 ) -> None:
@@ -48,6 +48,8 @@ def test_one_replica_has_the_bits_of_a_local_job(
         program.chmod(0o755)
         monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
         words[1:2] = ["ssh:me@localhost", "--remote", f"exec {COMMAND}"]
+    elif on == "ray":
+        pytest.importorskip("ray", reason="needs ray: pip install '.[ray]'")
     else:
         pytest.importorskip("pyspark", reason="needs pyspark: pip install '.[spark]'")
         if shutil.which("java") is None and "JAVA_HOME" not in os.environ:

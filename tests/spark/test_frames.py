@@ -137,6 +137,30 @@ def test_random_rows_are_not_split_in_two_computations(
 
 
 @pytest.mark.soak
+def test_random_rows_of_a_lost_executor_are_refused(
+    session: "SparkSession", tmp_path: Path
+) -> None:
+    """The new executor draws other rows: they must not count as those of before.
+
+    Spark's own `rand` draws the same again, of the same partition; this function does not.
+    """
+    n = 400
+
+    def drawn(batches: object) -> object:
+        for batch in cast("list[pa.RecordBatch]", batches):
+            yield batch.filter(pa.array(np.random.default_rng().random(batch.num_rows) < 0.9))
+
+    rows = session.range(0, n, 1, 2).withColumnRenamed("id", "row").withColumn("one", f.lit(1.0))
+    wanted = t.counting("Counts", tmp_path / "run", n, seconds=0.1)
+    with pytest.raises(JobError, match="was read again and has other rows"):
+        fit(
+            rows.mapInArrow(cast("Any", drawn), rows.schema),
+            wanted,
+            callbacks=[t.KillsAnExecutor()],
+        )
+
+
+@pytest.mark.soak
 def test_an_executor_is_lost_while_rows_are_written(
     session: "SparkSession", tmp_path: Path
 ) -> None:
@@ -232,6 +256,40 @@ def driver(text: str, *words: object) -> str:
         text=True,
     )
     return ended.stdout
+
+
+RESUME = """
+import sys
+from pathlib import Path
+from tests.spark import test_frames, test_spark as t
+if __name__ == "__main__":
+    session = t.new_session()
+    frame = t.frame_of(session, t.numbers(400), [200, 200])
+    job = t.counting("Counts", Path(sys.argv[1]), 400, seconds=0.05)
+    job["stop"] = {"epochs": 6}
+    job["output"] = {"directory": sys.argv[1], "snapshot_every": "2 s"}
+    model = test_frames.fit(frame, job, resume=sys.argv[2] if len(sys.argv) > 2 else None)
+    print("counted", set(test_frames.counts(model)), flush=True)
+    session.stop()
+"""
+
+
+@pytest.mark.soak
+def test_a_fit_resumes_right_after_its_driver_was_killed(tmp_path: Path) -> None:
+    """Its [data] named another directory of rows, so each was refused; its shards still live."""
+    run = tmp_path / "run"
+    with subprocess.Popen(
+        [sys.executable, "-c", RESUME, str(run)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(t.ROOT), *sys.path])},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    ) as first:
+        try:
+            t.until(lambda: bool([*run.glob("snapshots/*/*.safetensors")]))
+        finally:
+            first.kill()
+    output = driver(RESUME, run, run)
+    assert "counted {6.0}" in output, output
 
 
 # --- a million rows ---

@@ -12,9 +12,8 @@ import torch
 
 from distbelief.config.algorithms import cores_of
 from distbelief.config.job import Job
-from distbelief.job.hosts import spark, ssh
+from distbelief.job.hosts import ray, spark, ssh
 from distbelief.job.hosts.bootstrap import JobAddress, write_job_spec
-from distbelief.job.hosts.ray import RayHosts, connect
 from distbelief.job.launch.role_process import RoleSpec
 from distbelief.parameter_server.layout import Layout
 from distbelief.plans.planner.profiling.this_host import memory
@@ -86,7 +85,7 @@ class JoinServer:
         """Return the settings for a run, or raise JobError; called before anything is started."""
         self.reach.check()
         if self.on == "ray":
-            connect(is_local=self.reach.is_local)
+            ray.connect(is_local=self.reach.is_local)
         elif self.on == "spark":
             spark.check_reach(spark.connect(), is_local=self.reach.is_local)
         elif self.on:
@@ -101,11 +100,10 @@ class JoinServer:
         if not self.on:
             return None
         n_hosts, n_others = max(1, self.n_hosts), n_ranks - self.slots_here(job)
-        if self.on == "ray":
-            return RayHosts.of(job, n_hosts=n_hosts, n_processes=n_others, keys=keys)
-        if self.on == "spark":
+        if self.on in {"ray", "spark"}:
+            hosts_of = ray.hosts_of if self.on == "ray" else spark.hosts_of
             host = self.reach.host
-            return spark.hosts_of(job, n_hosts=n_hosts, n_processes=n_others, keys=keys, host=host)
+            return hosts_of(job, n_hosts=n_hosts, n_processes=n_others, keys=keys, host=host)
         return ssh.SshHosts.of(job, ssh.parse(self.on), command=self.remote, keys=keys, log=log)
 
     def lines(self, address: JobAddress) -> list[str]:

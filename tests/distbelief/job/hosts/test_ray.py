@@ -1,28 +1,26 @@
 """What a job wants of a Ray cluster."""
 
+import os
 import signal
 import socket
 import sys
-from itertools import count
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import cast
 
 import pytest
 
 from distbelief.core.errors import JobError
-from distbelief.job.hosts.ray import RayHosts, connect
+from distbelief.job.hosts import task_hosts
+from distbelief.job.hosts.host_task import HostTask, Report, run_blocks
+from distbelief.job.hosts.ray import RayTasks, connect, hosts_of
 from tests.distbelief.jobs import speech
 
 
-@pytest.mark.parametrize(
-    ("n_hosts", "n_machines", "here", "cores"),
-    [(1, 1, 0, 16), (3, 1, 2, 4), (8, 1, 8, 2), (4, 4, 0, 16)],
-)
-def test_ray_adds_what_a_host_lacks(n_hosts: int, n_machines: int, here: int, cores: int) -> None:
-    job = speech("cluster.replicas=8", "cluster.threads=2")
-    wanted = RayHosts.of(job, n_hosts=n_hosts, n_processes=8 * n_machines - here, keys="")
-    assert wanted.cores == cores
-    assert wanted.allowed == ("speech.model", "speech.data")
+ADDRESS = f"tcp://127.0.0.1:1?secret={'5f' * 32}"
 
 
 class Cluster(ModuleType):
@@ -31,9 +29,12 @@ class Cluster(ModuleType):
     def __init__(self) -> None:
         super().__init__("ray")
         self.util = SimpleNamespace(get_node_ip_address=lambda: "10.0.0.1")
-        self.exceptions = SimpleNamespace(RayError=RuntimeError)
         self.addresses = {"10.0.0.1": True, "10.0.0.2": True, "10.0.0.3": False}
-        self.results: dict[str, int | Exception] = {}  # that are there
+        self.options: dict[str, object] = {}  # of the tasks
+        self.starts = threading.Event()  # what was asked for
+        self.starts.set()
+        self.cancelled: list[object] = []
+        self.threads = ThreadPoolExecutor()
 
     def init(self, **_: object) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -44,48 +45,46 @@ class Cluster(ModuleType):
             for number, alive in self.addresses.items()
         ]
 
-    def remote(self, **_: object) -> object:
-        n = count()
+    def remote(self, **options: object) -> object:
+        self.options = options
 
-        def made() -> object:
-            return SimpleNamespace(join=SimpleNamespace(remote=lambda _: f"end-{next(n)}"))
+        def of(function: Callable[..., object]) -> object:
+            def begin(*arguments: object) -> Future[object]:
+                def run() -> object:
+                    self.starts.wait()
+                    return function(*arguments)
 
-        options = SimpleNamespace(remote=made)
-        return lambda _kind: SimpleNamespace(options=lambda **_: options)
+                return self.threads.submit(run)
 
-    def wait(
-        self, of: list[str], *, timeout: float, num_returns: int = 1
-    ) -> tuple[list[str], list[str]]:
-        assert timeout == 0
-        ready = [name for name in of if name in self.results][:num_returns]
-        return ready, [name for name in of if name not in ready]
+            return SimpleNamespace(remote=begin)
 
-    def get(self, name: str) -> int:
-        result = self.results[name]
-        if isinstance(result, Exception):
-            raise result
-        return result
+        return of
+
+    def get(self, running: Sequence[Future[object]]) -> list[object]:
+        done, _ = wait(running, return_when=FIRST_EXCEPTION)
+        for one in done:
+            one.result()
+        return []
+
+    def cancel(self, one: object, *, force: bool) -> None:
+        assert force
+        self.cancelled.append(one)
 
 
 @pytest.fixture
-def ray(monkeypatch: pytest.MonkeyPatch) -> Cluster:
+def ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     cluster = Cluster()
-    group = SimpleNamespace(ready=lambda: "room")
-    util = ModuleType("ray.util")
-    vars(util)["placement_group"] = lambda *_, **_more: group
-    strategies = ModuleType("ray.util.scheduling_strategies")
-    vars(strategies)["PlacementGroupSchedulingStrategy"] = lambda *_, **_more: None
-    for module in (cluster, util, strategies):
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-    return cluster
+    monkeypatch.setitem(sys.modules, "ray", cluster)
+    yield cluster
+    cluster.starts.set()
+    cluster.threads.shutdown()
 
 
 def test_without_ray_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(JobError, match=r"distbelief\[ray\]"):
         connect(is_local=True)
-    RayHosts(n_hosts=1, cores=1, keys="", allowed=()).close()
 
 
 @pytest.mark.usefixtures("ray")
@@ -94,6 +93,24 @@ def test_ray_does_not_take_the_signals() -> None:
     before = signal.getsignal(signal.SIGTERM)
     connect(is_local=False)
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+@pytest.mark.usefixtures("ray")
+def test_a_host_from_ray_is_as_nice_as_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers of Ray are at 15: on a busy machine a host took minutes to import torch."""
+    monkeypatch.delenv("RAY_worker_niceness", raising=False)
+    connect(is_local=False)
+    assert os.environ.pop("RAY_worker_niceness") == "0"
+    found: list[tuple[int, int, int]] = []
+
+    def set_priority(*wanted: int) -> None:
+        found.append(cast("tuple[int, int, int]", wanted))
+        raise PermissionError
+
+    monkeypatch.setattr(os, "setpriority", set_priority)
+    monkeypatch.setattr(HostTask, "run", lambda *_, **_more: None)
+    run_blocks(HostTask(door=("127.0.0.1", 1), key=b"", write=None), 0, None)
+    assert found == [(os.PRIO_PROCESS, 0, 0)]
 
 
 @pytest.mark.parametrize("kind", [ConnectionError, RuntimeError, ValueError])
@@ -130,32 +147,69 @@ def test_nodes_that_cannot_reach_the_job_are_not_waited_for(ray: Cluster) -> Non
     connect(is_local=True)
 
 
-def lent(tmp_path: Path, n_hosts: int) -> RayHosts:
-    machines = RayHosts(n_hosts=n_hosts, cores=3, keys="", allowed=())
-    machines.start(f"tcp://127.0.0.1:1?secret={'5f' * 32}", directory=tmp_path)
-    return machines
+@pytest.mark.parametrize(
+    ("n_hosts", "n_machines", "here", "cores"),
+    [(1, 1, 0, 16), (3, 1, 2, 4), (8, 1, 8, 2), (4, 4, 0, 16)],
+)
+def test_ray_adds_what_a_host_lacks(
+    ray: Cluster, *, n_hosts: int, n_machines: int, here: int, cores: int
+) -> None:
+    ray.starts.clear()
+    job = speech("cluster.replicas=8", "cluster.threads=2")
+    wanted = hosts_of(
+        job, n_hosts=n_hosts, n_processes=8 * n_machines - here, keys="", host="127.0.0.1"
+    )
+    assert (wanted.n_parts, wanted.cores) == (n_hosts, cores)
+    while not ray.options:
+        pass
+    assert ray.options["num_cpus"] == cores
+    ray.starts.set()
+    wanted.close()
 
 
-def test_missing_ray_resources_are_reported_after_a_while(ray: Cluster, tmp_path: Path) -> None:
+def test_missing_ray_resources_are_reported_after_a_while(ray: Cluster) -> None:
     """The job waited for its machines, ten minutes by default, and said no more."""
-    machines = lent(tmp_path, 2)
-    said = [text for now in range(30) for text in machines.news(float(now))]
-    assert said == ["Ray has no resources for 2 x 3 cores (ray status)"]
-    ray.results["room"] = 0
-    machines = lent(tmp_path, 2)
-    assert not any(machines.news(float(now)) for now in range(30))
+    ray.starts.clear()
+    job = speech("cluster.replicas=6")
+    hosts = hosts_of(job, n_hosts=2, n_processes=6, keys="", host="127.0.0.1")
+    said = [text for now in range(0, 90, 10) for text in hosts.news(float(now))]
+    assert len(said) == 1
+    assert said[0].startswith("Ray runs 0 of 2 hosts: each needs 3 free cores until the job ends")
+    ray.starts.set()
+    hosts.close()
 
 
-def test_why_a_host_cannot_be_had_is_reported_once(ray: Cluster, tmp_path: Path) -> None:
+def test_why_a_host_cannot_be_had_is_reported_and_the_others_end(
+    ray: Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """What the task raised stayed with Ray: the job waited for who never came."""
-    machines = lent(tmp_path, 3)
-    assert machines.news(0.0) == []
-    why = "No module named 'distbelief'"
-    error = RuntimeError(f"Traceback: ...\nModuleNotFoundError: {why}\n")
-    ray.results |= {"end-0": error, "end-1": 1, "end-2": 0, "room": 0}
-    assert machines.news(1.0) == []  # not so often
-    assert machines.news(2.0) == [
-        f"a host from Ray cannot take part: ModuleNotFoundError: {why}",
-        "a host from Ray has ended (exit code 1)",
-    ]
-    assert machines.news(4.0) == []
+
+    def run(_task: HostTask, _batches: object, report: Report, **_: object) -> None:
+        if report.part == 1:
+            raise RuntimeError("ModuleNotFoundError: No module named 'distbelief'")
+
+    monkeypatch.setattr(HostTask, "run", run)
+    monkeypatch.setattr(task_hosts, "AGAIN_SECONDS", 60.0)
+    hosts = hosts_of(speech(), n_hosts=3, n_processes=3, keys="", host="127.0.0.1")
+    hosts.start(ADDRESS, directory=tmp_path)
+    said: list[str] = []
+    while not said:
+        said = hosts.news(0.0)
+    why = "ModuleNotFoundError: No module named 'distbelief'"
+    assert said == [f"Ray has ended the hosts ({why}); starting them again"]
+    assert len(ray.cancelled) == 3
+    hosts.close()
+
+
+def test_blocks_go_to_their_tasks(ray: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: dict[int, list[object]] = {}
+
+    def run(_task: HostTask, batches: Iterator[object], report: Report, **_: object) -> None:
+        found[report.part] = [*batches]
+
+    monkeypatch.setattr(HostTask, "run", run)
+    task = HostTask(door=("127.0.0.1", 1), key=b"", write=None)
+    RayTasks([("a", "b"), (), ("c",)], read=list).run(task, cores=2)
+    assert found == {0: ["a", "b"], 1: [], 2: ["c"]}
+    assert (ray.options["num_cpus"], ray.options["scheduling_strategy"]) == (2, "DEFAULT")
+    assert not ray.cancelled

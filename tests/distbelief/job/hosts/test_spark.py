@@ -4,7 +4,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -13,14 +13,20 @@ import msgspec
 import pytest
 
 from distbelief.core.errors import JobError
-from distbelief.job.hosts import spark, spark_task
-from distbelief.job.hosts.spark import SparkHosts, check_reach, connect
-from distbelief.job.hosts.spark_task import Answer, HostTask, Options
+from distbelief.job.callbacks import Callbacks
+from distbelief.job.hosts import host_task, spark, task_hosts
+from distbelief.job.hosts.host_task import Answer, Options
+from distbelief.job.hosts.spark import SparkTasks, check_reach, connect
+from distbelief.job.hosts.task_hosts import TaskHosts
+from distbelief.supervisor.view import JobView
 from tests.distbelief.jobs import speech
 
 
 ADDRESS = f"tcp://127.0.0.1:1?secret={'5f' * 32}"
 LOCAL = threading.local()  # the partition of the task in this thread, and its number
+
+
+Part = Callable[[Iterator[object]], Iterator[object]]
 
 
 class Cluster:
@@ -64,7 +70,7 @@ class Cluster:
 
     # --- the frame ---
 
-    def mapInArrow(self, task: HostTask, _schema: str, **_: object) -> object:  # noqa: N802 -- Spark's
+    def mapInArrow(self, task: Part, _schema: str, **_: object) -> object:  # noqa: N802 -- Spark's
         def run(number: int, part: int) -> None:
             LOCAL.part, LOCAL.number = part, number
             if number >= self.n_parts:
@@ -100,22 +106,23 @@ def agents(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, Options, list[str
     context = SimpleNamespace(get=lambda: task)
     pyspark = ModuleType("pyspark")
     vars(pyspark)["TaskContext"] = context
+    vars(pyspark)["SparkFiles"] = SimpleNamespace(getRootDirectory=lambda: "")
     monkeypatch.setitem(sys.modules, "pyspark", pyspark)
 
     def run(directory: Path, options: bytes, _link: object) -> None:
         files = sorted(str(path.relative_to(directory)) for path in directory.rglob("*.arrow"))
         started.append((LOCAL.part, msgspec.json.decode(options, type=Options), files))
 
-    monkeypatch.setattr(spark_task, "_agent", nullcontext)
-    monkeypatch.setattr(spark_task, "_run", run)
+    monkeypatch.setattr(host_task, "_agent", lambda directory, _files: nullcontext(directory))
+    monkeypatch.setattr(host_task, "_run", run)
     return started
 
 
-Write = Callable[[Iterator[object], Path], tuple[int, str, str]]
+Write = Callable[[Iterable[object], Path], tuple[int, str, str]]
 
 
 def writing(rows: Callable[[], list[tuple[int, str, str]]]) -> Write:
-    def write(_batches: Iterator[object], file: Path) -> tuple[int, str, str]:
+    def write(_batches: Iterable[object], file: Path) -> tuple[int, str, str]:
         file.write_bytes(b"rows of %d" % LOCAL.part)
         part: int = LOCAL.part
         return rows()[part]
@@ -123,8 +130,8 @@ def writing(rows: Callable[[], list[tuple[int, str, str]]]) -> Write:
     return write
 
 
-def hosts(cluster: Cluster, write: Write | None = None, cores: int = 1) -> SparkHosts:
-    made = SparkHosts(cluster, host="127.0.0.1", write=write)
+def hosts(cluster: Cluster, write: Write | None = None, cores: int = 1) -> TaskHosts:
+    made = TaskHosts(SparkTasks(cluster), host="127.0.0.1", write=write)
     made.job, made.rows_as = speech(), "rows-1"
     made.begin(n_parts=cluster.n_parts, cores=cores)
     return made
@@ -177,8 +184,12 @@ def test_a_partition_that_is_read_again_must_have_the_same_rows() -> None:
     made = hosts(cluster, writing(lambda: [(3, next(sums), "x")]))
     assert made._job is not None
     made._job.join()
-    with pytest.raises(JobError, match=r"partition 0 was read again and has other rows"):
+    why = r"partition 0 was read again and has other rows"
+    with pytest.raises(JobError, match=why):
         made.wait(pytest.fail)
+    # A job in which nothing moves ends, too: all its hosts have left.
+    with pytest.raises(JobError, match=why):
+        Callbacks([made])(JobView(phase="training", seconds=1.0))
     made.close()
 
 
@@ -194,12 +205,12 @@ def test_of_two_tasks_of_a_partition_the_older_ends(
     cluster, running = Cluster(2), threading.Semaphore(0)
     cluster.attempts, cluster.stage_attempt = [0], 1
 
-    def run(_directory: Path, _options: bytes, link: "spark_task.Link") -> None:
+    def run(_directory: Path, _options: bytes, link: "host_task.Link") -> None:
         running.release()
         with suppress(EOFError):
             raise JobError(msgspec.json.decode(link.recv_bytes(), type=Answer).refusal)
 
-    monkeypatch.setattr(spark_task, "_run", run)
+    monkeypatch.setattr(host_task, "_run", run)
     if is_late:
         cluster.again.clear()
     made = hosts(cluster)
@@ -211,14 +222,14 @@ def test_of_two_tasks_of_a_partition_the_older_ends(
     while not cluster.errors:
         time.sleep(0.01)
     made.close()
-    assert [(str(error), number) for error, number in cluster.errors] == [(spark.OVER, 0)]
+    assert [(str(error), number) for error, number in cluster.errors] == [(task_hosts.OVER, 0)]
 
 
 @pytest.mark.usefixtures("agents")
 def test_hosts_that_spark_ends_are_started_again(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(spark, "AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr(task_hosts, "AGAIN_SECONDS", 0.0)
     cluster = Cluster(1)
     cluster.failures = 1
     made = hosts(cluster)
@@ -233,13 +244,13 @@ def test_hosts_that_spark_ends_are_started_again(
 
 @pytest.mark.usefixtures("agents")
 def test_too_few_executors_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spark, "CLOSE_SECONDS", 0.5)
+    monkeypatch.setattr(task_hosts, "CLOSE_SECONDS", 0.5)
     cluster = Cluster(1)
     made = hosts(cluster)
     made.n_parts = 2
     said = [text for now in range(0, 90, 10) for text in made.news(float(now))]
     assert len(said) == 1
-    assert "of 2 hosts: each needs an executor with 1 free cores" in said[0]
+    assert "of 2 hosts: each needs 1 free cores" in said[0]
     made.close()
 
 
@@ -263,7 +274,7 @@ def test_a_host_leaves_with_its_task_and_takes_its_files_along(tmp_path: Path) -
     folder.mkdir()
     options = Options(address=ADDRESS, keys="", cores=1, allowed=(), places=(), paths=())
     with subprocess.Popen(
-        [sys.executable, "-P", "-m", spark_task.__name__, str(tmp_path)],
+        [sys.executable, "-P", "-m", host_task.__name__, str(tmp_path)],
         cwd=folder,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -281,7 +292,7 @@ def test_a_host_leaves_with_its_task_and_takes_its_files_along(tmp_path: Path) -
 
 def test_rows_that_spark_knows_to_be_none_are_no_wait() -> None:
     """`fit(frame.limit(0))` waited for ever: Spark ran no task that could report."""
-    made = SparkHosts(Cluster(0), host="127.0.0.1", write=writing(list))
+    made = TaskHosts(SparkTasks(Cluster(0)), host="127.0.0.1", write=writing(list))
     made.begin(n_parts=1, cores=1)
     made.wait(str)
     assert made.parts[0].rows == 0

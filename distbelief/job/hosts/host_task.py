@@ -1,4 +1,4 @@
-"""What a Spark task runs: it writes the rows of its partition, and is a host of the job then.
+"""What a task of a cluster runs: it writes its rows, and is a host of the job then.
 
 Imports no torch: a task writes and reports rows while its host, a process, imports what roles need.
 """
@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Client, Connection
@@ -36,8 +36,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """task -> supervisor's process: what it has written."""
 
     part: int  # the partition
-    stage: int = 0  # of Spark's job
-    task: int = 0  # grows with every task that Spark starts
+    stage: int = 0  # of the cluster's job, if that has any
+    task: int = 0  # grows with every task that is started
     rows: int = 0
     checksum: str = ""  # of all values, in order
     form: str = ""  # types and shapes, alike in all parts that have rows
@@ -70,35 +70,30 @@ def file_of(part: int) -> str:
 @final
 @dataclass(frozen=True, kw_only=True)
 class HostTask:
-    """What Spark runs in a task: writes the rows of a partition, and is a host of the job then."""
+    """What runs in a task: it writes the rows of a partition, and is a host of the job then."""
 
     door: tuple[str, int]  # where the supervisor's process listens for tasks
     key: bytes
     # Writes rows to a file; returns number, checksum and form
-    write: "Callable[[Iterator[RecordBatch], Path], tuple[int, str, str]] | None"
+    write: "Callable[[Iterable[RecordBatch], Path], tuple[int, str, str]] | None"
 
-    def __call__(self, batches: "Iterator[RecordBatch]") -> "Iterator[RecordBatch]":
-        from pyspark import TaskContext  # noqa: PLC0415 -- an extra
-
-        context = TaskContext.get()
-        assert context is not None
-        report = Report(
-            part=context.partitionId(), stage=context.stageId(), task=context.taskAttemptId()
-        )
-        # Spark removes these directories with the executor, whatever happens.
-        places = os.environ.get("SPARK_LOCAL_DIRS") or os.environ.get("LOCAL_DIRS") or ""
-        directory = Path(tempfile.mkdtemp(prefix="distbelief-", dir=places.split(",")[0] or None))
+    def run(
+        self, batches: "Iterable[RecordBatch]", report: Report, *, files: str, place: str
+    ) -> None:
+        """Take part with these rows; `files` are on the import path, `place` is for them."""
+        directory = Path(tempfile.mkdtemp(prefix="distbelief-", dir=place or None))
         try:
-            self._take_part(batches, report, directory)
+            self._take_part(batches, report, directory, files)
         finally:
             shutil.rmtree(directory, ignore_errors=True)
-        yield from ()
 
-    def _take_part(self, batches: "Iterator[RecordBatch]", report: Report, directory: Path) -> None:
+    def _take_part(
+        self, batches: "Iterable[RecordBatch]", report: Report, directory: Path, files: str
+    ) -> None:
         rows = directory / ROWS
         rows.mkdir()
         file = rows / file_of(report.part)
-        with _agent(directory) as agent:
+        with _agent(directory, files) as agent:
             if self.write is None:
                 for _ in batches:
                     pass
@@ -117,15 +112,27 @@ class HostTask:
                     _run(agent, answer.join, link)
 
 
-@contextmanager
-def _agent(directory: Path) -> "Iterator[subprocess.Popen[bytes]]":
-    """Start the host's process, which imports torch while rows are written, and end it."""
-    from pyspark import SparkFiles  # noqa: PLC0415 -- an extra
+def run_blocks(
+    task: HostTask,
+    part: int,
+    read: "Callable[[Sequence[object]], Iterable[RecordBatch]] | None",
+    *blocks: object,
+) -> None:
+    """What Ray runs in a task."""
+    # Ray's workers are at 15, where a busy node leaves them hardly any time.
+    with suppress(PermissionError):
+        os.setpriority(os.PRIO_PROCESS, 0, 0)
+    rows = read(blocks) if read is not None else ()
+    task.run(rows, Report(part=part), files=str(Path.cwd()), place="")
 
+
+@contextmanager
+def _agent(directory: Path, files: str) -> "Iterator[subprocess.Popen[bytes]]":
+    """Start the host's process, which imports torch while rows are written, and end it."""
     paths = [str(Path(path).absolute()) for path in sys.path if path]
     # A session of its own: signals to the worker are not for the job.
     with subprocess.Popen(  # noqa: S603 -- ourselves
-        [sys.executable, "-P", "-m", __name__, SparkFiles.getRootDirectory()],
+        [sys.executable, "-P", "-m", __name__, files],
         cwd=directory,  # where a role finds its rows
         env={**os.environ, **ONE_THREAD, "PYTHONPATH": os.pathsep.join(paths)},
         stdin=subprocess.PIPE,
@@ -168,7 +175,7 @@ def _run(agent: "subprocess.Popen[bytes]", options: bytes, link: "Link") -> None
     if refusal:
         raise JobError(refusal)
     if agent.wait() < 0:  # else it would end the same again: the job has its reason
-        raise JobError(f"the host was ended by signal {-agent.returncode}")
+        raise ChildProcessError(f"the host was ended by signal {-agent.returncode}")
 
 
 def main() -> int:
@@ -188,7 +195,7 @@ def main() -> int:
                 return 0  # its task has ended
             line += byte
         given = msgspec.json.decode(line, type=Options)
-        # The directories of the supervisor's host where they exist here, and the files of Spark.
+        # The directories of the supervisor's host where they exist here, and the cluster's files.
         places = [*filter(os.path.isdir, given.paths), sys.argv[1]]
         sys.path += places
         before = os.environ.get("PYTHONPATH")
