@@ -35,8 +35,7 @@ class Run:
         summary: Final figures, as in summary.json: samples, loss, metric, stop_reason, ...
         exit_code: 0 done, 1 failed, 130 stopped by Ctrl+C, 143 by SIGTERM, 129 by SIGHUP.
         job: The job as it ran.
-        model: The trained module.
-        best_model: That of the best evaluation.
+        model: The trained module, in evaluation mode.
         metrics: Its curve: the rows of metrics.jsonl, oldest first. Each has `time` (seconds of the
             job), `step`, `samples`, `loss` (mean since the row before), held-out `held_out_loss`,
             `metric` and `metrics`, `samples_per_second`, staleness in pushes, bytes, and `figures`

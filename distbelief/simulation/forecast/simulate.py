@@ -97,11 +97,11 @@ class Forecast(msgspec.Struct, frozen=True, kw_only=True):
     """What `distbelief.simulate` returns: the variants of a job, in virtual time."""
 
     job: Job  # of the first variant
-    cluster: str
-    constants: tuple[tuple[str, str], ...]  # name and value, of the model
-    variants: tuple[Variant, ...]  # in order
+    cluster: str  # its name
+    constants: tuple[tuple[str, str], ...]  # name and value of each constant of the model
+    variants: tuple[Variant, ...]  # one for each combination of the sweep, in order
     best: Variant | None = None  # the suggested one, if a suggestion was asked for
-    front: tuple[Variant, ...] = ()  # of a suggestion: than which none is faster and cheaper
+    front: tuple[Variant, ...] = ()  # of a suggestion: those than which none is faster and cheaper
     timeline: Timeline | None = None  # of the first run, if a trace was asked for
 
     def _repr_html_(self) -> str:
