@@ -97,4 +97,4 @@ def _lines(name: str) -> Iterator[str]:
         unit = " (seconds)" if "Seconds" in kind else ""
         types = kind.replace("Seconds", "float").strip("'\"").split(" | ")
         shown = " or ".join(f"`{each}`" for each in types if each)
-        yield f"| `{attribute}` | {shown} | {text[0].upper()}{text[1:].rstrip('.')}{unit} |"
+        yield f"| `{attribute}` | {shown} | {text[0].upper()}{text[1:].removesuffix('.')}{unit} |"
