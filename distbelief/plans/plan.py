@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Annotated, Final, Literal, final
 
 import msgspec
+from typing_extensions import override
 
 from distbelief.core import files
 from distbelief.graph.graph import INPUT, GraphError, LayerGraph
@@ -43,7 +44,7 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     p90_seconds: _FromZero  # quantile 90 %
     bound_seconds: _FromZero  # lower bound for every plan
     gap: _FromZero  # of the plan's cost to the best one's, at most: 0.03 is 3 %
-    solver: str  # how the plan was found: "exact", "exact+search", ...
+    solver: str  # how the plan was found
     exact: bool = False  # whether the solver has proved that no plan of its candidates is better
     costs: str = ""  # where times come from: "assumed", "profile of 2026-11-20", ...
 
@@ -79,6 +80,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             )
         for layer, placement in self.placements.items():
             placement.check_cells(layer, n_machines=self.cluster.n_machines)
+
+    @override
+    def __repr__(self) -> str:
+        of, n = self.cluster.name, self.cluster.n_machines
+        return f"<Plan of {self.model or 'a model'}, {n} machines of {of}, batch {self.batch}>"
 
     @property
     def machines(self) -> list[int]:
