@@ -60,7 +60,7 @@ def _own(kind: type) -> Iterator[tuple[str, Attribute]]:
         match node:
             case ast.AnnAssign(target=ast.Name(id=name), annotation=annotation):
                 n = node.end_lineno or node.lineno
-                above = []
+                above: list[str] = []
                 while lines[node.lineno - 2 - len(above)].lstrip().startswith("#"):
                     above.insert(0, comments[node.lineno - 1 - len(above)])
                 text = " ".join([*above, comments.get(n, "")]).strip()

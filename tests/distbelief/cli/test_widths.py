@@ -72,7 +72,8 @@ def test_train_and_status(width: int) -> None:
 def test_ctrl_c(width: int) -> None:
     """It ends with the same table, which says why, and with a command that a shell takes."""
     view = msgspec.structs.replace(made_runs.view(120, 4, n_hosts=3), phase="interrupted")
-    table = final_table(a_summary(stop_reason="stopped by Ctrl+C"))
+    ended = msgspec.structs.replace(a_summary(), stop_reason="stopped by Ctrl+C")
+    table = final_table(ended)
     screen = check(printing(Screen(view, name="job"), table), width)
     assert "ended: stopped by Ctrl+C" in screen
     command = how_to_go_on(Path("runs/the digits")).removeprefix("go on: ")
