@@ -27,6 +27,7 @@ from distbelief.simulation.forecast.simulate import (
     simulate,
 )
 from distbelief.simulation.forecast.sweep import axes_of
+from distbelief.worker.downpour_settings import DownpourSettings
 from tests.distbelief.simulation.forecast.jobs import SANDBLASTER, TEXT, small, written
 from tests.elsewhere import answers
 
@@ -143,9 +144,11 @@ def test_python_gives_values_as_python_has_them() -> None:
     )
     job = found.variants[0].job
     assert (job.stop.samples, job.cluster.replicas) == (40, 1)
+    assert isinstance(job.algorithm, DownpourSettings)
     assert job.algorithm.blocking is True
     assert job.algorithm.rule == distbelief.SGD(learning_rate=0.25)
-    for values in ("12", 3, []):
+    wrong: list[object] = ["12", 3, []]
+    for values in wrong:
         with pytest.raises(JobError, match=r"sweep\['replicas'\] is .*; give a list of values"):
             simulate(small(), cluster="rack.toml", sweep={"replicas": values})  # type: ignore[dict-item] # wrong
 
