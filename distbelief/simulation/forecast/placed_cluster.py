@@ -25,7 +25,7 @@ import torch
 
 from distbelief.config.algorithms import facts_of
 from distbelief.config.job import Job
-from distbelief.core import formatting, units
+from distbelief.core import units
 from distbelief.core.errors import JobError
 from distbelief.graph.graph import GraphError
 from distbelief.parameter_server.codecs import Bfloat16
@@ -417,7 +417,7 @@ _DIMENSIONS: Final[Mapping[str, units.Dimension]] = {
 
 def _shown(value: float, dimension: units.Dimension, name: str = "") -> str:
     if name == "memory":
-        return formatting.size(value)
+        return f"{value / 2**30:.3g} GiB"
     if name in {"memory_rate", "message_rate"}:  # of memory; links are in bits
         return f"{value / 1e9:.3g} GB/s"
     return units.show(float(f"{value:.3g}"), dimension)
