@@ -6,7 +6,7 @@ the cluster's machines.
 """
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, final
 
@@ -168,7 +168,7 @@ def simulate(  # noqa: PLR0913 -- options
     cluster: str | None = None,
     seed: int = 0,
     seeds: int | None = None,
-    overrides: Overrides = (),
+    overrides: Sequence[str] | Mapping[str, object] = (),
     sweep: Mapping[str, Iterable[object]] | None = None,
     machines: int | None = None,
     suggest: bool = False,
@@ -184,7 +184,7 @@ def simulate(  # noqa: PLR0913 -- options
         seed: Seed of the first run.
         seeds: Number of runs of each variant, to see the variation; default: 1, and 3 of those
             that a suggestion ends with.
-        overrides: Values of single keys, as {"stop.epochs": 2}.
+        overrides: Values of single keys, as {"stop.epochs": 2}, or "stop.epochs=2".
         sweep: Values by key ("cluster.replicas"): all combinations are run.
         machines: Number of machines of the cluster that may be used.
         suggest: Search for the best configuration within `machines`.
