@@ -1,6 +1,7 @@
 """MkDocs hook: draws the table behind a mark as bars, in the mark's place.
 
-Figures are those of the table, one number in a cell. The line is at 1: as fast as what the page compares with.
+Figures are those of the table, one number in a cell. The line is at 1: as fast as what the
+page compares with.
 """
 
 import re
@@ -10,6 +11,7 @@ from html import escape
 MARK = "<!-- a chart of the next table -->\n"
 TABLE = re.compile(r"(?:^\|.*\|\n)+", re.MULTILINE)
 LABELS, BARS, ROW = 250, 340, 15  # extents; one row for each figure
+BAR = f'height="{ROW - 5}" fill="currentColor" opacity="0.4"'
 
 
 def on_page_markdown(markdown: str, **_: object) -> str:
@@ -35,8 +37,7 @@ def chart(columns: list[str], rows: dict[str, list[float]]) -> str:
         for below, (column, number) in enumerate(zip(columns, row, strict=True), start=1):
             y = top + below * ROW
             parts += [
-                f'<rect x="{LABELS}" y="{y + 3}" width="{number * scale:.0f}" height="{ROW - 5}" '
-                'fill="currentColor" opacity="0.4"/>',
+                f'<rect x="{LABELS}" y="{y + 3}" width="{number * scale:.0f}" {BAR}/>',
                 f'<text x="{LABELS - 8}" y="{y + 12}" text-anchor="end">{column}</text>',
                 f'<text x="{LABELS + BARS + 8}" y="{y + 12}">{number:.2f}</text>',
             ]
