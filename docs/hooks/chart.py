@@ -20,7 +20,7 @@ def on_page_markdown(markdown: str, **_: object) -> str:
     table = TABLE.search(after)
     if not mark or table is None:
         return markdown
-    head, _, *rows = [
+    head, _line, *rows = [
         [cell.strip() for cell in line.strip("| ").split("|")] for line in table[0].splitlines()
     ]
     numbers = {row[0]: [float(cell.strip("*")) for cell in row[1:]] for row in rows}
