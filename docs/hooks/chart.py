@@ -33,7 +33,7 @@ def chart(columns: list[str], rows: dict[str, list[float]]) -> str:
     parts = []
     for index, (label, row) in enumerate(rows.items()):
         top = index * (len(columns) + 1) * ROW
-        parts.append(f'<text x="0" y="{top + ROW}">{escape(label)}</text>')
+        parts.append(f'<text x="0" y="{top + ROW - 2}">{escape(label)}</text>')
         for below, (column, number) in enumerate(zip(columns, row, strict=True), start=1):
             y = top + below * ROW
             parts += [
