@@ -73,7 +73,8 @@ release: .venv/dev
 	    echo "commit or remove what git status shows, then release" >&2; exit 1; }
 	@rm -rf dist && mkdir dist
 	@$(BIN)/pip install -q build
-	@$(BIN)/python -m build --outdir dist . > dist/build.log || { cat dist/build.log >&2; exit 1; }
+	@$(BIN)/python -m build --outdir dist . > dist/build.log 2>&1 || { cat dist/build.log >&2; exit 1; }
+	@rm dist/build.log
 	@$(BIN)/python experiments/release.py dist
 	@version=$$($(BIN)/python experiments/release.py dist --version) && \
 	    git tag -a "v$$version" -m "$$version" && echo "tagged v$$version; upload dist/*"

@@ -3,6 +3,7 @@
 python experiments/release.py dist [--version]
 """
 
+import argparse
 import sys
 import tarfile
 import zipfile
@@ -45,8 +46,12 @@ def problems(folder: Path) -> tuple[str, list[str]]:
 
 
 def main() -> None:
-    version, found = problems(Path(sys.argv[1]))
-    if "--version" in sys.argv:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path, help="what the build has written: dist")
+    parser.add_argument("--version", action="store_true", help="print the version, check nothing")
+    arguments = parser.parse_args()
+    version, found = problems(arguments.folder)
+    if arguments.version and version:
         print(version)
     elif found:
         sys.exit("\n".join(found))

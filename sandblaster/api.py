@@ -8,6 +8,7 @@ It writes a job, lets `distbelief.train` run it in processes of this computer, a
 what was learned. Model, loss and data reach them without pickle (`problem_files`).
 """
 
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
@@ -319,7 +320,8 @@ def minimize(  # noqa: PLR0913 -- the options of a job, by their names there
         callback: Called as callback(intermediate_result) for each iteration, a moment later, with
             an OptimizeResult that has fun, jac_norm, nit and nfev, but no x, which no process
             holds. It ends the run by returning True or raising StopIteration; any other exception
-            also ends the run in good order, and is then raised.
+            also ends the run in good order, and is then raised; after several starts the model
+            holds the best point of the searches before.
         directory: Run directory, kept; if it exists, DIRECTORY.2, and so on. Files of model
             and data are beside it, in DIRECTORY.problem. None: nothing is kept.
         resume: Run directory of an earlier call with the same arguments, to continue from
@@ -392,21 +394,34 @@ def best_of(
                 raise
             ended = f"; Ctrl+C after search {len(results)} of {len(starts)}"
             break
+        except BaseException as error:  # of the callback; its search has ended in order
+            if len(failed) < len(results):
+                best = _best(results, model)
+                error.add_note(
+                    f"minimize: raised in search {len(results) + 1} of {len(starts)}. The model "
+                    f"holds the best point of those before, with loss {best.fun:.6g}"
+                )
+            raise
         if results[-1].reason is Reason.STOPPED:  # by Ctrl+C or the callback
             break
     if len(failed) == len(results):
         raise failed[0]
+    best = _best(results, model)
+    if failed:
+        ended += f"; {len(failed)} of {len(results)} starts failed, as starts say"
+    return _result(**{**best, "message": f"{best.message}{ended}", "starts": results})
+
+
+def _best(results: Sequence[MinimizeResult], model: nn.Module | Factory) -> MinimizeResult:
+    """Return the best of these, and load it into the model."""
     best = min(results, key=lambda one: np.inf if np.isnan(one.fun) else one.fun)
     if best.reason is None:  # all others ended without a loss
         best = next(one for one in results if one.reason is not None)
-    if failed:
-        ended += f"; {len(failed)} of {len(results)} starts failed, as starts say"
     own: object = best.model
     if isinstance(model, nn.Module) and isinstance(own, nn.Module):
         model.load_state_dict(own.state_dict())
         own = model
-    more = {"message": f"{best.message}{ended}", "model": own, "starts": results}
-    return _result(**{**best, **more})
+    return _result(**{**best, "model": own})
 
 
 def _failed(start: object, error: JobError) -> MinimizeResult:
@@ -478,6 +493,9 @@ def _keys(tol: float | None, options: Mapping[str, object]) -> dict[str, object]
         if name not in _OPTIONS:
             raise JobError(f"minimize: options has no {name!r}. {nearest(str(name), _OPTIONS)}")
     both = {} if tol is None else {"gtol": tol, "ftol": tol}
+    for name, value in {"tol": tol, **options}.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise JobError(f"minimize: {name} is {value}; use a finite number, or leave it out")
     return {_OPTIONS[name]: value for name, value in {**both, **options}.items()}
 
 

@@ -8,6 +8,7 @@ from typing import Final
 import typer
 
 from distbelief.cli import options as o
+from distbelief.core.signals import EXIT_CODES
 
 
 HERE: Final = "distbelief.cli.demo_task"
@@ -55,4 +56,6 @@ def demo(
             webbrowser.open(url)  # it is served as soon as the run has a directory
     run = run_job(JOB, beside=shows)
     typer.echo(f"the page of this run: distbelief dashboard {run.directory}")
+    if run.exit_code in EXIT_CODES.values():
+        typer.echo(o.how_to_go_on(run.directory), err=True)
     return run.exit_code

@@ -7,7 +7,6 @@
 """
 
 import os
-import shlex
 import sys
 from contextlib import closing
 from functools import partial
@@ -199,8 +198,7 @@ def train(  # noqa: PLR0913 -- options
             beside=beside,
         )
     if run.exit_code in EXIT_CODES.values():
-        text = f"go on: distbelief train --resume {shlex.quote(str(run.directory))}"
-        typer.echo(plain(text), err=True)
+        typer.echo(plain(o.how_to_go_on(run.directory)), err=True)
     if run.exit_code == FAILED and not sys.stdout.isatty():
         # On a terminal the screen shows the failure; a file or pipe needs this line.
         why = run.summary.error or "see its log"

@@ -2,6 +2,7 @@
 
 import inspect
 import os
+import shlex
 import shutil
 import sys
 import textwrap
@@ -11,12 +12,16 @@ from contextlib import contextmanager
 from functools import partial, wraps
 from pathlib import Path
 from types import EllipsisType
-from typing import Final, ParamSpec, TypeVar, cast
+from typing import TYPE_CHECKING, Final, ParamSpec, TypeVar, cast
 
 import typer
 
 from distbelief.core.errors import DistBeliefError, JobError, raised_by
 from distbelief.core.formatting import plain
+
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 FAILED: Final = 1
@@ -143,6 +148,21 @@ def argument(
         default, metavar=metavar, help=text, show_default=False, autocompletion=completed
     )
     return cast("_T", made)
+
+
+def wide_console(width: int, *, stderr: bool = False) -> "Console":
+    """Return a console for tables: in a pipe of this width, unless COLUMNS says another."""
+    from rich.console import Console  # noqa: PLC0415 -- start quickly
+
+    console = Console(stderr=stderr, highlight=False)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = width
+    return console
+
+
+def how_to_go_on(run_directory: Path) -> str:
+    """Return the line that ends what Ctrl+C has stopped; a shell takes the command as it is."""
+    return f"go on: distbelief train --resume {shlex.quote(str(run_directory))}"
 
 
 def look_up_modules_here() -> None:

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from rich.console import Console
-
+from distbelief.cli.options import wide_console
 from distbelief.core.errors import JobError
 from distbelief.graph.capture import InputSpec
 from distbelief.graph.graph import GraphError
@@ -39,7 +38,7 @@ def run(
     GraphError if the model cannot be captured, a pin is impossible, or a count is too high.
     StorageError if a file cannot be written.
     """
-    console = _console(stderr=as_json)
+    console = wide_console(plan_report.WIDTH, stderr=as_json)
     # Wrong paths and layers are reported now, not after minutes of planning.
     for path in (out, picture, timeline):
         if path is not None and path.is_dir():
@@ -83,14 +82,6 @@ def run(
             write(path)
             console.print(f"written: {path}", markup=False, soft_wrap=True)
     return result.fits and (trial is None or trial.passed)
-
-
-def _console(*, stderr: bool = False) -> Console:
-    # Without a terminal nothing says how wide a line may be: use a fixed width.
-    console = Console(stderr=stderr, highlight=False)
-    if not console.is_terminal:
-        console.width = plan_report.WIDTH
-    return console
 
 
 _INPUT: Final = re.compile(r"(\d+(?:x\d+)*)?(?::(\d+|bool))?")

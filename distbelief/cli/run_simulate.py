@@ -8,6 +8,7 @@ import msgspec
 from rich.console import Console
 from rich.text import Text
 
+from distbelief.cli.options import wide_console
 from distbelief.config.load import load_job
 from distbelief.core.signals import ended_by_signals
 from distbelief.job.display.progress import WaitProgress
@@ -19,12 +20,12 @@ from distbelief.simulation.forecast.prepare import Preparation
 from distbelief.simulation.forecast.simulate import Forecast, SimulationRequest, run_request
 
 
-WIDTH: Final = 200  # columns of a table in a pipe or file
+WIDTH: Final = 200  # columns of a table in a pipe or file without COLUMNS
 
 
 def simulate(request: SimulationRequest, *, as_json: bool) -> bool:
     """Simulate, print the results, and return whether all runs ended without an error."""
-    console = _console()
+    console = wide_console(WIDTH)
     aside = Console(stderr=True, highlight=False) if as_json else console
     with ended_by_signals():  # so that temporary files are removed
         forecast = run_request(request, console=aside)
@@ -42,11 +43,6 @@ def simulate(request: SimulationRequest, *, as_json: bool) -> bool:
     return all(
         outcome.error is None for variant in forecast.variants for outcome in variant.outcomes
     )
-
-
-def _console() -> Console:
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=WIDTH)
 
 
 def _print(forecast: Forecast, console: Console, *, n_seeds: int, by: str) -> None:
@@ -71,7 +67,7 @@ def _print(forecast: Forecast, console: Console, *, n_seeds: int, by: str) -> No
 
 def chaos(job_file: Path, *, seed: int, real: bool, overrides: Sequence[str], as_json: bool) -> int:
     """Run a job under faults, print the report, and return the exit code."""
-    console = _console()
+    console = wide_console(WIDTH)
     aside = Console(stderr=True, highlight=False) if as_json else console
     job = load_job(job_file, overrides=overrides)
     job.cluster.check_formed()

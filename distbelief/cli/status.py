@@ -1,6 +1,7 @@
 """The command `distbelief status`: the state of each role of a job."""
 
 import datetime as dt
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -136,7 +137,7 @@ def _remark(
         if run.live_memory() is not None:
             what, fix = "its supervisor was killed, and its roles train on for a while", "take over"
         text = f"{run.path}: {what}{seen}"
-        return f"{text}. To {fix}: distbelief train --resume {run.path}", "yellow"
+        return f"{text}. To {fix}: distbelief train --resume {shlex.quote(str(run.path))}", "yellow"
     if age is None:
         return f"{run.path}: starting (process {pid}), no status yet", "dim"
     if age > STALE_SECONDS:

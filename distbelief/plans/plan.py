@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Annotated, Final, Literal, final
 
 import msgspec
+from typing_extensions import override
 
 from distbelief.core import files
 from distbelief.graph.graph import INPUT, GraphError, LayerGraph
@@ -43,7 +44,7 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     p90_seconds: _FromZero  # quantile 90 %
     bound_seconds: _FromZero  # lower bound for every plan
     gap: _FromZero  # of the plan's cost to the best one's, at most: 0.03 is 3 %
-    solver: str
+    solver: str  # how the plan was found
     exact: bool = False  # whether the solver has proved that no plan of its candidates is better
     costs: str = ""  # where times come from: "assumed", "profile of 2026-11-20", ...
 
@@ -65,10 +66,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     inputs: Mapping[str, Shape]  # shape of each input, without the batch
     batch: AtLeastOne  # samples of one step
     loss: str  # name or import path
-    cluster: Target
+    cluster: Target  # the machines that it is for
     placements: Mapping[str, Placement]  # of each layer except inputs
     predicted: Prediction | None = None  # None for a plan that the planner has not made
-    micro_batches: AtLeastOne = 1
+    micro_batches: AtLeastOne = 1  # parts into which the batch is cut
     captured: bytes = b""  # the layer graph, by `packed`: ranks need not capture the model again
 
     def __post_init__(self) -> None:
@@ -80,14 +81,20 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         for layer, placement in self.placements.items():
             placement.check_cells(layer, n_machines=self.cluster.n_machines)
 
+    @override
+    def __repr__(self) -> str:
+        of, n = self.cluster.name, self.cluster.n_machines
+        return f"<Plan of {self.model or 'a model'}, {n} machines of {of}, batch {self.batch}>"
+
     @property
     def machines(self) -> list[int]:
+        """Those that compute something, by their index in the cluster."""
         return sorted(
             {machine for placed in self.placements.values() for machine in placed.computing}
         )
 
     def save(self, path: Path | str) -> None:
-        # Written whole or not at all.
+        """Write the plan file, whole or not at all; StorageError on failure."""
         files.write(Path(path), encode(self))
 
     def captured_graph(self) -> LayerGraph:

@@ -145,16 +145,19 @@ class Exchange(ServerLoop, torch.optim.Optimizer):
     @property
     @override
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[explicit-any, override]
+        """Groups of parameters of the inner optimizer."""
         return self.inner.param_groups
 
     @property
     @override
     def state(self) -> defaultdict[torch.Tensor, Any]:  # type: ignore[explicit-any, override]
+        """State of the inner optimizer, by parameter."""
         return self.inner.state
 
     @property
     @override
     def defaults(self) -> dict[str, Any]:  # type: ignore[explicit-any, override]
+        """Default options of the inner optimizer."""
         return self.inner.defaults
 
     @override
@@ -272,6 +275,11 @@ class Exchange(ServerLoop, torch.optim.Optimizer):
     @override
     @of_wrapped
     def finish(self) -> None:
+        """Push what is left, wait until it is applied, and fetch once more.
+
+        The parameters are then the server's, with the pushes of all workers. PeerLostError if it
+        does not answer in time.
+        """
         if self._session.closed:
             return
         with torch.no_grad(), self._session.uninterrupted, self._session.background:

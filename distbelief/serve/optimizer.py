@@ -236,6 +236,11 @@ class DownpourSGD(ServerLoop, torch.optim.Optimizer):
     @override
     @of_wrapped
     def finish(self) -> None:
+        """Push what is left, wait until it is applied, and fetch once more.
+
+        The parameters are then the server's, with the pushes of all workers. PeerLostError if it
+        does not answer in time.
+        """
         if self._session.closed:
             return
         with torch.no_grad(), self._session.uninterrupted, self._session.background:

@@ -200,13 +200,7 @@ class ServerLoop:
         raise NotImplementedError
 
     def finish(self) -> None:
-        """Push what is left, wait until it is applied, and fetch once more.
-
-        The model then holds the server's values, with the pushes of all workers.
-
-        Raises:
-            PeerLostError: the server does not answer in time.
-        """
+        """Push what is left, wait until it is applied, and fetch once more."""
         raise NotImplementedError
 
     def _note_finished(self) -> None:

@@ -36,8 +36,8 @@ class RoleView:
     name: str  # "shard-0"
     state: str  # as it reports it ("computing"), or the supervisor's view ("restarting")
     rate: float | None = None  # samples/s of a replica, pushes applied/s of a shard
-    last_heartbeat_age: Seconds | None = None
-    restarts: int = 0
+    last_heartbeat_age: Seconds | None = None  # since its last heartbeat
+    restarts: int = 0  # previous sessions included
     pid: int | None = None  # of its process, on its own host; once it has joined
     counters: dict[str, float] = field(default_factory=dict)  # of its heartbeat
     at: str = ""  # the host that it runs on, if that is another one
@@ -47,10 +47,10 @@ class RoleView:
 class HostView:
     name: str  # "host-3f2a9c01"
     label: str  # for display
-    cores: int
+    cores: int  # that roles may use
     state: str  # "preparing", "ready", "leaving", "gone"
-    memory_bytes: int = 0
-    flops: float | None = None  # a second, of one core
+    memory_bytes: int = 0  # of the host; 0 if unknown
+    flops: float | None = None  # floating-point operations a second, of one core
     bandwidth: float | None = None  # bytes a second from the supervisor
 
 
@@ -59,9 +59,9 @@ class Point:
     """One point of the curve."""
 
     seconds: Seconds  # of the job, as in `JobView`
-    samples: int
+    samples: int  # trained on until then, by all replicas together
     loss: float | None = None  # of training, mean since the point before
-    held_out_loss: float | None = None
+    held_out_loss: float | None = None  # mean over the held-out samples
     metric: float | None = None  # held out; a share if the metric is an accuracy
 
 
@@ -84,17 +84,17 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
 
     step: int = 0  # steps of all replicas together
     samples: int = 0  # samples trained on, by all replicas together
-    loss: float | None = None  # of training, mean since the one before
-    held_out_loss: float | None = None  # as last measured
-    metric_name: str = "accuracy"
+    loss: float | None = None  # of training, mean over the samples since the one before
+    held_out_loss: float | None = None  # mean over the held-out samples, as last measured
+    metric_name: str = "accuracy"  # the first metric of [evaluation]
     metric: float | None = None  # held out, as last measured
     metrics: dict[str, float] = {}  # by name: this one, and the others that are measured
     samples_per_second: float | None = None  # over the last few seconds
-    staleness_mean: float | None = None  # of the pushes applied, in pushes; so are the other two
-    staleness_p95: float | None = None
-    staleness_max: float | None = None
-    bytes_in: int = 0  # received by all shards, in total
-    bytes_out: int = 0  # sent by all shards, in total
+    staleness_mean: float | None = None  # of the pushes applied, in pushes
+    staleness_p95: float | None = None  # quantile 95 % of them, in pushes
+    staleness_max: float | None = None  # the largest of them, in pushes
+    bytes_in: int = 0  # bytes received by all shards, in total
+    bytes_out: int = 0  # bytes sent by all shards, in total
     figures: dict[str, float] = {}  # what else the algorithm counts, by name
 
     @property
@@ -112,16 +112,15 @@ class Totals(Measured, frozen=True, kw_only=True):
     error: str | None = None  # why it has failed, if it has
     best_metric: float | None = None  # best held-out metric of all evaluations so far
     best_metric_seconds: Seconds | None = None  # when that was measured
-    # For [stop] patience: the metric that an evaluation must beat by `min_delta`, and how many in a
-    # row have not.
+    # For [stop] patience: the metric that an evaluation must beat by `min_delta`
     metric_to_beat: float | None = None
-    evaluations_without_gain: int = 0
-    n_evaluations: int = 0
-    # In the values of every shard. A push is one push, however many shards it goes to, and however
-    # many ranks of a replica push parts of it.
+    evaluations_without_gain: int = 0  # in a row, until the last one
+    n_evaluations: int = 0  # that have ended
+    # Pushes in the values of every shard. A push is one push, however many shards it goes to, and
+    # however many ranks of a replica push parts of it.
     pushes_applied: int = 0
-    pushes_refused: int = 0  # lower bound: from an earlier incarnation of a replica, or too late
-    # Lower bound: acknowledged, and missing in the values of a shard that was restarted. None if
+    pushes_refused: int = 0  # at least: from an earlier incarnation of a replica, or too late
+    # At least: acknowledged, and missing in the values of a shard that was restarted. None if
     # unknown, because the status file of an earlier session was damaged.
     pushes_lost: int | None = 0
 
@@ -131,7 +130,7 @@ class JobView(Totals, frozen=True, kw_only=True):
     # The part of `seconds` since the first replica began to train in each session; samples are
     # divided by it for a mean rate
     training_seconds: Seconds = 0.0
-    phase: Phase = "starting"
+    phase: Phase = "starting"  # "training", "saving", "done", "interrupted", "failed", ...
     total_samples: int | None = None  # how many there will be, if a stop rule says so
     # Estimate of the time left, over all stop rules that allow one
     eta_seconds: Seconds | None = None

@@ -67,8 +67,8 @@ def held_out(n_samples: int, *, subset: int | None, seed: int = 0) -> tuple[Indi
 class Kept(msgspec.Struct, frozen=True, kw_only=True):
     """What was measured of the values that are kept."""
 
-    metric: float
-    loss: float
+    metric: float  # of the evaluation
+    loss: float  # mean over the held-out samples
     n_samples: int  # held-out samples
     clock: float  # mean over shards of the clock at which the values were read
 

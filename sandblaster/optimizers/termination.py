@@ -41,10 +41,12 @@ class Reason(Enum):
 
     @property
     def sentence(self) -> str:
+        """The reason, for people."""
         return self.value
 
     @property
     def converged(self) -> bool:
+        """Whether a minimum was found."""
         return self in _CONVERGED
 
 

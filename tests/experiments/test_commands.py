@@ -28,7 +28,8 @@ def commands() -> list[str]:
         module or path.replace("/", ".") for text in texts for module, path in COMMAND.findall(text)
     }
     benchmarks = {f"experiments.benchmarks.{name}" for name in SCRIPTS}
-    return sorted({*found, *benchmarks, "experiments.fuzz"} - {"experiments.benchmarks.NAME"})
+    others = {"experiments.fuzz", "experiments.release"}
+    return sorted({*found, *benchmarks, *others} - {"experiments.benchmarks.NAME"})
 
 
 @pytest.mark.parametrize("module", commands())

@@ -351,6 +351,27 @@ def test_a_start_that_fails_leaves_the_results_of_the_others() -> None:
         best_of(searched, model, [ONES * 0, ONES * 0])
 
 
+def test_what_the_callback_raises_leaves_the_best_of_the_starts_before() -> None:
+    """It left the model as it was: all searches before it were lost."""
+
+    def failing(model: object, start: object) -> MinimizeResult:
+        assert isinstance(start, np.ndarray)
+        if start[0] == 3.0:
+            raise KeyError("mine")
+        return searched(model, start)
+
+    model = nn.BatchNorm1d(1)
+    with pytest.raises(KeyError, match="mine") as raised:
+        best_of(failing, model, [ONES, ONES * 2, ONES * 0, ONES * 3])
+    assert model.state_dict()["running_mean"].item() == 2.0
+    (note,) = raised.value.__notes__
+    assert note.startswith("minimize: raised in search 4 of 4. The model holds the best point of")
+    assert note.endswith("with loss 0.5")
+    with pytest.raises(KeyError) as raised:
+        best_of(failing, nn.BatchNorm1d(1), [ONES * 0, ONES * 3])
+    assert not hasattr(raised.value, "__notes__")  # nothing was found before
+
+
 @pytest.mark.parametrize(
     ("tensors", "text"),
     [
@@ -487,6 +508,8 @@ def test_a_refused_call_leaves_nothing(tmp_path: Path) -> None:
         ({"l2_": 0.1}, r"no key 'l2_'\. Did you mean 'l2'"),
         ({"x0": np.zeros(7)}, "x0 has 7 numbers; the model has 8 parameters"),
         ({"x0": np.full(8, np.nan)}, "x0 has nan in it: use n finite numbers"),
+        ({"tol": float("nan")}, "minimize: tol is nan; use a finite number"),
+        ({"options": {"gtol": np.inf}}, "minimize: gtol is inf; use a finite number"),
         ({"bounds": [(0, 1)] * 3}, "bounds has 3 pairs; the model has 8 parameters"),
         ({"bounds": 3.0}, r"bounds are not 8 pairs \(least, largest\)"),
         ({"bounds": Bounds(1.0, 0.0)}, "bounds of parameter 0 are 1.0, 0.0: use least"),

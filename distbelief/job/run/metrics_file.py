@@ -31,9 +31,9 @@ class Measurement(Measured, frozen=True, kw_only=True):
     """One line: the job at one moment."""
 
     time: float  # seconds of the job, previous sessions included
-    pushes_refused: int = 0  # these three as in `JobView`
-    pushes_lost: int | None = 0
-    n_checkpoints: int = 0
+    pushes_refused: int = 0  # as in `JobView`
+    pushes_lost: int | None = 0  # as in `JobView`
+    n_checkpoints: int = 0  # of all shards, in this session
 
     @classmethod
     def of(cls, view: JobView) -> Self:

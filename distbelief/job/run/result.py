@@ -32,11 +32,10 @@ class Run:
 
     Attributes:
         directory: The run directory, with all files of the run.
-        summary: Final figures, as in summary.json: samples, loss, metric, stop_reason, ...
+        summary: Final figures, as in summary.json: samples, loss, metric, stop_reason and more.
         exit_code: 0 done, 1 failed, 130 stopped by Ctrl+C, 143 by SIGTERM, 129 by SIGHUP.
         job: The job as it ran.
-        model: The trained module.
-        best_model: That of the best evaluation.
+        model: The trained module, in evaluation mode.
         metrics: Its curve: the rows of metrics.jsonl, oldest first. Each has `time` (seconds of the
             job), `step`, `samples`, `loss` (mean since the row before), held-out `held_out_loss`,
             `metric` and `metrics`, `samples_per_second`, staleness in pushes, bytes, and `figures`
@@ -47,7 +46,7 @@ class Run:
     summary: Summary
     exit_code: int
     job: Job
-    module: nn.Module | None = None  # such as the model, if the job's factory cannot make one
+    module: nn.Module | None = None  # one like the model, if the job cannot make it
 
     @override
     def __repr__(self) -> str:

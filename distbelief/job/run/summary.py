@@ -48,6 +48,7 @@ class DataFacts(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def has_length(self) -> bool:
+        """Whether it is no stream."""
         return self.n_samples != ENDLESS
 
 
@@ -68,30 +69,32 @@ class Summary(Totals, frozen=True, kw_only=True):
     samples, or of a whole batch.
     """
 
-    name: str
-    directory: str
-    algorithm: str
-    rule: str | None
-    n_replicas: int
-    n_shards: int
-    shard_copies: int = 1
+    name: str  # of the job
+    directory: str  # path of the run directory
+    algorithm: str  # "downpour", "sandblaster"
+    rule: str | None  # the name of the update rule; None for a batch method
+    n_replicas: int  # as the job asked for
+    n_shards: int  # shards of the parameters
+    shard_copies: int = 1  # copies of each shard
+    # Ranks of each replica, or of each in turn; None if replicas are not split
     n_machines: int | tuple[int, ...] | None = None
     # What was measured of the values in best.safetensors, with [output] keep = "best"
     kept: Kept | None = None
     # why no model was written, if none was; the file of an earlier session may still exist
     model_error: str | None = None
     unwritten: str | None = None  # why the directory lacks some other file, if it does
-    # of `seconds`: `start_seconds` before the training of each session, and `training_seconds`
-    start_seconds: float | None = None
-    training_seconds: float | None = None
-    restarts: int
-    n_parameters: int | None = None
-    train: DataFacts | None = None
-    test: DataFacts | None = None
+    start_seconds: float | None = None  # the part of `seconds` before training began
+    training_seconds: float | None = None  # the part of `seconds` since then
+    restarts: int  # of all roles
+    n_parameters: int | None = None  # elements of all parameters; None if unknown
+    train: DataFacts | None = None  # the training data: n_samples, fingerprint
+    test: DataFacts | None = None  # the held-out data, if there are any
+    # Of the model, of evaluations and of the algorithm
     seeds: dict[str, int] = msgspec.field(default_factory=dict)
+    # Of Python and packages, by name
     versions: dict[str, str] = msgspec.field(default_factory=dict)
-    machine: str = ""
-    hosts: tuple[HostView, ...] = ()
+    machine: str = ""  # processor and system
+    hosts: tuple[HostView, ...] = ()  # that joined, those that are gone included
 
 
 def summarise(

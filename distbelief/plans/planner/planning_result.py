@@ -124,16 +124,18 @@ class PlanningResult:
     machine, efficiency and shares (0 to 1), memory_bytes of each machine, and bytes of a step.
     """
 
-    request: PlanningRequest
-    planned: Sequence[Planned]
+    request: PlanningRequest  # what was asked for
+    planned: Sequence[Planned]  # a plan and its cost for each number of machines
     skipped: Sequence[int] = ()  # numbers of machines for which pins allow no plan
 
     @property
     def fits(self) -> bool:
+        """Whether the plan for the most machines fits into their memory."""
         return not self.planned[-1].lacking
 
     @property
     def remarks(self) -> list[str]:
+        """The sentences below the table."""
         remarks = plan_report.remarks(self.planned, self.request)
         if self.skipped:
             counts = ", ".join(map(str, self.skipped))
@@ -163,6 +165,7 @@ class PlanningResult:
         return frame(self.rows())
 
     def plain(self) -> plan_report.Plain:
+        """Return what `distbelief partition --json` prints."""
         return {
             "model": self.request.model,
             "parameters": self.request.graph.n_parameters,
@@ -173,6 +176,7 @@ class PlanningResult:
         }
 
     def show(self, console: Console) -> None:
+        """Print the table and the remarks."""
         shown = self.table(console.width)
         console.print(shown)
         meanings = plan_report.MEANINGS
@@ -197,6 +201,7 @@ class PlanningResult:
 
     @property
     def plan(self) -> Plan:
+        """The plan for the most machines."""
         request, done = self.request, self.planned[-1]
         p10, p50, p90 = done.best.seconds
         predicted = Prediction(

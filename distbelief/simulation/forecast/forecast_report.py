@@ -184,7 +184,8 @@ def details_of(variant: Variant) -> RenderableType:
         lines.append(Text(f"utilization: {busy}"))
     busiest = {one.kind: one for one in reversed(outcome.resources)}
     if busiest:
-        shown = (f"{one.kind} {one.name} {_share(one.share)}" for one in busiest.values())
+        found = sorted(busiest.values(), key=lambda one: -one.share)
+        shown = (f"{one.kind} {one.name} {_share(one.share)}" for one in found)
         lines.append(Text(f"busiest: {', '.join(shown)}"))
     if outcome.traffic:
         sent = ", ".join(

@@ -415,7 +415,11 @@ _DIMENSIONS: Final[Mapping[str, units.Dimension]] = {
 }
 
 
-def _shown(value: float, dimension: units.Dimension) -> str:
+def _shown(value: float, dimension: units.Dimension, name: str = "") -> str:
+    if name == "memory":
+        return f"{value / 2**30:.3g} GiB"
+    if name in {"memory_rate", "message_rate"}:  # of memory; links are in bits
+        return f"{value / 1e9:.3g} GB/s"
     return units.show(float(f"{value:.3g}"), dimension)
 
 
@@ -427,7 +431,7 @@ def constants_of(cluster: Cluster) -> list[tuple[str, str]]:
         for name, dimension in _DIMENSIONS.items():
             value = getattr(machine, name)
             if math.isfinite(value) and value:
-                rows.append((name.replace("_", " "), _shown(value, dimension)))
+                rows.append((name.replace("_", " "), _shown(value, dimension, name)))
         rows.append(("jitter", f"{machine.jitter:.3g}"))
         rows += [("region", machine.region)] * bool(machine.region)
         rows += [("price of an hour", f"{machine.price:g}")] * bool(machine.price)

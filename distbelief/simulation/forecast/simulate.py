@@ -6,7 +6,7 @@ the cluster's machines.
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, final
 
@@ -16,7 +16,8 @@ from rich.text import Text
 from typing_extensions import override
 
 from distbelief.config.job import Job
-from distbelief.config.load import load_job, parse_job
+from distbelief.config.load import Overrides, load_job, parse_job, plain
+from distbelief.config.toml import inline
 from distbelief.core import notebook
 from distbelief.core.arguments import checked
 from distbelief.core.errors import JobError
@@ -65,7 +66,7 @@ N_ALL_RUN: Final = 16  # combinations of given axes that a suggestion runs witho
 @final
 class SimulationRequest(msgspec.Struct, frozen=True, kw_only=True):
     job: Path | Job
-    overrides: tuple[str, ...] = ()  # "TABLE.KEY=VALUE", as for `train`
+    overrides: Overrides = ()  # as for `train`
     axes: tuple[Axis, ...] = ()  # the sweep
     cluster: str | None = None  # name or path; None: this host
     machines: int | None = None  # number of machines of the cluster; None: all
@@ -97,11 +98,11 @@ class Forecast(msgspec.Struct, frozen=True, kw_only=True):
     """What `distbelief.simulate` returns: the variants of a job, in virtual time."""
 
     job: Job  # of the first variant
-    cluster: str
-    constants: tuple[tuple[str, str], ...]  # name and value, of the model
-    variants: tuple[Variant, ...]  # in order
+    cluster: str  # its name
+    constants: tuple[tuple[str, str], ...]  # name and value of each constant of the model
+    variants: tuple[Variant, ...]  # one for each combination of the sweep, in order
     best: Variant | None = None  # the suggested one, if a suggestion was asked for
-    front: tuple[Variant, ...] = ()  # of a suggestion: than which none is faster and cheaper
+    front: tuple[Variant, ...] = ()  # of a suggestion: those than which none is faster and cheaper
     timeline: Timeline | None = None  # of the first run, if a trace was asked for
 
     def _repr_html_(self) -> str:
@@ -167,8 +168,8 @@ def simulate(  # noqa: PLR0913 -- options
     cluster: str | None = None,
     seed: int = 0,
     seeds: int | None = None,
-    overrides: Sequence[str] = (),
-    sweep: Mapping[str, Sequence[object]] | None = None,
+    overrides: Sequence[str] | Mapping[str, object] = (),
+    sweep: Mapping[str, Iterable[object]] | None = None,
     machines: int | None = None,
     suggest: bool = False,
     by: str = "time",
@@ -183,7 +184,7 @@ def simulate(  # noqa: PLR0913 -- options
         seed: Seed of the first run.
         seeds: Number of runs of each variant, to see the variation; default: 1, and 3 of those
             that a suggestion ends with.
-        overrides: "TABLE.KEY=VALUE", as for `train`.
+        overrides: Values of single keys, as {"stop.epochs": 2}, or "stop.epochs=2".
         sweep: Values by key ("cluster.replicas"): all combinations are run.
         machines: Number of machines of the cluster that may be used.
         suggest: Search for the best configuration within `machines`.
@@ -196,10 +197,10 @@ def simulate(  # noqa: PLR0913 -- options
     Raises:
         JobError: the job cannot be run, or does not fit the cluster.
     """
-    axes = axes_of([f"{key}={','.join(map(str, values))}" for key, values in (sweep or {}).items()])
+    axes = axes_of([_axis_text(key, values) for key, values in (sweep or {}).items()])
     request = SimulationRequest(
         job=job if isinstance(job, Job) else Path(job),
-        overrides=tuple(overrides),
+        overrides=overrides,
         axes=tuple(axes),
         cluster=cluster,
         machines=machines,
@@ -213,6 +214,14 @@ def simulate(  # noqa: PLR0913 -- options
     if forecast.timeline is not None and request.trace is not None:
         write_trace(request.trace, forecast.timeline)
     return forecast
+
+
+def _axis_text(key: str, values: object) -> str:
+    """Return an axis as `--sweep` has it."""
+    found = [] if isinstance(values, str) or not isinstance(values, Iterable) else [*values]
+    if not found:
+        raise JobError(f"simulate: sweep[{key!r}] is {values!r}; give a list of values")
+    return f"{key}={','.join(v if isinstance(v, str) else inline(plain(v)) for v in found)}"
 
 
 def run_request(request: SimulationRequest, *, console: Console) -> Forecast:

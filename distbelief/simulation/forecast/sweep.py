@@ -31,19 +31,20 @@ from distbelief.supervisor.view import JobView, Point, Totals
 class Resource(msgspec.Struct, frozen=True, kw_only=True):
     """A shard, processor, card, link or switch, and the share of the time in which it worked."""
 
-    kind: str
+    kind: str  # "shard", "processor", "card", "link" or "switch"
     name: str  # "shard-0", "machine-3", "machine-0-machine-5", "switch-0"
-    share: float  # of a processor, of its cores; of a card, in its busier direction
+    share: float  # of the time, 0 to 1; of all cores of a processor, of a card's busier direction
 
 
 @final
 class Limit(msgspec.Struct, frozen=True, kw_only=True):
     """The busiest resource of a run, and what one more of it would bring."""
 
-    resource: str  # "cards of shards"
-    share: float  # of the time in which it worked
+    resource: str  # such as "cards of shards"
+    share: float  # of the time in which it worked, 0 to 1
     more: str  # what was tried
-    gain: float | None  # of the speed, or of the time to the target; None: not tried
+    # Of the speed, or of the time to the target: 0.1 is 10 %. None: not tried
+    gain: float | None
     why_not: str = ""  # why it was not tried
 
 
@@ -56,20 +57,20 @@ class Outcome(Totals, frozen=True, kw_only=True):
     held_out_loss and metric of each point.
     """
 
-    seed: int
+    seed: int  # of the run
     training_seconds: Seconds  # since the first replica began to train
     n_machines: int  # of the cluster, used by the job
-    step_seconds: Seconds | None  # of one replica; of one iteration
-    target_seconds: Seconds | None  # None: not reached, or no target
+    step_seconds: Seconds | None  # of a step of one replica, or of an iteration
+    target_seconds: Seconds | None  # of training to the target; None: not reached, or no target
     traffic: Mapping[str, float]  # bytes of messages, by the kinds of the two roles
-    utilisation: Mapping[str, float]  # by kind of role
-    machine_hours: float
+    utilisation: Mapping[str, float]  # share of the time with work, 0 to 1, by kind of role
+    machine_hours: float  # machines times hours, from the first process to the last
     price: float | None = None  # of the machines while they are there; None if none has one
-    resources: tuple[Resource, ...] = ()  # the busiest first
+    resources: tuple[Resource, ...] = ()  # how busy each was, the busiest first
     restarts: int  # of all roles
-    n_messages: int  # delivered
+    n_messages: int  # messages delivered
     digest: str  # of the trace: equal runs have equal digests
-    history: tuple[Point, ...] = ()
+    history: tuple[Point, ...] = ()  # the curve, oldest point first
 
     @override
     def __repr__(self) -> str:
@@ -90,9 +91,9 @@ class Outcome(Totals, frozen=True, kw_only=True):
 class Spread(msgspec.Struct, frozen=True, kw_only=True):
     """Quantiles of one metric over several seeds."""
 
-    p10: float
-    p50: float
-    p90: float
+    p10: float  # quantile 10 %
+    p50: float  # the median
+    p90: float  # quantile 90 %
     n: int  # number of runs that have this metric
 
     @staticmethod
@@ -205,13 +206,14 @@ class Variant(msgspec.Struct, frozen=True, kw_only=True):
     """One configuration of a forecast: an outcome for each seed, and their spreads."""
 
     settings: Mapping[str, str]  # value by key of the job file
-    job: Job
-    n_machines: int
-    outcomes: tuple[Outcome, ...] = ()  # one per seed
+    job: Job  # with these settings
+    n_machines: int  # of the cluster, used by the job
+    outcomes: tuple[Outcome, ...] = ()  # of the runs, one per seed
     left_out: str | None = None  # why it is not run
-    limit: Limit | None = None  # of a row of a sweep
-    warnings: tuple[str, ...] = ()  # settings that void the run
-    replicas: dict[str, list[int]] = {}  # machines of the ranks of each, if these are not as many
+    limit: Limit | None = None  # what binds a row of a sweep, and what one more brings
+    warnings: tuple[str, ...] = ()  # settings that have no effect
+    # Machines of the ranks of each replica, where these differ in number
+    replicas: dict[str, list[int]] = {}
 
     @property
     def failure(self) -> str | None:

@@ -2,7 +2,9 @@
 
 import io
 import re
+import shlex
 from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -12,7 +14,7 @@ from torch import nn
 from typing_extensions import override
 
 from distbelief.cli import run_simulate
-from distbelief.cli.options import reported_errors
+from distbelief.cli.options import how_to_go_on, reported_errors, wide_console
 from distbelief.config import presets
 from distbelief.core.errors import JobError
 from distbelief.graph.capture import InputSpec
@@ -64,6 +66,30 @@ def test_train_and_status(width: int) -> None:
     view = made_runs.view(120, 4, n_hosts=3)
     table = final_table(a_summary(error="replica 1 died (signal 9) again and again"))
     check(printing(Screen(view, name="job", whole=True), table), width)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_ctrl_c(width: int) -> None:
+    """It ends with the same table, which says why, and with a command that a shell takes."""
+    view = msgspec.structs.replace(made_runs.view(120, 4, n_hosts=3), phase="interrupted")
+    ended = msgspec.structs.replace(a_summary(), stop_reason="stopped by Ctrl+C")
+    table = final_table(ended)
+    screen = check(printing(Screen(view, name="job"), table), width)
+    assert "ended: stopped by Ctrl+C" in screen
+    command = how_to_go_on(Path("runs/the digits")).removeprefix("go on: ")
+    assert shlex.split(command) == ["distbelief", "train", "--resume", "runs/the digits"]
+
+
+@pytest.mark.parametrize(("columns", "width"), [(None, 200), ("90", 90)])
+def test_tables_in_a_pipe_are_as_wide_as_columns_says(
+    columns: str | None, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of partition and simulate were 126 and 200 columns wide, whatever it said."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+    if columns is not None:
+        monkeypatch.setenv("COLUMNS", columns)
+    monkeypatch.setattr("sys.stdout", io.StringIO())
+    assert wide_console(200).width == width
 
 
 @pytest.fixture(scope="module")

@@ -323,6 +323,8 @@ def test_every_constant_of_a_cluster_is_reported() -> None:
     values = dict(constants_of(load_cluster("rack-1g")))
     assert values["flops"] == "400 GFLOP/s"
     assert values["bandwidth"] == "1 Gbit/s"
+    assert values["memory rate"] == "30 GB/s"  # as in the file: it said 240 Gbit/s
+    assert values["memory"] == "64 GiB"  # and 68.7 GB
     assert {"machines", "cores", "latency", "jitter"} <= set(values)
 
 

@@ -9,6 +9,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner, Result
@@ -26,6 +27,7 @@ from distbelief.simulation.forecast.simulate import (
     simulate,
 )
 from distbelief.simulation.forecast.sweep import axes_of
+from distbelief.worker.downpour_settings import DownpourSettings
 from tests.distbelief.simulation.forecast.jobs import SANDBLASTER, TEXT, small, written
 from tests.elsewhere import answers
 
@@ -125,6 +127,30 @@ def test_a_sweep_runs_every_combination_with_every_seed(tmp_path: Path) -> None:
     assert found.variants[3].spreads["samples_per_second"].n == 2
     one, two = found.variants[0].spreads, found.variants[2].spreads
     assert two["samples_per_second"].p50 > one["samples_per_second"].p50
+
+
+def test_python_gives_values_as_python_has_them() -> None:
+    """Words "12" were the values 1 and 2; True, None and rules were no values at all."""
+    found = simulate(
+        small(),
+        cluster="rack.toml",
+        counted=True,
+        overrides={"stop.samples": 40},
+        sweep={
+            "algorithm.blocking": (each for each in [True]),
+            "cluster.replicas": np.arange(1, 2),
+            "algorithm.rule": [distbelief.SGD(learning_rate=0.25)],
+        },
+    )
+    job = found.variants[0].job
+    assert (job.stop.samples, job.cluster.replicas) == (40, 1)
+    assert isinstance(job.algorithm, DownpourSettings)
+    assert job.algorithm.blocking is True
+    assert job.algorithm.rule == distbelief.SGD(learning_rate=0.25)
+    wrong: list[object] = ["12", 3, []]
+    for values in wrong:
+        with pytest.raises(JobError, match=r"sweep\['replicas'\] is .*; give a list of values"):
+            simulate(small(), cluster="rack.toml", sweep={"replicas": values})  # type: ignore[dict-item] # wrong
 
 
 @pytest.mark.soak
