@@ -8,6 +8,7 @@ from typing import Final
 import typer
 
 from distbelief.cli import options as o
+from distbelief.core.formatting import plain
 from distbelief.core.signals import EXIT_CODES
 
 
@@ -57,5 +58,5 @@ def demo(
     run = run_job(JOB, beside=shows)
     typer.echo(f"the page of this run: distbelief dashboard {run.directory}")
     if run.exit_code in EXIT_CODES.values():
-        typer.echo(o.how_to_go_on(run.directory), err=True)
+        typer.echo(plain(o.how_to_go_on(run.directory)), err=True)
     return run.exit_code

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.distbelief.dashboard.test_browser import browser
+from tests.distbelief.dashboard.conftest import browser
 from tests.docs.pages import ROOT
 
 
