@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -24,6 +25,11 @@ settings.register_profile(
 settings.load_profile("ci")  # `--hypothesis-profile=nightly` replaces it
 
 measure_imports()
+
+# A shell script that runs the suite in the background has it, and so all that it starts, ignore
+# Ctrl+C. Tests that press it then waited for ever for the end of what they had started.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Everything is imported once and stays: the collector need not look at it so often, and not at
 # all while tests are collected.

@@ -62,6 +62,9 @@ class RoundQueue:
         self._request = request
         self._command = command
         self._may_move = request.may_move
+        # By block, the worker that computes it next. `counters` has who has computed it: a plan
+        # that nobody has carried out is forgotten with the request.
+        self._owners = dict(counters.blocks)
         self._balanced: set[int] = set()  # workers among which blocks were balanced
         self._pending: list[Chunk] = []
         self._open: deque[_Round] = deque()  # those at work, which are not committed
@@ -154,7 +157,8 @@ class RoundQueue:
             self._slowest = max(self._slowest, now - one.assigned_at)
             chunk.winner, chunk.staged = one, result
             self.n_counted += 1
-            self._counters.blocks[chunk.index] = worker.number  # it has what others may lack
+            # It has what others may lack.
+            self._counters.blocks[chunk.index] = self._owners[chunk.index] = worker.number
             for other in list(chunk.attempts.values()):
                 self._drop(other)
                 if other is not one:
@@ -188,7 +192,7 @@ class RoundQueue:
             return
         if self._may_move and not workers.keys() <= self._balanced:
             self._balance(workers)
-        owners, pending = self._counters.blocks, self._pending
+        owners, pending = self._owners, self._pending
         self._pending = []
         full: set[int] = set()  # workers: the tasks of a block stay in the order of rounds
         for chunk in sorted(pending, key=lambda one: (one.adds_after, one.index)):
@@ -215,15 +219,18 @@ class RoundQueue:
             is_waiting = one in self._pending or bool(one.attempts)
             assert (one.staged is not None) != is_waiting or self.lost_block is not None, one
             assert len(one.attempts) <= 2, one
+            known = self._counters.blocks.get(one.index)
+            workers = {attempt.worker.number for attempt in one.attempts.values()}
+            assert self._may_move or known is None or workers <= {known}, one
 
     def _loads(self, workers: dict[int, WorkerState]) -> list[tuple[int, int]]:
         """Return how many blocks each worker has, with its number."""
-        counts = Counter(self._counters.blocks.values())
+        counts = Counter(self._owners.values())
         return [(counts[number], number) for number in workers]
 
     def _balance(self, workers: dict[int, WorkerState]) -> None:
         """Let workers that have come take blocks of those that have more, also assigned ones."""
-        self._balanced, owners = set(workers), self._counters.blocks
+        self._balanced, owners = set(workers), self._owners
         chunks = [chunk for tasks in self._open for chunk in tasks]
         done = {chunk.index for chunk in chunks if chunk.staged is not None}
         moved: set[int] = set()

@@ -72,7 +72,8 @@ class SeriesCounters:
     attempt: int = 0
     commit_token: int = 0
     owners: dict[int, Address] = field(default_factory=dict)  # first position -> last worker
-    blocks: dict[int, int] = field(default_factory=dict)  # of a program -> number of its worker
+    # Block of a program -> number of the worker whose result counted last: it has what is kept.
+    blocks: dict[int, int] = field(default_factory=dict)
     push_seconds: Seconds = 0.0  # from a token to its staging; an average
 
 

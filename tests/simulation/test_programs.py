@@ -228,6 +228,25 @@ def test_the_worker_that_comes_first_does_not_keep_all_blocks(which: Which) -> N
     assert blocks == [n_blocks - n_blocks // 2, n_blocks // 2]
 
 
+@pytest.mark.parametrize("which", ["factors", "topics"])
+def test_a_worker_that_comes_after_a_round_gets_no_block_that_others_keep(which: Which) -> None:
+    """It came while shards committed the first round, whose blocks may move. The coordinator dealt
+    some of these to it, and so it computed the next round from blocks that it had just loaded: the
+    job ended with other bits, and nobody noticed."""
+    late = Address("replica-1")
+    scene = Rounds(which=which, n_replicas=2, latency_seconds=1e-3, late=(late,))
+    commits: list[ShardCommand] = []
+
+    def see(happening: HandledEvent) -> None:
+        commands = [one for _, one in sends(happening, ShardCommand)]
+        commits.extend(one for one in commands if isinstance(one.task, CommitRound))
+
+    scene.cluster.observe(see)
+    scene.run_until(lambda: bool(commits))
+    scene.cluster.restart(late)  # its report takes 1 ms, the answers of the shards 2 ms
+    scene.play()
+
+
 def test_predictions_are_sent_to_a_worker_once_after_each_change() -> None:
     """Each task took them, 140 numbers here: of a Lasso with many samples that was most bytes."""
     scene = Rounds(which="lasso", n_replicas=1, n_shards=1)
