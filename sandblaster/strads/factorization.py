@@ -50,6 +50,7 @@ History: TypeAlias = list[tuple[float, float]]
 
 _N_BIASES: Final = 2  # ranks: of rows, then of columns
 _ANEW_EVERY: Final = 4  # passes
+_WEAK: Final = 1e-9  # weights of feedback whose targets, of their inverse size, hide the objective
 _THOSE: Final = tuple(np.transpose(PAIRS))  # of a matrix
 
 
@@ -424,13 +425,24 @@ class MatrixFactorization(Estimator):
             check_numbers(user, implicit_strength=self.implicit_strength)
         if not isinstance(cast("object", self.biases), bool | np.bool_):
             raise SettingError(f"{user}: biases is {self.biases!r}; use true or false")
-        entries = self._checked(X)
+        entries = self._checked(X, self.implicit_strength)
         if not entries.nnz:
             raise SettingError(f"{user}: X has no entries; give at least one")
+        if self.implicit_strength is not None:
+            weights = _weights(entries.data, self.implicit_strength)
+            with np.errstate(all="ignore"):
+                is_weak = not (1 / weights).mean() <= 1 / _WEAK
+            if is_weak:
+                raise SettingError(
+                    f"{user}: implicit_strength times feedback is {weights.min():.3g}, lost beside "
+                    "the weight 1 of all pairs; scale X, or use a larger implicit_strength"
+                )
         n_blocks = blocks_of(user, self.n_blocks, rows=entries.shape[0])
         if self.n_blocks is not None:
             check_workers(user, self.workers, n_blocks)
-        evaluated = sparse.csr_array(entries.shape) if held_out is None else self._checked(held_out)
+        evaluated: Matrix = sparse.csr_array(entries.shape)
+        if held_out is not None:
+            evaluated = self._checked(held_out, self.implicit_strength)
         if evaluated.shape != entries.shape:
             raise SettingError(
                 f"{user}: held_out has shape {evaluated.shape}, X {entries.shape}; give both the "
@@ -479,6 +491,7 @@ class MatrixFactorization(Estimator):
                 rows.
         """
         program = self.program(X, held_out=held_out)
+        stepper(), subtracter()  # compiled before threads ask for them
         history, tables = run(program, workers=self.workers)
         if not np.isfinite(history[-1][0]):
             raise SettingError(
@@ -524,10 +537,10 @@ class MatrixFactorization(Estimator):
     def transform(self, X: object) -> Values:  # noqa: N803 -- as above
         """Return factors of rows, also of new ones, (n_rows, n_components), given the columns'."""
         self._check_fitted()
-        entries = self._checked(X)
+        biases, strength, regularization = self._fitted
+        entries = self._checked(X, strength)
         check_width(entries.shape[1], self.n_features_in_, type(self).__name__)
         # The row's bias is a factor whose column factors are 1.
-        biases, strength, regularization = self._fitted
         v = np.vstack([self.components_, *np.ones((int(biases), self.n_features_in_))])
         is_implicit = strength is not None
         fixed = regularization * np.eye(len(v)) + is_implicit * (v @ v.T)
@@ -553,12 +566,12 @@ class MatrixFactorization(Estimator):
             SettingError: feedback: of that `held_out_errors_` says more.
         """
         self._check_fitted()
-        if self.implicit_strength is not None:
+        if self._fitted[1] is not None:
             raise SettingError(
                 f"{type(self).__name__}: feedback has no score; give fit held_out and read "
                 "held_out_errors_"
             )
-        entries = self._checked(X).tocoo()
+        entries = self._checked(X, None).tocoo()
         shape = len(self.row_biases_), self.n_features_in_
         if entries.shape != shape or not entries.nnz:
             raise SettingError(
@@ -574,12 +587,12 @@ class MatrixFactorization(Estimator):
         )
         return matrix
 
-    def _checked(self, x: object) -> Matrix:
+    def _checked(self, x: object, strength: float | None) -> Matrix:
         user = type(self).__name__
-        if self.implicit_strength is None and not sparse.issparse(x):
+        if strength is None and not sparse.issparse(x):
             x = _known(x, user)
         entries = checked_entries(x, user=user)
-        if self.implicit_strength is None and sparse.issparse(x):
+        if strength is None and sparse.issparse(x):
             n_given = cast("Matrix", x).nnz
             # By diagonals zeros are no entries: most of them only fill the diagonals.
             if n_given != entries.nnz and str(cast("Matrix", x).format) != "dia":
@@ -587,7 +600,7 @@ class MatrixFactorization(Estimator):
                     f"{user}: X has {n_given - entries.nnz} entries of a row and column that has "
                     "one already; give one rating each"
                 )
-        if self.implicit_strength is not None:
+        if strength is not None:
             if (entries.data < 0).any():
                 value = entries.data.min()
                 raise SettingError(f"{user}: X has negative feedback, {value}; leave it out")

@@ -621,6 +621,7 @@ class LatentDirichletAllocation(Estimator):
                 blocks than documents or words.
         """
         program = self.program(X, held_out=held_out)
+        sampler()  # compiled before threads ask for it
         learned, tables = run(program, workers=self.workers)
         self._take(tables)
         self.n_iter_ = len(learned.scores)

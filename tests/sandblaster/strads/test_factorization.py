@@ -1,6 +1,8 @@
 """Factors of a matrix: against dense solutions, its kernel against numpy, the estimator."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from threading import current_thread, main_thread
 
 import numpy as np
 import pytest
@@ -309,6 +311,39 @@ def test_what_was_fitted_stays_whatever_is_prepared_or_set_later() -> None:
     np.testing.assert_array_equal(model.predict([0], [0]), before)
     model.set_params(biases=True, regularization=7.0)
     np.testing.assert_array_equal(model.transform(ratings), transformed)
+    # Zeros of feedback became known entries of an infinite target, and factors NaN.
+    clicks = np.eye(3)
+    model = MatrixFactorization(2, implicit_strength=1.0, max_iter=2).fit(clicks)
+    transformed = model.transform(clicks)
+    model.set_params(implicit_strength=None)
+    np.testing.assert_array_equal(model.transform(clicks), transformed)
+
+
+@pytest.mark.parametrize("strength", [1.0, 1e-300])
+def test_feedback_that_hides_the_objective_is_refused(strength: float) -> None:
+    # Strengths of 1e-20 have targets of 1e20. The objective, a difference of such numbers, was
+    # -16777216.0 after each pass, and fitting ended after the second as if it had converged.
+    clicks = 1e-20 * np.eye(4)
+    with pytest.raises(SettingError, match="lost beside the weight 1 of all pairs"):
+        MatrixFactorization(2, implicit_strength=strength).fit(clicks)
+    model = MatrixFactorization(2, implicit_strength=1e20, max_iter=3).fit(clicks)
+    assert (np.diff(model.objectives_) <= 0.0).all()
+
+
+def test_kernels_are_compiled_before_threads_ask_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Each thread taught numba the rows of eight numbers, and compiled both kernels itself.
+    asked: list[bool] = []
+    for name in ("stepper", "subtracter"):
+        kernel = getattr(factor_kernel, name)
+
+        def ask(kernel: Callable[[], object] = kernel) -> object:
+            asked.append(current_thread() is main_thread())
+            return kernel()
+
+        monkeypatch.setattr(f"sandblaster.strads.factorization.{name}", ask)
+    MatrixFactorization(2, n_blocks=2, workers=2, max_iter=1).fit(np.eye(4))
+    assert asked[:2] == [True, True]
+    assert not all(asked)
 
 
 def test_indices_that_are_no_whole_numbers_and_ratings_given_twice_are_refused() -> None:
