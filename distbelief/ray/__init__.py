@@ -14,10 +14,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from distbelief.core.arguments import checked
+from distbelief.core.errors import JobError
 from distbelief.job.hosts.ray import RayTasks, connect
 from distbelief.job.run.result import Run
 from distbelief.spark.columns import cast_blocks
-from distbelief.spark.training import ELSEWHERE, Names, columns_of, reached, train_on_rows
+from distbelief.spark.training import (
+    ELSEWHERE,
+    Names,
+    check_counts,
+    columns_of,
+    kind_of,
+    reached,
+    train_on_rows,
+)
 from distbelief.task.imports import check_is_no_import
 
 
@@ -58,10 +67,14 @@ def fit(  # noqa: PLR0913 -- options of one call
     """
     check_is_no_import("distbelief.ray.fit")
     columns = columns_of(inputs, targets, decode=decode, dtype=dtype, user="ray.fit")
+    check_counts("ray.fit", hosts=hosts, cores=cores)
     reach = reached(listen, keys=keys, insecure=insecure)
     connect(is_local=reach.is_local)
     import ray  # noqa: PLC0415 -- an extra
 
+    check_is_dataset(dataset, "dataset")
+    if test is not None:
+        check_is_dataset(test, "test")
     nodes = [int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]]
     nodes = [n for n in nodes if n] or [1]
     whole = dataset.materialize()
@@ -85,3 +98,14 @@ def fit(  # noqa: PLR0913 -- options of one call
         show=show,
     )
     return run
+
+
+def check_is_dataset(given: object, name: str) -> None:
+    """Raise JobError if this is no Dataset of Ray."""
+    from ray.data import Dataset  # noqa: PLC0415 -- an extra
+
+    if not isinstance(given, Dataset):
+        raise JobError(
+            f"ray.fit: {name} is of {kind_of(given)}; use a Dataset of Ray: ray.data.from_pandas, "
+            "read_parquet and others make one"
+        )

@@ -28,4 +28,7 @@ __all__ = sorted(_MODULES)  # noqa: PLE0605 -- derived, so that the two cannot d
 def __getattr__(name: str) -> object:
     if name not in _MODULES:
         raise AttributeError(f"module 'distbelief.spark' has no attribute {name!r}")
-    return getattr(import_module(_MODULES[name]), name)
+    try:
+        return getattr(import_module(_MODULES[name]), name)
+    except ImportError as error:
+        raise ImportError(f"distbelief.spark: {error}: pip install 'distbelief[spark]'") from error

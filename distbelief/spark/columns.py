@@ -62,14 +62,22 @@ class Columns(msgspec.Struct, frozen=True, kw_only=True):
 
 def selected(dataframe: "DataFrame", columns: Columns) -> "list[Column]":
     """Return the expressions of these columns, cast; JobError if one has no tensors."""
+    from pyspark.errors import AnalysisException  # noqa: PLC0415 -- an extra
     from pyspark.sql.types import BinaryType  # noqa: PLC0415 -- an extra
 
     types = {field.name: field.dataType for field in dataframe.schema.fields}
     unknown = [name for name in (*columns.names.values(), *columns.decode) if name not in types]
     if unknown:
         raise JobError(f"there is no column {unknown[0]!r}: the DataFrame has {', '.join(types)}")
+    try:
+        given = {name: dataframe[f"`{name.replace('`', '``')}`"] for name in columns.names.values()}
+    except AnalysisException as error:  # to Spark, Label is another column of the name label
+        why = str(error).partition(" SQLSTATE")[0]
+        raise JobError(
+            f"a column has a name that another one has: rename or drop it: {why}"
+        ) from None
     found = [
-        _cast(dataframe[f"`{name.replace('`', '``')}`"], types[name], name, columns).alias(key)
+        _cast(given[name], types[name], name, columns).alias(key)
         for key, name in columns.names.items()
     ]
     if len(columns.inputs) > 1:
@@ -137,9 +145,11 @@ def cast_blocks(blocks: "Iterable[pa.Table]", columns: Columns) -> "Iterator[pa.
         if not block.num_rows:
             continue
         names = {*columns.names.values(), *columns.decode}
+        known = ", ".join(block.column_names)
         if unknown := sorted(names - {*block.column_names}):
-            known = ", ".join(block.column_names)
             raise JobError(f"there is no column {unknown[0]!r}: the Dataset has {known}")
+        if several := [name for name in names if block.column_names.count(name) > 1]:
+            raise JobError(f"several columns are called {several[0]!r}: the Dataset has {known}")
         found = {
             key: _cast_block(block[name], name, columns) for key, name in columns.names.items()
         }
@@ -171,7 +181,10 @@ def _cast_block(column: "pa.ChunkedArray", name: str, columns: Columns) -> "pa.A
     if is_bytes:
         return array
     if hasattr(array, "to_numpy_ndarray"):  # tensors of one shape
-        array = lists_of(array.to_numpy_ndarray())
+        tensors = array.to_numpy_ndarray()
+        if not tensors.size:
+            raise JobError(f"column {name!r} has arrays of 0 numbers: there is nothing to read")
+        array = lists_of(tensors)
     wanted = cast_of(array.type)
     if wanted is None:
         raise JobError(f"column {name!r} is of type {array.type}, which is no tensor of one shape")
@@ -198,6 +211,8 @@ def numbers_of(array: "pa.Array", name: str) -> Numbers:
                 f"column {name!r} has arrays of {sizes[0]} and of {sizes[k]} numbers: all rows "
                 "need the same (pad or cut them)"
             )
+        if n and not sizes[0]:
+            raise JobError(f"column {name!r} has arrays of 0 numbers: there is nothing to read")
         shape.append(int(sizes[0]) if len(sizes) else 0)
         array = array.flatten()
     return cast("Numbers", array.to_numpy(zero_copy_only=True).reshape(shape if n else (0,)))

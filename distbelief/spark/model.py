@@ -107,15 +107,19 @@ class DistBeliefModel(Model, Columned, MLWritable, MLReadable["DistBeliefModel"]
     @override
     def _transform(self, dataset: DataFrame) -> DataFrame:
         saved, token = self.saved, self._token
-        name = str(self.getOrDefault("predictionCol"))
-        if name in dataset.columns:
-            raise JobError(f"there is a column {name!r} already: drop it, or set predictionCol")
+        name, size = self.getOrDefault("predictionCol"), self.getOrDefault("batchSize")
+        if not isinstance(name, str) or not name:
+            raise JobError(f"predictionCol is {name!r}; use the name of a column")
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise JobError(f"batchSize is {size!r}; use a whole number from 1")
+        if taken := _same_name(name, dataset):
+            raise JobError(f"there is a column {taken!r} already: drop it, or set predictionCol")
         if saved.dtype not in _TYPES:
             raise JobError(
                 f"the model returns {saved.dtype}, of which transform makes no column: use "
                 "run.model or module, or let forward return one tensor"
             )
-        size, context = int(str(self.getOrDefault("batchSize"))), dataset.sparkSession.sparkContext
+        context = dataset.sparkSession.sparkContext
         sent = self._sent = self._sent or context.broadcast(self.values)
 
         def predict(batches: Iterator[pa.StructArray]) -> Iterator[pa.Array]:
@@ -155,6 +159,13 @@ class DistBeliefModel(Model, Columned, MLWritable, MLReadable["DistBeliefModel"]
     @override
     def read(cls) -> "_Reader":
         return _Reader()
+
+
+def _same_name(name: str, dataset: DataFrame) -> str | None:
+    """Return the column that one of this name would replace: to Spark, cases are alike."""
+    if dataset.sparkSession.conf.get("spark.sql.caseSensitive") == "true":
+        return name if name in dataset.columns else None
+    return next((one for one in dataset.columns if one.lower() == name.lower()), None)
 
 
 def _module(saved: Saved, values: bytes) -> nn.Module:

@@ -26,7 +26,7 @@ from distbelief.config.job import Elastic, Job
 from distbelief.config.load import job_of, load_job
 from distbelief.config.presets import KNOBS
 from distbelief.core.arguments import checked
-from distbelief.core.errors import JobError
+from distbelief.core.errors import JobError, StorageError
 from distbelief.job.hosts.host_task import file_of
 from distbelief.job.hosts.join_server import JoinServer
 from distbelief.job.hosts.spark import SparkTasks, check_reach, connect, cores_each, executors_of
@@ -63,14 +63,14 @@ ELSEWHERE: Final = {
 
 @checked("spark.fit", ELSEWHERE)
 def fit(  # noqa: PLR0913 -- options of one call
-    dataframe: "DataFrame | str",
+    dataframe: "DataFrame | str | os.PathLike[str]",
     job: str | os.PathLike[str] | Mapping[str, object],
     *,
     inputs: Names,
     targets: str,
     decode: Mapping[str, str] | None = None,
     dtype: str = "float32",
-    test: "DataFrame | None" = None,
+    test: "DataFrame | str | os.PathLike[str] | None" = None,
     hosts: int | None = None,
     cores: int | None = None,
     listen: str | None = None,
@@ -94,7 +94,8 @@ def fit(  # noqa: PLR0913 -- options of one call
         targets: The column of targets.
         decode: For columns of bytes the import path of a function (bytes) -> tensor.
         dtype: Of numbers that are no whole numbers: "float32" or "float64".
-        test: Held-out rows, which are brought to the driver; else those of the job's [data.test].
+        test: Held-out rows, or their path, which are brought to the driver; else those of the job's
+            [data.test].
         hosts: Hosts to use, one in each executor; by default as many as there are executors now.
         cores: Of each host; by default those of an executor. A replica takes [cluster] threads.
         listen: Where executors reach this process, as "tcp://0.0.0.0:7700"; with `keys`, a
@@ -113,18 +114,22 @@ def fit(  # noqa: PLR0913 -- options of one call
         JobError: this cannot be run, or the job failed. What it saved is kept.
     """
     check_is_no_import("distbelief.spark.fit")
-    from distbelief.spark.model import DistBeliefModel  # noqa: PLC0415 -- pyspark
+    try:
+        from distbelief.spark.model import DistBeliefModel  # noqa: PLC0415 -- pyspark
+    except ImportError as error:
+        raise JobError(f"spark.fit: {error}: pip install 'distbelief[spark]'") from None
 
     columns = columns_of(inputs, targets, decode=decode, dtype=dtype, user="spark.fit")
-    if isinstance(dataframe, str):
-        dataframe = connect().read.parquet(dataframe)
+    check_counts("spark.fit", hosts=hosts, cores=cores)
+    frame = frame_of(dataframe, "dataframe")
     held_out = None
     if test is not None:
-        check_split(dataframe, test)
-        table = test.select(*selected(test, columns)).toArrow()
+        tried = frame_of(test, "test")
+        check_split(frame, tried)
+        table = tried.select(*selected(tried, columns)).toArrow()
         held_out = table.to_batches(max_chunksize=1 << 16)
-    rows = dataframe.select(*selected(dataframe, columns))
-    session = dataframe.sparkSession
+    rows = frame.select(*selected(frame, columns))
+    session = frame.sparkSession
     reach = reached(listen, keys=keys, insecure=insecure)
     check_reach(session, is_local=reach.is_local)
     n_hosts = max(1, min(hosts or len(executors_of(session)), rows.rdd.getNumPartitions()))
@@ -145,7 +150,45 @@ def fit(  # noqa: PLR0913 -- options of one call
         resume=resume,
         show=show,
     )
-    return DistBeliefModel.of(run, columns, some)
+    try:
+        return DistBeliefModel.of(run, columns, some)
+    except StorageError as error:  # Ctrl+C before the first step
+        ended = run.summary.stop_reason
+        raise JobError(f"spark.fit: the job ended ({ended}) without a model: {error}") from None
+
+
+def frame_of(given: object, name: str) -> "DataFrame":
+    """Return a DataFrame, or that of parquet files; JobError if `given` is neither."""
+    from pyspark.errors import AnalysisException  # noqa: PLC0415 -- an extra
+    from pyspark.sql.classic.dataframe import DataFrame  # noqa: PLC0415 -- an extra
+
+    if isinstance(given, str | os.PathLike):
+        try:
+            return connect().read.parquet(os.fspath(given))
+        except AnalysisException as error:
+            why = str(error).partition("\n")[0]
+            raise JobError(f"spark.fit: {name} is {os.fspath(given)!r}: {why}") from None
+    if not isinstance(given, DataFrame):
+        raise JobError(
+            f"spark.fit: {name} is of {kind_of(given)}; use a DataFrame of Spark (no Spark "
+            "Connect; session.createDataFrame makes one of pandas), or the path of parquet files"
+        )
+    if given.isStreaming:
+        raise JobError(f"spark.fit: {name} is a stream, which has no end: write it to parquet")
+    return given
+
+
+def kind_of(given: object) -> str:
+    """Return the type of what is given in the place of something else."""
+    kind = type(given)
+    return f"type {kind.__module__}.{kind.__qualname__}".replace("builtins.", "")
+
+
+def check_counts(user: str, **counts: object) -> None:
+    """Raise JobError for a number that counts nothing."""
+    for name, n in counts.items():
+        if n is not None and (isinstance(n, bool) or not isinstance(n, int) or n < 1):
+            raise JobError(f"{user}: {name} is {n!r}; use a whole number from 1, or leave it out")
 
 
 def check_split(dataframe: "DataFrame", test: "DataFrame") -> None:
@@ -257,11 +300,18 @@ def _linked(resume: str | os.PathLike[str], directory: Path, stack: ExitStack) -
 
 
 def columns_of(
-    inputs: Names, target: str | None, *, decode: Mapping[str, str] | None, dtype: str, user: str
+    inputs: Names, target: str, *, decode: Mapping[str, str] | None, dtype: str, user: str
 ) -> Columns:
+    """Return the columns that the options of `fit` name."""
     names = [inputs] if isinstance(inputs, str) else [*inputs]
     if not names:
         raise JobError(f"{user}: inputs has no column: name at least one")
+    if not isinstance(target, str):
+        raise JobError(f"{user}: targets is {target!r}; use the name of one column")
+    if any(not isinstance(path, str) for path in (decode or {}).values()):
+        raise JobError(f"{user}: decode has a function; use its import path, 'module:function'")
+    if dtype not in {"float32", "float64"}:
+        raise JobError(f'{user}: dtype is {dtype!r}; use "float32" or "float64"')
     tables = {"inputs": names, "target": target, "decode": dict(decode or {}), "dtype": dtype}
     try:
         return msgspec.convert(tables, Columns)

@@ -83,6 +83,10 @@ def test_rows_of_uneven_blocks_count_once_an_epoch(tmp_path: Path) -> None:
         fit(data.range(10).filter(lambda row: row["id"] < 0), counting(tmp_path / "none", n))
     with pytest.raises(JobError, match="there is no column 'z': the Dataset has row, one"):
         fit(dataset, counting(tmp_path / "z", n), inputs="z")
+    with pytest.raises(JobError, match="dataset is of type list; use a Dataset of Ray"):
+        fit([{"row": 1, "one": 1.0}], counting(tmp_path / "list", n))
+    with pytest.raises(JobError, match="hosts is 0; use a whole number from 1"):
+        fit(dataset, counting(tmp_path / "hosts", n), hosts=0)
 
 
 def test_rows_of_a_lost_node_are_read_again(cluster: Any, tmp_path: Path) -> None:  # noqa: ANN401 -- ray has no types

@@ -91,6 +91,41 @@ def test_a_column_that_is_no_tensor_is_refused_with_the_way(
         selected(frame, Columns(inputs=("x",)))
 
 
+def test_what_is_no_dataframe_or_counts_nothing_is_refused_with_the_way(
+    session: "SparkSession", tmp_path: Path
+) -> None:
+    """A DataFrame of pandas was "no attribute 'schema'", and hosts=0 as many as there are."""
+    frame = session.createDataFrame(pa.table(t.numbers(4)))
+    job = t.counting("Counts", tmp_path / "run", 4)
+    table, path = frame.toPandas(), tmp_path / "none.parquet"
+    stream = session.readStream.format("rate").load()
+    for given, why in (
+        (table, "dataframe is of type pandas.* makes one of pandas"),
+        (None, "dataframe is of type NoneType; use a DataFrame of Spark"),
+        (path, r"dataframe is '.*none.parquet': \[PATH_NOT_FOUND\]"),
+        (stream, "dataframe is a stream"),
+    ):
+        with pytest.raises(JobError, match=why):
+            fit(given, job)
+    refused: dict[str, list[tuple[object, str]]] = {
+        "test": [(table, "test is of type pandas"), (str(path), "test is .*PATH_NOT_FOUND")],
+        "hosts": [(0, "hosts is 0; use a whole number from 1"), ("2", "hosts is '2'")],
+        "cores": [(-1, "cores is -1"), (True, "cores is True")],
+        "decode": [({"row": pixels}, "decode has a function; use its import path")],
+        "dtype": [("float16", "dtype is 'float16'; use \"float32\"")],
+    }
+    for name, cases in refused.items():
+        for value, why in cases:
+            with pytest.raises(JobError, match=f"spark.fit: {why}"):
+                fit(frame, job, **{name: value})
+    for target in (None, ["one"]):
+        with pytest.raises(JobError, match=r"targets is .*; use the name of one column"):
+            cast("Any", spark.fit)(frame, job, inputs="row", targets=target)
+    with pytest.raises(JobError, match=r"rename or drop it: .*AMBIGUOUS_REFERENCE"):
+        fit(frame.select("row", "one", frame.row.alias("ONE")), job)
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize(
     ("rows", "schema"),
     [

@@ -51,6 +51,7 @@ def test_columns_of_blocks_are_tensors(tmp_path: Path) -> None:
         ([1, None], "missing values"),
         ([[1, None], [2, 3]], "missing values"),
         ([[1.0], [1.0, 2.0]], "arrays of 1 and of 2 numbers"),
+        (pa.array([[], []], pa.list_(pa.float32())), "arrays of 0 numbers"),
         ([b"a", b"b"], "decode is for columns of bytes"),
         (np.array([1, 2**63], np.uint64), "Integer value 9223372036854775808 not in range"),
         (np.array(["2012-12-03", "2012-12-06"], "datetime64[s]"), "no tensor"),
@@ -63,3 +64,6 @@ def test_columns_of_blocks_that_are_no_tensors_are_refused(
         tensors_of(Columns(inputs=("x",)), tmp_path, x=values)
     with pytest.raises(JobError, match="there is no column 'z': the Dataset has x"):
         tensors_of(Columns(inputs=("z",)), tmp_path, x=values)
+    twice = pa.Table.from_arrays([pa.array([1]), pa.array([2])], names=["x", "x"])
+    with pytest.raises(JobError, match="several columns are called 'x'"):
+        next(cast_blocks([twice], Columns(inputs=("x",))))

@@ -242,6 +242,15 @@ def test_transform_refuses_what_it_would_guess(session: SparkSession, tmp_path: 
         model.transform(frame).collect()
     with pytest.raises(JobError, match="a column 'prediction' already"):
         model.transform(frame.withColumn("prediction", frame.x))
+    # To Spark "X" is "x", which it would replace.
+    for name, value, why in (
+        ("predictionCol", "X", "a column 'x' already"),
+        ("predictionCol", None, "predictionCol is None; use the name"),
+        ("batchSize", -5, "batchSize is -5; use a whole number from 1"),
+        ("batchSize", 2.5, "batchSize is 2.5"),
+    ):
+        with pytest.raises(JobError, match=why):
+            model.transform(frame, {model.getParam(name): value})
     two = untrained("grid", tmp_path, "x", "a tuple", ())
     with pytest.raises(JobError, match="returns a tuple, of which transform makes no column"):
         two.transform(frame)
@@ -409,12 +418,13 @@ def test_a_driver_that_ends_leaves_no_host(tmp_path: Path, number: signal.Signal
     [
         ("text", ["a", "b"], "no tensor"),
         ("x", [[1.0], [1.0, 2.0]], "arrays of 1 and of 2 numbers"),
+        ("x", pa.array([[], []], pa.list_(pa.float32())), "arrays of 0 numbers"),
         ("x", [1.0, None], "missing values"),
         ("picture", [b"a", b"b"], "has bytes: give decode"),
     ],
 )
 def test_columns_that_are_no_tensors_are_refused(
-    session: SparkSession, tmp_path: Path, inputs: str, values: list[object], why: str
+    session: SparkSession, tmp_path: Path, inputs: str, values: object, why: str
 ) -> None:
     frame = session.createDataFrame(pa.table({inputs: values, "y": [0, 1]})).coalesce(1)
     with pytest.raises(JobError, match=why):

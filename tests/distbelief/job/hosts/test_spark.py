@@ -12,6 +12,7 @@ from types import ModuleType, SimpleNamespace
 import msgspec
 import pytest
 
+import distbelief.spark
 from distbelief.core.errors import JobError
 from distbelief.job.callbacks import Callbacks
 from distbelief.job.hosts import host_task, spark, task_hosts
@@ -258,6 +259,12 @@ def test_without_spark_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setitem(sys.modules, "pyspark", None)
     with pytest.raises(JobError, match=r"distbelief\[spark\]"):
         connect()
+    for name in ("model", "stages"):  # another test may have imported them
+        monkeypatch.delitem(sys.modules, f"distbelief.spark.{name}", raising=False)
+    with pytest.raises(JobError, match=r"^spark.fit: .*distbelief\[spark\]"):
+        distbelief.spark.fit("rows.parquet", {}, inputs="x", targets="y")
+    with pytest.raises(ImportError, match=r"distbelief\[spark\]"):
+        _ = distbelief.spark.DistBelief
 
 
 def test_executors_that_cannot_reach_the_job_are_not_waited_for() -> None:
