@@ -403,7 +403,7 @@ def _samples(
     # By names: to ask for a protocol takes ten times as long, for every batch.
     if hasattr(dataset, "read_in_order"):
         return cast("Sequential", dataset).read_in_order(wanted, before)
-    if hasattr(dataset, "__getitems__"):
+    if getattr(dataset, "__getitems__", None) is not None:  # None: there is none, as for torch
         if before is not None:
             before(wanted[0])
         return cast("_BatchedDataset", dataset).__getitems__(wanted)
