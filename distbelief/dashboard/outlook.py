@@ -77,6 +77,8 @@ def curve_of(
     last = None
     for one in measurements:
         value: float | None = getattr(one, of)
+        if value is None and of != "loss" and one.metrics:
+            value = math.nan  # which JSON has not
         shown = value, one.held_out_loss  # another evaluation may find the same accuracy
         if value is not None and one.samples and shown != last:
             points.append((float(one.samples), 1.0 - value if of == "metric" else value))

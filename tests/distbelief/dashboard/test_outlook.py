@@ -131,6 +131,15 @@ def test_a_run_that_has_just_begun_says_that_it_cannot_tell() -> None:
     assert found.two_more is not None
 
 
+def test_a_run_that_has_diverged_is_not_told_to_reach_its_target() -> None:
+    """NaN is null in metrics.jsonl: the curve was that of the time before."""
+    view, rows = a_run(20)
+    nan = [Measurement(time=300.0, samples=30_000, metric=0.1, metrics={"accuracy": 0.1})]
+    found = outlook(small("stop.loss=0.43"), view, [*rows, *nan])
+    assert "not all that was measured is a finite number" in found.not_told
+    assert found.seconds is found.loss_at_end is None
+
+
 def test_a_value_that_was_shown_again_is_one_point() -> None:
     rows = [
         Measurement(time=float(k), samples=100 * k, held_out_loss=loss)
