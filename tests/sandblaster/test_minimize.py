@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from scipy.optimize import Bounds
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
+from typing_extensions import override
 
 import sandblaster
 from distbelief.config.load import plain
@@ -468,12 +469,14 @@ def test_what_is_no_pair_of_tensors_is_left_to_others() -> None:
 class Louder(TensorDataset):
     """A usual way to transform samples."""
 
+    @override
     def __getitem__(self, index: int) -> tuple[Tensor, ...]:
-        inputs, targets = super().__getitem__(index)
-        return 10.0 * inputs, targets
+        inputs, targets = self.tensors
+        return 10.0 * inputs[index], targets[index]
 
 
 class Shorter(TensorDataset):
+    @override
     def __len__(self) -> int:
         return 2
 
