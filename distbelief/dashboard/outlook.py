@@ -36,6 +36,7 @@ BEGINS: Final = (0.0, 0.2, 0.4)  # of the points: what is left out at the start
 BACK_TO: Final = (0.5, 0.65, 0.8)  # of the points: what earlier forecasts knew
 AHEAD_MAX: Final = 10.0  # times the samples so far
 LINE: Final = 1.2  # times the curve's squared error: a line is as good
+LARGEST: Final = 1e60  # squares of a loss and of its inverse must be finite
 RISES: Final = 2.0  # standard errors of the slope of the last half
 _QUANTILES: Final = (0.05, 0.5, 0.95)
 
@@ -76,6 +77,8 @@ def curve_of(
     last = None
     for one in measurements:
         value: float | None = getattr(one, of)
+        if value is None and of != "loss" and one.metrics:
+            value = math.nan  # which JSON has not
         shown = value, one.held_out_loss  # another evaluation may find the same accuracy
         if value is not None and one.samples and shown != last:
             points.append((float(one.samples), 1.0 - value if of == "metric" else value))
@@ -107,6 +110,8 @@ def samples_until(value: float, points: Sequence[Point]) -> tuple[Interval, floa
 
 def _drawn(points: Sequence[Point], ahead: _Array) -> _Array:
     """Draw curves that what was measured allows, at the samples `ahead`: (curves, samples)."""
+    # A run that ends measures twice at one place, and one that was resumed may have gone back.
+    points = sorted(dict(points).items())
     if len(points) < N_POINTS_MIN:
         n = len(points)
         noun = "measurement" if n == 1 else "measurements"
@@ -114,7 +119,7 @@ def _drawn(points: Sequence[Point], ahead: _Array) -> _Array:
     if ahead[-1] > AHEAD_MAX * points[-1][0]:
         raise CannotTellError(f"cannot tell: {ahead[-1]:,.0f} samples are too far ahead")
     x, y = np.array(points, dtype=np.float64).T
-    if not np.isfinite(y).all() or y.min() <= 0.0:
+    if not ((y > 1.0 / LARGEST) & (y < LARGEST)).all():  # NaN is not
         raise CannotTellError("cannot tell: not all that was measured is a finite number above 0")
     _check_shape(x, y)
     random = np.random.default_rng(0)

@@ -5,6 +5,7 @@ The display draws it, metrics and summary keep parts of it, and as JSON it is `s
 yet is None.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar
@@ -88,7 +89,8 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     held_out_loss: float | None = None  # mean over the held-out samples, as last measured
     metric_name: str = "accuracy"  # the first metric of [evaluation]
     metric: float | None = None  # held out, as last measured
-    metrics: dict[str, float] = {}  # by name: this one, and the others that are measured
+    # By name: this one, and the others that are measured; None in files is NaN
+    metrics: dict[str, float | None] = {}
     samples_per_second: float | None = None  # over the last few seconds
     staleness_mean: float | None = None  # of the pushes applied, in pushes
     staleness_p95: float | None = None  # quantile 95 % of them, in pushes
@@ -101,7 +103,11 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     def others(self) -> dict[str, float]:
         """The metrics beside the first, without the loss."""
         shown = {self.metric_name, "loss"}
-        return {name: value for name, value in self.metrics.items() if name not in shown}
+        return {
+            name: math.nan if value is None else value
+            for name, value in self.metrics.items()
+            if name not in shown
+        }
 
 
 class Totals(Measured, frozen=True, kw_only=True):

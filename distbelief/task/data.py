@@ -403,7 +403,8 @@ def _samples(
     # By names: to ask for a protocol takes ten times as long, for every batch.
     if hasattr(dataset, "read_in_order"):
         return cast("Sequential", dataset).read_in_order(wanted, before)
-    if hasattr(dataset, "__getitems__"):
+    # Of the class: what a wrapper looks up in the data set within would leave out the wrapper.
+    if getattr(type(dataset), "__getitems__", None) is not None:
         if before is not None:
             before(wanted[0])
         return cast("_BatchedDataset", dataset).__getitems__(wanted)

@@ -32,7 +32,8 @@ class TensorPairs:
         inputs, targets = self.tensors
         n, first = len(indices), indices[0]
         if indices[-1] == first + n - 1 and indices == list(range(first, first + n)):
-            return inputs[first : first + n], targets[first : first + n]
+            # Copies: a model or loss that changes its arguments must not change the data.
+            return inputs[first : first + n].clone(), targets[first : first + n].clone()
         chosen = torch.tensor(indices)
         return inputs[chosen], targets[chosen]
 
@@ -48,8 +49,13 @@ class TensorPairs:
 
 
 def as_pair(data: object, *, user: str) -> Pair | None:
-    """Return inputs and targets, contiguous, in CPU memory and without gradients; else None."""
+    """Return inputs and targets, contiguous, in CPU memory and without gradients; else None.
+
+    None too of a TensorDataset that reads its samples in a way of its own.
+    """
     if isinstance(data, TensorDataset):
+        if not _reads_as_torch(type(data)):
+            return None
         data = data.tensors
     parts = list(data) if isinstance(data, tuple | list) else [data]
     tensors = [_tensor(part, user=user) for part in parts]
@@ -68,6 +74,12 @@ def as_pair(data: object, *, user: str) -> Pair | None:
             f"shape {tuple(targets.shape)}: give as many inputs as targets"
         )
     return inputs, targets
+
+
+def _reads_as_torch(kind: type[TensorDataset]) -> bool:
+    """Return whether samples are rows of its tensors: a subclass may transform them."""
+    names = "__getitem__", "__getitems__", "__len__"
+    return all(getattr(kind, one, None) is getattr(TensorDataset, one, None) for one in names)
 
 
 def _tensor(part: object, *, user: str) -> Tensor | None:

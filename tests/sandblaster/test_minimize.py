@@ -12,8 +12,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from scipy.optimize import Bounds
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import TensorDataset
+from typing_extensions import override
 
 import sandblaster
 from distbelief.config.load import plain
@@ -23,6 +24,7 @@ from distbelief.job.run.directory import RunDirectory
 from distbelief.supervisor.view import JobView
 from distbelief.task import tensor_pairs
 from distbelief.task.data import read_batch
+from distbelief.task.tensor_pairs import TensorPairs
 from experiments.digits.digits import images, net
 from sandblaster import problem_files as pf
 from sandblaster.api import CallbackWatch, MinimizeResult, best_of, minimize
@@ -462,6 +464,39 @@ def test_what_is_no_pair_of_tensors_is_left_to_others() -> None:
     assert as_pair((1, 2)) is None
     with pytest.raises(JobError, match=r"shape \(3, 1\) and targets of shape \(2,\)"):
         as_pair((torch.zeros(3, 1), torch.zeros(2)))
+
+
+class Louder(TensorDataset):
+    """A usual way to transform samples."""
+
+    @override
+    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+        inputs, targets = self.tensors
+        return 10.0 * inputs[index], targets[index]
+
+
+class Shorter(TensorDataset):
+    @override
+    def __len__(self) -> int:
+        return 2
+
+
+def test_a_tensor_dataset_that_reads_samples_its_own_way_is_no_pair_of_tensors() -> None:
+    """Regression: `fit` and `minimize` took its tensors, and its transform never ran."""
+    x = torch.ones(3, 2)
+    for kind in (Louder, Shorter):
+        assert as_pair(kind(x, x)) is None
+    with pytest.raises(JobError, match="which other processes cannot import"):
+        minimize(nn.Linear(2, 2), "mse", Louder(x, x))
+
+
+def test_a_batch_is_a_copy_of_the_data_also_of_samples_in_a_row() -> None:
+    """Regression: a model that changes its inputs in place changed the data of later steps."""
+    data = TensorPairs(torch.ones(4, 2), torch.ones(4))
+    for indices in ([1, 2], [3], [2, 0]):
+        for part in read_batch(data, indices).tensors().values():
+            part.mul_(2.0)
+    assert all(bool((part == 1.0).all()) for part in data.tensors)
 
 
 # ------------------------------------------------------------------------------ files

@@ -48,7 +48,7 @@ from distbelief.simulation.forecast.sweep import (
     Axis,
     Outcome,
     Variant,
-    axes_of,
+    checked_axes,
     combinations,
     has_target,
 )
@@ -197,7 +197,7 @@ def simulate(  # noqa: PLR0913 -- options
     Raises:
         JobError: the job cannot be run, or does not fit the cluster.
     """
-    axes = axes_of([_axis_text(key, values) for key, values in (sweep or {}).items()])
+    axes = checked_axes([_axis(key, values) for key, values in (sweep or {}).items()])
     request = SimulationRequest(
         job=job if isinstance(job, Job) else Path(job),
         overrides=overrides,
@@ -216,12 +216,11 @@ def simulate(  # noqa: PLR0913 -- options
     return forecast
 
 
-def _axis_text(key: str, values: object) -> str:
-    """Return an axis as `--sweep` has it."""
+def _axis(key: str, values: object) -> Axis:
     found = [] if isinstance(values, str) or not isinstance(values, Iterable) else [*values]
     if not found:
         raise JobError(f"simulate: sweep[{key!r}] is {values!r}; give a list of values")
-    return f"{key}={','.join(v if isinstance(v, str) else inline(plain(v)) for v in found)}"
+    return Axis.named(key, [v if isinstance(v, str) else inline(plain(v)) for v in found])
 
 
 def run_request(request: SimulationRequest, *, console: Console) -> Forecast:

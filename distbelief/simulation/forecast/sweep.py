@@ -187,10 +187,15 @@ class Axis(msgspec.Struct, frozen=True, kw_only=True):
     def of(text: str) -> "Axis":
         """Parse "KEY=1,2,4"."""
         key, equals, values = text.partition("=")
-        key = key.strip()
-        split = tuple(value.strip() for value in _split_values(values))
-        key = SHORT.get(key, key)
-        if not equals or "." not in key or not all(split):
+        return Axis.named(key, [*_split_values(values)] if equals else [])
+
+    @staticmethod
+    def named(key: str, values: Sequence[str]) -> "Axis":
+        """Return the axis of a key, which may be one of `SHORT`."""
+        split = tuple(value.strip() for value in values)
+        key = SHORT.get(key.strip(), key.strip())
+        text = f"{key}={','.join(split)}"
+        if not split or "." not in key or not all(split):
             raise JobError(
                 f"--sweep {text}: write TABLE.KEY=VALUE,VALUE,..., for example "
                 f"cluster.replicas=1,2,4; or without the table, {', '.join(SHORT)}"
@@ -256,9 +261,14 @@ def _number(value: str) -> object:
 
 
 def _split_values(values: str) -> Iterator[str]:
-    # Commas inside brackets do not separate: "[1,2],[3]" has two values.
+    # Commas inside brackets and quotes do not separate: '[1,2],"a,b"' has two values.
     depth = begin = 0
+    quote = ""
     for index, letter in enumerate(values):
+        may_quote = depth > 0 or not values[begin:index].strip()
+        if quote or (letter in "\"'" and may_quote):
+            quote = "" if letter == quote else quote or letter
+            continue
         depth += (letter in "[{") - (letter in "]}")
         if letter == "," and depth <= 0:
             yield values[begin:index]
@@ -266,8 +276,12 @@ def _split_values(values: str) -> Iterator[str]:
     yield values[begin:]
 
 
-def axes_of(texts: Sequence[str]) -> list[Axis]:
-    axes = [Axis.of(text) for text in texts]
+def axes_of(texts: Sequence[str]) -> Sequence[Axis]:
+    return checked_axes([Axis.of(text) for text in texts])
+
+
+def checked_axes(axes: Sequence[Axis]) -> Sequence[Axis]:
+    """Return axes of different keys with not too many combinations; else JobError."""
     for axis in axes:
         if sum(other.key == axis.key for other in axes) > 1:
             raise JobError(f"--sweep {axis.key} is given twice: list all its values in one")

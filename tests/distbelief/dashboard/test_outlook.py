@@ -52,6 +52,13 @@ def test_the_time_to_a_value_lies_about_where_the_curve_has_it() -> None:
     assert samples_until(0.05, curve(20, noise=0.005))[1] < 0.2
 
 
+def test_places_that_were_measured_again_or_out_of_order_change_nothing() -> None:
+    """The last subset and the whole of held-out data are measured at one place, for example."""
+    points = curve(20)
+    again = [*points[10:], *points[:10], *[(points[-1][0], 9.0)] * 3, points[-1]]
+    assert loss_at(30_000.0, again) == loss_at(30_000.0, points)
+
+
 @pytest.mark.parametrize(
     ("points", "said"),
     [
@@ -60,6 +67,9 @@ def test_the_time_to_a_value_lies_about_where_the_curve_has_it() -> None:
         ([(100.0 * k, 5.0 - 0.1 * k) for k in range(1, 15)], "in a line"),
         ([(100.0 * k, 1.0 + (k - 4) ** 2 / 20) for k in range(1, 15)], "does not fall any more"),
         ([(100.0 * k, 1.0 - 0.1 * k) for k in range(1, 15)], "finite number above 0"),
+        # Regressions: warnings of numpy, and NaN.
+        ([(100.0 * k, 1e300 / k) for k in range(1, 15)], "finite number above 0"),
+        ([(100.0, 1.0 / k) for k in range(1, 15)], "1 measurement, and 8 are needed"),
     ],
 )
 def test_what_the_curve_does_not_say_is_not_told(points: list[Point], said: str) -> None:
@@ -119,6 +129,15 @@ def test_a_run_that_has_just_begun_says_that_it_cannot_tell() -> None:
     assert found.loss_at_end is None
     assert found.target == "accuracy 0.95"
     assert found.two_more is not None
+
+
+def test_a_run_that_has_diverged_is_not_told_to_reach_its_target() -> None:
+    """NaN is null in metrics.jsonl: the curve was that of the time before."""
+    view, rows = a_run(20)
+    nan = [Measurement(time=300.0, samples=30_000, metric=0.1, metrics={"accuracy": 0.1})]
+    found = outlook(small("stop.loss=0.43"), view, [*rows, *nan])
+    assert "not all that was measured is a finite number" in found.not_told
+    assert found.seconds is found.loss_at_end is None
 
 
 def test_a_value_that_was_shown_again_is_one_point() -> None:

@@ -15,6 +15,7 @@ from distbelief.task.data import (
     Fields,
     are_alike,
     marks_of,
+    n_samples_of,
     read_batch,
     rebuilt,
     shown_path,
@@ -40,6 +41,23 @@ class Lists(Samples):
 
     def __getitems__(self, indices: list[int]) -> object:
         return [self._samples[index] for index in indices]
+
+
+class OneByOne(Lists):
+    """Reads no batch at once, as torch lets a subclass say."""
+
+    __getitems__ = None  # type: ignore[assignment]
+
+
+class Wrapped(Samples):
+    """Has what the data set within has, and its own samples."""
+
+    def __init__(self, within: Lists) -> None:
+        super().__init__(pairs(3))
+        self.within = within
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.within, name)
 
 
 class Arrays:
@@ -93,6 +111,18 @@ class Returning(Samples):
 
     def __getitems__(self, indices: list[int]) -> object:
         return self._batch
+
+
+def test_a_data_set_may_say_that_it_reads_no_batch_at_once() -> None:
+    """Regression: its None was called, where torch's loader reads one sample after the other."""
+    read = read_batch(OneByOne(pairs(3)), [2, 0])
+    assert n_samples_of(read.inputs) == 2
+
+
+def test_a_wrapper_reads_its_own_samples() -> None:
+    """Regression: a batch came from the data set within, without the wrapper's transform."""
+    within = Lists([(torch.full((2,), 9.0), 9)] * 3)
+    assert not (read_batch(Wrapped(within), [0, 1]).tensors()["inputs",] == 9.0).any()
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@ import math
 from pathlib import Path
 
 import matplotlib.image
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, strategies as st
@@ -74,6 +75,17 @@ def test_a_loss_that_is_no_number_is_written_as_null(path: Path) -> None:
         metrics.append(Measurement(time=0.0, step=1, samples=1, loss=math.nan))
     assert '"loss":null' in path.read_text()
     assert read_metrics(path)[0].loss is None
+
+
+def test_a_metric_that_is_no_number_loses_no_line(path: Path) -> None:
+    """Regression: readers left the line out, as one that is damaged."""
+    given = Measurement(time=0.0, samples=1, metric=0.5, metrics={"accuracy": 0.5, "auc": math.nan})
+    with MetricsFile(path) as metrics:
+        metrics.append(given)
+    assert [row.metrics for row in read_metrics(path)] == [{"accuracy": 0.5, "auc": None}]
+    view = JobView(metrics=given.metrics)
+    again = msgspec.json.decode(msgspec.json.encode(view), type=JobView)
+    assert math.isnan(again.others["auc"])
 
 
 def test_a_measurement_is_taken_from_a_view() -> None:

@@ -78,6 +78,13 @@ def test_a_value_may_have_commas_in_brackets() -> None:
     assert Axis.of("a.b={c = 1, d = 2},]").values == ("{c = 1, d = 2}", "]")
 
 
+def test_text_in_quotes_is_one_value() -> None:
+    """A file named "a,b" was two values."""
+    assert Axis.of("""a.b="x,y",'z, ]'""").values == ('"x,y"', "'z, ]'")
+    assert Axis.of("""a.b=["]", "x,y"],it's,7'""").values == ('["]", "x,y"]', "it's", "7'")
+    assert Axis.named("every", ["10 min, or so", "1"]).values == ("10 min, or so", "1")
+
+
 def test_all_combinations_are_run_the_last_axis_fastest() -> None:
     axes = axes_of(["replicas=1,2", "n_push=1,5"])
     assert [tuple(each.values()) for each in combinations(axes)] == [
