@@ -50,6 +50,12 @@ def dashboard(
         raise JobError(
             "no run to show: name a run directory, as in `distbelief dashboard runs/digits`"
         )
+    for path in map(str, run_directories):
+        if path.startswith(("http:/", "https:/")):
+            raise JobError(
+                f"{path} is an address: name run directories. Where they are, on the other host, "
+                "run `distbelief dashboard`, and open the address that it prints in a browser"
+            )
     runs = server.directories([str(path) for path in run_directories])
     listening = server.listen(listen)
     token = server.token_for(listening, token_file)

@@ -200,8 +200,10 @@ def token_for(listening: socket.socket, file: Path | None) -> str:
         return "" if is_loopback(listening.getsockname()[0]) else secrets.token_urlsafe(24)
     try:
         token = file.read_text(encoding="ascii").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise JobError(f"--token-file {file}: {error}") from None
+    except OSError as error:
+        raise JobError(f"--token-file {file}: {error.strerror or error}") from None
+    except UnicodeDecodeError:
+        token = ""
     if not _TOKEN.fullmatch(token):
         raise JobError(f"--token-file {file}: write 16 to 128 letters, digits, - or _ into it")
     return token
@@ -379,4 +381,7 @@ def directories(paths: Sequence[str]) -> list[RunDirectory]:
     """Open run directories for reading; JobError or StorageError if one is none."""
     if len(paths) > N_RUNS_MAX:
         raise JobError(f"{len(paths)} runs: at most {N_RUNS_MAX} fit on one page")
-    return [RunDirectory.open(path, write=False) for path in paths]
+    found: dict[Path, RunDirectory] = {}
+    for path in paths:  # each once: Prometheus takes no figures of two with the same labels
+        found.setdefault(Path(path).resolve(), RunDirectory.open(path, write=False))
+    return [*found.values()]

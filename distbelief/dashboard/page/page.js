@@ -13,6 +13,7 @@ const KINDS = { // of events: what they are called, their colour, and the log ev
 };
 const ACTIVITIES = { computing: "--c2", copying: "--c4", "waiting for shards": "--c0", "waiting for roles": "--c5", reading: "--c1", "waiting for samples": "--c7" };
 
+const root = document.documentElement;
 const $ = (id) => document.getElementById(id);
 const runs = []; // of each: columns, n (points), state, marks
 const charts = new Map(); // key -> {box, plot, shape, ...}
@@ -72,7 +73,7 @@ function rows(parent, n, build) { // as many children as `n`
   return parent.children;
 }
 const colours = {}; // of the theme: to ask for one is slow
-const colour = (name) => (colours[name] ??= getComputedStyle(document.documentElement).getPropertyValue(name).trim());
+const colour = (name) => (colours[name] ??= getComputedStyle(root).getPropertyValue(name).trim());
 const colourOf = (run) => `--c${run % PALETTE}`;
 
 // --- what comes in
@@ -268,7 +269,7 @@ const nameOf = (run) => {
   const twins = runs.filter((it) => it.state?.name === own).length > 1;
   return twins ? runs[run].state.path.split("/").filter(Boolean).pop() : own;
 };
-const TIMES = [0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400, 172800, 604800];
+const TIMES = [0.1,0.2,0.5,1,2,5,10,15,30,60,120,300,600,900,1800,3600,7200,10800,21600,43200,86400,172800,604800];
 
 function optionsOf(spec, series, width) {
   const isTime = $("axis").value === "time", ink = colour("--dim"), grid = { stroke: colour("--grid"), width: 1 };
@@ -388,9 +389,9 @@ function collectMarks() {
   const present = new Set(runs.flatMap((it) => it.marks.map((each) => each.kind)));
   const legend = $("marks-legend"), shown = Object.keys(KINDS).filter((kind) => present.has(kind));
   legend.hidden = !shown.length || !$("marks").checked;
-  const key = shown.join();
-  if (legend.dataset.key !== key + document.documentElement.dataset.theme) {
-    legend.dataset.key = key + document.documentElement.dataset.theme;
+  const key = shown + root.dataset.theme;
+  if (legend.dataset.key !== key) {
+    legend.dataset.key = key;
     legend.replaceChildren(...shown.map((kind) => keyOf(KINDS[kind][1], KINDS[kind][0])));
   }
 }
@@ -410,7 +411,7 @@ function visibleMarks(u) {
   return runs.flatMap((it, run) => it.marks.map((each) => ({ ...each, run, x: placed(it, each) }))).filter((each) => each.x !== null && each.x >= min && each.x <= max);
 }
 function drawMarks(u) {
-  const { ctx } = u, { left, top, height } = u.bbox, dpr = devicePixelRatio || 1;
+  const { ctx } = u, { left, top, height } = u.bbox, dpr = devicePixelRatio;
   u.marks = visibleMarks(u).map((each) => ({ ...each, at: u.valToPos(each.x, "x", true) }));
   ctx.save();
   const last = {};
@@ -445,7 +446,7 @@ function drawMarks(u) {
 function showTip(u) {
   const chart = [...charts.values()].find((each) => each.plot === u);
   if (!chart) return;
-  const dpr = devicePixelRatio || 1, x = u.cursor.left, over = u.bbox.left / dpr;
+  const dpr = devicePixelRatio, x = u.cursor.left, over = u.bbox.left / dpr;
   const near = x < 0 || u.cursor.event == null ? [] : (u.marks ?? []).filter((each) => Math.abs(each.at / dpr - over - x) < 5);
   chart.tip.hidden = !near.length;
   if (!near.length) return;
@@ -607,10 +608,11 @@ function drawRoles(state, from) {
     put(cell[9], count(role.restarts));
   });
   const used = Object.keys(ACTIVITIES).filter((name) => roles.some((role) => role.spent[name] > 0));
-  $("spent-legend").hidden = !used.length;
-  if ($("spent-legend").dataset.key !== used.join()) {
-    $("spent-legend").dataset.key = used.join();
-    $("spent-legend").replaceChildren(...used.map((name) => keyOf(ACTIVITIES[name], name)), keyOf("--grid", "other"));
+  const legend = $("spent-legend"), key = used.join();
+  legend.hidden = !key;
+  if (legend.dataset.key !== key) {
+    legend.dataset.key = key;
+    legend.replaceChildren(...used.map((name) => keyOf(ACTIVITIES[name], name)), keyOf("--grid", "other"));
   }
 }
 function newRow() {
@@ -644,12 +646,12 @@ function drawEvents(state) {
 
 // --- controls
 
-function redraw() { for (const name of Object.keys(colours)) delete colours[name]; for (const chart of charts.values()) chart.shape = ""; dirty = { points: true, state: true }; draw(); }
+function redraw() { for (const name in colours) delete colours[name]; for (const chart of charts.values()) chart.shape = ""; dirty = { points: true, state: true }; draw(); }
 function keep(name, value) { try { localStorage.setItem(name, value); } catch { /* not allowed: forget it */ } }
 function kept(name) { try { return localStorage.getItem(name); } catch { return null; } }
 function setTheme(theme) {
-  if (theme === "auto") delete document.documentElement.dataset.theme;
-  else document.documentElement.dataset.theme = theme;
+  if (theme === "auto") delete root.dataset.theme;
+  else root.dataset.theme = theme;
   put($("theme"), theme);
   $("theme").setAttribute("aria-label", `Colours: ${theme === "auto" ? "as the system" : theme}`);
   keep("theme", theme);

@@ -180,7 +180,7 @@ def test_another_address_has_a_token(tmp_path: Path) -> None:
         assert token_for(here, file) == token_for(everywhere, file) == TOKEN
         assert url(here, "t").startswith("http://127.0.0.1:")
         assert url(everywhere, "t").endswith("/?token=t")
-    with pytest.raises(JobError, match="token-file"):
+    with pytest.raises(JobError, match=r"none: No such file or directory$"):
         token_for(here, tmp_path / "none")
 
 
@@ -336,3 +336,9 @@ def test_readers_that_take_no_bytes_disturb_nobody(tmp_path: Path) -> None:
         assert get(page, "/metrics")[0] == 200
         for each in idle:
             each.close()
+
+
+def test_a_run_that_is_named_twice_is_shown_once(tmp_path: Path) -> None:
+    first, other = (str(made_runs.make(tmp_path / name, n_points=1)) for name in ("b", "a"))
+    found = directories([first, other, f"{first}/", f"{other}/../b"])
+    assert [str(run.path) for run in found] == [first, other]
