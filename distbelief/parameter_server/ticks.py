@@ -515,8 +515,7 @@ class Rounds:
         A round that waits for all would wait as long again for one that enters near its end: that
         one begins with the next round, as the others do.
         """
-        is_of_all = self._policy.quorum == 1.0 and not self._policy.early
-        if not (is_of_all and self._floor.is_in_step) or self._began is None:
+        if not self._floor.is_in_step or self._policy.early or self._began is None:
             return msgspec.UNSET
         is_late = now - self._began > LATE_SHARE * self._seconds > 0.0
         return self._floor.value + 1 if is_late else msgspec.UNSET

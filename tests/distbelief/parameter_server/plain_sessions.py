@@ -132,9 +132,7 @@ class PlainRounds:
         return now >= self.due
 
     def begins_at(self, now: Seconds) -> pf.Ticks:
-        if self._policy.early or self._policy.quorum < 1.0:
-            return msgspec.UNSET
-        if not self._floor.is_in_step or not self._seconds:
+        if self._policy.early or not self._floor.is_in_step or not self._seconds:
             return msgspec.UNSET
         assert self._began is not None
         is_late = 16 * (now - self._began) > self._seconds
