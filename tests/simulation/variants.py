@@ -214,12 +214,11 @@ def late_open_session_lowers_the_watermark(
     name: Address,
     incarnation: int,
     request: wire.OpenSession,
-    now: Seconds,
     *,
     region: str,
 ) -> tuple[Session, str | None]:
     """The watermark in OpenSession is taken over, however old the message is."""
-    client, why_not = whole(self, name, incarnation, request, now, region=region)
+    client, why_not = whole(self, name, incarnation, request, region=region)
     client.watermark = request.next_sequence - 1
     return client, why_not
 
