@@ -48,10 +48,6 @@ class PlainFloor:
     check = Floor.check
     place = Floor.place
 
-    @property
-    def is_in_step(self) -> bool:
-        return self._staleness == 0 and not self.awaits_clients
-
     def note(self, _: Session) -> None:
         pass
 
@@ -130,13 +126,6 @@ class PlainRounds:
             due += 2 * self._seconds
         self.due = due if self.due is None else min(self.due, due)
         return now >= self.due
-
-    def begins_at(self, now: Seconds) -> pf.Ticks:
-        if self._policy.early or not self._floor.is_in_step or not self._seconds:
-            return msgspec.UNSET
-        assert self._began is not None
-        is_late = 16 * (now - self._began) > self._seconds
-        return self._floor.value + 1 if is_late else msgspec.UNSET
 
     def calls(self, *, term: int) -> list[Action]:
         if self.due is None or not self._policy.early:
