@@ -305,7 +305,7 @@ class Sessions:
         )
 
     def admit(
-        self, name: Address, incarnation: int, request: pf.OpenSession, now: Seconds, *, region: str
+        self, name: Address, incarnation: int, request: pf.OpenSession, *, region: str
     ) -> tuple[Session, str | None]:
         """Open a session; return it, and a warning if shared memory could not be created."""
         client = self._clients.get(name)
@@ -335,7 +335,7 @@ class Sessions:
         client.watermark = max(client.watermark, request.next_sequence - 1)
         self._note(client)
         if self.counts_ticks:
-            self._enter(client, request, now)
+            self._enter(client, request)
         return client, warning
 
     def _forget(self, name: Address) -> None:
@@ -633,16 +633,13 @@ class Sessions:
 
     # ---------------------------------------------------------------------- ticks
 
-    def _enter(self, client: Session, request: pf.OpenSession, now: Seconds) -> None:
+    def _enter(self, client: Session, request: pf.OpenSession) -> None:
         attendance = Attendance(request.entries or 0)
         if attendance.changes < client.attendance.changes:
             return  # a late message
         client.attendance = attendance
         if attendance.is_in:
-            tick = request.tick
-            if self.rounds is not None and tick is client.tick is msgspec.UNSET:
-                tick = self.rounds.begins_at(now)
-            self.floor.place(client, tick)
+            self.floor.place(client, request.tick)
             self._note(client)
             return
         if self._workers is not None and client.is_in:

@@ -28,9 +28,6 @@ TICKS_AHEAD_MAX: Final = 1 << 32
 worker alone could set the floor for all that come later."""
 
 
-LATE_SHARE: Final = 1 / 16  # of the time of a round, after which it is not for those who enter
-
-
 @final
 @dataclass(slots=True)
 class Attendance:
@@ -285,11 +282,6 @@ class Floor:
         self._untold: dict[Address, Member] = {}
         self._looked_at = 0  # the floor at the last news
 
-    @property
-    def is_in_step(self) -> bool:
-        """Whether nobody begins a tick before all have ended the one before."""
-        return self._staleness == 0 and not self.awaits_clients
-
     def check(self, name: Address, member: Member | None, tick: pf.Ticks) -> None:
         """Raise FalseClaimError for a tick far ahead of what is known here."""
         known = self.value if member is None else max(member.tick or 0, self.value)
@@ -508,17 +500,6 @@ class Rounds:
             )
             for one in late
         ]
-
-    def begins_at(self, now: Seconds) -> pf.Ticks:
-        """Return the ticks that a client which enters now has ended; Unset: those of the floor.
-
-        A round that waits for all would wait as long again for one that enters near its end: that
-        one begins with the next round, as the others do.
-        """
-        if not self._floor.is_in_step or self._policy.early or self._began is None:
-            return msgspec.UNSET
-        is_late = now - self._began > LATE_SHARE * self._seconds > 0.0
-        return self._floor.value + 1 if is_late else msgspec.UNSET
 
     def end(self, now: Seconds) -> None:
         began = now if self._began is None else self._began

@@ -152,7 +152,6 @@ class OneCopy:
         next_sequence: int = 1,
         holds: Vector | None = None,
         tick: pf.Ticks = msgspec.UNSET,  # set: it is in
-        enters: bool = False,  # it is in, and knows no tick
         number: int = 0,
     ) -> list[Action]:
         message = pf.OpenSession(
@@ -161,7 +160,7 @@ class OneCopy:
             host=host,
             next_sequence=next_sequence,
             holds=holds,
-            entries=1 if enters or tick is not msgspec.UNSET else msgspec.UNSET,
+            entries=msgspec.UNSET if tick is msgspec.UNSET else 1,
             tick=tick,
             known_term=number,
         )

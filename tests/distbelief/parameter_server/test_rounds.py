@@ -75,13 +75,9 @@ BEFORE: Seconds = 1e-3
 class Shard:
     """One shard, whose workers are all in; it works at once."""
 
-    def __init__(
-        self, n_workers: int, *, quorum: float, early: bool = False, staleness: int | None = None
-    ) -> None:
+    def __init__(self, n_workers: int, *, quorum: float, early: bool = False) -> None:
         ends = Round(quorum=quorum, grace_seconds=GRACE, early=early)
-        policy = ExchangePolicy(
-            send="delta", round=ends, weight="mean", every=4, staleness=staleness
-        )
+        policy = ExchangePolicy(send="delta", round=ends, weight="mean", every=4)
         self.copy = OneCopy(A, policy=policy, is_replicated=False)
         self.workers = [Address(f"worker-{n}") for n in range(n_workers)]
         self.ticks = [0] * n_workers
@@ -229,26 +225,3 @@ def test_a_worker_that_does_not_wait_elsewhere_is_waited_for_without_end() -> No
     shard.push_elsewhere(1)
     shard.wait(100 * GRACE)
     assert shard.n_applied == 3
-
-
-@pytest.mark.parametrize(("after", "holds_up"), [(0.5, True), (2.0, False), (9.0, False)])
-def test_one_that_enters_late_does_not_hold_up_a_round_of_all(
-    after: Seconds, *, holds_up: bool
-) -> None:
-    """Whenever a machine came back, all others waited for it as long as a round takes."""
-    shard = Shard(2, quorum=1.0, staleness=0)
-    for _ in range(2):  # the second one takes 10 s
-        shard.wait(10.0)
-        shard.push(0, 1)
-    shard.wait(after)
-    late = Address("late")
-    opened = shard.copy.hello(late, enters=True)
-    answers = [one.message for one in opened if isinstance(one, Send)]
-    ticks = [one.tick for one in answers if isinstance(one, pf.SessionOpened)]
-    assert ticks == [2 if holds_up else 3]
-    shard.push(0, 1)
-    assert shard.n_applied == 4 + 2 * (not holds_up)
-    shard.copy.push(1, sender=late, tick=3 if holds_up else 4)
-    shard.push(*(() if holds_up else (0, 1)))  # it is in every round from then on
-    shard.copy.work_all()
-    assert shard.n_applied == 7 + 2 * (not holds_up)
