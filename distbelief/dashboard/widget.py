@@ -41,7 +41,13 @@ def live(*run_directories: str | os.PathLike[str]) -> object:
     """Return a widget that shows these runs live, as the result of a notebook's cell.
 
     A run that has not begun is shown once it has, such as one of a later cell:
-    `distbelief.fit(..., directory="runs/net")`. JobError without anywidget, or without a run.
+    `distbelief.fit(..., directory="runs/net")`.
+
+    Args:
+        run_directories: The runs, side by side, 1 to 16: each a directory that a job writes.
+
+    Raises:
+        JobError: anywidget is not installed, or no run or too many are named.
     """
     if not 0 < len(run_directories) <= N_RUNS_MAX:
         raise JobError(f"live: name 1 to {N_RUNS_MAX} run directories, such as 'runs/digits'")

@@ -8,8 +8,9 @@ settings (rate, rule, replicas, batch, length, seeds) come from `--draw`: nothin
 chosen on the runs of a number that nobody has used. From what was measured in the first `--share`
 of its samples the loss of a run at its end is forecast with an interval of 90 %: the held-out loss,
 of L-BFGS that of training. Other runs take the place of those of which the forecast cannot tell.
-Curves are kept in runs/forecast-of-loss; those that are there are not run again. Not in
-`make bench`: it takes minutes.
+Curves are kept in runs/forecast-of-loss; those that are there are not run again.
+
+Not in `make bench`: it takes minutes.
 
     covered      runs whose loss at the end lies in the interval
     told         of so many
