@@ -334,12 +334,11 @@ class ResumedRounds(Rounds):
                 cluster.restart(name)
         for fault in part.faults:
             cluster.inject(replace(fault, at=begun + fault.at))
-        for at, name in sorted(
-            [*part.joins, *((at, None) for at in part.saves)], key=itemgetter(0)
-        ):
+        saves: list[tuple[Seconds, Address | None]] = [(at, None) for at in part.saves]
+        for at, comes in sorted([*part.joins, *saves], key=itemgetter(0)):
             cluster.run(until=begun + min(at, part.seconds))
-            if name is not None:
-                cluster.restart(name)
+            if comes is not None:
+                cluster.restart(comes)
             elif cluster.is_alive(COORDINATOR):
                 self.tell(COORDINATOR, SaveCheckpoint(label=_label(self.now)))
         cluster.run(until=begun + part.seconds)
