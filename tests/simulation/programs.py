@@ -4,8 +4,9 @@ Checked: tables and results have the bits of `program.run` in one process, whate
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
+from operator import itemgetter
 from typing import Final, Literal, get_args
 
 import numpy as np
@@ -19,11 +20,11 @@ from distbelief.parameter_server.rows import Values
 from distbelief.parameter_server.rules import SGD
 from distbelief.parameter_server.shard import Shard
 from distbelief.parameter_server.shard_config import ShardConfig, copy_names, other_copy
-from distbelief.protocol import SaveCheckpoint
+from distbelief.protocol import SaveCheckpoint, Stop
 from distbelief.protocol.role import Address, Role, Seconds
 from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.driver import Builder, HandledEvent
-from distbelief.simulation.faults import Supersede, TornSnapshot
+from distbelief.simulation.faults import Fault, Supersede, TornSnapshot
 from distbelief.simulation.machines import ClusterOptions, SimulatedMachine
 from distbelief.simulation.network import Link
 from sandblaster import LatentDirichletAllocation, MatrixFactorization
@@ -48,6 +49,10 @@ HORIZON: Seconds = 0.1  # by then everything has healed
 FIRST_OF_TOPICS: Final = 1_000_000  # seeds below have the other programs
 FIRST_OF_FLIGHTS: Final = 2_000_000  # from here on, programs with rounds in flight
 FIRST_OF_ALL: Final = 3_000_000  # from here on, any program
+FIRST_OF_RESUMED: Final = 4_000_000  # from here on, jobs that are interrupted and resumed
+
+BOUNDS: Final = (4, 8)
+"""Passes after which topics and factors begin anew: there a job ends as if it had gone on."""
 
 
 @cache
@@ -57,12 +62,14 @@ def data() -> tuple[Values, Values]:
     return x, x[:, ::7].sum(axis=1) + 0.1 * rng.normal(size=140)
 
 
-def program_of(which: Which) -> AnyProgram:
+def program_of(which: Which, max_iter: int | None = None) -> AnyProgram:
+    """Return a program; topics and factors end after so many passes."""
     if which == "factors":
         rng = np.random.default_rng(4)
         rows, columns = np.nonzero(rng.random((70, 40)) < 0.3)
         entries = sparse.csr_array((rng.normal(size=len(rows)), (rows, columns)), shape=(70, 40))
-        model = MatrixFactorization(2, biases=True, regularization=0.3, max_iter=10, n_blocks=5)
+        model = MatrixFactorization(2, biases=True, regularization=0.3, n_blocks=5)
+        model.set_params(max_iter=max_iter or 10)
         return model.program(entries)
     if which == "mixing":
         return Mixing(staleness=2, n_rounds=8)
@@ -73,7 +80,7 @@ def program_of(which: Which) -> AnyProgram:
         return LatentDirichletAllocation(
             5,  # rows of five numbers, which shards cut
             learn_doc_topic_prior=True,
-            max_iter=11,
+            max_iter=max_iter or 11,
             tol=-1.0,
             evaluate_every=3,
             patience=9,
@@ -125,6 +132,7 @@ class Rounds(Scene):
     n_copies: int = 1  # of each shard
     has_begun: bool = True  # whether a coordinator that starts begins by itself
     late: tuple[Address, ...] = ()  # a test starts these
+    max_iter: int | None = None  # of topics and factors; None: that of `plain`
 
     @property
     def shards(self) -> list[Address]:
@@ -213,7 +221,7 @@ class Rounds(Scene):
         )
         return Coordinator(
             config,
-            method=Scheduled(program_of(self.which)),
+            method=Scheduled(program_of(self.which, self.max_iter)),
             shards=self.shards,
             n_examples=140,
             second_copies={k: other_copy(k) for k in self.shards if self.n_copies > 1},
@@ -229,7 +237,7 @@ class Rounds(Scene):
 
         def is_over() -> bool:
             while waiting and cluster.now >= waiting[0]:
-                label = f"{int(waiting.pop(0) * 1e6):09d}"
+                label = _label(waiting.pop(0))
                 if cluster.is_alive(COORDINATOR):
                     self.tell(COORDINATOR, SaveCheckpoint(label=label))
             return COORDINATOR in cluster.halted
@@ -265,6 +273,89 @@ class Rounds(Scene):
         other.cluster.observe(lambda one: times.append(other.now) if happens(one) else None)
         other.play()
         return times
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """One job of several that resume each other.
+
+    Attributes: as of `Rounds`, with times from the beginning of this job. `seconds`: when it is
+    interrupted, unless it has ended; faults are over by then. `joins`: when late workers come.
+    """
+
+    seconds: Seconds
+    max_iter: int | None = None
+    faults: tuple[Fault, ...] = ()
+    saves: tuple[Seconds, ...] = ()
+    joins: tuple[tuple[Seconds, Address], ...] = ()
+
+
+@dataclass(kw_only=True, eq=False)
+class ResumedRounds(Rounds):
+    """A job that is interrupted, and resumed by new processes, perhaps with other bounds.
+
+    The last part is not interrupted. Shards have what they saved at the end of the one before.
+    """
+
+    parts: Sequence[Part] = ()
+    n_interrupted: int = field(default=0, init=False)
+    n_bounded: int = field(default=0, init=False)  # parts that have ended at another bound
+
+    @override
+    def options(self) -> ClusterOptions:
+        return replace(super().options(), start=())
+
+    @override
+    def play(self, *, within: Seconds = 60.0) -> None:
+        *before, last = self.parts
+        for part in before:
+            self._pass(part)
+            if COORDINATOR not in self.cluster.halted:
+                self.tell(COORDINATOR, Stop(reason="Ctrl+C"))
+                self.run_until(lambda: COORDINATOR in self.cluster.halted, within=within)
+            assert self.cluster.halted[COORDINATOR] is None, self.cluster.halted
+            is_stopped = self.coordinator.reason is Reason.STOPPED
+            self.n_interrupted += is_stopped
+            self.n_bounded += not is_stopped and part.max_iter is not None
+            self._save_shards(within=within)
+        self._pass(last)
+        super().play(within=within)
+
+    def _pass(self, part: Part) -> None:
+        """Begin a part, with new processes; run it for its seconds."""
+        cluster, begun = self.cluster, self.now
+        self.max_iter = part.max_iter
+        late = {name for _, name in part.joins}
+        for name in self.roles():
+            if name in cluster.alive:
+                cluster.kill(name)
+        for name in self.roles():
+            if name not in late:
+                cluster.restart(name)
+        for fault in part.faults:
+            cluster.inject(replace(fault, at=begun + fault.at))
+        saves: list[tuple[Seconds, Address | None]] = [(at, None) for at in part.saves]
+        for at, comes in sorted([*part.joins, *saves], key=itemgetter(0)):
+            cluster.run(until=begun + min(at, part.seconds))
+            if comes is not None:
+                cluster.restart(comes)
+            elif cluster.is_alive(COORDINATOR):
+                self.tell(COORDINATOR, SaveCheckpoint(label=_label(self.now)))
+        cluster.run(until=begun + part.seconds)
+
+    def _save_shards(self, *, within: Seconds) -> None:
+        """Save what shards have, as the supervisor does at the end of a job."""
+        label, disk = _label(self.now), self.cluster.disk
+        for name in self.shards:
+            self.tell(name, SaveCheckpoint(label=label))
+        self.run_until(
+            lambda: all((one := disk.newest(name)) and one.label == label for name in self.shards),
+            within=within,
+        )
+
+
+def _label(at: Seconds) -> str:
+    return f"{int(at * 1e6):09d}"
 
 
 def _validate(happening: HandledEvent) -> None:
@@ -305,4 +396,42 @@ def drawn(seed: int) -> Rounds:
         latency_seconds=float(stream.choice([2e-5, 2e-4, 1e-3])),
         suspect_seconds=float(stream.choice([0.05, 0.3])),
         saves=tuple(sorted(float(at) for at in saves)),
+    )
+
+
+def drawn_resumed(seed: int) -> ResumedRounds:
+    """Return what a seed from `FIRST_OF_RESUMED` on stands for."""
+    stream = np.random.default_rng([seed, 0x4E5D])
+    which = get_args(Which)[int(stream.integers(len(get_args(Which))))]
+    n_shards, n_replicas = int(stream.integers(1, 4)), int(stream.integers(1, 5))
+    replicas = [Address(f"replica-{r}") for r in range(n_replicas)]
+    roles = [COORDINATOR, *replicas, *(Address(f"shard-{k}") for k in range(n_shards))]
+    has_bounds = which in {"factors", "topics", "topics in flight"}
+    parts: list[Part] = []
+    n_parts = int(stream.integers(2, 5))
+    for number in range(n_parts):
+        seconds = float(stream.exponential(0.04)) + 1e-4
+        intensity = float(stream.choice([0.0, 0.0, 0.5]))
+        faults = random_faults(
+            int(stream.integers(1 << 30)), roles, horizon=seconds, intensity=intensity
+        )
+        late = [name for name in replicas[1:] if stream.random() < 0.5]
+        is_bounded = has_bounds and number < n_parts - 1 and stream.random() < 0.7
+        part = Part(
+            seconds=seconds,
+            max_iter=int(stream.choice(BOUNDS)) if is_bounded else None,
+            faults=tuple(one for one in faults if not isinstance(one, TornSnapshot)),
+            saves=tuple(stream.uniform(0.0, seconds, size=int(stream.integers(0, 3))).tolist()),
+            joins=tuple((float(stream.exponential(0.01)), name) for name in late),
+        )
+        parts.append(part)
+    return ResumedRounds(
+        seed=seed,
+        which=which,
+        n_shards=n_shards,
+        n_replicas=n_replicas,
+        backups=bool(stream.random() < 0.8),
+        latency_seconds=float(stream.choice([2e-5, 2e-4, 1e-3])),
+        suspect_seconds=float(stream.choice([0.05, 0.3])),
+        parts=parts,
     )

@@ -38,10 +38,12 @@ from tests.simulation import programs
 from tests.simulation.programs import (
     FIRST_OF_ALL,
     FIRST_OF_FLIGHTS,
+    FIRST_OF_RESUMED,
     FIRST_OF_TOPICS,
     Rounds,
     Which,
     drawn,
+    drawn_resumed,
 )
 from tests.simulation.scene import sends
 from tests.simulation.test_seeds import chunks, name, play_seeds
@@ -131,6 +133,28 @@ def test_a_coordinator_that_has_resumed_saves_its_journal_before_the_first_comma
 @pytest.mark.parametrize("seeds", chunks(range(FIRST_OF_ALL, FIRST_OF_ALL + 2000), 1000), ids=name)
 def test_all_programs_have_the_same_bits_for_two_thousand_seeds(seeds: range) -> None:
     play_seeds(seeds, played, file=FILE, seldom=SELDOM)
+
+
+def resumed(seed: int) -> Counter[str]:
+    scene = drawn_resumed(seed)
+    scene.play()
+    return Counter({"interrupted": scene.n_interrupted, "ended at a bound": scene.n_bounded})
+
+
+@pytest.mark.parametrize(
+    "seeds", chunks(range(FIRST_OF_RESUMED, FIRST_OF_RESUMED + 6), 6), ids=name
+)
+def test_the_same_if_jobs_are_interrupted_and_resumed(seeds: range) -> None:
+    play_seeds(seeds, resumed, file=FILE, seldom=())
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(
+    "seeds", chunks(range(FIRST_OF_RESUMED + 6, FIRST_OF_RESUMED + 1006), 500), ids=name
+)
+def test_the_same_for_a_thousand_jobs_that_are_resumed(seeds: range) -> None:
+    play_seeds(seeds, resumed, file=FILE, seldom=("interrupted", "ended at a bound"))
 
 
 # --- each fault, in each application ---
