@@ -148,15 +148,6 @@ def test_the_same_if_jobs_are_interrupted_and_resumed(seeds: range) -> None:
     play_seeds(seeds, resumed, file=FILE, seldom=())
 
 
-@pytest.mark.soak
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize(
-    "seeds", chunks(range(FIRST_OF_RESUMED + 6, FIRST_OF_RESUMED + 1006), 500), ids=name
-)
-def test_the_same_for_a_thousand_jobs_that_are_resumed(seeds: range) -> None:
-    play_seeds(seeds, resumed, file=FILE, seldom=("interrupted", "ended at a bound"))
-
-
 # --- each fault, in each application ---
 
 
