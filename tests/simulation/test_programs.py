@@ -305,7 +305,7 @@ def test_with_rounds_in_flight_workers_go_on_while_one_is_slow(
     seconds: list[float] = []
     for staleness in (0, 1, 4):
         program = Mixing(staleness=staleness, n_rounds=40, n_flights=1)
-        monkeypatch.setattr(programs, "program_of", lambda _, one=program: one)
+        monkeypatch.setattr(programs, "program_of", lambda *_, one=program: one)
         scene = Rounds(n_replicas=4, faults=slow, backups=False)
         scene.run_until(lambda one=scene: COORDINATOR in one.cluster.halted)  # type: ignore[misc]
         seconds.append(scene.now)
