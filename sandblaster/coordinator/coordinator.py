@@ -59,6 +59,7 @@ _TOKEN_BITS: Final = 28
 """Tokens and savepoints of series e begin at e << 28: no number is used twice."""
 
 _N_SAVES_MAX: Final = 8
+_LAST_SAVE_SECONDS: Final = 10.0  # for repeating a failed save of the journal after the end
 
 
 class Wait(Enum):
@@ -443,7 +444,8 @@ class Coordinator:
         series, journal, metrics = self._series, self._journal, self.metrics
         held = yield wire.BeginSeries()
         resume_point = journal.choose([answer.savepoints for answer in held])
-        if resume_point.savepoint == 0 and journal.base_clocks is None:
+        is_first = journal.base_clocks is None
+        if resume_point.savepoint == 0 and is_first:
             journal.base_clocks = tuple(answer.savepoints[0].clock for answer in held)
             series.unsaved = 0
         is_start = resume_point.savepoint == 0 and resume_point.entry is None
@@ -474,6 +476,9 @@ class Coordinator:
             text = (
                 "method, loss, l1 or l2 have changed: the method restarts at the saved parameters"
             )
+            self._reports.append(rl.Report(text=text, level="warning"))
+        elif is_start and not is_first:
+            text = "the shards share no savepoint: continuing from the initial values"
             self._reports.append(rl.Report(text=text, level="warning"))
         elif resume_point.savepoint and not resume_point.whole:
             text = "only parameters could be restored: the method restarts there"
@@ -506,16 +511,30 @@ class Coordinator:
         return Reason.STOPPED
 
     def _publish(self, state: str = "") -> SeriesSteps[None]:
-        series = self._series
+        series, back = self._series, self._series.return_to
+        assert back is not None
+        # The supervisor saves the shards as soon as the coordinator has ended. Of their clocks a
+        # journal on disk must know first, or a resumed run fits neither this nor what was before.
+        series.is_ending = True
+        series.save_error = None  # if it could not be saved: try again at once
         published = yield wire.Publish(point=PARAMETERS)
-        yield from self._until_saved()
+        since = self._now
+        yield from self._until_last_saved(since)
+        clocks = [answer.clock for answer in published]
         entry = self._entry(0, iteration=self.metrics.iteration, state=state)
-        self._journal.end([answer.clock for answer in published], entry)
-        if series.save_error is None:
+        self._journal.end(clocks, entry, savepoint=back.savepoint)
+        if series.unsaved is None:
             series.unsaved = series.last_savepoint
             yield wire.Execute(commands=())  # carries the savepoint, so that the journal is saved
-        yield from self._until_saved()
+            yield from self._until_last_saved(since)
         self._save_labels.clear()  # the supervisor sees the end, and saves the shards itself
+
+    def _until_last_saved(self, since: rl.Seconds) -> SeriesSteps[None]:
+        # A stopped run waits until the supervisor ends it: it can resume from a checkpoint then.
+        # One that has reached its end has a result, and the disk may stay full.
+        until = math.inf if self._stopped_by is not None else since + _LAST_SAVE_SECONDS
+        while self._series.unsaved is not None and self._now < until:
+            yield Wait.SAVED
 
     def _until_saved(self) -> SeriesSteps[None]:
         while self._awaits_journal:

@@ -10,6 +10,8 @@ otherwise from the parameters of the newest savepoint that all shards have.
     28 whole      28 whole     31, 28     at 28, with its history
     31, (28)      (28)         31, 28     from the parameters of 28
     31, (0)       (0)          31         from the initial parameters
+
+After the end of a session, savepoint 0 is what it has published, and has an entry, too.
 """
 
 from collections.abc import Mapping, Sequence
@@ -48,12 +50,22 @@ class CheckpointEntry(msgspec.Struct, frozen=True, kw_only=True):
     state: str  # as the optimizer left it
 
 
+class _End(msgspec.Struct, frozen=True, kw_only=True):
+    """An end of a session: what its shards have saved then, if they have."""
+
+    clocks: tuple[Count, ...]  # of the published values
+    entry: CheckpointEntry  # of these, which are savepoint 0
+    savepoint: Count  # the last; shards that are still there save it, too
+
+
 class _Facts(msgspec.Struct, frozen=True, kw_only=True):
     entries: tuple[CheckpointEntry, ...]
     on_disk: Count
     before_on_disk: tuple[Count, ...] = ()
     base_clocks: tuple[Count, ...] | None
     end_clocks: tuple[Count, ...] | None = None
+    end_savepoint: Count = 0
+    ends_before: tuple[_End, ...] = ()
 
 
 @final
@@ -91,6 +103,10 @@ class Journal:
         self.base_clocks: tuple[int, ...] | None = None
         # Clocks of the values published at the end; None: the run goes on.
         self.end_clocks: tuple[int, ...] | None = None
+        self._end_savepoint = 0
+        # Ends of earlier sessions, the newest last. The journal of an end is on disk before the
+        # shards are: if they are killed in between, they have an earlier end.
+        self._ends_before: tuple[_End, ...] = ()
         if restored is not None:
             self._restore(restored)
 
@@ -107,7 +123,8 @@ class Journal:
         self.on_disk, self._before_on_disk = facts.on_disk, facts.before_on_disk
         self.recorded = self.on_disk
         self.base_clocks = facts.base_clocks
-        self.end_clocks = facts.end_clocks
+        self.end_clocks, self._end_savepoint = facts.end_clocks, facts.end_savepoint
+        self._ends_before = facts.ends_before
 
     def write(self, entry: CheckpointEntry) -> None:
         self._entries[entry.savepoint] = entry
@@ -118,7 +135,8 @@ class Journal:
 
     def confirm(self, savepoint: int) -> None:
         """Drop entries before a savepoint that is safe everywhere, but for those on disk."""
-        keep = {0, self.on_disk, *self._before_on_disk}
+        keep = {0, self.on_disk, *self._before_on_disk, self._end_savepoint}
+        keep.update(end.savepoint for end in self._ends_before)
         keep.update(c for c in self._entries if c >= savepoint)
         self._entries = {c: e for c, e in self._entries.items() if c in keep}
 
@@ -130,9 +148,13 @@ class Journal:
         self.on_disk = savepoint
         self.confirm(savepoint)
 
-    def end(self, clocks: Sequence[int], entry: CheckpointEntry) -> None:
-        """Note that the run is over, with its parameters published at these clocks."""
-        self.end_clocks = tuple(clocks)
+    def end(self, clocks: Sequence[int], entry: CheckpointEntry, *, savepoint: int) -> None:
+        """Note that the run is over: its parameters are published at these clocks.
+
+        `savepoint` is the last one, which shards may still have then.
+        """
+        self._ends_before = self._ends()[1 - N_ON_DISK :]
+        self.end_clocks, self._end_savepoint = tuple(clocks), savepoint
         # Shards without a coordinator save the published values alone: as savepoint 0.
         self._entries[0] = entry
 
@@ -145,6 +167,8 @@ class Journal:
             before_on_disk=self._before_on_disk,
             base_clocks=self.base_clocks,
             end_clocks=self.end_clocks,
+            end_savepoint=self._end_savepoint,
+            ends_before=self._ends_before,
         )
         return Snapshot(
             label=f"{self._label:012d}",
@@ -154,18 +178,20 @@ class Journal:
 
     def choose(self, held: Sequence[Sequence[CheckpointRecord]]) -> ResumePoint:
         """Return where to resume, given the savepoints that each shard holds."""
-        # After the end, savepoint 0 of a shard is the published result.
+        # After an end, savepoint 0 of a shard is the published result.
+        ends, entries = self._ends_until(held), dict(self._entries)
         begins = self.base_clocks
-        if self._all_at(self.end_clocks, held):
-            begins = self.end_clocks
+        if ends:
+            begins, entries[0] = ends[-1].clocks, ends[-1].entry
+        can_resume = {number for number, one in entries.items() if one.goal == self._goal}
         per_shard = [
             self._savepoints_of(k, records, begins=begins) for k, records in enumerate(held)
         ]
         shared = set(per_shard[0]).intersection(*per_shard[1:])
         if self._parameters_only:  # without its state it can only start
-            if self._entries and not any(map(self._can_resume, self._entries)):
+            if entries and not can_resume:
                 raise StorageError(OTHER)
-            shared = {one for one in shared if one == 0 or self._can_resume(one)}
+            shared = {one for one in shared if one == 0 or one in can_resume}
         if not shared:
             shown = "; ".join(
                 f"shard {k}: {sorted(known) or 'none'}" for k, known in enumerate(per_shard)
@@ -177,16 +203,18 @@ class Journal:
         whole = [
             one
             for one in shared
-            if self._can_resume(one)
+            if one in can_resume
             and (
                 all(known[one] for known in per_shard)
-                or (self._parameters_only and (one > 0 or begins is self.end_clocks))
+                or (self._parameters_only and (one > 0 or ends))
             )
         ]
         # A newer savepoint without an entry is at most one iteration newer.
         savepoint = max(whole or shared)
-        is_known = savepoint > 0 or begins is self.end_clocks
-        entry = self._entries.get(savepoint) if is_known else None
+        if savepoint:
+            ends = [end for end in self._ends() if end.savepoint <= savepoint]
+        entry = entries.get(savepoint) if savepoint or ends else None
+        self._return_to(ends)
         has_other_goal = not whole and entry is not None and entry.goal != self._goal
         return ResumePoint(
             savepoint=savepoint,
@@ -196,16 +224,29 @@ class Journal:
             has_other_goal=has_other_goal,
         )
 
-    def _can_resume(self, savepoint: int) -> bool:
-        entry = self._entries.get(savepoint)
-        return entry is not None and entry.goal == self._goal
+    def _ends(self) -> tuple[_End, ...]:
+        if self.end_clocks is None or 0 not in self._entries:
+            return self._ends_before
+        last = _End(clocks=self.end_clocks, entry=self._entries[0], savepoint=self._end_savepoint)
+        return (*self._ends_before, last)
 
-    def _all_at(
-        self, clocks: Sequence[int] | None, held: Sequence[Sequence[CheckpointRecord]]
-    ) -> bool:
-        if clocks is None or len(clocks) != len(held):
-            return False
-        return all(
+    def _ends_until(self, held: Sequence[Sequence[CheckpointRecord]]) -> Sequence[_End]:
+        """Return the ends until the one whose values the shards have; none if it is not known."""
+        ends = [*self._ends()]
+        while ends and not self._all_at(ends[-1].clocks, held):
+            ends.pop()
+        return ends
+
+    def _return_to(self, ends: Sequence[_End]) -> None:
+        """Forget the ends after these: the shards have not saved them."""
+        if ends:
+            *before, last = ends
+            self._ends_before = tuple(before)
+            self.end_clocks, self._end_savepoint = last.clocks, last.savepoint
+            self._entries[0] = last.entry
+
+    def _all_at(self, clocks: Sequence[int], held: Sequence[Sequence[CheckpointRecord]]) -> bool:
+        return len(clocks) == len(held) and all(
             any(record.savepoint == 0 and record.clock == clock for record in records)
             for clock, records in zip(clocks, held, strict=True)
         )

@@ -281,6 +281,8 @@ class Part:
 
     Attributes: as of `Rounds`, with times from the beginning of this job. `seconds`: when it is
     interrupted, unless it has ended; faults are over by then. `joins`: when late workers come.
+    `kill_after`: so long after the interruption all processes are killed, before the shards are
+    asked to save.
     """
 
     seconds: Seconds
@@ -288,13 +290,14 @@ class Part:
     faults: tuple[Fault, ...] = ()
     saves: tuple[Seconds, ...] = ()
     joins: tuple[tuple[Seconds, Address], ...] = ()
+    kill_after: Seconds | None = None
 
 
 @dataclass(kw_only=True, eq=False)
 class ResumedRounds(Rounds):
     """A job that is interrupted, and resumed by new processes, perhaps with other bounds.
 
-    The last part is not interrupted. Shards have what they saved at the end of the one before.
+    The last part is not interrupted. Shards have what they saved last.
     """
 
     parts: Sequence[Part] = ()
@@ -312,7 +315,12 @@ class ResumedRounds(Rounds):
             self._pass(part)
             if COORDINATOR not in self.cluster.halted:
                 self.tell(COORDINATOR, Stop(reason="Ctrl+C"))
-                self.run_until(lambda: COORDINATOR in self.cluster.halted, within=within)
+                if part.kill_after is None:
+                    self.run_until(lambda: COORDINATOR in self.cluster.halted, within=within)
+            if part.kill_after is not None:
+                self.cluster.run(until=self.now + part.kill_after)
+                assert self.cluster.halted.get(COORDINATOR) is None, self.cluster.halted
+                continue
             assert self.cluster.halted[COORDINATOR] is None, self.cluster.halted
             is_stopped = self.coordinator.reason is Reason.STOPPED
             self.n_interrupted += is_stopped
@@ -408,6 +416,7 @@ def drawn_resumed(seed: int) -> ResumedRounds:
     roles = [COORDINATOR, *replicas, *(Address(f"shard-{k}") for k in range(n_shards))]
     has_bounds = which in {"factors", "topics", "topics in flight"}
     parts: list[Part] = []
+    kills = np.random.default_rng([seed, 0x711])
     n_parts = int(stream.integers(2, 5))
     for number in range(n_parts):
         seconds = float(stream.exponential(0.04)) + 1e-4
@@ -423,6 +432,7 @@ def drawn_resumed(seed: int) -> ResumedRounds:
             faults=tuple(one for one in faults if not isinstance(one, TornSnapshot)),
             saves=tuple(stream.uniform(0.0, seconds, size=int(stream.integers(0, 3))).tolist()),
             joins=tuple((float(stream.exponential(0.01)), name) for name in late),
+            kill_after=float(kills.exponential(0.002)) if kills.random() < 0.2 else None,
         )
         parts.append(part)
     return ResumedRounds(

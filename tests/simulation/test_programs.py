@@ -6,6 +6,7 @@ SIMULATION_SEEDS=FIRST:STOP.
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -16,6 +17,7 @@ from distbelief.protocol import (
     AddRows,
     Assignment,
     CommitRound,
+    Restore,
     RowsTaken,
     ShardCommand,
     Stop,
@@ -24,7 +26,7 @@ from distbelief.protocol import (
 )
 from distbelief.protocol.role import Address
 from distbelief.simulation.driver import HandledEvent
-from distbelief.simulation.faults import Kill, Slow
+from distbelief.simulation.faults import DiskFull, Kill, Slow
 from distbelief.simulation.trace import SimulationFailed
 from sandblaster.chunks import COORDINATOR
 from sandblaster.coordinator import round_queue
@@ -40,6 +42,8 @@ from tests.simulation.programs import (
     FIRST_OF_FLIGHTS,
     FIRST_OF_RESUMED,
     FIRST_OF_TOPICS,
+    Part,
+    ResumedRounds,
     Rounds,
     Which,
     drawn,
@@ -146,6 +150,50 @@ def resumed(seed: int) -> Counter[str]:
 )
 def test_the_same_if_jobs_are_interrupted_and_resumed(seeds: range) -> None:
     play_seeds(seeds, resumed, file=FILE, seldom=())
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(
+    "seeds", chunks(range(FIRST_OF_RESUMED + 6, FIRST_OF_RESUMED + 1006), 500), ids=name
+)
+def test_the_same_for_a_thousand_jobs_that_are_resumed(seeds: range) -> None:
+    play_seeds(seeds, resumed, file=FILE, seldom=("interrupted", "ended at a bound"))
+
+
+@pytest.mark.parametrize("share", [0.5, 1.5])
+def test_a_job_ends_when_its_journal_is_on_disk(share: float) -> None:
+    """A job was interrupted, or had ended, while the disk of its coordinator was full. The journal
+    knew nothing of this end, but the shards saved it: what was saved before could not be resumed,
+    and --resume was refused for ever."""
+    end = end_of("lasso", 3)
+    full = DiskFull(at=0.2 * end, seconds=(share - 0.3) * end)
+    parts = [Part(seconds=share * end, faults=(full,)), Part(seconds=0.0)]
+    scene = ResumedRounds(which="lasso", parts=parts)
+    scene.play()
+    assert scene.n_interrupted == (share < 1.0)
+
+
+@pytest.mark.parametrize("kill_after", [0.0, 0.005])
+def test_jobs_that_are_killed_before_they_save_resume_from_the_end_before(
+    kill_after: float,
+) -> None:
+    """The journal dropped the savepoint with which the shards had ended, for newer ones that they
+    had in memory only. Killed then, the job began anew, without a word, or was refused."""
+    part = Part(seconds=0.4 * end_of("lasso", 3))
+    killed = replace(part, kill_after=kill_after)
+    scene = ResumedRounds(which="lasso", parts=[part, *[killed] * 5, Part(seconds=0.0)])
+    begun: list[ShardCommand] = []
+
+    def see(happening: HandledEvent) -> None:
+        commands = [one for _, one in sends(happening, ShardCommand)]
+        begun.extend(one for one in commands if isinstance(one.task, Restore))
+
+    scene.cluster.observe(see)
+    scene.play()
+    of_series = {one.series: one.task for one in reversed(begun)}
+    assert len(of_series) == 7
+    assert len({*map(repr, [*of_series.values()][:-1])}) == 1
 
 
 # --- each fault, in each application ---

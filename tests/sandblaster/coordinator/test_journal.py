@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import pytest
+from msgspec.structs import replace
 
 from distbelief.core.errors import StorageError
 from distbelief.protocol import CheckpointRecord
@@ -136,7 +137,11 @@ def test_a_damaged_journal_is_refused(label: str, facts: dict[str, str]) -> None
 
 def test_a_finished_run_resumes_from_its_published_point() -> None:
     written = journal(31)
-    written.end((7, 8), CheckpointEntry(savepoint=0, iteration=33, offset=2, samples=330, state=""))
+    written.end(
+        (7, 8),
+        CheckpointEntry(savepoint=0, iteration=33, offset=2, samples=330, state=""),
+        savepoint=0,
+    )
     written = Journal(written.snapshot(incarnation=1))
 
     def at(*clocks: int) -> list[list[CheckpointRecord]]:
@@ -149,3 +154,39 @@ def test_a_finished_run_resumes_from_its_published_point() -> None:
     assert written.choose([held("31"), held("31")]).savepoint == 31  # with its history
     with pytest.raises(StorageError, match="share no savepoint"):
         written.choose(at(7, 0))
+
+
+def test_shards_that_have_not_saved_the_last_end_resume_from_the_one_before() -> None:
+    """The journal is on disk first: of shards that are killed before they are, nothing fitted."""
+    written = journal(31)
+
+    def at(*clocks: int) -> list[list[CheckpointRecord]]:
+        return [[CheckpointRecord(savepoint=0, whole=False, clock=clock)] for clock in clocks]
+
+    for n in range(1, 6):
+        written.end((n, 2 * n), replace(entry(0), iteration=n), savepoint=0)
+        written = Journal(written.snapshot(incarnation=n))
+    with pytest.raises(StorageError, match="share no savepoint"):
+        written.choose(at(5, 8))
+    for clocks in ((5, 10), (3, 6), (3, 6)):  # and of the ends after it nothing is left
+        chosen = written.choose(at(*clocks)).entry
+        assert chosen is not None
+        assert chosen.iteration == clocks[0]
+    for clocks in ((5, 10), (2, 4)):
+        with pytest.raises(StorageError, match="share no savepoint"):
+            written.choose(at(*clocks))
+
+
+def test_the_savepoint_with_which_a_session_has_ended_keeps_its_entry() -> None:
+    """Shards save it then. The next session confirms newer ones, of which no disk knows."""
+    written, earlier = journal(31), CheckpointRecord(savepoint=0, whole=False, clock=1)
+    written.end((1, 1), entry(0), savepoint=31)  # of which the shards had saved the values
+    written.write(entry(40))
+    written.end((2, 2), entry(0), savepoint=40)
+    for session in range(50, 100, 10):
+        written = Journal(written.snapshot(incarnation=session))
+        assert written.choose([[*held("40"), earlier]] * 2).entry == entry(40)
+        for newer in range(session, session + 5):
+            written.write(entry(newer))
+            written.confirm(newer)
+        written.end((2, 2), entry(0), savepoint=session + 4)  # and then they are killed
