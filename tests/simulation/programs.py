@@ -416,7 +416,7 @@ def drawn_resumed(seed: int) -> ResumedRounds:
     roles = [COORDINATOR, *replicas, *(Address(f"shard-{k}") for k in range(n_shards))]
     has_bounds = which in {"factors", "topics", "topics in flight"}
     parts: list[Part] = []
-    kills = np.random.default_rng([seed, 0x711])
+    ends = np.random.default_rng([seed, 0x711])
     n_parts = int(stream.integers(2, 5))
     for number in range(n_parts):
         seconds = float(stream.exponential(0.04)) + 1e-4
@@ -427,12 +427,12 @@ def drawn_resumed(seed: int) -> ResumedRounds:
         late = [name for name in replicas[1:] if stream.random() < 0.5]
         is_bounded = has_bounds and number < n_parts - 1 and stream.random() < 0.7
         part = Part(
-            seconds=seconds,
+            seconds=seconds + 0.5 * (is_bounded and ends.random() < 0.5),  # enough for its bound
             max_iter=int(stream.choice(BOUNDS)) if is_bounded else None,
             faults=tuple(one for one in faults if not isinstance(one, TornSnapshot)),
             saves=tuple(stream.uniform(0.0, seconds, size=int(stream.integers(0, 3))).tolist()),
             joins=tuple((float(stream.exponential(0.01)), name) for name in late),
-            kill_after=float(kills.exponential(0.002)) if kills.random() < 0.2 else None,
+            kill_after=float(ends.exponential(0.002)) if ends.random() < 0.2 else None,
         )
         parts.append(part)
     return ResumedRounds(
