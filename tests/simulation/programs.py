@@ -21,7 +21,7 @@ from distbelief.parameter_server.rules import SGD
 from distbelief.parameter_server.shard import Shard
 from distbelief.parameter_server.shard_config import ShardConfig, copy_names, other_copy
 from distbelief.protocol import SaveCheckpoint, Stop
-from distbelief.protocol.role import Address, Role, Seconds
+from distbelief.protocol.role import Address, Exit, Role, Seconds
 from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.driver import Builder, HandledEvent
 from distbelief.simulation.faults import Fault, Supersede, TornSnapshot
@@ -303,6 +303,7 @@ class ResumedRounds(Rounds):
     parts: Sequence[Part] = ()
     n_interrupted: int = field(default=0, init=False)
     n_bounded: int = field(default=0, init=False)  # parts that have ended at another bound
+    bits_at_end: dict[str, bytes] = field(default_factory=dict, init=False)
 
     @override
     def options(self) -> ClusterOptions:
@@ -326,8 +327,18 @@ class ResumedRounds(Rounds):
             self.n_interrupted += is_stopped
             self.n_bounded += not is_stopped and part.max_iter is not None
             self._save_shards(within=within)
+        self.cluster.observe(self._note_end)
         self._pass(last)
         super().play(within=within)
+
+    def _note_end(self, happening: HandledEvent) -> None:
+        if happening.name == COORDINATOR and any(isinstance(a, Exit) for a in happening.actions):
+            self.bits_at_end = self.bits
+
+    @override
+    def check_bits(self) -> None:
+        # A shard that is killed after the end begins with what it saved before.
+        assert self.bits_at_end == plain(self.which)[0], "it has ended somewhere else"
 
     def _pass(self, part: Part) -> None:
         """Begin a part, with new processes; run it for its seconds."""
