@@ -288,7 +288,11 @@ class Coordinator:
             return self._commands.timer(now)
         if name == WARM_TIMER:
             return self._warm_start.timer(now) if self._is_warm else []
-        return self._tick(now) if name == TICK else self._save_journal()
+        if name == TICK:
+            return self._tick(now)
+        # The save to repeat may have been done, or be of an earlier series; of a later savepoint
+        # the shards need not have heard yet.
+        return [] if self._series.save_error is None else self._save_journal()
 
     def _advance(self, now: rl.Seconds) -> Sequence[rl.Action]:
         self._is_warm = self._is_warm and not (self._begun and self._warm_start.is_over)
@@ -745,7 +749,9 @@ class Coordinator:
         if series.unsaved is None:
             return []
         if saved != series.unsaved:  # of an earlier series
-            return [] if series.savepoint is not None else self._save_journal()
+            # While a command is under way the shards may not have the savepoint yet.
+            has_answers = series.savepoint is None and series.wait is not None
+            return self._save_journal() if has_answers else []
         if event.error is not None:
             series.save_error = event.error
             text = f"the coordinator's journal could not be saved: {event.error}; retrying"

@@ -132,6 +132,12 @@ def test_a_coordinator_that_has_resumed_saves_its_journal_before_the_first_comma
     drawn(FIRST_OF_ALL + 58).play()
 
 
+@pytest.mark.parametrize("seed", [558, 1433])
+def test_a_repeated_save_is_not_of_a_savepoint_that_shards_have_not_heard_of(seed: int) -> None:
+    """The disk was full, and had space again; shards were told to drop what they still needed."""
+    drawn(FIRST_OF_ALL + seed).play()
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("seeds", chunks(range(FIRST_OF_ALL, FIRST_OF_ALL + 2000), 1000), ids=name)
