@@ -400,17 +400,18 @@ def _at(dataset: Dataset, positions: Sequence[int]) -> list[int]:
 def _samples(
     dataset: Dataset | Sequential, wanted: list[int], before: Callable[[int], object] | None
 ) -> object:
-    # By names: to ask for a protocol takes ten times as long, for every batch.
-    if hasattr(dataset, "read_in_order"):
+    # By names: to ask for a protocol takes ten times as long, for every batch. Of the class: what a
+    # wrapper looks up in the data set within would leave out the wrapper.
+    if getattr(type(dataset), "read_in_order", None) is not None:
         return cast("Sequential", dataset).read_in_order(wanted, before)
-    # Of the class: what a wrapper looks up in the data set within would leave out the wrapper.
     if getattr(type(dataset), "__getitems__", None) is not None:
         if before is not None:
             before(wanted[0])
         return cast("_BatchedDataset", dataset).__getitems__(wanted)
+    by_index = cast("Dataset", dataset)
     if before is None:
-        return [dataset[index] for index in wanted]
-    return [(before(index), dataset[index])[1] for index in wanted]
+        return [by_index[index] for index in wanted]
+    return [(before(index), by_index[index])[1] for index in wanted]
 
 
 N_MARKED: Final = 8  # samples

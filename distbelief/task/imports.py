@@ -220,8 +220,10 @@ def own_arguments(path: str, arguments: Mapping[str, object]) -> dict[str, objec
 
     def is_default(name: str, value: object) -> bool:
         default = known[name].default if name in known else inspect.Parameter.empty
-        # A job file has no tuples; and arrays compare element by element.
-        return (value == (list(default) if isinstance(default, tuple) else default)) is True
+        default = list(default) if isinstance(default, tuple) else default  # a job file has none
+        # 1, 1.0 and True are equal, but a function may tell them apart; of other types, such as
+        # arrays, nothing is equal here.
+        return type(value) is type(default) and repr(value) == repr(default) and value == default
 
     return {name: value for name, value in arguments.items() if not is_default(name, value)}
 

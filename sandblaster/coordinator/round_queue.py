@@ -62,8 +62,8 @@ class RoundQueue:
         self._request = request
         self._command = command
         self._may_move = request.may_move
-        # By block, the worker that computes it next. `counters` has who has computed it: a plan
-        # that nobody has carried out is forgotten with the request.
+        # By block, the worker that is to compute it next. This plan ends with the request:
+        # `counters.blocks` names a worker only after its result has counted.
         self._owners = dict(counters.blocks)
         self._balanced: set[int] = set()  # workers among which blocks were balanced
         self._pending: list[Chunk] = []

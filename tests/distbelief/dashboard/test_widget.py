@@ -1,4 +1,4 @@
-"""The page as a widget of notebooks: what it is told of runs, and what a real browser makes of it.
+"""The notebook widget: which data of a run it gets, and what a real browser shows.
 
 It needs anywidget; the second half playwright and a Chromium, too.
 """

@@ -125,6 +125,17 @@ def test_a_wrapper_reads_its_own_samples() -> None:
     assert not (read_batch(Wrapped(within), [0, 1]).tensors()["inputs",] == 9.0).any()
 
 
+class InOrder(Lists):
+    def read_in_order(self, wanted: list[int], _before: object) -> object:
+        return [(torch.full((2,), 9.0), 9) for _ in wanted]
+
+
+def test_a_wrapper_of_pieces_reads_its_own_samples() -> None:
+    """The same of the other way to read a batch, which pieces and streams have."""
+    read = read_batch(Wrapped(InOrder(pairs(3))), [0, 1])
+    assert not (read.tensors()["inputs",] == 9.0).any()
+
+
 @pytest.mark.parametrize(
     ("dataset", "indices", "claims"),
     [
