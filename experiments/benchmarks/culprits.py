@@ -29,7 +29,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 from statistics import fmean
 from tempfile import TemporaryDirectory
@@ -174,7 +174,8 @@ def small_memory(job: Running, name: str) -> Iterator[str]:
         (job.folder / f"small-{pid}").touch()
         yield name
     finally:
-        (first / "cgroup.procs").write_text(str(pid))
+        with suppress(ProcessLookupError):  # it may have ended, as by a signal to all
+            (first / "cgroup.procs").write_text(str(pid))
         group.rmdir()
 
 

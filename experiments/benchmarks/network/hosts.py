@@ -17,6 +17,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Final, NamedTuple
 
+from distbelief.core.signals import ended_by_signals
+
 
 INTERFACE: Final = "veth"
 _BURST_BYTES: Final = 1 << 17  # more than the 64 KiB that the kernel sends in one piece
@@ -93,29 +95,32 @@ class Lan:
 
 @contextmanager
 def switched(n_hosts: int, *, bits_per_second: float) -> Iterator[Lan]:
-    """Make hosts at a switch; take them away afterwards."""
+    """Make hosts at a switch; take them away afterwards, also if SIGTERM ends the program."""
     base = f"distbelief-{os.getpid()}-lan{next(_NUMBERS)}"
     switch = f"{base}-switch"
     names = [f"{base}-{index}" for index in range(n_hosts)]
-    try:
-        _do(f"ip netns add {switch}")
-        _do(f"ip -n {switch} link add switch type bridge")
-        _do(f"ip -n {switch} link set switch up")
-        lan = Lan(switch, [Host(name, f"10.78.0.{k}") for k, name in enumerate(names, start=1)])
-        for index, host in enumerate(lan.hosts):
-            name, port = host.name, f"port{index}"
-            _do(f"ip netns add {name}")
-            _do(f"ip link add {INTERFACE} netns {name} type veth peer name {port} netns {switch}")
-            _do(f"ip -n {name} addr add {host.address}/24 dev {INTERFACE}")
-            _do(f"ip -n {name} link set lo up")
-            _do(f"ip -n {name} link set {INTERFACE} up")
-            _do(f"ip -n {switch} link set {port} master switch up")
-            lan.limit(host, bits_per_second=bits_per_second)
-        yield lan
-    finally:
-        for name in [*names, switch]:
-            with suppress(OSError):
-                _do(f"ip netns del {name}")
+    with ended_by_signals():
+        try:
+            _do(f"ip netns add {switch}")
+            _do(f"ip -n {switch} link add switch type bridge")
+            _do(f"ip -n {switch} link set switch up")
+            lan = Lan(switch, [Host(name, f"10.78.0.{k}") for k, name in enumerate(names, start=1)])
+            for index, host in enumerate(lan.hosts):
+                name, port = host.name, f"port{index}"
+                _do(f"ip netns add {name}")
+                _do(
+                    f"ip link add {INTERFACE} netns {name} type veth peer name {port} netns {switch}"
+                )
+                _do(f"ip -n {name} addr add {host.address}/24 dev {INTERFACE}")
+                _do(f"ip -n {name} link set lo up")
+                _do(f"ip -n {name} link set {INTERFACE} up")
+                _do(f"ip -n {switch} link set {port} master switch up")
+                lan.limit(host, bits_per_second=bits_per_second)
+            yield lan
+        finally:
+            for name in [*names, switch]:
+                with suppress(OSError):
+                    _do(f"ip netns del {name}")
 
 
 def _do(command: str) -> None:
