@@ -535,9 +535,15 @@ class Coordinator:
 
     def _until_last_saved(self, since: rl.Seconds) -> SeriesSteps[None]:
         # A stopped run waits until the supervisor ends it: it can resume from a checkpoint then.
-        # One that has reached its end has a result, and the disk may stay full.
+        # So can one that fails here: the shards are not saved. The supervisor may try it again.
         until = math.inf if self._stopped_by is not None else since + _LAST_SAVE_SECONDS
-        while self._series.unsaved is not None and self._now < until:
+        while (series := self._series).unsaved is not None:
+            if self._now >= until:
+                why = series.save_error or "the disk does not answer"
+                raise StorageError(
+                    f"the coordinator's journal of the end could not be saved: {why}: make room on "
+                    "its disk, and go on with --resume"
+                )
             yield Wait.SAVED
 
     def _until_saved(self) -> SeriesSteps[None]:

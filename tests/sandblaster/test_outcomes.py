@@ -189,7 +189,11 @@ def test_a_checkpoint_that_one_disk_has_not_taken_has_failed(role: str, error: s
 
     def failing(whole: Callable[..., Sequence[rl.Action]]) -> object:
         def handle(self: object, event: rl.Event, now: float) -> Sequence[rl.Action]:
-            if isinstance(event, rl.Persisted) and self is run.cluster.role(rl.Address(role)):
+            if (
+                isinstance(event, rl.Persisted)
+                and self is run.cluster.role(rl.Address(role))
+                and not run.checker.saved  # then its disk has space again, for the end
+            ):
                 event = rl.Persisted(label=event.label, error="no space left")
             return whole(self, event, now)
 
@@ -206,6 +210,16 @@ def test_a_save_waits_for_the_journal_and_the_end_waits_for_it_too() -> None:
     slow = Slow(at=0.0, role=COORDINATOR, factor=3e3, seconds=60.0)
     run = play(replace(SMALL, saves=(0.05,), faults=(slow,)))
     assert [saved.error for saved in run.checker.saved] == [None]
+
+
+def test_an_end_whose_journal_no_disk_takes_is_a_failure_and_reached_again() -> None:
+    """It ended as if all were well, and could not be resumed."""
+    run = replace(SMALL, faults=(DiskFull(at=0.01, seconds=11.0),))
+    run.cluster.run(until=12.0)
+    assert "make room on its disk" in (run.cluster.halted[COORDINATOR] or "")
+    run.cluster.restart(COORDINATOR)
+    run.play()
+    assert run.bits == undisturbed(SMALL.chunk_sizes, 2)[0]
 
 
 def test_a_save_that_comes_too_late_is_not_taken() -> None:

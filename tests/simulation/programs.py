@@ -303,6 +303,7 @@ class ResumedRounds(Rounds):
     parts: Sequence[Part] = ()
     n_interrupted: int = field(default=0, init=False)
     n_bounded: int = field(default=0, init=False)  # parts that have ended at another bound
+    n_failed: int = field(default=0, init=False)  # parts whose coordinator ended with an error
     bits_at_end: dict[str, bytes] = field(default_factory=dict, init=False)
 
     @override
@@ -322,6 +323,10 @@ class ResumedRounds(Rounds):
                 self.cluster.run(until=self.now + part.kill_after)
                 assert self.cluster.halted.get(COORDINATOR) is None, self.cluster.halted
                 continue
+            if self.cluster.halted[COORDINATOR] is not None:  # the supervisor starts it again
+                self.n_failed += 1
+                self.cluster.restart(COORDINATOR)
+                self.run_until(lambda: COORDINATOR in self.cluster.halted, within=within)
             assert self.cluster.halted[COORDINATOR] is None, self.cluster.halted
             is_stopped = self.coordinator.reason is Reason.STOPPED
             self.n_interrupted += is_stopped

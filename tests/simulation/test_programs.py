@@ -180,6 +180,17 @@ def test_a_job_ends_when_its_journal_is_on_disk(share: float) -> None:
     assert scene.n_interrupted == (share < 1.0)
 
 
+def test_a_job_whose_disk_is_full_for_long_at_its_end_can_be_resumed() -> None:
+    """After 10 s the coordinator ended without its journal, as if all were well. Then there was
+    space again, the shards saved this end, and --resume was refused for ever."""
+    end = end_of("lasso", 3)
+    full = DiskFull(at=0.2 * end, seconds=11.0)
+    parts = [Part(seconds=12.0, faults=(full,)), Part(seconds=0.0)]
+    scene = ResumedRounds(which="lasso", parts=parts)
+    scene.play()
+    assert scene.n_failed == 1
+
+
 @pytest.mark.parametrize("kill_after", [0.0, 0.005])
 def test_jobs_that_are_killed_before_they_save_resume_from_the_end_before(
     kill_after: float,
