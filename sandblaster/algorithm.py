@@ -124,7 +124,7 @@ def verdict(counters: Mapping[str, float]) -> Verdict:
     # A search that never found a better point has failed. After some iterations it means that
     # single precision allows no more.
     is_lost = reason is Reason.LINE_SEARCH_FAILED and counters.get("iteration", 0.0) < 1
-    failed = is_lost or reason in {Reason.NOT_FINITE, Reason.NO_FINITE_TRIAL}
+    failed = is_lost or reason in {Reason.NOT_FINITE, Reason.NO_FINITE_TRIAL, Reason.ROSE}
     return Verdict(reason=reason.sentence, failed=failed)
 
 

@@ -38,6 +38,7 @@ class Reason(Enum):
     )
     CONVERGED_GAP = "the duality gap is as small as requested"
     HELD_OUT = "evaluations of held-out data were no better for as long as requested"
+    ROSE = "rounding has raised the objective: use a larger regularization, or scale the data"
 
     @property
     def sentence(self) -> str:

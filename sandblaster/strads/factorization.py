@@ -50,6 +50,7 @@ History: TypeAlias = list[tuple[float, float]]
 
 _N_BIASES: Final = 2  # ranks: of rows, then of columns
 _ANEW_EVERY: Final = 4  # passes
+_ROUNDING: Final = 1e-9  # by which the objective may rise, as a share of that of no factors
 _WEAK: Final = 1e-9  # weights of feedback whose targets, of their inverse size, hide the objective
 _THOSE: Final = tuple(np.transpose(PAIRS))  # of a matrix
 
@@ -128,6 +129,15 @@ class Factors(Program[Block, Turn, Report, History]):
 
     def __post_init__(self) -> None:
         n_rows, n_columns = self.targets.shape
+        with np.errstate(over="ignore"):
+            self._most = float((self.weights.data * self.targets.data**2).sum())
+        if not np.isfinite(self._most):
+            large = sparse.coo_array(self.targets)
+            place = np.abs(large.data).argmax()
+            raise SettingError(
+                f"the square of X{[int(one[place]) for one in large.coords]}, "
+                f"{large.data[place]:.3g}, is not finite: scale X"
+            )
         # Which u and v are free: those of biases are not on the other side.
         self._free = np.ones((2, self.n_ranks), bool)
         u, v = np.zeros((self.n_ranks, n_rows)), np.zeros((self.n_ranks, n_columns, 2))
@@ -239,6 +249,8 @@ class Factors(Program[Block, Turn, Report, History]):
 
     def _end(self, history: History) -> Reason | None:
         errors = [error for _, error in history]
+        if self.rises(history):
+            return Reason.ROSE
         if self.held_out.nnz and len(history) > self.patience:
             best = min(errors[: -self.patience])
             if min(errors[-self.patience :]) >= best:
@@ -248,6 +260,13 @@ class Factors(Program[Block, Turn, Report, History]):
             if before - last <= self.tol * abs(before):
                 return Reason.CONVERGED_VALUE
         return Reason.MAX_ITERATIONS if len(history) >= self.max_iter else None
+
+    def rises(self, history: History) -> bool:
+        """Return whether the last pass raised the objective: rounding loses the regularization."""
+        if len(history) < 2:
+            return False
+        (before, _), (last, _) = history[-2:]
+        return not last <= before + _ROUNDING * self._most
 
     @override
     def push(self, block: Block, argument: Turn, taken: Mapping[str, Values]) -> Pushed[Report]:
@@ -493,10 +512,16 @@ class MatrixFactorization(Estimator):
         program = self.program(X, held_out=held_out)
         stepper(), subtracter()  # compiled before threads ask for them
         history, tables = run(program, workers=self.workers)
+        user = type(self).__name__
         if not np.isfinite(history[-1][0]):
             raise SettingError(
-                f"{type(self).__name__}: the factors are not finite: scale X, or use a larger "
-                "regularization"
+                f"{user}: the factors are not finite: scale X, or use a larger regularization"
+            )
+        if program.rises(history):
+            raise SettingError(
+                f"{user}: rounding has raised the objective from {history[-2][0]:.6g} to "
+                f"{history[-1][0]:.6g} in pass {len(history)}: use a larger regularization, or "
+                "scale X"
             )
         self._tables = tables
         self._fitted = self.biases, self.implicit_strength, self.regularization

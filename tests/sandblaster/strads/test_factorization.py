@@ -361,6 +361,22 @@ def test_indices_that_are_no_whole_numbers_and_ratings_given_twice_are_refused()
         MatrixFactorization(2, n_blocks=1).fit(ratings * 1e200)
 
 
+def test_a_regularization_that_rounding_loses_is_refused_where_it_raises_the_objective() -> None:
+    """The objective rose, a thousand times as large as before, and that was called converged."""
+    rng = np.random.default_rng(23)
+    known = rng.standard_normal((25, 2)) @ rng.standard_normal((2, 20))
+    some = sparse.csr_array(np.where(rng.random(known.shape) < 0.3, known, 0.0))
+    for tol in (1e-4, -1.0):
+        with pytest.raises(SettingError, match=r"raised the objective from .* in pass 3: use a la"):
+            factorization(8, n_blocks=1, regularization=1e-17, tol=tol).fit(some)
+    found = factorization(8, n_blocks=1, regularization=1e-12, tol=-1.0).fit(some)
+    assert (np.diff(found.objectives_) <= 1e-9 * (some.data**2).sum()).all()
+    table = np.arange(1.0, 13.0).reshape(3, 4)
+    table[2, 3] = 1e300
+    with pytest.raises(SettingError, match=r"square of X\[2, 3\], 9.17e\+299, is not finite: sc"):
+        factorization(1, n_blocks=1).fit(table)
+
+
 def test_ratings_by_diagonals_are_those_of_any_format() -> None:
     """Zeros that fill its diagonals were refused, as ratings given twice."""
     ratings = sparse.csr_array(np.triu(np.arange(1.0, 13.0).reshape(3, 4), 1))
