@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
-from typing import Final, TypeAlias
+from typing import Final, Literal, TypeAlias
 
 import torch
 from torch import nn
@@ -54,6 +54,7 @@ class Names:
     data: str  # the table: "data.train", "data.test"
     indices: Sequence[int] = ()  # of the samples, in the data set
     takes_sparse: bool = False  # gradients may be sparse
+    kept: Literal["", "frozen", "all"] = ""  # parameters that forward must not change
 
 
 def class_counts(graph: LayerGraph) -> Mapping[str, int]:
@@ -142,7 +143,8 @@ def train(module: nn.Module, batch: Batch, *, loss: Loss, names: Names) -> None:
     except GraphError as error:
         raise JobError(f"[model] {names.model}: {error}") from error
     module.train()
-    outputs = _forward(module, batch, names)
+    with _kept(module, names):
+        outputs = _forward(module, batch, names)
     value = _loss(outputs, batch.targets, loss, names)
     if not value.requires_grad:
         raise JobError(
@@ -163,6 +165,27 @@ def train(module: nn.Module, batch: Batch, *, loss: Loss, names: Names) -> None:
         raise JobError(f"[model] the backward pass of {names.model} failed: {error}") from error
     finally:
         module.zero_grad(set_to_none=True)
+
+
+@contextmanager
+def _kept(module: nn.Module, names: Names) -> Iterator[None]:
+    """Refuse a forward that makes or changes parameters: shards would have others."""
+    before = {name: one.detach().clone() for name, one in module.named_parameters() if names.kept}
+    yield
+    for name, one in module.named_parameters() if names.kept else ():
+        if name not in before:
+            raise JobError(
+                f"[model] {names.model}: forward makes parameter {name!r}, which would not be "
+                "trained: make it in __init__"
+            )
+        is_kept = names.kept == "all" or not one.requires_grad
+        # As bits, in which NaN is the same.
+        now, then = (x.detach().reshape(-1).view(torch.uint8) for x in (one, before[name]))
+        if is_kept and not torch.equal(now, then):
+            raise JobError(
+                f"[model] {names.model}: forward changes parameter {name!r} itself, which is not "
+                "exchanged: keep it in a buffer, or compute with a changed copy of it"
+            )
 
 
 N_TRIED: Final = 8  # samples, of which a loss is tried once, twice and three times over

@@ -46,6 +46,7 @@ def check(
     datasets: Mapping[str, Dataset] | None = None,
     *,
     takes_sparse: bool = False,  # gradients may be sparse
+    kept: Literal["frozen", "all"] = "all",  # parameters that forward must not change
 ) -> None:
     """Try one training batch forward and backward, and evaluate one test batch.
 
@@ -57,7 +58,7 @@ def check(
         batch = read_batch(dataset, indices, table=table)
         names = dry_run.Names(model=task.model.factory, loss=task.loss, data=table, indices=indices)
         if table == "data.train":
-            named = replace(names, takes_sparse=takes_sparse)
+            named = replace(names, takes_sparse=takes_sparse, kept=kept)
             dry_run.train(module, batch, loss=loss, names=named)
             if not is_named(task.loss):
                 dry_run.check_mean(module, batch, loss=loss, names=names)

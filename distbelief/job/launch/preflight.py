@@ -227,17 +227,24 @@ def answer_to(
     if not cluster.is_split:
         datasets = tasks.datasets_of(task)
         num_workers = _check_sources(job, datasets)
-        check(task, job.batch_size, datasets, takes_sparse=facts_of(job).takes_sparse)
+        facts = facts_of(job)
+        # Local steps push what has become of trained parameters, also by forward.
+        keeps_all = facts.inner is None or cluster.is_on_device
+        check(
+            task,
+            job.batch_size,
+            datasets,
+            takes_sparse=facts.takes_sparse,
+            kept="all" if keeps_all else "frozen",
+        )
         if coordinator_of(job) is not None:
             check_fixed(task, job.batch_size, datasets)
             check_sums(task, job.batch_size, datasets)
-        if cluster.is_on_device:
-            _check_forward(job, datasets["data.train"])
         module = tasks.build_model(task.model)
-        facts_of(job).check(module, task, cluster.n_replicas)
+        facts.check(module, task, cluster.n_replicas)
         found = _found(job, initial_file, FlatModel(module), datasets)
         proof = ""
-        if facts_of(job).threads is not None and proves and cluster.proof:
+        if facts.threads is not None and proves and cluster.proof:
             proof = _proof_of_threads(job, datasets["data.train"])
         return msgspec.structs.replace(found, proof=proof, num_workers=num_workers)
     # The planner imports scipy's solvers and matplotlib, which take half as long as torch. Other
@@ -361,20 +368,6 @@ def _proof_of_threads(job: Job, data: Dataset) -> str:
     dry_run.train(build(), first, loss=loss, names=names)  # of so few samples at once
     prove(build, (first, second), loss=loss, name=name)
     return f"Copies of the model for {facts_of(job).threads} threads compute what it does alone"
-
-
-def _check_forward(job: Job, data: Dataset) -> None:
-    """Refuse a model whose forward changes parameters: on a device that would be lost."""
-    module = tasks.build_model(job.task.model).train()
-    before = {name: one.detach().clone() for name, one in module.named_parameters()}
-    with torch.no_grad():
-        read_batch(data, first_of(data, min(job.batch_size, len(data)))).run(module)
-    for name, one in module.named_parameters():
-        if not torch.equal(one, before[name]):
-            raise JobError(
-                f"[model] forward changes parameter {name!r} itself, which is not exchanged with "
-                f"device = {job.cluster.device!r}: keep it in a buffer, or leave device out"
-            )
 
 
 def check_device(device: str, fix: str) -> None:

@@ -306,14 +306,57 @@ def clamped() -> nn.Module:
     return Clamped(3, 3)
 
 
-def test_parameters_that_forward_changes_are_refused_on_a_device(
+class Averaged(nn.Linear):
+    """Has a copy of its weights, a running mean of these, as momentum encoders have."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+        self.slow = nn.Parameter(self.weight.detach().clone(), requires_grad=False)
+
+    @override
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        self.slow.data = 0.9 * self.slow.data + 0.1 * self.weight.detach()
+        return super().forward(input) + input @ self.slow
+
+
+class Growing(nn.Linear):
+    """Makes a parameter when it sees its first batch."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+        self.scale: nn.Parameter | None = None
+
+    @override
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if self.scale is None:
+            self.scale = nn.Parameter(torch.ones(input.shape[1]))
+        return super().forward(input * self.scale)
+
+
+LOCAL = (
+    "algorithm.exchange={ send = 'delta', every = 4 }",
+    "algorithm.inner={ name = 'SGD', lr = 0.1 }",
+    "algorithm.rule={ name = 'sgd', learning_rate = 1.0 }",
+)
+
+
+def test_parameters_that_forward_changes_or_makes_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The next step began with the values of the host's memory, without the change."""
+    """On a device the next step began with the values of the host's memory, without the change;
+    elsewhere with those of the shards. What forward made was neither trained nor saved."""
+    clamps, averages, grows = (
+        f"model.factory={__name__}:{name}" for name in ("clamped", "Averaged", "Growing")
+    )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    changes = (f"model.factory={__name__}:clamped", "cluster.device=cuda")
-    error = checked(tmp_path, *changes).error
-    assert error is not None
-    assert "forward changes parameter 'weight' itself" in error
-    assert checked(tmp_path, changes[0]).error is None
-    assert checked(tmp_path, changes[1]).error is None
+    device = "cluster.device=cuda"
+    for changes, name in (
+        ([clamps], "changes parameter 'weight' itself"),
+        ([clamps, device], "changes parameter 'weight' itself"),
+        ([averages], "changes parameter 'slow' itself"),
+        ([averages, *LOCAL], "changes parameter 'slow' itself"),
+        ([grows, *LOCAL], "makes parameter 'scale'"),
+    ):
+        assert f"forward {name}" in str(checked(tmp_path, *changes).error)
+    assert checked(tmp_path, device).error is None
+    assert checked(tmp_path, clamps, *LOCAL).error is None  # they push what has become of it
