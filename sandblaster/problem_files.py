@@ -31,6 +31,7 @@ from distbelief.core import files
 from distbelief.core.errors import JobError, StorageError
 from distbelief.job.run.directory import RunDirectory
 from distbelief.task.imports import call_factory
+from distbelief.task.initializers import lost
 from distbelief.task.tensor_pairs import Pair, TensorPairs, as_pair
 from distbelief.worker.local_executor import FlatModel
 
@@ -273,8 +274,9 @@ def values_of(module: nn.Module, x0: NDArray[np.float64] | None) -> dict[str, Te
         _check_size(module, len(x0), "x0 has {} numbers")
         for name, part in _by_parameter(module, x0):
             tensors[name].copy_(part)
-            if not tensors[name].isfinite().all():
-                raise JobError(f"minimize: x0 has numbers that {tensors[name].dtype} has not")
+            if what := lost(part, tensors[name]):
+                kind = tensors[name].dtype
+                raise JobError(f"minimize: x0 has numbers that {kind} has not: {name!r} has {what}")
     return tensors
 
 
@@ -308,7 +310,9 @@ def bounds_of(module: nn.Module, bounds: object) -> dict[str, Tensor]:
         for name, exact in _by_parameter(module, values):
             own = module.get_parameter(name)
             if own.requires_grad:
-                found[f"{side}.{name}"] = _rounded(exact, own.dtype, towards=inside)
+                bound = found[f"{side}.{name}"] = _rounded(exact, own.dtype, towards=inside)
+                if what := lost(exact, bound):
+                    raise JobError(f"minimize: bounds of {name!r} have {what}, beyond {own.dtype}")
             elif ((own.detach().double() - exact) * inside < 0.0).any():
                 raise JobError(f"minimize: {name} is frozen out of its bounds: leave them out")
     for name, exact in _by_parameter(module, lower):

@@ -13,6 +13,7 @@ from distbelief.core.errors import JobError
 from distbelief.core.files import scratch
 from distbelief.job.fit import fit
 from distbelief.job.run.summary import Summary
+from distbelief.task.initializers import lost
 
 
 try:
@@ -171,7 +172,10 @@ class DistBeliefRegressor(RegressorMixin, _Estimator):  # type: ignore[misc] # a
         """
         x, targets = validate_data(self, X, y, dtype=np.float32, multi_output=True, y_numeric=True)
         self._is_flat = targets.ndim == 1
-        columns = targets.astype(np.float32).reshape(len(x), -1)
+        given = torch.from_numpy(np.asarray(targets, np.float64).reshape(len(x), -1))
+        if what := lost(given, given.float()):
+            raise ValueError(f"y has {what}, which float32 has not: scale y")
+        columns = given.float().numpy()
         return self._fit(x, columns, loss="mse", n_outputs=columns.shape[1])
 
     def predict(self, X: object) -> NDArray[np.float64]:  # noqa: N803 -- scikit-learn's name

@@ -42,9 +42,10 @@ from distbelief.job.run.directory import RunDirectory
 from distbelief.job.run.model_file import check_trained
 from distbelief.plans.placement import Placement
 from distbelief.plans.plan import Plan, load, packed
-from distbelief.task.data import Batch, n_samples_of, tensors_of
+from distbelief.task.data import Batch, n_samples_of, shown_path, tensors_of
 from distbelief.task.dry_run import check_arguments, shown
 from distbelief.task.forward import Sample, input_specs
+from distbelief.task.initializers import lost
 from distbelief.task.task import build_model, forward_graph
 from distbelief.worker.computation import Computation, output_name
 
@@ -145,6 +146,7 @@ def _whole(job: Job, weights: Path, inputs: Batch) -> Outputs:
     check_arguments(module, inputs, model=job.model.factory, table="predict")
     found: dict[str, list[torch.Tensor]] = {}
     dtype = next((p.dtype for p in module.parameters()), torch.float32)
+    _check_range(inputs, dtype)
     given = inputs.tensors()
     with torch.no_grad():
         for begin in range(0, n_samples_of(inputs.inputs), CHUNK):
@@ -201,6 +203,7 @@ def _split(
     with safe_open(run.model_file, framework="pt") as file:
         kinds = {str(file.get_slice(name).get_dtype()) for name in file.keys()}  # noqa: SIM118
     dtype = "float64" if "F64" in kinds else "float32"
+    _check_range(inputs, torch.float64 if dtype == "float64" else torch.float32)
     n_samples = n_samples_of(inputs.inputs)
     with ended_by_signals(), closing(LocalLauncher()) as launcher, scratch() as folder:
         launcher.start()  # it imports torch meanwhile
@@ -215,6 +218,13 @@ def _split(
             job, computation, plan=plan, inputs=inputs, launcher=launcher, tell=tell
         )
         return {name: output.numpy() for name, output in outputs.items()}
+
+
+def _check_range(inputs: Batch, dtype: torch.dtype) -> None:
+    """Refuse numbers that become infinite in the type in which the model computes."""
+    for path, tensor in inputs.tensors().items():
+        if tensor.is_floating_point() and (what := lost(tensor, tensor.to(dtype))):
+            raise JobError(f"{shown_path(path)} have {what}, beyond {dtype}: scale them")
 
 
 def _read(path: Path) -> Batch:

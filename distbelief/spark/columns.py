@@ -218,6 +218,15 @@ def numbers_of(array: "pa.Array", name: str) -> Numbers:
     return cast("Numbers", array.to_numpy(zero_copy_only=True).reshape(shape if n else (0,)))
 
 
+def finite_numbers_of(array: "pa.Array", name: str) -> Numbers:
+    """Do as `numbers_of`; refuse infinity of float32, which a cast makes of larger numbers."""
+    numbers = numbers_of(array, name)
+    if numbers.dtype == np.float32 and (bad := np.argwhere(np.isinf(numbers))).size:
+        why = f"row {bad[0][0]} of a batch is infinite, or was beyond float32"
+        raise JobError(f"column {name!r}: {why}: scale or drop such rows")
+    return numbers
+
+
 def lists_of(outputs: Numbers) -> "pa.Array":
     """Return outputs as Arrow, a list for each row and each further dimension."""
     import pyarrow as pa  # noqa: PLC0415 -- an extra
@@ -256,7 +265,7 @@ def write_rows(
                         checksum = zlib.crc32(value, checksum)
                     one.append(f"{name}: bytes")
                     continue
-                numbers = numbers_of(array, name)
+                numbers = finite_numbers_of(array, name)
                 checksum = zlib.crc32(np.ascontiguousarray(numbers).data.cast("B"), checksum)
                 one.append(f"{name}: {numbers.dtype}{list(numbers.shape[1:])}")
             form = form or ", ".join(one)

@@ -40,7 +40,7 @@ from distbelief.config.load import job_from_json
 from distbelief.core.errors import JobError
 from distbelief.job.launch.role_process import import_from
 from distbelief.job.run.result import Run
-from distbelief.spark.columns import Columns, bytes_of, lists_of, numbers_of, selected
+from distbelief.spark.columns import Columns, bytes_of, finite_numbers_of, lists_of, selected
 from distbelief.spark.rows import samples_of
 from distbelief.task.task import build_model
 
@@ -137,7 +137,7 @@ class DistBeliefModel(Model, Columned, MLWritable, MLReadable["DistBeliefModel"]
                     arrays = [
                         bytes_of(column, saved.columns.names[key])
                         if key in decoders
-                        else numbers_of(column, saved.columns.names[key])
+                        else finite_numbers_of(column, saved.columns.names[key])
                         for key, column in zip(keys, rows.columns, strict=True)
                     ]
                     inputs, _ = samples_of(arrays, keys, saved.columns, decoders)

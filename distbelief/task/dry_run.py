@@ -173,19 +173,14 @@ def _kept(module: nn.Module, names: Names) -> Iterator[None]:
     before = {name: one.detach().clone() for name, one in module.named_parameters() if names.kept}
     yield
     for name, one in module.named_parameters() if names.kept else ():
+        what = f"[model] {names.model}: forward {{}} parameter {name!r} itself, which is not "
         if name not in before:
-            raise JobError(
-                f"[model] {names.model}: forward makes parameter {name!r}, which would not be "
-                "trained: make it in __init__"
-            )
-        is_kept = names.kept == "all" or not one.requires_grad
+            raise JobError(f"{what.format('makes')}trained: make it in __init__")
         # As bits, in which NaN is the same.
         now, then = (x.detach().reshape(-1).view(torch.uint8) for x in (one, before[name]))
-        if is_kept and not torch.equal(now, then):
-            raise JobError(
-                f"[model] {names.model}: forward changes parameter {name!r} itself, which is not "
-                "exchanged: keep it in a buffer, or compute with a changed copy of it"
-            )
+        if (names.kept == "all" or not one.requires_grad) and not torch.equal(now, then):
+            way = "exchanged: keep it in a buffer, or compute with a changed copy"
+            raise JobError(what.format("changes") + way)
 
 
 N_TRIED: Final = 8  # samples, of which a loss is tried once, twice and three times over

@@ -206,6 +206,18 @@ _TYPES: Final[Mapping[str, torch.dtype]] = {
     "BOOL": torch.bool,
 }
 
+
+def lost(before: torch.Tensor, after: torch.Tensor) -> str:
+    """Return the first number that a cast has made infinite (of integers: another), and its place.
+
+    "" if all are there.
+    """
+    is_lost = after.isinf() & before.isfinite()
+    if not before.is_floating_point():
+        is_lost = after.to(before.dtype) != before
+    return "".join(f"{before[tuple(at)].item()!r} at {at}" for at in is_lost.nonzero()[:1].tolist())
+
+
 # read(name, start, stop) -> elements [start, stop) of that tensor, row-major
 Read = Callable[[str, int, int], Vector]
 
@@ -249,7 +261,12 @@ def reader(file: TensorFile, layout: Layout) -> Read:
             raise StorageError(f"{file.place}: its header is wrong about {name!r}")
         if not raw.nbytes:  # torch gives an empty array a stride with which it has no views
             return np.empty(0, layout.dtype)
-        return np.asarray(torch.from_numpy(raw).view(stored).to(dtype).numpy())
+        given = torch.from_numpy(raw).view(stored)
+        made = given.to(dtype)
+        if stored != dtype and stored.itemsize >= dtype.itemsize and (what := lost(given, made)):
+            place = f"{file.place}: tensor {name!r}, elements {start} to {stop - 1}"
+            raise StorageError(f"{place}: {what}, which {dtype} has not")
+        return np.asarray(made.numpy())
 
     return read
 

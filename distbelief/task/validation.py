@@ -24,6 +24,7 @@ from distbelief.task.data import (
     some_of,
 )
 from distbelief.task.forward import Forward, Sample, input_specs
+from distbelief.task.initializers import lost
 from distbelief.task.losses import (
     CHUNK,
     LOSS_METRIC,
@@ -46,7 +47,7 @@ def check(
     datasets: Mapping[str, Dataset] | None = None,
     *,
     takes_sparse: bool = False,  # gradients may be sparse
-    kept: Literal["frozen", "all"] = "all",  # parameters that forward must not change
+    keeps_all: bool = True,  # forward must not change any parameter; or only no frozen one
 ) -> None:
     """Try one training batch forward and backward, and evaluate one test batch.
 
@@ -58,6 +59,7 @@ def check(
         batch = read_batch(dataset, indices, table=table)
         names = dry_run.Names(model=task.model.factory, loss=task.loss, data=table, indices=indices)
         if table == "data.train":
+            kept: Literal["frozen", "all"] = "all" if keeps_all else "frozen"
             named = replace(names, takes_sparse=takes_sparse, kept=kept)
             dry_run.train(module, batch, loss=loss, names=named)
             if not is_named(task.loss):
@@ -85,8 +87,9 @@ def _begun(spec: ModelSpec) -> nn.Module:
         with suppress(OSError, SafetensorError), safe_open(spec.initial, framework="pt") as file:
             for name in named.keys() & set(file.keys()):
                 values = file.get_tensor(name)
-                if values.shape == named[name].shape:
-                    named[name].copy_(values)
+                own = named[name]
+                if values.shape == own.shape and (what := lost(values, own.copy_(values))):
+                    raise JobError(f"[model] initial: {name!r} has {what}, beyond {own.dtype}")
     return module
 
 

@@ -539,10 +539,9 @@ class Coordinator:
         until = math.inf if self._stopped_by is not None else since + _LAST_SAVE_SECONDS
         while (series := self._series).unsaved is not None:
             if self._now >= until:
-                why = series.save_error or "the disk does not answer"
+                why = f"could not be saved: {series.save_error or 'its disk does not answer'}"
                 raise StorageError(
-                    f"the coordinator's journal of the end could not be saved: {why}: make room on "
-                    "its disk, and go on with --resume"
+                    f"the journal of the end {why}: make room on its disk, and resume"
                 )
             yield Wait.SAVED
 

@@ -227,7 +227,7 @@ def _as_numbers(values: Labels, name: str, user: str) -> Floats:
         return values.astype(np.float64)
     except TypeError as error:
         raise TypeError(f"{user}: {name} is not of numbers: {error}") from None
-    except ValueError as error:
+    except (ValueError, OverflowError) as error:
         raise SettingError(f"{user}: {name} is not of numbers: {error}") from None
 
 

@@ -129,15 +129,8 @@ class Factors(Program[Block, Turn, Report, History]):
 
     def __post_init__(self) -> None:
         n_rows, n_columns = self.targets.shape
-        with np.errstate(over="ignore"):
+        with np.errstate(over="ignore"):  # then the factors are not finite
             self._most = float((self.weights.data * self.targets.data**2).sum())
-        if not np.isfinite(self._most):
-            large = sparse.coo_array(self.targets)
-            place = np.abs(large.data).argmax()
-            raise SettingError(
-                f"the square of X{[int(one[place]) for one in large.coords]}, "
-                f"{large.data[place]:.3g}, is not finite: scale X"
-            )
         # Which u and v are free: those of biases are not on the other side.
         self._free = np.ones((2, self.n_ranks), bool)
         u, v = np.zeros((self.n_ranks, n_rows)), np.zeros((self.n_ranks, n_columns, 2))
@@ -263,10 +256,8 @@ class Factors(Program[Block, Turn, Report, History]):
 
     def rises(self, history: History) -> bool:
         """Return whether the last pass raised the objective: rounding loses the regularization."""
-        if len(history) < 2:
-            return False
-        (before, _), (last, _) = history[-2:]
-        return not last <= before + _ROUNDING * self._most
+        last = [objective for objective, _ in history[-2:]]
+        return len(last) == 2 and not last[1] <= last[0] + _ROUNDING * self._most
 
     @override
     def push(self, block: Block, argument: Turn, taken: Mapping[str, Values]) -> Pushed[Report]:

@@ -374,7 +374,7 @@ class TopicModel(_Tables):
         priors = self.get_parameter("priors")[:, 0]
         words = self.get_parameter("words").view(len(row_of), -1) + priors[-1]
         weights = (words / (sums + priors[-1] * len(row_of)))[row_of.long()]
-        given = sparse.csr_array(counts.detach().cpu().numpy().astype(np.int64))
+        given = checked_counts(counts.detach().cpu().numpy(), user="documents")
         arrays = (values.detach().cpu().numpy() for values in (weights, priors[:-1]))
         shares = torch.from_numpy(fold_in(given, *arrays)).to(weights)
         return torch.log(shares @ weights.T) + self._sum_of("topics") + self._sum_of("row_of")

@@ -82,3 +82,10 @@ def test_scores_of_another_shape_are_refused() -> None:
     wide = DistBeliefClassifier(nn.Linear(4, 5), epochs=1).fit(x, y)
     with pytest.raises(JobError, match=r"module returns \(150, 5\): return scores, \(150, 3\)"):
         wide.predict(x)
+
+
+def test_targets_beyond_float32_are_refused() -> None:
+    """They became infinite."""
+    y = np.array([1.0, -1e300, 1.0])
+    with pytest.raises(ValueError, match=r"y has -1e\+300 at \[1, 0\], which float32 has not"):
+        DistBeliefRegressor(nn.Linear(2, 1)).fit(np.ones((3, 2)), y)

@@ -280,6 +280,13 @@ def test_a_start_is_within_bounds_before_the_loss_is_tried_there() -> None:
     assert problem.values["bias"].tolist() == [-1.0]
 
 
+@pytest.mark.parametrize("pair", [(1e300, None), (None, -1e300), (1e300, 1e300)])
+def test_bounds_beyond_a_type_are_refused(pair: tuple[float | None, float | None]) -> None:
+    """The parameter was moved to infinity."""
+    with pytest.raises(JobError, match=r"bounds of 'bias' have -?1e\+300 at \[0\], beyond torch.f"):
+        pf.bounds_of(nn.Linear(1, 1), [(-1e300, 1e300), pair])
+
+
 ONES = np.ones(3)
 
 
@@ -291,7 +298,10 @@ ONES = np.ones(3)
         (ONES * 1j, "x0 is array"),
         ([1.0, np.nan, 1.0], "x0 has nan in it"),
         (np.ones((1, 1, 3)), r"x0 has shape \(1, 1, 3\)"),
-        ([1.0, 1e39, 1.0], "x0 has numbers that torch.float32 has not"),
+        (
+            [1.0, 1e39, 1.0],
+            r"x0 has numbers that torch.float32 has not: 'weight' has 1e\+39 at \[0, 1\]",
+        ),
         (torch.ones(2, requires_grad=True), "x0 has 2 numbers; the model has 3 parameters"),
     ],
 )

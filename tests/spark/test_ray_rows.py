@@ -53,6 +53,8 @@ def test_columns_of_blocks_are_tensors(tmp_path: Path) -> None:
         ([[1.0], [1.0, 2.0]], "arrays of 1 and of 2 numbers"),
         (pa.array([[], []], pa.list_(pa.float32())), "arrays of 0 numbers"),
         ([b"a", b"b"], "decode is for columns of bytes"),
+        (np.array([1.0, 2.0, 1e300]), "row 2 of a batch is infinite, or was beyond float32"),
+        ([[1.0, 2.0], [3.0, float("-inf")]], "row 1 of a batch is infinite"),
         (np.array([1, 2**63], np.uint64), "Integer value 9223372036854775808 not in range"),
         (np.array(["2012-12-03", "2012-12-06"], "datetime64[s]"), "no tensor"),
     ],

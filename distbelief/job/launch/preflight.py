@@ -51,7 +51,13 @@ from distbelief.task import dry_run, task as tasks
 from distbelief.task.data import Dataset, DataSource, first_of, marks_of, pieces_of, read_batch
 from distbelief.task.forward import Sample
 from distbelief.task.imports import place, shown_name
-from distbelief.task.initializers import InitialFile, partial_values, reader, recorded_initials
+from distbelief.task.initializers import (
+    InitialFile,
+    lost,
+    partial_values,
+    reader,
+    recorded_initials,
+)
 from distbelief.task.losses import higher_is_better
 from distbelief.task.validation import (
     check,
@@ -229,14 +235,8 @@ def answer_to(
         num_workers = _check_sources(job, datasets)
         facts = facts_of(job)
         # Local steps push what has become of trained parameters, also by forward.
-        keeps_all = facts.inner is None or cluster.is_on_device
-        check(
-            task,
-            job.batch_size,
-            datasets,
-            takes_sparse=facts.takes_sparse,
-            kept="all" if keeps_all else "frozen",
-        )
+        keeps_all, sparse = facts.inner is None or cluster.is_on_device, facts.takes_sparse
+        check(task, job.batch_size, datasets, takes_sparse=sparse, keeps_all=keeps_all)
         if coordinator_of(job) is not None:
             check_fixed(task, job.batch_size, datasets)
             check_sums(task, job.batch_size, datasets)
@@ -408,7 +408,7 @@ def _found(
             save_file(values, initial_file)
         case path:
             initial_file = path
-            _check_weights(path, specs)
+            _check_weights(path, specs, model.element_type)
     held_out = datasets.get("data.test")
     sample = None if held_out is None else tasks.sample_of(held_out, table="data.test")
     metric, *others = tasks.metric_names(task, sample)
@@ -454,6 +454,9 @@ def _check_kept(name: str, tensor: torch.Tensor, *, n_whole_max: int) -> None:
             max((abs(int(end)) for end in tensor.aminmax()), default=0) if tensor.numel() else 0
         )
         why = f"{kind} with numbers above {n_whole_max:,}" if largest > n_whole_max else ""
+    elif kind == "float64" and n_whole_max < 2**53 and not tensor.is_meta:
+        what = lost(tensor.detach(), tensor.detach().float())
+        why = what and f"{kind} with {what}, beyond float32"
     if why:
         raise JobError(
             f"[model] tensor {name!r} is {why}, which shards cannot keep: register it by "
@@ -461,9 +464,9 @@ def _check_kept(name: str, tensor: torch.Tensor, *, n_whole_max: int) -> None:
         )
 
 
-def _check_weights(path: str, tensors: tuple[TensorSpec, ...]) -> None:
+def _check_weights(path: str, tensors: tuple[TensorSpec, ...], dtype: ElementType) -> None:
     try:
-        read = reader(TensorFile.at(Path(path)), Layout.of(tensors, n_shards=1))
+        read = reader(TensorFile.at(Path(path)), Layout.of(tensors, n_shards=1, dtype=dtype))
         for tensor in tensors:
             read(tensor.name, 0, 1 if tensor.n_elements else 0)
     except StorageError as error:

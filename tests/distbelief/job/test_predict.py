@@ -283,3 +283,11 @@ def test_sigterm_leaves_no_folder_behind(
     assert caught.value.code == 143
     assert not folders[0].exists()
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_inputs_beyond_the_models_type_are_refused(run: RunDirectory, tmp_path: Path) -> None:
+    """They became infinite, and the outputs NaN."""
+    inputs = np.ones((400, 5))
+    inputs[300, 2] = 1e300
+    np.save(tmp_path / "in.npy", inputs)
+    refuses(run, tmp_path / "in.npy", r"inputs have 1e\+300 at \[300, 2\], beyond torch.float32")

@@ -206,3 +206,25 @@ def test_a_file_that_does_not_fit_is_named(path: Path, tmp_path: Path) -> None:
     read = reader(TensorFile.at(path), layout_of({"matrix": torch.zeros(3, 3)}))
     with pytest.raises(StorageError, match=r"has shape \(20, 15\), the model's has \(3"):
         read("matrix", 0, 9)
+
+
+def test_numbers_that_the_shards_type_has_not_are_refused(tmp_path: Path) -> None:
+    """1e300 was read as infinity, and 16,777,217 as the number before, without a word."""
+    wide = {
+        "large": torch.tensor([[1.0, 2.0], [3.0, -1e300]], dtype=torch.float64),
+        "whole": torch.tensor([5, 2**24 + 1]),
+        "infinite": torch.tensor([-torch.inf, 1e-300], dtype=torch.float64),
+    }
+    save_file(wide, tmp_path / "wide.safetensors")
+    file = TensorFile.at(tmp_path / "wide.safetensors")
+    read = reader(file, layout_of(wide))
+    with pytest.raises(StorageError, match=r"'large', elements 2 to 3: -1e\+300 at \[1\], which"):
+        read("large", 2, 4)
+    assert read("large", 0, 3).tolist() == [1.0, 2.0, 3.0]
+    with pytest.raises(StorageError, match=r"'whole', elements 0 to 1: 16777217 at \[1\], which"):
+        read("whole", 0, 2)
+    assert read("infinite", 0, 2).tolist() == [-np.inf, 0.0]  # as they were, but for rounding
+    specs = [TensorSpec(name=name, shape=tuple(t.shape)) for name, t in wide.items()]
+    exact = reader(file, Layout.of(specs, n_shards=1, dtype="float64"))
+    assert exact("large", 3, 4).tolist() == [-1e300]
+    assert exact("whole", 0, 2).tolist() == [5.0, 2.0**24 + 1]

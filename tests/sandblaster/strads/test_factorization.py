@@ -371,10 +371,6 @@ def test_a_regularization_that_rounding_loses_is_refused_where_it_raises_the_obj
             factorization(8, n_blocks=1, regularization=1e-17, tol=tol).fit(some)
     found = factorization(8, n_blocks=1, regularization=1e-12, tol=-1.0).fit(some)
     assert (np.diff(found.objectives_) <= 1e-9 * (some.data**2).sum()).all()
-    table = np.arange(1.0, 13.0).reshape(3, 4)
-    table[2, 3] = 1e300
-    with pytest.raises(SettingError, match=r"square of X\[2, 3\], 9.17e\+299, is not finite: sc"):
-        factorization(1, n_blocks=1).fit(table)
 
 
 def test_ratings_by_diagonals_are_those_of_any_format() -> None:

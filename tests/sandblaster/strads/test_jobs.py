@@ -294,3 +294,14 @@ def test_documents_are_scored_as_the_estimator_scores_them(folder: Path) -> None
         LatentDirichletAllocation.from_model(folder / "other.safetensors")
     with pytest.raises(SettingError, match=r"none\.safetensors cannot be read"):
         LatentDirichletAllocation.from_model(folder / "none.safetensors")
+
+
+def test_predictions_take_counts_only(folder: Path) -> None:
+    """0.9 was taken for no word at all, and -1 for a word."""
+    np.save(folder / "c.npy", COUNTS)
+    model = jobs.topics("c.npy", n_components=2, n_blocks=3)
+    for wrong, what in ((0.9, "0.9, is no whole number"), (-1.0, "-1.0, is negative")):
+        counts = torch.ones(2, COUNTS.shape[1], dtype=torch.float64)
+        counts[1, 2] = wrong
+        with pytest.raises(SettingError, match=f"a count of X, {what}"):
+            model(counts)

@@ -9,7 +9,7 @@ from typing import final
 import msgspec
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
@@ -360,3 +360,28 @@ def test_parameters_that_forward_changes_or_makes_are_refused(
         assert f"forward {name}" in str(checked(tmp_path, *changes).error)
     assert checked(tmp_path, device).error is None
     assert checked(tmp_path, clamps, *LOCAL).error is None  # they push what has become of it
+
+
+class Scaled(nn.Linear):
+    """Has a constant beyond float32."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+        self.register_buffer("unit", torch.tensor([1.0, 1e300], dtype=torch.float64))
+
+
+def test_values_beyond_the_shards_type_are_refused(tmp_path: Path) -> None:
+    """They became infinite when training began."""
+    scaled = f"model.factory={__name__}:Scaled"
+    error = str(checked(tmp_path, scaled, "model.initial=module").error)
+    assert re.search(r"'unit' is float64 with 1e\+300 at \[1\], beyond float32", error)
+    bias = torch.tensor([1.0, 1e39, 1.0], dtype=torch.float64)
+    weights = {"weight": torch.ones(3, 3).double(), "bias": bias}
+    save_file(weights, tmp_path / "w.safetensors")
+    overrides = f"model.factory={__name__}:plain", f"model.initial={tmp_path}/w.safetensors"
+    error = str(checked(tmp_path, *overrides).error)
+    assert "initial: 'bias' has 1e+39 at [1], beyond torch.float32" in error
+
+
+def plain() -> nn.Module:
+    return nn.Linear(3, 3)
