@@ -305,6 +305,14 @@ def load_job(
         shown = " ".join(repr(path).split())[:60]
         raise JobFileError(f"the job is {shown}: give the path of a job file")
     text = _read_text(Path(path))
+    if Path(path).with_name("snapshots").is_dir():
+        try:
+            parse_job(text, path=path)
+        except JobFileError as error:
+            way = (
+                "The run's own file: use the version that wrote it, restore it, or begin a new run"
+            )
+            raise JobFileError(f"{error}. {way}") from None
     return parse_job(text, path=path, overrides=overrides, swept=swept)
 
 

@@ -503,17 +503,12 @@ class MatrixFactorization(Estimator):
         program = self.program(X, held_out=held_out)
         stepper(), subtracter()  # compiled before threads ask for them
         history, tables = run(program, workers=self.workers)
-        user = type(self).__name__
-        if not np.isfinite(history[-1][0]):
-            raise SettingError(
-                f"{user}: the factors are not finite: scale X, or use a larger regularization"
-            )
-        if program.rises(history):
-            raise SettingError(
-                f"{user}: rounding has raised the objective from {history[-2][0]:.6g} to "
-                f"{history[-1][0]:.6g} in pass {len(history)}: use a larger regularization, or "
-                "scale X"
-            )
+        before, last = (of[0] for of in (history[-2:] * 2)[:2])
+        if (is_lost := not np.isfinite(last)) or program.rises(history):
+            rose = f"rounding has raised the objective from {before:.6g} to {last:.6g} in pass"
+            what = "the factors are not finite" if is_lost else f"{rose} {len(history)}"
+            way = "use a larger regularization, or scale X"
+            raise SettingError(f"{type(self).__name__}: {what}: {way}")
         self._tables = tables
         self._fitted = self.biases, self.implicit_strength, self.regularization
         self.mean_ = program.mean

@@ -197,8 +197,8 @@ def checkpoint_set_in(content: bytes, file: Path) -> CheckpointSet:
 
 def _damaged(file: Path, why: str) -> StorageError:
     return StorageError(
-        f"{file} is damaged ({why}): restore it, or start again with --from-scratch "
-        "(from_scratch=True)"
+        f"{file} is damaged ({why}): restore it, use the version that wrote it, or start again "
+        "with --from-scratch (from_scratch=True)"
     )
 
 

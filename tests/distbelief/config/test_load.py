@@ -640,3 +640,18 @@ def test_what_needs_evaluations_needs_held_out_data(setting: str) -> None:
 def test_split_replicas_keep_no_best_values() -> None:
     with pytest.raises(JobFileError, match=r"leave keep out, and end the job .* patience"):
         speech('output.keep="best"', "cluster.partitions=2")
+
+
+def test_the_file_of_a_run_that_cannot_be_read_names_the_version_that_wrote_it(
+    tmp_path: Path,
+) -> None:
+    """--resume said that it has no such key, as if the user had written it."""
+    (tmp_path / "snapshots").mkdir()
+    path = tmp_path / "job.toml"
+    path.write_text(SPEECH + "from_the_future = 3\n")
+    with pytest.raises(JobFileError, match=r"no key 'from_the_future'.* use the version that wr"):
+        load_job(path, overrides=["stop.epochs=2"])
+    path.write_text(SPEECH)
+    with pytest.raises(JobFileError, match="epoch_s") as caught:
+        load_job(path, overrides=["stop.epoch_s=2"])
+    assert "version" not in str(caught.value)

@@ -596,8 +596,8 @@ def test_a_cut_that_cannot_be_is_named_with_the_fix(
     with pytest.raises(StorageError) as caught:
         run.take_up(job())
     assert str(caught.value) == (
-        f"{file} is damaged ({why}): restore it, or start again with --from-scratch "
-        "(from_scratch=True)"
+        f"{file} is damaged ({why}): restore it, use the version that wrote it, or start again "
+        "with --from-scratch (from_scratch=True)"
     )
 
 
