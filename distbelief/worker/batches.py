@@ -5,18 +5,20 @@ batch: a `SliceReader` of the input regions of its partition, or the executor of
 """
 
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import pairwise
 from typing import ClassVar, Final, Protocol, TypeVar, final
 
+import msgspec
 import numpy as np
 import torch
 from torch.utils.data import TensorDataset
 
 from distbelief.core.errors import JobError
-from distbelief.core.spans import Epochs, Span
+from distbelief.core.spans import NOTHING, Epochs, Span, Spans, of_part
 from distbelief.graph.graph import INPUT, LayerGraph
 from distbelief.graph.ops.call import ALONE
 from distbelief.graph.region import Region
@@ -264,6 +266,85 @@ class DealtPlan:
     def n_steps(self, start: int, stop: int) -> int:
         """Return about how many steps there are from one position to another."""
         return -(-(stop - start) // self._epochs.batch_size)
+
+
+@final
+class DealtPushes:
+    """Which positions of the data each push is of, where samples are dealt."""
+
+    def __init__(self, plan: DealtPlan, *, part: int) -> None:
+        self.plan = plan
+        self.skipped = NOTHING  # positions of pushes without any gradient
+        self.is_whole = False  # whether no later sample may join the push that is due
+        self._part = part  # of the replica that this rank pushes
+        self._due: Span | None = None  # positions of the push that is due
+        self._start: int | None = None  # the first position since the last push
+        self._stop = 0  # the position after the last batch
+        self._last_skipped: Span | None = None
+        # Pushes up to the end of each range that is taken and not known to be applied.
+        self._range_ends: deque[int] = deque()
+        self._n_ranges_done = 0
+
+    @property
+    def span(self) -> Span | msgspec.UnsetType:
+        """The positions of the push that is due, for the shards."""
+        return msgspec.UNSET if self._due is None else of_part(self._due, self._part)
+
+    def begin(self) -> None:
+        self._range_ends.clear()
+        self._n_ranges_done = self.plan.n_gone
+
+    def drop(self) -> None:
+        self._start = None
+
+    def add(self, dealt: DealtBatch, *, is_auto: bool, is_full: bool) -> bool:
+        """Add a batch; return whether a push ends with it.
+
+        It ends where that of any other replica would, or if it `is_auto` when it is full.
+        """
+        start, stop = dealt.push
+        self._stop = dealt.stop
+        if self._start is None:
+            self._start = start
+        self.is_whole = dealt.ends_range or not is_auto
+        if not ((is_auto and is_full) or dealt.ends_range or (dealt.ends_push and not is_auto)):
+            return False
+        self.end((self._start, stop))
+        return True
+
+    def end_early(self) -> bool:
+        """Let a push end with the last batch; return whether it has any."""
+        if self._start is None:
+            return False
+        self.end((self._start, self._stop))
+        return True
+
+    def end(self, push: Span) -> None:
+        """These are the positions of the push that is due."""
+        start, stop = push
+        last = self._last_skipped
+        if last is not None and last[1] == start:
+            start = last[0]  # this push is also for the samples just skipped
+        self._due = start, stop
+
+    def end_nothing(self) -> None:
+        """The push that is due has no samples of its own."""
+        self._due = None
+
+    def skip(self) -> None:
+        """The push that is due has no gradient."""
+        self._last_skipped = self._due
+        self.skipped |= NOTHING if self._due is None else Spans([self._due])
+
+    def end_range(self, n_pushes: int) -> None:
+        """A range ends with the last of so many pushes."""
+        self._range_ends.append(n_pushes)
+
+    def figures(self, n_applied: int) -> dict[str, float]:
+        while self._range_ends and self._range_ends[0] <= n_applied:
+            self._range_ends.popleft()
+            self._n_ranges_done += 1
+        return {"ranges": float(self.plan.n_ranges), "ranges_done": float(self._n_ranges_done)}
 
 
 @final
