@@ -108,9 +108,8 @@ def switched(n_hosts: int, *, bits_per_second: float) -> Iterator[Lan]:
             for index, host in enumerate(lan.hosts):
                 name, port = host.name, f"port{index}"
                 _do(f"ip netns add {name}")
-                _do(
-                    f"ip link add {INTERFACE} netns {name} type veth peer name {port} netns {switch}"
-                )
+                ends = f"{INTERFACE} netns {name} type veth peer name {port} netns {switch}"
+                _do(f"ip link add {ends}")
                 _do(f"ip -n {name} addr add {host.address}/24 dev {INTERFACE}")
                 _do(f"ip -n {name} link set lo up")
                 _do(f"ip -n {name} link set {INTERFACE} up")
