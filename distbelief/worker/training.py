@@ -257,11 +257,15 @@ class DealtPushes:
         """A range ends with the last of so many pushes."""
         self._range_ends.append(n_pushes)
 
-    def figures(self, n_applied: int) -> dict[str, float]:
+    def figures(self, n_applied: int, *, position: int) -> dict[str, float]:
         while self._range_ends and self._range_ends[0] <= n_applied:
             self._range_ends.popleft()
             self._n_ranges_done += 1
-        return {"ranges": float(self.plan.n_ranges), "ranges_done": float(self._n_ranges_done)}
+        return {
+            "ranges": float(self.plan.n_ranges),
+            "ranges_done": float(self._n_ranges_done),
+            "samples_ahead": float(max(self.plan.n_left(position), 0)),
+        }
 
 
 @final
@@ -838,7 +842,8 @@ class Training(Program):
             return figures
         if self._dealt is None:
             return figures | {"samples_allowed": float(n_allowed)}
-        return figures | self._dealt.figures(counters.pushes - self._client.unacknowledged)
+        n_applied = counters.pushes - self._client.unacknowledged
+        return figures | self._dealt.figures(n_applied, position=self._position)
 
     # --- work of the compute executor
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from distbelief.core.spans import Epochs, Span, Spans, of_part
 from distbelief.protocol import StartTraining
 from distbelief.protocol.role import Address
-from distbelief.supervisor.dealer import N_BATCHES_FIRST, SETTLE_SECONDS, Dealer
+from distbelief.supervisor.dealer import N_BATCHES_FIRST, SETTLE_SECONDS, Dealer, Wanted
 from distbelief.supervisor.membership import Kind, Membership, Presence, RoleRecord
 
 
@@ -35,8 +35,11 @@ class Table:
         assert record is not None
         return record
 
-    def deal(self, name: Address, wanted: int, *, arrives: bool = True) -> StartTraining | None:
-        message = self.dealer.deal(self.replica(name), lambda: wanted, repeats=True)
+    def deal(
+        self, name: Address, wanted: int, *, arrives: bool = True, **parts: bool
+    ) -> StartTraining | None:
+        may = Wanted(wanted, **parts)
+        message = self.dealer.deal(self.replica(name), lambda: may, repeats=True)
         if message is not None and arrives:
             held = self.ranges[name]
             assert message.n_before <= len(held)
@@ -56,7 +59,7 @@ class Table:
 
 
 def begun(**options: float) -> Table:
-    table = Table(**options)  # type: ignore[arg-type]
+    table = Table(**options)
     table.applied()
     return table
 
@@ -202,7 +205,7 @@ def test_what_its_replica_has_pushed_and_a_shard_lost_is_dealt_anew() -> None:
 
 def test_what_a_shard_claims_beyond_what_can_be_dealt_does_not_count() -> None:
     """With `epoch_share` the supervisor looked at each epoch up to there, for ever."""
-    table = begun(total=None, epoch_share=0.9)  # type: ignore[arg-type]
+    table = begun(total=None, epoch_share=0.9)
     table.deal(A, 8)
     table.applied((0, 8), (1 << 52, 1 << 53))
     assert table.dealer.n_done == 8
@@ -231,7 +234,7 @@ def test_skipped_samples_are_done() -> None:
 
 
 def test_without_a_number_of_samples_two_epochs_are_dealt_at_most() -> None:
-    table = begun(total=None)  # type: ignore[arg-type]
+    table = begun(total=None)
     table.deal(A, 1000)
     assert table.ranges[A] == [(0, 50), (50, 100)]
     table.applied((0, 50))
