@@ -54,7 +54,7 @@ class Allowances:
         self._releases, self._rates_again = Seldom(), Seldom()
         # As of a while ago, where replicas are many: their number, the mean and the sum of rates,
         # and the dealt samples that nobody has trained.
-        self._rates: tuple[int, float, float, int] | None = None
+        self._rates: tuple[int, float, float, int | None] | None = None
         # As of the last tick, less what was given since.
         self._pool, self._looks_again = 0, True
         self.dealer: Dealer | None = None
@@ -180,7 +180,7 @@ class Allowances:
         if dealer is not None:
             most = max(most, dealer.two_pushes)
         wanted = min(max(fair / 2, own * seconds), fair, most)
-        if dealer is not None and self._total is not None and own:
+        if dealer is not None and n_untrained is not None and own:
             # Each part is a push of its own, so it takes a while; asked for as long before.
             fair = max(share * n_untrained, own * AHEAD_SECONDS)
             if fair < dealer.two_pushes:
@@ -188,7 +188,7 @@ class Allowances:
         ahead = -int(-max(wanted, 1.0) // self._batch_size) * self._batch_size
         return Wanted(ahead, part_min=part_min)
 
-    def _usual_rates(self) -> tuple[int, float, float, int]:
+    def _usual_rates(self) -> tuple[int, float, float, int | None]:
         replicas = [r for r in self._members.of("replica") if r.is_alive]
         if self.dealer is not None:  # what is dealt now need not last for those who wait for hosts
             replicas = [r for r in replicas if r.presence in _COMING]
@@ -196,7 +196,9 @@ class Allowances:
         known = [rate for rate in rates if rate is not None]
         usual = sum(known) / len(known) if known else 0.0
         together = sum(usual if rate is None else rate for rate in rates)
-        n_untrained = 0 if self.dealer is None else self.dealer.n_untrained
+        n_untrained = None
+        if self.dealer is not None and self._total is not None:
+            n_untrained = self.dealer.n_untrained(len(rates))
         return len(rates), usual, together, n_untrained
 
     @property

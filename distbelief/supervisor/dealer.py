@@ -110,15 +110,22 @@ class Dealer:
         """Samples up to where the job ends, or up to the end of the next epoch."""
         return self._limit - self._done.n_positions
 
-    @property
-    def n_untrained(self) -> int:
-        """Of those, samples that no replica has trained, as far as these have told."""
+    def n_untrained(self, n_replicas: int) -> int | None:
+        """Return how many of those no replica has trained, as far as these have told.
+
+        None while they are many: a replica has at most two pushes that are not applied.
+        """
+        if self.n_left > 2 * n_replicas * self.two_pushes:
+            return None
         n_trained = 0
         for name, hand in self.hands.items():
             record = self._members.get(name)
             if hand.held and record is not None and _lives(record, hand):
-                n_held = (Spans(hand.held.values()) - self._done).n_positions
-                n_trained += n_held - self._n_ahead(record, hand, n_held)
+                spans = hand.held.values()
+                n = sum(
+                    stop - start for start, stop in spans if not self._done.overlaps((start, stop))
+                )
+                n_trained += n - self._n_ahead(record, hand, n)
         return max(self.n_left - n_trained, 0)
 
     def applied(self, shard: Address, spans: Iterable[int]) -> None:
