@@ -178,6 +178,10 @@ class AnswerTimer:
         self.silence.progress_at = now
         self.begin_anew()
 
+    def must_wait(self) -> None:
+        """The peer has all that it can get from here: asking again helps if its answer was lost."""
+        self._backoff.pause = self._backoff.longest
+
     def blocks_came(self, now: float, direction: object, n: int, n_under_way: int) -> None:
         """So many blocks of a direction came, or were acknowledged."""
         self.silence.progress_at = now

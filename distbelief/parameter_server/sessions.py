@@ -437,8 +437,8 @@ class Sessions:
         self._bytes_in += message.values.nbytes
         if not is_in:
             return []  # an earlier one is missing, or its attempt was given up
-        self._complete(client, push_buffer)  # the Push may have overtaken this block
-        return [self._block_ack(client, push_buffer)] if message.answer else []
+        is_whole = self._complete(client, push_buffer)  # the Push may have overtaken this block
+        return [self._block_ack(client, push_buffer)] if message.answer or is_whole else []
 
     def take_push(self, client: Session, message: pf.Push) -> list[Action]:
         sequence = message.sequence
@@ -465,21 +465,26 @@ class Sessions:
             raise RemoteProtocolError(f"{client.name} closed push {sequence}, which it took back")
         is_news = push_buffer.push is None
         push_buffer.push = push_buffer.push or message
-        self._complete(client, push_buffer)
+        is_whole = self._complete(client, push_buffer)
         if not is_news:
             self._n_duplicates += 1
-        elif push_buffer.pushed is not None:
+        elif push_buffer.pushed is not None and not is_whole:
             return []  # the client gets PushApplied later
         return [self._block_ack(client, push_buffer)]
 
-    def _complete(self, client: Session, push_buffer: PushBuffer) -> None:
-        """Queue a push, if all of it is here; RemoteProtocolError if it is invalid."""
-        push = push_buffer.push
+    def _complete(self, client: Session, push_buffer: PushBuffer) -> bool:
+        """Queue a push, if all of it is here; RemoteProtocolError if it is invalid.
+
+        Return whether it has come to wait for those of others. The client must be told so, or it
+        sends it again.
+        """
+        push, is_new = push_buffer.push, False
         if push is not None and push_buffer.pushed is None:
             is_new = push_buffer.complete(client.shard_slice)
             if is_new and push.sets:
                 self._set_values[client.name] = None
         self._enqueue(client)
+        return is_new and self.rounds is not None
 
     def _check_claims(self, client: Session, message: pf.Push) -> None:
         """Raise FalseClaimError for a push of what nobody dealt, or of a tick far ahead."""
@@ -710,11 +715,13 @@ class Sessions:
         return Send(receiver=client.name, message=applied)
 
     def _block_ack(self, client: Session, push_buffer: PushBuffer) -> Send:
+        waits = self.rounds is not None and push_buffer.pushed is not None
         ack = pf.PushBlockAck(
             sequence=push_buffer.sequence,
             term=self.term,
             received=push_buffer.n_received,
             attempt=push_buffer.attempt,
+            waits=waits or msgspec.UNSET,
         )
         return Send(receiver=client.name, message=ack)
 

@@ -184,6 +184,8 @@ class PushBlockAck(AnyMessage, frozen=True):
     term: Count
     received: Count
     attempt: Attempt = msgspec.UNSET
+    # The push is complete, and waits for those of other clients.
+    waits: bool | msgspec.UnsetType = msgspec.UNSET
 
 
 class Push(AnyMessage, frozen=True):

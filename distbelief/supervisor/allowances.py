@@ -17,7 +17,7 @@ from typing import Final, final
 
 from distbelief.protocol import Progress, StartTraining
 from distbelief.protocol.role import Address
-from distbelief.supervisor.dealer import Dealer
+from distbelief.supervisor.dealer import Dealer, Wanted
 from distbelief.supervisor.membership import FEW, Membership, Presence, RoleRecord, Seldom
 from distbelief.supervisor.metrics import JobMetrics
 from distbelief.supervisor.supervisor_config import SupervisorConfig
@@ -52,8 +52,9 @@ class Allowances:
         self._bounds: dict[Address, int] = {}
         self._low: dict[Address, int] = {}  # samples at which the bound is raised
         self._releases, self._rates_again = Seldom(), Seldom()
-        # As of a while ago, where replicas are many: their number, the mean and the sum of rates.
-        self._rates: tuple[int, float, float] | None = None
+        # As of a while ago, where replicas are many: their number, the mean and the sum of rates,
+        # and the dealt samples that nobody has trained.
+        self._rates: tuple[int, float, float, int | None] | None = None
         # As of the last tick, less what was given since.
         self._pool, self._looks_again = 0, True
         self.dealer: Dealer | None = None
@@ -140,7 +141,7 @@ class Allowances:
 
     def _deal(self, record: RoleRecord, *, repeats: bool) -> StartTraining | None:
         assert self.dealer is not None
-        return self.dealer.deal(record, lambda: self._wanted_samples(record), repeats=repeats)
+        return self.dealer.deal(record, lambda: self._wanted(record), repeats=repeats)
 
     def _samples(self, record: RoleRecord) -> int:
         reported = self._metrics.samples_of.get(record.name, 0)
@@ -155,7 +156,7 @@ class Allowances:
             return False
         before = self._bounds.get(name)
         bound = max(self._bounds.setdefault(name, samples), samples)
-        more = min(self._wanted_samples(record) - (bound - samples), self._in_pool())
+        more = min(self._wanted(record).ahead - (bound - samples), self._in_pool())
         if more > 0:
             bound += more
             self._bounds[name] = bound
@@ -163,11 +164,11 @@ class Allowances:
         self._low[name] = bound - (bound - samples) // 2
         return self._bounds[name] != before
 
-    def _wanted_samples(self, record: RoleRecord) -> int:
+    def _wanted(self, record: RoleRecord) -> Wanted:
         is_due = self._rates_again.is_due(len(self._members.of("replica")))
         if is_due or self._rates is None:  # never without: the first would get half of the job
             self._rates = self._usual_rates()
-        n_replicas, usual, all_together = self._rates
+        n_replicas, usual, all_together, n_untrained = self._rates
         own = record.rate.per_second
         own = usual if own is None else own
         share = own / all_together if all_together else 1.0 / max(n_replicas, 1)
@@ -175,19 +176,30 @@ class Allowances:
         # Never more than its share: a short job would leave the others without work.
         fair = share * self._left
         most = max(AHEAD_SECONDS_MAX, seconds) * own if own else math.inf
-        if self.dealer is not None:
-            most = max(most, self.dealer.two_pushes)
-        wanted = max(min(max(fair / 2, own * seconds), fair, most), 1.0)
-        return -int(-wanted // self._batch_size) * self._batch_size
+        part_min, dealer = 0, self.dealer
+        if dealer is not None:
+            most = max(most, dealer.two_pushes)
+        wanted = min(max(fair / 2, own * seconds), fair, most)
+        if dealer is not None and n_untrained is not None and own:
+            # Each part is a push of its own, so it takes a while; asked for as long before.
+            fair = max(share * n_untrained, own * AHEAD_SECONDS)
+            if fair < dealer.two_pushes:
+                wanted, part_min = fair, math.ceil(own * AHEAD_SECONDS)
+        ahead = -int(-max(wanted, 1.0) // self._batch_size) * self._batch_size
+        return Wanted(ahead, part_min=part_min)
 
-    def _usual_rates(self) -> tuple[int, float, float]:
+    def _usual_rates(self) -> tuple[int, float, float, int | None]:
         replicas = [r for r in self._members.of("replica") if r.is_alive]
         if self.dealer is not None:  # what is dealt now need not last for those who wait for hosts
             replicas = [r for r in replicas if r.presence in _COMING]
         rates = [r.rate.per_second for r in replicas]
         known = [rate for rate in rates if rate is not None]
         usual = sum(known) / len(known) if known else 0.0
-        return len(rates), usual, sum(usual if rate is None else rate for rate in rates)
+        together = sum(usual if rate is None else rate for rate in rates)
+        n_untrained = None
+        if self.dealer is not None and self._total is not None:
+            n_untrained = self.dealer.n_untrained(len(rates))
+        return len(rates), usual, together, n_untrained
 
     @property
     def _left(self) -> int:

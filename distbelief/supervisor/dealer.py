@@ -9,6 +9,8 @@ dealt twice counts once, and the dealer need only deal, again and again, what is
 lost replica held, what a restored shard has lost, and what a resumed run has not reached.
 
 A replica is dealt more before it has read what it holds: as much as `Allowances` lets it hold.
+At the end of the job it is dealt its share of what is left, to the batch: all replicas end at about
+the same time.
 
 Of data in pieces that lie on some hosts, a replica is dealt the pieces on its own first. If it can
 fetch others, it is dealt these from the end of an epoch, whole ones first, while those that have
@@ -21,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from operator import and_
-from typing import Final, final
+from typing import Final, NamedTuple, final
 
 from distbelief.core.spans import NOTHING, Epochs, Span, Spans, in_part
 from distbelief.protocol import StartTraining
@@ -35,6 +37,13 @@ N_BATCHES_FIRST: Final = 64  # that a replica holds at first at most; later twic
 N_RANGES_MAX: Final = 64  # in a message, and so at most dealt at once
 # That all replicas wait for pieces which none of them has; then the job ends, and may be resumed.
 MISSING_SECONDS_MAX: Final = 60.0
+
+
+class Wanted(NamedTuple):
+    """What a replica may be dealt."""
+
+    ahead: int  # samples that it may hold and has not trained
+    part_min: int = 0  # samples of a part of a push; 0: pushes are dealt whole
 
 
 @dataclass(slots=True)
@@ -101,6 +110,24 @@ class Dealer:
         """Samples up to where the job ends, or up to the end of the next epoch."""
         return self._limit - self._done.n_positions
 
+    def n_untrained(self, n_replicas: int) -> int | None:
+        """Return how many of those no replica has trained, as far as these have told.
+
+        None while they are many: a replica has at most two pushes that are not applied.
+        """
+        if self.n_left > 2 * n_replicas * self.two_pushes:
+            return None
+        n_trained = 0
+        for name, hand in self.hands.items():
+            record = self._members.get(name)
+            if hand.held and record is not None and _lives(record, hand):
+                spans = hand.held.values()
+                n = sum(
+                    stop - start for start, stop in spans if not self._done.overlaps((start, stop))
+                )
+                n_trained += n - self._n_ahead(record, hand, n)
+        return max(self.n_left - n_trained, 0)
+
     def applied(self, shard: Address, spans: Iterable[int]) -> None:
         """Note what a shard has applied, which may be less than before."""
         found = Spans.from_wire(spans)
@@ -142,7 +169,7 @@ class Dealer:
         return hand
 
     def deal(
-        self, record: RoleRecord, wanted: Callable[[], int], *, repeats: bool
+        self, record: RoleRecord, wanted: Callable[[], Wanted], *, repeats: bool
     ) -> StartTraining | None:
         """Deal more to a replica if it holds less than half of what it may; return what is news.
 
@@ -171,34 +198,46 @@ class Dealer:
                 del hand.held[number]
                 hand.read_at.pop(number, None)
 
-    def _fill(self, record: RoleRecord, hand: Hand, wanted: int) -> None:
+    def _fill(self, record: RoleRecord, hand: Hand, may: Wanted) -> None:
         n_held = (Spans(hand.held.values()) - self._done).n_positions
         # What is wanted may be far too much: by a speed that was measured in messages which had
         # waited for another supervisor, or as those that come soon are not there yet.
         n_read = hand.n_samples - n_held
         at_first = max(N_BATCHES_FIRST * self._epochs.batch_size, self.two_pushes)
-        wanted = min(wanted, max(2 * n_read, at_first))
-        if n_held > wanted // 2:
+        wanted = min(may.ahead, max(2 * n_read, at_first))
+        n_ahead = self._n_ahead(record, hand, n_held)
+        if n_ahead > (may.part_min or wanted // 2):
             return
         cuts = self._cuts
         if self._looks_again.is_due(len(self._members.of("replica"))):
             self._pool = self._pooled()
-        first = n_held
+        first = n_ahead
         for start, stop in self._offers(record, hand):
             at = start
-            while at < stop and n_held < wanted and len(hand.unheard) < N_RANGES_MAX:
+            while at < stop and n_ahead < wanted and len(hand.unheard) < N_RANGES_MAX:
                 n_before = bisect_right(cuts, at)
                 last = min([stop, *cuts[n_before : n_before + 1]])
-                end = self._end_of_range(at, last, n_wanted=wanted - n_held)
+                end = self._end_of_range(
+                    at, last, n_wanted=wanted - n_ahead, in_parts=may.part_min > 0
+                )
                 hand.held[hand.n_dealt] = at, end
                 hand.unheard.append((at, end))
                 hand.n_dealt += 1
-                n_held, at = n_held + end - at, end
-            if n_held >= wanted or len(hand.unheard) >= N_RANGES_MAX:
+                n_ahead, at = n_ahead + end - at, end
+                if may.part_min:  # the rest later: by then it is known better
+                    wanted = n_ahead
+            if n_ahead >= wanted or len(hand.unheard) >= N_RANGES_MAX:
                 break
-        if n_held > first:
+        if n_ahead > first:
             self._pool -= Spans(hand.held.values())
-        hand.n_samples = n_read + n_held
+        hand.n_samples = n_read + n_held + n_ahead - first
+
+    def _n_ahead(self, record: RoleRecord, hand: Hand, n_held: int) -> int:
+        """Return the samples that it holds and has not trained; others wait to be applied."""
+        if "samples_ahead" not in record.counters:
+            return n_held
+        heard = int(_count(record, "samples_ahead"))
+        return min(n_held, heard + sum(stop - start for start, stop in hand.unheard))
 
     def _offers(self, record: RoleRecord, hand: Hand) -> Iterator[Span]:
         """Yield what of the pool this replica may be dealt, the best first."""
@@ -281,9 +320,12 @@ class Dealer:
         spans = (span for parts in self._applied.values() for part in parts for span in part)
         return sorted({end for span in spans for end in span})
 
-    def _end_of_range(self, start: int, stop: int, *, n_wanted: int) -> int:
+    def _end_of_range(self, start: int, stop: int, *, n_wanted: int, in_parts: bool) -> int:
         """Return the end of a range: that of a push, or of the epoch, or of what is left."""
-        n = self._epochs.n_samples
+        n, size = self._epochs.n_samples, self._epochs.batch_size
+        if in_parts:
+            end, part = self._epochs.stop(start), -(-n_wanted // size) * size
+            return min(end if end - start - part <= 1 else start + part, stop)
         return min(self._epochs.stop(start + n_wanted - 1), start - start % n + n, stop)
 
     def _pooled(self) -> Spans:

@@ -157,6 +157,7 @@ class DealtPlan:
         self._ranges: list[Span] = []  # of this generation, the first perhaps without its beginning
         self._steps: list[int] = []  # up to the end of each
         self.n_gone = 0  # ranges before these
+        self._n_in_ranges = 0  # samples
         self._n_asked = 0  # steps
         self._n_read = 0  # ranges, whole, by these steps
         self._n_cut = 0  # ranges, whole
@@ -164,7 +165,7 @@ class DealtPlan:
         self._block: tuple[int, Indices] = (0, np.empty(0, np.int64))  # from a position on
         self._batches: dict[int, BatchIndices] = {}
         self._next = 0
-        self._position = 0
+        self._position = self._began = 0
 
     @property
     def n_ranges(self) -> int:
@@ -176,11 +177,16 @@ class DealtPlan:
         """Steps of all ranges of this generation."""
         return self._steps[-1] if self._steps else 0
 
+    def n_left(self, position: int) -> int:
+        """Return the samples that were dealt, and come from this position on."""
+        return self._n_in_ranges - (position - self._began)
+
     def take(self, ranges: Sequence[Span], *, n_before: int) -> None:
         """Take the ranges that are new; after a lost message, wait for its repetition."""
         if n_before <= self.n_ranges:
             for one in ranges[self.n_ranges - n_before :]:
                 self._ranges.append(one)
+                self._n_in_ranges += one[1] - one[0]
                 self._steps.append(self.n_dealt + self._epochs.n_batches(*one))
 
     def from_step(self, step: int) -> DealtRanges:
@@ -200,7 +206,7 @@ class DealtPlan:
 
     def follow(self, dealt: DealtRanges) -> None:
         """Forget everything but these ranges."""
-        self._ranges, self._steps = [], []
+        self._ranges, self._steps, self._n_in_ranges = [], [], 0
         self.n_gone = dealt.n_before
         self.take(dealt.ranges, n_before=dealt.n_before)
 
@@ -210,7 +216,7 @@ class DealtPlan:
         return self._n_read == len(self._ranges)
 
     def start(self, position: int) -> None:
-        self._position = position
+        self._position = self._began = position
         self._batches.clear()
         self._next = self._n_asked = self._n_read = self._n_cut = self._n_samples = 0
 
@@ -340,11 +346,15 @@ class DealtPushes:
         """A range ends with the last of so many pushes."""
         self._range_ends.append(n_pushes)
 
-    def figures(self, n_applied: int) -> dict[str, float]:
+    def figures(self, n_applied: int, *, position: int) -> dict[str, float]:
         while self._range_ends and self._range_ends[0] <= n_applied:
             self._range_ends.popleft()
             self._n_ranges_done += 1
-        return {"ranges": float(self.plan.n_ranges), "ranges_done": float(self._n_ranges_done)}
+        return {
+            "ranges": float(self.plan.n_ranges),
+            "ranges_done": float(self._n_ranges_done),
+            "samples_ahead": float(max(self.plan.n_left(position), 0)),
+        }
 
 
 @final

@@ -759,7 +759,8 @@ class Training(Program):
             return figures
         if self._dealt is None:
             return figures | {"samples_allowed": float(n_allowed)}
-        return figures | self._dealt.figures(counters.pushes - self._client.unacknowledged)
+        n_applied = counters.pushes - self._client.unacknowledged
+        return figures | self._dealt.figures(n_applied, position=self._position)
 
     # --- work of the compute executor
 

@@ -1,12 +1,12 @@
 """Thousands of replicas over five regions, whose machines come and go, in virtual time.
 
     python experiments/benchmarks/many_replicas.py [--replicas 10000] [--exchanges 20] [--every 1]
-        [--steps-in-one 1] [--only local diloco decoupled-diloco horovod] [--losses] [--profile]
+        [--step-seconds 1] [--steps-in-one 1] [--only local diloco decoupled-diloco horovod] [--losses] [--profile]
         [--small]
 
 One process and thread; gradients of a small net are real, and the price of a step is that of a
-large one: 1 s. With `--steps-in-one 64` each step has the time of 64 such steps, and what an
-exchange every 64 steps costs is found by as few real gradients as one every step. Half of the
+large one: `--step-seconds`. With `--steps-in-one 16` each step has the time of 16 such steps: an
+exchange every 4 of them is one every 64, at the price of 4 real gradients. Half of the
 replicas are spot machines that are taken back every half hour and cost a third; a tenth of all come
 5 s later. Not in `make bench`: 10,000 replicas take minutes.
 
@@ -70,7 +70,6 @@ from experiments.benchmarks.simulated.task import net, samples
 
 PRESET_NAMES: Final = ("local", "diloco", "decoupled-diloco")
 BATCH: Final = 8
-STEP_SECONDS: Final = 1.0
 FLOPS: Final = 1e9
 REGIONS: Final = ("eu", "us", "asia", "south", "home")
 # Seconds one way between regions, as between data centres of large providers
@@ -98,21 +97,30 @@ def rows() -> TensorPairs:
     return TensorPairs(*samples().tensors)
 
 
-def mean_seconds(jitter: float = JITTER) -> Seconds:
-    """Return the mean of what a step takes."""
-    return STEP_SECONDS * math.exp(jitter**2 / 2.0)
+class Steps(NamedTuple):
+    """What a step stands for."""
+
+    seconds: Seconds  # of each
+    in_one: int  # so many of them, each with its own jitter
+
+    @property
+    def jitter(self) -> float:
+        return JITTER / math.sqrt(self.in_one)
+
+    @property
+    def mean(self) -> Seconds:
+        return self.in_one * self.seconds * math.exp(self.jitter**2 / 2.0)
 
 
-def jitter_of(steps_in_one: int) -> float:
-    """Return the jitter of the time of so many steps together, each with its own."""
-    return JITTER / math.sqrt(steps_in_one)
-
-
-def wan(n_replicas: int, *, steps_in_one: int = 1) -> Cluster:
+def wan(n_replicas: int, steps: Steps) -> Cluster:
     """Return five regions with a machine for each replica, and one for shards and supervisor."""
-    jitter = jitter_of(steps_in_one)
     one = Machine(
-        flops=FLOPS, memory_rate=1e10, bandwidth=1.25e8, upload=2.5e7, jitter=jitter, price=0.3
+        flops=FLOPS,
+        memory_rate=1e10,
+        bandwidth=1.25e8,
+        upload=2.5e7,
+        jitter=steps.jitter,
+        price=0.3,
     )
     kinds = []
     for region in REGIONS:
@@ -163,7 +171,7 @@ class Wan:
 
     placed: PlacedCluster
     flops: float  # of a step
-    steps_in_one: int
+    steps: Steps
 
     def n_needed(self, prepared: PreparedJob) -> int:
         return self.placed.n_needed(prepared)
@@ -172,7 +180,7 @@ class Wan:
         return self.placed.builders(prepared)
 
     def options(self, prepared: PreparedJob, *, faults: Sequence[Fault] = ()) -> ClusterOptions:
-        scale = CostScale(flops=self.steps_in_one * STEP_SECONDS * FLOPS / self.flops)
+        scale = CostScale(flops=self.steps.in_one * self.steps.seconds * FLOPS / self.flops)
         replicas = [name for name, kind in prepared.kinds.items() if kind == "replica"]
         return replace(
             self.placed.options(prepared, faults=faults),
@@ -189,19 +197,18 @@ class Figures(NamedTuple):
 
 
 def shares_of(
-    ended: FinishedRun, outages: Sequence[Outage], job: Job, *, steps_in_one: int
+    ended: FinishedRun, outages: Sequence[Outage], job: Job, steps: Steps
 ) -> dict[str, float]:
     """Return what became of the machines' time while the job trained; see above."""
     outcome, n_replicas = ended.outcome, job.cluster.n_replicas
     since, until = outcome.seconds - outcome.training_seconds, outcome.seconds
     whole = n_replicas * outcome.training_seconds
-    undisturbed = steps_in_one * mean_seconds(jitter_of(steps_in_one))
-    shares = {"goodput": outcome.samples / job.batch_size * undisturbed / whole}
-    steps: dict[Address, list[tuple[Seconds, Seconds]]] = {}
+    shares = {"goodput": outcome.samples / job.batch_size * steps.mean / whole}
+    taken: dict[Address, list[tuple[Seconds, Seconds]]] = {}
     for span in ended.timeline.spans:
         if span.name == STEP:
-            steps.setdefault(span.role, []).append((span.ends - span.seconds, span.ends))
-    if not steps:
+            taken.setdefault(span.role, []).append((span.ends - span.seconds, span.ends))
+    if not taken:
         return shares
     away: dict[Address, list[tuple[Seconds, Seconds]]] = {}
     for outage in outages:
@@ -210,7 +217,7 @@ def shares_of(
     lost = dict.fromkeys(("away", "start", "again", "cut", "waiting", "end"), 0.0)
     for n in range(n_replicas):
         name, at, kind = Address(f"replica-{n}"), since, "start"
-        for begins, ends in [*steps.get(name, []), (until, until)]:
+        for begins, ends in [*taken.get(name, []), (until, until)]:
             kind = "end" if begins == until and kind == "waiting" else kind
             for gone, back in away.get(name, []):
                 if gone < begins and back > at:
@@ -224,7 +231,7 @@ def shares_of(
 
 
 def barrier(
-    outages: Iterator[Outage], n_replicas: int, *, seconds: Seconds, keeps: int = 0
+    outages: Iterator[Outage], n_replicas: int, step: Seconds, *, seconds: Seconds, keeps: int = 0
 ) -> float:
     """Return the goodput of steps that all machines take together, for so many seconds.
 
@@ -237,7 +244,7 @@ def barrier(
     following = next(one for one in outages if one.at > began)
     while now < began + seconds:
         largest = float(chance.random()) ** (1.0 / n_replicas)  # of so many draws
-        takes = STEP_SECONDS * math.exp(JITTER * NormalDist().inv_cdf(largest)) + slowest
+        takes = step * math.exp(JITTER * NormalDist().inv_cdf(largest)) + slowest
         now = max(now, there_at)
         if following.at > now + takes:
             now, done = now + takes, done + 1
@@ -246,15 +253,13 @@ def barrier(
         done, now = kept if keeps else done, max(now, following.at)
         there_at = max(there_at, following.at + following.seconds)
         following = next(outages)
-    return done * mean_seconds() / (now - began)
+    return done * Steps(step, in_one=1).mean / (now - began)
 
 
-def run(
-    preparation: Preparation, job: Job, *, flops: float, steps_in_one: int, losses: bool
-) -> Figures:
+def run(preparation: Preparation, job: Job, steps: Steps, *, flops: float, losses: bool) -> Figures:
     """Run a job; `flops` of one step of its net."""
     prepared = preparation.stage(job)
-    cluster = wan(job.cluster.n_replicas, steps_in_one=steps_in_one)
+    cluster = wan(job.cluster.n_replicas, steps)
     placed = PlacedCluster(
         cluster=cluster, reference=cluster.machines[-1], rates=None, together=False
     )
@@ -266,14 +271,15 @@ def run(
             yield outage
 
     began = time.process_time()
-    host = Wan(placed=placed, flops=flops, steps_in_one=steps_in_one)
+    host = Wan(placed=placed, flops=flops, steps=steps)
     ended = run_simulated(prepared, host, seed=0, outages=outages(), keeps_spans=losses)
     spent = time.process_time() - began
-    shares = shares_of(ended, begun, job, steps_in_one=steps_in_one)
+    shares = shares_of(ended, begun, job, steps)
     for name, keeps in (("waits", 0), ("restarts", STEPS_KEPT)):
         shares[f"goodput_barrier_{name}"] = barrier(
             placed.outages(prepared, seed=0),
             job.cluster.n_replicas,
+            steps.seconds,
             seconds=max(ended.outcome.training_seconds, BARRIER_SECONDS),
             keeps=keeps,
         )
@@ -285,12 +291,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--replicas", type=int, default=10_000)
     parser.add_argument("--exchanges", type=int, default=20)
     parser.add_argument("--every", type=int, default=1, help="steps of an exchange")
+    parser.add_argument("--step-seconds", type=float, default=1.0)
     parser.add_argument("--steps-in-one", type=int, default=1, help="that a step stands for")
     parser.add_argument("--only", nargs="+", default=PRESET_NAMES)
     parser.add_argument("--losses", action="store_true", help="say where time was lost")
     parser.add_argument("--profile", action="store_true")
     options = measurement.options_of(parser, arguments, small={"replicas": 12, "exchanges": 3})
     torch.set_num_threads(1)
+    steps = Steps(options.step_seconds, options.steps_in_one)
     flops, figures = FlatModel(net()).flops(BATCH), dict[str, float]()
     with Preparation() as preparation:
         for preset in options.only:
@@ -298,13 +306,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             profile = cProfile.Profile()
             if options.profile:
                 profile.enable()
-            found = run(
-                preparation,
-                job,
-                flops=flops,
-                steps_in_one=options.steps_in_one,
-                losses=options.losses,
-            )
+            found = run(preparation, job, steps, flops=flops, losses=options.losses)
             profile.disable()
             outcome = found.run.outcome
             figures |= {

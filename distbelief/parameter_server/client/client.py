@@ -190,11 +190,7 @@ class ShardLink:
                 if self.fetching.received > before:
                     answer.blocks_came(now, pf.ParameterBlock, 1, self._credit)
             case pf.PushBlockAck():
-                replies = self.pushing.blocks_acked(message)
-                if replies:
-                    answer.blocks_came(now, pf.PushBlockAck, self._per_answer, self._credit)
-                if self.ticks.floor is not None:  # it may wait for pushes of other workers
-                    answer.silence.progress_at = now
+                replies = self._blocks_acked(message, now)
             case pf.PushApplied():
                 self._acknowledged(message, now)
             case pf.Floor():
@@ -208,6 +204,16 @@ class ShardLink:
             case _:
                 assert_never(message)
         return self.send(replies, now)
+
+    def _blocks_acked(self, message: pf.PushBlockAck, now: rl.Seconds) -> Sequence[Message]:
+        replies, answer = self.pushing.blocks_acked(message), self._answer
+        if replies:
+            answer.blocks_came(now, pf.PushBlockAck, self._per_answer, self._credit)
+        elif message.waits is True and self.fetching.complete:
+            answer.must_wait()
+        if self.ticks.floor is not None:  # it may wait for pushes of other workers
+            answer.silence.progress_at = now
+        return replies
 
     def _acknowledged(self, message: pf.PushApplied, now: rl.Seconds) -> None:
         is_news = self.pushing.acknowledged(message)

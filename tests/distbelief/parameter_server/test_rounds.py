@@ -135,6 +135,14 @@ def test_a_quorum_is_a_share_of_the_workers_and_no_less(
     assert shard.n_applied == n_needed
 
 
+def test_a_client_hears_that_its_push_waits_for_others() -> None:
+    """It sent all of its push again after half a second, and after two."""
+    shard = Shard(3, quorum=0.9)
+    (ack,) = [one.message for one in shard.push(0) if isinstance(one, Send)]
+    assert isinstance(ack, pf.PushBlockAck)
+    assert ack.waits is True
+
+
 def test_a_round_ends_at_once_when_all_are_here() -> None:
     shard = Shard(3, quorum=0.5)
     shard.push(0, 1, 2)

@@ -2,8 +2,10 @@
 
 from collections.abc import Sequence
 
+import pytest
+
 from distbelief.config.job import StopTable
-from distbelief.core.spans import Epochs, Spans
+from distbelief.core.spans import Epochs, Span, Spans
 from distbelief.protocol import SamplesApplied, StartTraining, Stop
 from distbelief.protocol.role import Action, TimerFired
 from distbelief.supervisor.membership import FEW, Kind
@@ -133,6 +135,45 @@ def test_a_replica_has_its_next_long_push_before_shards_have_the_last() -> None:
         told += desk.beat("replica-0", ranges=1.0, ranges_done=0.0)
     dealt = Spans(span for _, begin in letters(told, StartTraining) for span in begin.ranges or ())
     assert dealt.n_positions == 2 * 64 * BATCH
+
+
+@pytest.mark.parametrize("n_pushes", [9, 13.5, 17.1])
+def test_replicas_with_long_pushes_end_at_about_the_same_time(n_pushes: float) -> None:
+    """Pushes were dealt whole: at the end, some had one of 16 s to train, and the others none."""
+    names, each = [f"replica-{n}" for n in range(4)], 0.25  # seconds of a batch, 64 in a push
+    roster: list[tuple[str, Kind]] = [("shard-0", "shard"), *((n, "replica") for n in names)]
+    total = round(n_pushes * 64) * BATCH
+    epochs = Epochs(n_samples=total, batch_size=BATCH, n_push=64)
+    desk = desk_of(roster, StopTable(samples=total), batch_size=BATCH, dealt=epochs)
+    ranges: dict[str, list[Span]] = {name: [] for name in names}
+    samples, ended, done = dict.fromkeys(names, 0), dict.fromkeys(names, 0.0), Spans()
+
+    def hear(actions: Sequence[Action]) -> None:
+        for who, begin in letters(actions, StartTraining):
+            ranges[who] += (begin.ranges or ())[len(ranges[who]) - (begin.n_before or 0) :]
+
+    hear(desk.join())
+    hear(desk.hear("shard-0", SamplesApplied(spans=())))
+    late = dict(zip(names, (0.0, 3.0, 7.0, 13.0), strict=True))  # seconds until it begins
+    while done.n_positions < total and desk.now < 1000.0:
+        desk.now += each
+        for name in names:
+            held = sum(stop - start for start, stop in ranges[name])
+            if late[name] <= desk.now and samples[name] < held:
+                samples[name] += BATCH
+                ended[name] = desk.now
+                hear(report(desk, name, samples[name]))
+            n, left = 0, samples[name]
+            for start, stop in ranges[name]:  # pushed when it is whole
+                if left >= stop - start:
+                    n, done = n + 1, done | Spans([(start, stop)])
+                left -= stop - start
+            n_ranges, ahead = len(ranges[name]), held - samples[name]
+            hear(desk.beat(name, ranges=n_ranges, ranges_done=n, samples_ahead=ahead))
+        hear(desk.hear("shard-0", SamplesApplied(spans=done.to_wire())))
+    assert done == Spans([(0, total)])
+    assert sum(samples.values()) == total
+    assert max(ended.values()) - min(ended.values()) <= 64 * each / 2
 
 
 def test_many_replicas_train_the_whole_job_and_no_more() -> None:

@@ -9,7 +9,7 @@ from distbelief.core.pieces import PieceOrder, Pieces
 from distbelief.core.spans import NOTHING, Epochs, Span, Spans
 from distbelief.protocol import Heartbeat, SamplesApplied, StartTraining
 from distbelief.protocol.role import Address
-from distbelief.supervisor.dealer import MISSING_SECONDS_MAX, Dealer
+from distbelief.supervisor.dealer import MISSING_SECONDS_MAX, Dealer, Wanted
 from distbelief.supervisor.membership import Kind, Membership, Presence, RoleRecord
 from tests.distbelief.supervisor.test_supervisor import Desk, a_job, letters
 
@@ -61,7 +61,7 @@ class Table:
     def deal(self, name: Address, wanted: int = 1000) -> list[Span]:
         record, held = self.replica(name), self.held[name]
         n_before = len(held)
-        message = self.dealer.deal(record, lambda: wanted, repeats=True)
+        message = self.dealer.deal(record, lambda: Wanted(wanted), repeats=True)
         if message is not None:
             held += (message.ranges or ())[len(held) - message.n_before :]
             record.counters["ranges"] = float(len(held))

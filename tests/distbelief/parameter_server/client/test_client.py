@@ -498,6 +498,18 @@ def test_a_fetch_by_blocks_acknowledges_blocks_as_they_come() -> None:
     assert alone.block(2, request=request, clock=4) == []
 
 
+def test_a_push_that_waits_for_others_is_asked_for_seldom_and_without_its_numbers() -> None:
+    alone = Alone()
+    assert messages(alone.push()) == ["PushBlock", "Push"]
+    alone.now = 0.1
+    alone.receive(pf.PushBlockAck(sequence=FIRST, term=1, received=1, waits=True))
+    assert messages(alone.timer(0.5)) == []
+    assert messages(alone.timer(4.1)) == ["Push"]  # the answer may be lost
+    alone.acknowledge(FIRST)
+    assert messages(alone.push()) == ["PushBlock", "Push"]
+    assert messages(alone.timer(8.7)) == ["PushBlock", "Push"]
+
+
 def test_missing_blocks_are_requested_again() -> None:
     alone = Alone(layout_of(LARGE))
     (fetch,) = sent(alone.client.begin_fetch(0.0), pf.Fetch)
