@@ -42,7 +42,7 @@ from distbelief.job.run.resume import check_same, newest_checkpoint_set, store_o
 from distbelief.job.trainer import run_job
 from distbelief.parameter_server.layout import Layout
 from distbelief.supervisor.view import JobView
-from distbelief.task.imports import check_is_no_import, places
+from distbelief.task.imports import check_is_no_import
 from distbelief.task.task import build_model, check_shapes
 from distbelief.worker.local_executor import FlatModel
 from sandblaster.optimizers.termination import Reason
@@ -359,7 +359,6 @@ def minimize(  # noqa: PLR0913 -- the options of a job, by their names there
             "partitions": partitions,
             "threads": threads,
         },
-        "source": {"file": "minimize", "import_paths": places()},
     }
     if isinstance(bounds, Iterator):
         bounds = [*bounds]  # each search reads them

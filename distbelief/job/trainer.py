@@ -84,7 +84,7 @@ from distbelief.supervisor.handover import handover_of
 from distbelief.supervisor.supervisor import Supervisor
 from distbelief.supervisor.supervisor_config import SupervisorConfig
 from distbelief.supervisor.view import JobView
-from distbelief.task.imports import check_is_no_import, installed_imports, places
+from distbelief.task.imports import check_is_no_import, installed_imports
 from distbelief.transport.address import LOOPBACK, Endpoint
 from distbelief.transport.file_server import FileServer
 from distbelief.transport.listen_config import ListenConfig
@@ -560,8 +560,7 @@ def run_job(  # noqa: PLR0913 -- the options of all that run jobs
     # First, because the server's import of torch takes longest.
     with ended_by_signals(), launcher or LocalLauncher() as own_launcher:
         if isinstance(job, Mapping):
-            source = {"source": {"file": "job", "import_paths": places()}}
-            job = job_of(source | dict(job), user="job", overrides=overrides or {})
+            job = job_of(job, user="job", overrides=overrides or {})
         elif not isinstance(job, Job):
             job = load_job(job, overrides=overrides or {})
         elif overrides:

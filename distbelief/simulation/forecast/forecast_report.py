@@ -241,12 +241,19 @@ def remarks_on(variants: Sequence[Variant]) -> list[str]:
         if run.error is not None
     ]
     reasons = Counter(v.left_out for v in variants if v.left_out is not None)
-    lines += [f"{_settings_of(v)}warning: {text}" for v in variants for text in v.warnings]
-    lines += [
-        f"{n} configuration{'s' if n > 1 else ''} left out: {reason}"
-        for reason, n in reasons.items()
-    ]
+    warned: dict[str, list[Variant]] = {}
+    for variant in variants:
+        for text in variant.warnings:
+            warned.setdefault(text, []).append(variant)
+    for text, rows in warned.items():
+        of = _settings_of(rows[0]) if len(rows) == 1 else f"{_configurations(len(rows))}, "
+        lines.append(f"{of}warning: {text}")
+    lines += [f"{_configurations(n)} left out: {reason}" for reason, n in reasons.items()]
     return lines
+
+
+def _configurations(n: int) -> str:
+    return f"{n} configuration{'s' * (n > 1)}"
 
 
 def _settings_of(variant: Variant) -> str:
