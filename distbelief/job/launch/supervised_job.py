@@ -126,33 +126,29 @@ def void_settings(job: Job, answer: PreflightResult) -> list[str]:
                 "value. Use fewer"
             )
     n_batches = -(-total // job.batch_size)
-    n_steps, n_fetch = n_batches / n_replicas, getattr(job.algorithm, "n_fetch", 1)
-    staleness = None if facts.policy is None else facts.policy.staleness
-    takes = f"until [stop] each of {n_replicas:,} replicas takes about {n_steps:.3g}"
+    n_steps = n_batches / n_replicas
     if n_batches < n_replicas:
         found.append(
             f"[cluster] replicas = {n_replicas:,}, and [stop] ends the job after "
             f"{n_batches:,} batch{'es' * (n_batches > 1)} of {job.batch_size}: some replicas "
             "train nothing. Use fewer replicas, smaller batches or a longer job"
         )
-    elif n_replicas == 1:
-        pass
+        return found
+    staleness = facts.policy.staleness or 0 if facts.policy is not None else 0
     # Of dealt data each epoch ends an exchange.
-    elif every > n_steps and (facts.epochs is None or total <= train.n_samples):
-        found.append(
-            f"{name} = {every:,} steps, and {takes}: they exchange nothing before the end. Use "
-            f"{name} = {max(1, int(n_steps / 10)):,} or fewer, or a longer job"
-        )
-    elif n_fetch > n_steps:
-        found.append(
-            f"n_fetch = {n_fetch:,} steps, and {takes}: none ever sees what others learn. Use "
-            f"n_fetch = {max(1, int(n_steps / 10)):,} or fewer, or a longer job"
-        )
-    elif staleness is not None and staleness >= n_steps / every:
-        found.append(
-            f"staleness = {staleness:,} exchanges, each after {every:,} steps, and {takes}: none "
-            "is ever so far ahead that it waits. Use a lower one, or leave it out"
-        )
+    ends = facts.epochs is not None and total > train.n_samples
+    for key, n, what in (
+        (name, every * (not ends), "they exchange nothing before the end"),
+        ("n_fetch", getattr(job.algorithm, "n_fetch", 1), "none ever sees what others learn"),
+        (f"{name} * staleness", every * staleness, "none is ever so far ahead that it waits"),
+    ):
+        if n > n_steps and n_replicas > 1:
+            found.append(
+                f"{key} = {n:,} steps, and until [stop] each of {n_replicas:,} replicas takes "
+                f"about {n_steps:.3g}: {what}. Use {key} = {max(1, int(n_steps / 10)):,} or fewer, "
+                "or a longer job"
+            )
+            break
     return found
 
 

@@ -71,7 +71,7 @@ MINUTE = (*BATCHES, "stop.seconds=60")
             "algorithm.n_fetch={}",
             ("11", "10", "none ever sees what others learn"),
         ),
-        (FORTY, "algorithm.exchange.staleness={}", ("10", "9", "none is ever so far ahead")),
+        (FORTY, "algorithm.exchange.staleness={}", ("11", "10", "none is ever so far ahead")),
         (
             FORTY,
             "algorithm.rule.schedule={{name='constant', n_warm_up={}}}",
