@@ -78,7 +78,7 @@ def problems(*, small: bool) -> list[Problem]:
             l2=1e-4,
         ),
         Problem(
-            name="the same, condition 100",
+            name="condition 100",
             net=lambda: logistic_net(50),
             data=(inputs * scales, labels),
             loss=logistic_loss,
@@ -102,7 +102,7 @@ def problems(*, small: bool) -> list[Problem]:
             is_convex=False,
         ),
         Problem(
-            name=f"Rosenbrock's function, {n} numbers",
+            name=f"Rosenbrock, {n} numbers",
             net=lambda: Rosenbrock(n),
             data=(torch.zeros(8, 1).double(), torch.zeros(8, n).double()),
             loss=functional.mse_loss,
@@ -144,14 +144,12 @@ def beside_scipy(*, small: bool) -> dict[str, float]:
         n_ours += ours.nfev
         n_scipy += theirs.nfev
         rows[f"{problem.name}{'' if bounds is None else ', bounds'}"] = {
-            "loss": f"{ours.fun:.7g}",
-            "scipy's": f"{theirs.fun:.7g}",
-            "evaluations": f"{ours.nfev}",
-            "of scipy": f"{theirs.nfev}",
-            "seconds": f"{seconds:.1f}, {seconds - searching:.1f} of them to start and to end",
-            "scipy": f"{scipy_seconds:.2f}",
+            "loss": f"{ours.fun:.6g}, {theirs.fun:.6g}",
+            "evaluations": f"{ours.nfev}, {theirs.nfev}",
+            "seconds": f"{seconds:.1f}, {scipy_seconds:.2f}",
+            "to start and end": f"{seconds - searching:.1f}",
         }
-    measurement.show("sandblaster.minimize beside scipy's L-BFGS-B", rows)
+    measurement.show("sandblaster.minimize, and scipy's L-BFGS-B", rows)
     return {
         "minimize_evaluations_over_scipy": n_ours / n_scipy,
         "minimize_loss_over_scipy": max(excesses),
