@@ -502,7 +502,7 @@ def _starts(x0: object) -> Sequence[NDArray[np.float64]]:
     use = "use n finite numbers, or k rows of them"
     try:
         given = np.asarray(x0.detach().cpu().double() if isinstance(x0, torch.Tensor) else x0)
-        starts = given.astype(np.float64, casting="same_kind")
+        starts = np.atleast_1d(given.astype(np.float64, casting="same_kind"))
     except (TypeError, ValueError, RuntimeError):
         raise JobError(f"minimize: x0 is {' '.join(repr(x0).split())[:60]}: {use}") from None
     if starts.ndim not in {1, 2} or not starts.size:

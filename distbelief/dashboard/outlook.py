@@ -93,10 +93,7 @@ def curve_of(
 
 
 def loss_at(samples: float, points: Sequence[Point], *, is_batch: bool = False) -> Interval:
-    """Return the loss at so many samples, with an interval of 90 %; or raise CannotTellError.
-
-    `is_batch`: the points are iterations of a batch method.
-    """
+    """Return the loss at so many samples, with an interval of 90 %; or raise CannotTellError."""
     drawn = _drawn(points, np.array([samples]), is_batch=is_batch)
     low, middle, high = np.quantile(drawn[:, 0], _QUANTILES)
     return float(low), float(middle), float(high)
@@ -120,7 +117,10 @@ def samples_until(
 
 
 def _drawn(points: Sequence[Point], ahead: _Array, *, is_batch: bool) -> _Array:
-    """Draw curves that what was measured allows, at the samples `ahead`: (curves, samples)."""
+    """Draw curves that what was measured allows, at the samples `ahead`: (curves, samples).
+
+    `is_batch`: they are of a batch method.
+    """
     # A run that ends measures twice at one place, and one that was resumed may have gone back.
     points = sorted(dict(points).items())
     if len(points) < N_POINTS_MIN:
@@ -149,11 +149,9 @@ def _drawn(points: Sequence[Point], ahead: _Array, *, is_batch: bool) -> _Array:
     if is_batch:
         falls = np.convolve(np.diff(np.log(y)), np.ones(BLOCK), "valid")
         at = np.maximum(ahead - x[-1], 0.0) / (BLOCK * np.diff(x).mean())
-        whole = at.astype(int)
-        rows = random.choice(falls, (N_DRAWN, whole[-1] + 1)).cumsum(axis=1)
-        rows = np.pad(rows, ((0, 0), (1, 0)))
-        part = (at - whole) * (rows[:, whole + 1] - rows[:, whole])
-        drawn.append(y[-1] * np.exp(rows[:, whole] + part))
+        rows = random.choice(falls, (N_DRAWN, int(at[-1]) + 1)).cumsum(axis=1)
+        ends = np.arange(rows.shape[1] + 1)
+        drawn.append(y[-1] * np.exp([np.interp(at, ends, [0.0, *row]) for row in rows]))
     return np.concatenate(drawn)
 
 

@@ -168,29 +168,24 @@ def _between_exchanges(job: Job, answer: PreflightResult, n_train: int) -> tuple
 
 def _never_measured(job: Job, *, n_train: int, total: int | None) -> list[str]:
     """Return a warning for each measurement, or file, that comes with the end alone."""
-    found, usual = list[str](), OutputTable(directory="any")
-    seconds, every, patience = job.stop.seconds, job.evaluation.every, job.stop.patience
-    ends = "and [stop] ends the job after"
-    n_between, length, unit = every, seconds, "s"
+    every, seconds, patience = job.evaluation.every, job.stop.seconds, job.stop.patience
+    n, length, what = every, seconds, "s: the first and the last evaluation alone come"
     if isinstance(every, Passes):
-        n_between, length = every.n_samples(n_train=n_train, batch_size=job.batch_size), total
-        unit = "samples"
-    if length is not None and isinstance(n_between, int | float) and job.data.test is not None:
-        said = f"[evaluation] every is {n_between:,g} {unit}, {ends} {length:,g}"
-        if n_between > length:
-            which = "only the last evaluation comes"
-            if unit == "s":
-                which = "the first and the last evaluation alone come"
-            found.append(f"{said}: {which}")
-        elif patience is not None and length / n_between < patience + 1:
-            found.append(f"{said}: [stop] patience = {patience} evaluations never ends it")
-    for name, what in (
-        ("report_every", "curve and metrics have one point"),
-        ("snapshot_every", "only the last checkpoint comes, and none to resume from"),
+        n = every.n_samples(n_train=n_train, batch_size=job.batch_size)
+        length, what = total, "samples: only the last evaluation comes"
+    found, least = list[str](), n
+    if patience is not None and length is not None and n <= length:
+        least, what = n * (patience + 1), f"of them: [stop] patience = {patience} never ends it"
+    rows = [("[evaluation] every", n, least, length, what)]
+    for key, what in (
+        ("report_every", "s: curve and metrics have one point"),
+        ("snapshot_every", "s: only the last checkpoint comes, and none to resume from"),
     ):
-        value = getattr(job.output, name)
-        if seconds is not None and value > seconds and value != getattr(usual, name):
-            found.append(f"[output] {name} is {value:g} s, {ends} {seconds:g} s: {what}")
+        if (value := getattr(job.output, key)) != getattr(OutputTable(directory="any"), key):
+            rows.append((f"[output] {key}", value, value, seconds, what))
+    for key, n, least, length, what in rows:
+        if length is not None and least > length:
+            found.append(f"{key} is {n:,g}, and [stop] ends the job after {length:,g} {what}")
     return found
 
 

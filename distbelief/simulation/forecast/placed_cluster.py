@@ -189,10 +189,8 @@ class PlacedCluster:
                 )
         try:
             for outage in outages(self.cluster, placement, seed=seed):
-                # Others train on without a replica, once the first one has begun.
                 for name in outage.roles if AWAY_MAX < outage.seconds < math.inf else ():
-                    is_first = not outage.at and name.partition(".")[0] == FIRST
-                    if is_first or kinds[name] not in {"replica", "rank"}:
+                    if _is_awaited(name, kinds[name], at=outage.at):
                         raise JobError(
                             f"{where}: machine {places[name]} is away for "
                             f"{outage.seconds / 86400:,.1f} days after {outage.at:.3g} s, and the "
@@ -209,6 +207,18 @@ class PlacedCluster:
                     )
         except GraphError as error:
             raise JobError(f"{where}: {error}") from error
+
+    def late(self, prepared: PreparedJob) -> list[str]:
+        """Return a warning if nothing is trained until a machine joins."""
+        places, kinds = self.placement(prepared), prepared.kinds
+        joins = [
+            (self.cluster.machines[place].join, place, name)
+            for name, place in places.items()
+            if place != places[SUPERVISOR] and _is_awaited(name, kinds[name], at=0.0)
+        ]
+        join, place, name = max(joins, default=(0.0, 0, ""))
+        said = f"machine {place} joins after {join:,g} s, and the job waits for {name} there"
+        return [f"{said}: times of training, and to the target, begin then"] if join else []
 
     def price(
         self, prepared: PreparedJob, absences: Iterable[Outage], *, seconds: Seconds
@@ -237,6 +247,12 @@ class PlacedCluster:
             _at_cost, rates=self.rates, reference=self.reference, on_one_host=self.together
         )
         return costed(builders, prepared.kinds, adapt=adapt)
+
+
+def _is_awaited(name: Address, kind: str, *, at: Seconds) -> bool:
+    # Others train on without a replica, once the first one has begun.
+    is_first = not at and name.partition(".")[0] == FIRST
+    return is_first or kind not in {"replica", "rank"}
 
 
 def hosts_of(cluster: Cluster, config: ClusterConfig) -> HostTable:

@@ -267,6 +267,7 @@ class Trial:
             warnings=(
                 *filter(None, [short_epochs(self.job.job, self.job.preflight)]),
                 *void_settings(self.job.job, self.job.preflight),
+                *(self.host.late(self.job) if not left_out and self.host.loses_machines else ()),
             ),
         )
 

@@ -142,21 +142,15 @@ class Forecast(msgspec.Struct, frozen=True, kw_only=True):
 
     def plain(self) -> dict[str, object]:
         """Return what `distbelief simulate --json` prints."""
-        names = (
-            "settings",
-            "n_machines",
-            "spreads",
-            "outcomes",
-            "left_out",
-            "replicas",
-            "limit",
-            "warnings",
-        )
+        names = ("settings", "n_machines", "spreads", "outcomes", "left_out", "replicas")
         return {
             "job": self.job.name,
             "cluster": self.cluster,
             "constants": [{"name": name, "value": value} for name, value in self.constants],
-            "variants": [{name: getattr(v, name) for name in names} for v in self.variants],
+            "variants": [
+                {name: getattr(v, name) for name in (*names, "limit", "warnings")}
+                for v in self.variants
+            ],
             "suggested": None if self.best is None else self.best.settings,
             "front": [variant.settings for variant in self.front],
         }

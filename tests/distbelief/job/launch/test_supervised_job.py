@@ -82,7 +82,7 @@ MINUTE = (*BATCHES, "stop.seconds=60")
         (
             (*FORTY, "evaluation.every=100 samples"),
             "stop.patience={}",
-            ("4", "3", "patience = 4 evaluations never ends it"),
+            ("4", "3", "patience = 4 never ends it"),
         ),
         (MINUTE, "evaluation.every={} s", ("61", "60", "first and the last evaluation alone")),
         (MINUTE, "output.report_every={} s", ("61", "60", "curve and metrics have one point")),

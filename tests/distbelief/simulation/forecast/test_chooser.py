@@ -109,6 +109,8 @@ def test_what_changes_how_a_job_learns_is_searched_with_a_target_alone() -> None
     local = ("algorithm.preset=local", "algorithm.rule={name='sgd', learning_rate=1.0}")
     assert axes(*local, learns=False) == {}
     assert axes(*local)["exchange.every"] == ("16", "32", "64", "128", "256")
+    seldom = (*local, "algorithm.exchange.every=1000000")
+    assert axes(*seldom)["exchange.every"][2:] == ("1000000", "2000000", "4000000")  # no 1e+06
     found = axes("algorithm.n_push=2")
     assert found["n_push"] == ("2", "4", "8", "16")
     assert found["exchange.push"][0] == AS_GIVEN
@@ -134,6 +136,22 @@ def test_variants_are_compared_by_time_by_loss_or_by_price() -> None:
     assert cost_by("loss")(none) == math.inf
     with pytest.raises(JobError, match="has a finite loss"):
         best_of([none], n_machines=9, by="loss")
+
+
+def test_a_run_that_diverges_is_not_suggested_however_fast_it_is() -> None:
+    """Without a target nobody looked at the loss: the most replicas were the best."""
+    fast = msgspec.structs.replace(an_outcome(rate=1e6), loss=math.nan)
+    diverges, holds = a_variant("64", fast), a_variant("2", an_outcome(rate=10.0))
+    for by in ("time", "price"):
+        assert best_of([diverges, holds], n_machines=9, by=by) is holds
+        assert front_of([diverges, holds]) == (holds,)
+        with pytest.raises(JobError, match="none of 1 .* has a finite loss: use a lower learning"):
+            best_of([diverges], n_machines=9, by=by)
+
+
+def test_of_machines_that_cost_nothing_the_fastest_are_suggested() -> None:
+    slow, fast = priced("1", 100.0, 0.0), priced("8", 200.0, 0.0)
+    assert best_of([slow, fast], n_machines=9, by="price") is fast
 
 
 def test_the_front_has_what_nothing_beats_in_time_and_in_price() -> None:
@@ -266,8 +284,8 @@ def test_a_suggestion_that_cannot_be_made_says_what_is_missing(tmp_path: Path) -
     job = written(tmp_path)
     for wish, said in (
         ({"by": "loss"}, r"give \[stop\] seconds"),
-        ({"by": "luck"}, "--by luck: use time, loss, price"),
-        ({"by": "price", "suggest": False}, "add --suggest"),
+        ({"by": "luck"}, "^by luck: use time, loss, price"),
+        ({"by": "price", "suggest": False}, ": add suggest"),
     ):
         asked = {"suggest": True, "machines": 4, "cluster": "rack-1g", **wish}
         with pytest.raises(JobError, match=said):

@@ -351,7 +351,9 @@ def test_a_machine_that_comes_late_does_not_lose_its_roles_at_once(
         PreparedJob, "config", lambda self: replace(config(self), build_seconds_max=1.0)
     )
     Path("rack.toml").write_text(RACK + 'join = "5 s"\n')
-    (run,) = forecast(small("cluster.placement=here", "stop.samples=400")).variants[0].outcomes
+    (late,) = forecast(small("cluster.placement=here", "stop.samples=400")).variants
+    assert "joins after 5 s, and the job waits for replica-0 there" in late.warnings[0]
+    (run,) = late.outcomes
     assert run.seconds > 5.0
     assert run.restarts == 0
 
