@@ -43,14 +43,7 @@ from distbelief.job.launch.local import LocalLauncher
 from distbelief.job.launch.preflight import PreflightResult
 from distbelief.job.launch.preflight_client import CHECK, run_preflight
 from distbelief.job.launch.role_process import RoleSpec, import_from, import_paths
-from distbelief.job.launch.supervised_job import (
-    bursts,
-    check_data,
-    read_again,
-    short_epochs,
-    supervisor_config,
-    void_settings,
-)
+from distbelief.job.launch.supervised_job import check_data, supervisor_config, warnings_of
 from distbelief.job.run.checkpoints import CheckpointStore
 from distbelief.job.run.directory import RunDirectory, Status
 from distbelief.job.run.folders import absolute
@@ -166,8 +159,7 @@ class Trainer:
                     has_hosts=has_hosts,
                 )
             check_data(job, found)
-            warnings = read_again(job, found), short_epochs(job, found), bursts(job)
-            for warning in (*filter(None, warnings), *void_settings(job, found)):
+            for warning in warnings_of(job, found):
                 log.warn_user(warning)
             if found.proof:
                 log.announce(found.proof)

@@ -99,7 +99,13 @@ def short_epochs(job: Job, answer: PreflightResult) -> str | None:
     )
 
 
-def void_settings(job: Job, answer: PreflightResult) -> list[str]:
+def warnings_of(job: Job, answer: PreflightResult) -> list[str]:
+    """Return what the user should know of a job before it runs, however it runs."""
+    found = read_again(job, answer), short_epochs(job, answer), bursts(job)
+    return [*filter(None, found), *_void_settings(job, answer)]
+
+
+def _void_settings(job: Job, answer: PreflightResult) -> list[str]:
     """Return a warning for each setting that a job of this length never comes to."""
     train, facts = answer.task.train, facts_of(job)
     if train is None:
@@ -169,24 +175,32 @@ def _between_exchanges(job: Job, answer: PreflightResult, n_train: int) -> tuple
 def _never_measured(job: Job, *, n_train: int, total: int | None) -> list[str]:
     """Return a warning for each measurement, or file, that comes with the end alone."""
     every, seconds, patience = job.evaluation.every, job.stop.seconds, job.stop.patience
-    n, length, what = every, seconds, "s: the first and the last evaluation alone come"
     if isinstance(every, Passes):
-        n = every.n_samples(n_train=n_train, batch_size=job.batch_size)
-        length, what = total, "samples: only the last evaluation comes"
-    found, least = list[str](), n
-    if patience is not None and length is not None and n <= length:
-        least, what = n * (patience + 1), f"of them: [stop] patience = {patience} never ends it"
-    rows = [("[evaluation] every", n, least, length, what)]
+        n, length = float(every.n_samples(n_train=n_train, batch_size=job.batch_size)), total
+        unit, what = "samples", "only the last evaluation comes"
+    else:
+        n, length, unit, what = every, seconds, "s", "the first and the last evaluation alone come"
+    found = _beyond("[evaluation] every", n, length, f"{unit}: {what}")
+    if patience is not None and not found:
+        key, what = (
+            f"{patience + 1} times [evaluation] every",
+            f"patience = {patience} never ends it",
+        )
+        found = _beyond(key, n * (patience + 1), length, f"{unit}: {what}")
     for key, what in (
         ("report_every", "s: curve and metrics have one point"),
         ("snapshot_every", "s: only the last checkpoint comes, and none to resume from"),
     ):
         if (value := getattr(job.output, key)) != getattr(OutputTable(directory="any"), key):
-            rows.append((f"[output] {key}", value, value, seconds, what))
-    for key, n, least, length, what in rows:
-        if length is not None and least > length:
-            found.append(f"{key} is {n:,g}, and [stop] ends the job after {length:,g} {what}")
+            found += _beyond(f"[output] {key}", value, seconds, what)
     return found
+
+
+def _beyond(key: str, n: float, length: float | None, what: str) -> list[str]:
+    if length is None or n <= length:
+        return []
+    unit = what.partition(":")[0]
+    return [f"{key} is {n:,g} {unit}, and [stop] ends the job after {length:,g} {what}"]
 
 
 def bursts(job: Job) -> str | None:

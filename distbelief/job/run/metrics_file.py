@@ -107,7 +107,7 @@ def measurements_in(content: bytes) -> list[Measurement]:
 
 
 N_MARKED_MAX: Final = 40  # points of a curve that are marked
-N_NAMED_MAX = 20  # curves
+N_NAMED_MAX: Final = 20  # curves
 
 _IMPORTING: Final = Lock()  # matplotlib's modules import each other: two threads must not
 

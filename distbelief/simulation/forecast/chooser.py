@@ -448,7 +448,10 @@ class Search:
             else:
                 seconds = n * self._step_seconds
                 stop = msgspec.structs.replace(stop, seconds=min(seconds, stop.seconds or seconds))
-        short = self.stage(msgspec.structs.replace(job, stop=stop))
+        algorithm = job.algorithm
+        if getattr(algorithm, "warm_start_steps", 0):  # one replica trains alone
+            algorithm = msgspec.structs.replace(algorithm, warm_start_steps=0)
+        short = self.stage(msgspec.structs.replace(job, stop=stop, algorithm=algorithm))
         return replace(trial, job=trial.host.formed(short))
 
 

@@ -13,7 +13,7 @@ import msgspec
 
 from distbelief.core.errors import JobError
 from distbelief.job.display.progress import WaitProgress
-from distbelief.job.launch.supervised_job import short_epochs, void_settings
+from distbelief.job.launch.supervised_job import warnings_of
 from distbelief.protocol.role import SUPERVISOR, Address, Compute, Computed, Executor, Seconds
 from distbelief.simulation.cluster import N_EVENTS_TOGETHER, SimulatedCluster
 from distbelief.simulation.driver import Builder, HandledEvent
@@ -265,8 +265,7 @@ class Trial:
             left_out=left_out,
             replicas=replicas,
             warnings=(
-                *filter(None, [short_epochs(self.job.job, self.job.preflight)]),
-                *void_settings(self.job.job, self.job.preflight),
+                *warnings_of(self.job.job, self.job.preflight),
                 *(self.host.late(self.job) if not left_out and self.host.loses_machines else ()),
             ),
         )

@@ -10,7 +10,7 @@ from distbelief.job.launch.supervised_job import (
     check_data,
     short_epochs,
     supervisor_config,
-    void_settings,
+    warnings_of,
 )
 from distbelief.job.run.resume import PreviousRun
 from distbelief.job.run.summary import DataFacts, TaskFacts
@@ -94,16 +94,16 @@ def test_what_a_job_of_this_length_never_comes_to_is_told(
 ) -> None:
     """Four warnings of twelve were given; the others were found in curves of one point."""
     too_much, fine, text = said
-    (warning,) = void_settings(speech(*wish, enough.format(too_much)), answer_of(1000))
+    (warning,) = warnings_of(speech(*wish, enough.format(too_much)), answer_of(1000))
     assert text in warning
-    assert void_settings(speech(*wish, enough.format(fine)), answer_of(1000)) == []
+    assert warnings_of(speech(*wish, enough.format(fine)), answer_of(1000)) == []
 
 
 def test_what_is_usual_in_a_short_job_is_not_told() -> None:
     short = ("stop.seconds=1", "evaluation.every=1 s")  # a checkpoint comes every 30 s
-    assert void_settings(speech(*BATCHES, *short), answer_of(1000)) == []
+    assert warnings_of(speech(*BATCHES, *short), answer_of(1000)) == []
     alone = (*FORTY, "cluster.replicas=1", "algorithm.warm_start_steps=400")
-    assert void_settings(speech(*alone), answer_of(1000)) == []
+    assert warnings_of(speech(*alone), answer_of(1000)) == []
 
 
 def in_pieces(rows: dict[str, int], *, can_fetch: bool = False) -> PreflightResult:

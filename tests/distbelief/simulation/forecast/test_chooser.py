@@ -25,6 +25,7 @@ from distbelief.simulation.forecast.forecast_report import suggestion
 from distbelief.simulation.forecast.run import Trial
 from distbelief.simulation.forecast.simulate import SimulationRequest, run_request, simulate
 from distbelief.simulation.forecast.sweep import Outcome, Variant, axes_of
+from distbelief.worker.downpour_settings import DownpourSettings
 from tests.distbelief.simulation.forecast.jobs import TEXT, small, written
 from tests.distbelief.simulation.forecast.test_sweep import a_variant, an_outcome
 
@@ -145,7 +146,7 @@ def test_a_run_that_diverges_is_not_suggested_however_fast_it_is() -> None:
     for by in ("time", "price"):
         assert best_of([diverges, holds], n_machines=9, by=by) is holds
         assert front_of([diverges, holds]) == (holds,)
-        with pytest.raises(JobError, match="none of 1 .* has a finite loss: use a lower learning"):
+        with pytest.raises(JobError, match=r"none of 1 .* has a finite loss: use a lower learning"):
             best_of([diverges], n_machines=9, by=by)
 
 
@@ -214,7 +215,9 @@ def test_the_search_finds_what_brute_force_finds(folder: Path, seconds: float) -
     assert cost_by("time")(found.best) <= 1.05 * min(map(cost_by("time"), swept))
 
 
-def suggested(folder: Path, monkeypatch: pytest.MonkeyPatch, ends: Ends) -> Mapping[str, str]:
+def suggested(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, ends: Ends, *wish: str
+) -> Mapping[str, str]:
     """Return what is suggested where the runs end as `ends` says, without a simulation."""
 
     def run(self: Trial, *, seed: int, **_: object) -> object:
@@ -224,7 +227,7 @@ def suggested(folder: Path, monkeypatch: pytest.MonkeyPatch, ends: Ends) -> Mapp
     monkeypatch.setattr(Trial, "run", run)
     found = simulate(
         folder / "small.toml",
-        overrides=[f"stop.seconds={LONG}"],
+        overrides=[f"stop.seconds={LONG}", *wish],
         machines=5,
         cluster="rack.toml",
         suggest=True,
@@ -249,6 +252,20 @@ def test_where_all_starts_fail_the_search_goes_on(
     found = suggested(folder, monkeypatch, ends)
     assert (found["cluster.replicas"], found["cluster.shards"]) == ("2", "5")
     assert n_short <= N_TRIED_MAX + 1  # one for the formula
+
+
+def test_short_runs_have_no_warm_start(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One replica trained all of a short run, and the search went by chance."""
+    steps = set[tuple[bool, int]]()
+
+    def ends(job: Job) -> Outcome:
+        assert isinstance(job.algorithm, DownpourSettings)
+        is_whole = job.stop.steps is None and job.stop.seconds == LONG
+        steps.add((is_whole, job.algorithm.warm_start_steps))
+        return an_outcome(rate=job.cluster.n_replicas)
+
+    suggested(folder, monkeypatch, ends, "algorithm.warm_start_steps=500")
+    assert steps == {(False, 0), (True, 500)}
 
 
 def test_where_whole_runs_of_the_best_fail_others_are_run(
