@@ -175,11 +175,12 @@ def _between_exchanges(job: Job, answer: PreflightResult, n_train: int) -> tuple
 def _never_measured(job: Job, *, n_train: int, total: int | None) -> list[str]:
     """Return a warning for each measurement, or file, that comes with the end alone."""
     every, seconds, patience = job.evaluation.every, job.stop.seconds, job.stop.patience
+    length, unit, what = seconds, "s", "the first and the last evaluation alone come"
     if isinstance(every, Passes):
-        n, length = float(every.n_samples(n_train=n_train, batch_size=job.batch_size)), total
-        unit, what = "samples", "only the last evaluation comes"
+        n = float(every.n_samples(n_train=n_train, batch_size=job.batch_size))
+        length, unit, what = total, "samples", "only the last evaluation comes"
     else:
-        n, length, unit, what = every, seconds, "s", "the first and the last evaluation alone come"
+        n = every
     found = _beyond("[evaluation] every", n, length, f"{unit}: {what}")
     if patience is not None and not found:
         key, what = (

@@ -197,7 +197,7 @@ class Variant(msgspec.Struct, frozen=True, kw_only=True):
     outcomes: tuple[Outcome, ...] = ()  # of the runs, one per seed
     left_out: str | None = None  # why it is not run
     limit: Limit | None = None  # what binds a row of a sweep, and what one more brings
-    warnings: tuple[str, ...] = ()  # settings that have no effect
+    warnings: tuple[str, ...] = ()  # as of `train`; machines that it waits for
     # Machines of the ranks of each replica, where these differ in number
     replicas: dict[str, list[int]] = {}
 
