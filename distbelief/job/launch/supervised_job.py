@@ -183,10 +183,8 @@ def _never_measured(job: Job, *, n_train: int, total: int | None) -> list[str]:
         n = every
     found = _beyond("[evaluation] every", n, length, f"{unit}: {what}")
     if patience is not None and not found:
-        key, what = (
-            f"{patience + 1} times [evaluation] every",
-            f"patience = {patience} never ends it",
-        )
+        key = f"{patience + 1} times [evaluation] every"
+        what = f"patience = {patience} never ends it"
         found = _beyond(key, n * (patience + 1), length, f"{unit}: {what}")
     for key, what in (
         ("report_every", "s: curve and metrics have one point"),

@@ -100,8 +100,10 @@ def best_of(variants: Sequence[Variant], *, n_machines: int, by: str = "time") -
     if cost(best) == math.inf:
         why = "has a finite loss: use a lower learning rate"
         if by != "loss" and has_target(best.job):
-            why = "reaches the target of [stop]: lower it, or give [stop] more samples or seconds"
-        raise JobError(f"none of {len(fitting)} configurations {why}")
+            why = "reaches the target of [stop]: lower it"
+        raise JobError(
+            f"none of {len(fitting)} configurations {why}, or give [stop] more samples or seconds"
+        )
     return best
 
 
