@@ -72,6 +72,7 @@ class SandblasterAlgorithm:
             seed=config.seed,
             n_vectors=n_vectors_of(config),
             warm_start_rule=None if config.warm_start is None else config.warm_start.rule,
+            warm_start_samples=0 if config.warm_start is None else config.warm_start.samples,
             ends_by_itself=True,  # a method has its own bounds
             bounds=BOUNDS if config.method == PROGRAM else (),
             check=partial(check_model, config),

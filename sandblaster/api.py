@@ -42,7 +42,7 @@ from distbelief.job.run.resume import check_same, newest_checkpoint_set, store_o
 from distbelief.job.trainer import run_job
 from distbelief.parameter_server.layout import Layout
 from distbelief.supervisor.view import JobView
-from distbelief.task.imports import check_is_no_import, places
+from distbelief.task.imports import check_is_no_import
 from distbelief.task.task import build_model, check_shapes
 from distbelief.worker.local_executor import FlatModel
 from sandblaster.optimizers.termination import Reason
@@ -359,7 +359,6 @@ def minimize(  # noqa: PLR0913 -- the options of a job, by their names there
             "partitions": partitions,
             "threads": threads,
         },
-        "source": {"file": "minimize", "import_paths": places()},
     }
     if isinstance(bounds, Iterator):
         bounds = [*bounds]  # each search reads them
@@ -503,7 +502,7 @@ def _starts(x0: object) -> Sequence[NDArray[np.float64]]:
     use = "use n finite numbers, or k rows of them"
     try:
         given = np.asarray(x0.detach().cpu().double() if isinstance(x0, torch.Tensor) else x0)
-        starts = given.astype(np.float64, casting="same_kind")
+        starts = np.atleast_1d(given.astype(np.float64, casting="same_kind"))
     except (TypeError, ValueError, RuntimeError):
         raise JobError(f"minimize: x0 is {' '.join(repr(x0).split())[:60]}: {use}") from None
     if starts.ndim not in {1, 2} or not starts.size:

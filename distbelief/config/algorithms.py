@@ -87,6 +87,7 @@ class Facts:
     # From the number of samples done, n_samples and n_replicas: the steps of replica 0 alone that
     # are left.
     warm_start_left: Callable[[int, int, int], int] = lambda *_: 0
+    warm_start_samples: int = 0  # of one or all replicas, before the algorithm begins
     ends_by_itself: bool = False  # so that [stop] may be empty
     # Of the module, the task and n_replicas: raises JobError if that cannot be trained.
     check: "Callable[[nn.Module, TaskSpec, int], None]" = refuse_programs

@@ -29,6 +29,7 @@ from distbelief.config import algorithms, job as jobs, presets, tables, toml
 from distbelief.config.job import Job
 from distbelief.config.tables import TableError
 from distbelief.core.errors import JobError, JobFileError
+from distbelief.task.imports import places
 
 
 __all__ = ["Job", "job_from_json", "job_of", "load_job", "parse_job", "plain"]
@@ -344,9 +345,13 @@ def parse_job(
         raise JobFileError(f"{[file, *culprits][-1]}: {error}") from None
 
 
-def job_of(table: Mapping[str, object], *, user: str, overrides: Overrides = ()) -> Job:
+def job_of(
+    table: Mapping[str, object], *, user: str, overrides: Overrides = (), swept: Sequence[str] = ()
+) -> Job:
     """Return the job of tables as Python has them: numpy's numbers, paths and rules, too."""
-    return parse_job(toml.write(cast("toml.Table", plain(table))), path=user, overrides=overrides)
+    source = {"source": {"file": user, "import_paths": places()}}
+    text = toml.write(cast("toml.Table", plain(source | dict(table))))
+    return parse_job(text, path=user, overrides=overrides, swept=swept)
 
 
 def plain(value: object) -> object:

@@ -6,6 +6,10 @@ Fitted by relative errors, to the whole curve and to its later parts. An
 interval has three sources: residuals drawn again (the bootstrap of Efron 1979); where the fit
 begins; and how wrong the same fits of the first part of the run were about the rest of it. It says
 that it cannot tell where there are few points, no fall, or no bend yet.
+
+Batch methods, whose loss falls on after each pause, are often below all such curves. So half
+of theirs goes on as the run has: by falls of a few iterations each, drawn again (blocks of a time
+series, Kunsch 1989).
 """
 
 import math
@@ -16,6 +20,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from distbelief.config.algorithms import coordinator_of
 from distbelief.config.job import Job
 from distbelief.core.errors import DistBeliefError
 from distbelief.core.formatting import is_loss, is_share
@@ -33,6 +38,7 @@ N_BACK_MIN: Final = 5  # of an earlier forecast
 N_DRAWN: Final = 300  # curves
 N_PARAMETERS: Final = 4  # of a curve
 BEGINS: Final = (0.0, 0.2, 0.4)  # of the points: what is left out at the start
+BLOCK: Final = 3  # iterations of a batch method that are drawn together
 BACK_TO: Final = (0.5, 0.65, 0.8)  # of the points: what earlier forecasts knew
 AHEAD_MAX: Final = 10.0  # times the samples so far
 LINE: Final = 1.2  # times the curve's squared error: a line is as good
@@ -86,20 +92,22 @@ def curve_of(
     return points
 
 
-def loss_at(samples: float, points: Sequence[Point]) -> Interval:
+def loss_at(samples: float, points: Sequence[Point], *, is_batch: bool = False) -> Interval:
     """Return the loss at so many samples, with an interval of 90 %; or raise CannotTellError."""
-    drawn = _drawn(points, np.array([samples]))
+    drawn = _drawn(points, np.array([samples]), is_batch=is_batch)
     low, middle, high = np.quantile(drawn[:, 0], _QUANTILES)
     return float(low), float(middle), float(high)
 
 
-def samples_until(value: float, points: Sequence[Point]) -> tuple[Interval, float]:
+def samples_until(
+    value: float, points: Sequence[Point], *, is_batch: bool = False
+) -> tuple[Interval, float]:
     """Return the samples at which a curve falls to a value, and how many of the curves do.
 
     Infinite beyond ten times the samples so far. CannotTellError if the curve does not say it.
     """
     ahead = np.geomspace(1.0, AHEAD_MAX, 200) * (points[-1][0] if points else 1.0)
-    falls = _drawn(points, ahead) <= value
+    falls = _drawn(points, ahead, is_batch=is_batch) <= value
     first = np.where(falls.any(axis=1), ahead[falls.argmax(axis=1)], math.inf)
     low, middle, high = np.quantile(first, _QUANTILES, method="nearest")
     return (float(low), float(middle), float(high)), float(falls.any(axis=1).mean())
@@ -108,8 +116,11 @@ def samples_until(value: float, points: Sequence[Point]) -> tuple[Interval, floa
 # --- curves ---
 
 
-def _drawn(points: Sequence[Point], ahead: _Array) -> _Array:
-    """Draw curves that what was measured allows, at the samples `ahead`: (curves, samples)."""
+def _drawn(points: Sequence[Point], ahead: _Array, *, is_batch: bool) -> _Array:
+    """Draw curves that what was measured allows, at the samples `ahead`: (curves, samples).
+
+    `is_batch`: they are of a batch method.
+    """
     # A run that ends measures twice at one place, and one that was resumed may have gone back.
     points = sorted(dict(points).items())
     if len(points) < N_POINTS_MIN:
@@ -135,6 +146,12 @@ def _drawn(points: Sequence[Point], ahead: _Array) -> _Array:
         wrong = random.choice(past, (n_each, 1)) * random.choice((-1.0, 1.0), (n_each, 1))
         noise = wrong * horizon + random.choice(errors, (n_each, 1))
         drawn.append(_fitted(own_x, again, ahead) * np.exp(noise))
+    if is_batch:
+        falls = np.convolve(np.diff(np.log(y)), np.ones(BLOCK), "valid")
+        at = np.maximum(ahead - x[-1], 0.0) / (BLOCK * np.diff(x).mean())
+        rows = random.choice(falls, (N_DRAWN, int(at[-1]) + 1)).cumsum(axis=1)
+        ends = np.arange(rows.shape[1] + 1)
+        drawn.append(y[-1] * np.exp([np.interp(at, ends, [0.0, *row]) for row in rows]))
     return np.concatenate(drawn)
 
 
@@ -183,7 +200,9 @@ def _check_shape(x: _Array, y: _Array) -> None:
     line = np.polyval(np.polyfit(x, y, 1), x)
     curve = _fitted(x, y[None], x)[0]
     if ((1.0 - line / y) ** 2).sum() <= LINE * ((1.0 - curve / y) ** 2).sum():
-        raise CannotTellError("cannot tell: the loss still falls in a line, which has no bend yet")
+        raise CannotTellError(
+            "cannot tell: the loss still falls in a line, which has no bend yet: ask again later"
+        )
 
 
 # --- a run ---
@@ -201,7 +220,7 @@ def outlook(
     rate = view.samples_per_second or 0.0
     if seconds > 0.0:
         rate = (late[-1].samples - late[0].samples) / seconds
-    held_out = job.data.test is not None
+    held_out, is_batch = job.data.test is not None, coordinator_of(job) is not None
     points = curve_of(measurements, "held_out_loss" if held_out else "loss")
     found = Outlook(
         n_points=len(points),
@@ -230,11 +249,11 @@ def outlook(
         changes["met"] = next((one.time for one in timed if one.samples == first), None)
     try:
         if view.total_samples is not None and view.total_samples > view.samples:
-            changes["loss_at_end"] = loss_at(view.total_samples, points)
+            changes["loss_at_end"] = loss_at(view.total_samples, points, is_batch=is_batch)
         if target and value is None:
             raise CannotTellError(f"cannot tell: {name} is no loss and no accuracy")  # noqa: TRY301
         if value is not None and changes["met"] is None:
-            until, changes["reached"] = samples_until(value, aimed)
+            until, changes["reached"] = samples_until(value, aimed, is_batch=is_batch)
             if rate > 0.0:
                 changes["seconds"] = tuple(max(0.0, n - view.samples) / rate for n in until)
     except CannotTellError as error:

@@ -32,7 +32,7 @@ from distbelief.job.run.result import Run
 from distbelief.job.trainer import run_job
 from distbelief.task.data import Dataset
 from distbelief.task.dry_run import shown
-from distbelief.task.imports import check_is_no_import, places
+from distbelief.task.imports import check_is_no_import
 from distbelief.task.losses import LOSS_METRIC
 from distbelief.task.pieces import InPieces
 from distbelief.task.tensor_pairs import TensorPairs, as_pair
@@ -173,7 +173,6 @@ def fit(  # noqa: PLR0913 -- the keys of a job that most jobs have
             "evaluation": {"metric": names or None},
             "stop": {"epochs": epochs},
             "output": {"directory": directory or _new_directory()},
-            "source": {"file": "fit", "import_paths": places()},
         },
         user="fit",
         overrides=overrides or {},

@@ -43,14 +43,7 @@ from distbelief.job.launch.local import LocalLauncher
 from distbelief.job.launch.preflight import PreflightResult
 from distbelief.job.launch.preflight_client import CHECK, run_preflight
 from distbelief.job.launch.role_process import RoleSpec, import_from, import_paths
-from distbelief.job.launch.supervised_job import (
-    bursts,
-    check_data,
-    read_again,
-    short_epochs,
-    supervisor_config,
-    void_settings,
-)
+from distbelief.job.launch.supervised_job import check_data, supervisor_config, warnings_of
 from distbelief.job.run.checkpoints import CheckpointStore
 from distbelief.job.run.directory import RunDirectory, Status
 from distbelief.job.run.folders import absolute
@@ -84,7 +77,7 @@ from distbelief.supervisor.handover import handover_of
 from distbelief.supervisor.supervisor import Supervisor
 from distbelief.supervisor.supervisor_config import SupervisorConfig
 from distbelief.supervisor.view import JobView
-from distbelief.task.imports import check_is_no_import, installed_imports, places
+from distbelief.task.imports import check_is_no_import, installed_imports
 from distbelief.transport.address import LOOPBACK, Endpoint
 from distbelief.transport.file_server import FileServer
 from distbelief.transport.listen_config import ListenConfig
@@ -166,8 +159,7 @@ class Trainer:
                     has_hosts=has_hosts,
                 )
             check_data(job, found)
-            warnings = read_again(job, found), short_epochs(job, found), bursts(job)
-            for warning in (*filter(None, warnings), *void_settings(job, found)):
+            for warning in warnings_of(job, found):
                 log.warn_user(warning)
             if found.proof:
                 log.announce(found.proof)
@@ -560,8 +552,7 @@ def run_job(  # noqa: PLR0913 -- the options of all that run jobs
     # First, because the server's import of torch takes longest.
     with ended_by_signals(), launcher or LocalLauncher() as own_launcher:
         if isinstance(job, Mapping):
-            source = {"source": {"file": "job", "import_paths": places()}}
-            job = job_of(source | dict(job), user="job", overrides=overrides or {})
+            job = job_of(job, user="job", overrides=overrides or {})
         elif not isinstance(job, Job):
             job = load_job(job, overrides=overrides or {})
         elif overrides:

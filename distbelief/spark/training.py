@@ -39,7 +39,7 @@ from distbelief.serve.options import ANY_PORT, join_server
 from distbelief.spark.columns import Columns, selected, write_rows
 from distbelief.spark.rows import HELD_OUT, PATH, RowFile
 from distbelief.task.data import DataShard
-from distbelief.task.imports import check_is_no_import, places
+from distbelief.task.imports import check_is_no_import
 from distbelief.transport.listen_config import ListenConfig
 from distbelief.worker.downpour_settings import DownpourSettings
 
@@ -335,8 +335,7 @@ def _job(
         given["data.test"] = {"factory": HELD_OUT, "arguments": arguments}
     if not isinstance(job, Mapping):
         return load_job(job, overrides=given)
-    source = {"source": {"file": user, "import_paths": places()}}
-    return job_of(source | {"data": {}} | dict(job), user=user, overrides=given)
+    return job_of({"data": {}} | dict(job), user=user, overrides=given)
 
 
 def on_hosts(job: Job, n_hosts: int, n_rows: int, *, cores: int) -> tuple[Job, int]:

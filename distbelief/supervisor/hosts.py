@@ -158,7 +158,6 @@ class Host:
     used: int = 0  # slots in use; more than there are, where a role had to run somewhere
     grade: int | None = None  # of its speed (`StepTime.grade`), lower is faster; None if unknown
     roles: dict[Address, int] = field(default_factory=dict)  # incarnation of each that runs there
-    changed: bool = False  # roles changed since its assignments were last sent
 
     @classmethod
     def of(cls, name: Address, offer: Offer, now: Seconds) -> Self:
@@ -237,11 +236,12 @@ class HostTable:
         self.here = Host(name=HERE, offer=offer, slots=slots_here, ready=True)
         self.joined: dict[Address, Host] = {}  # those that are gone included
         self._at: dict[Address, tuple[Host, int]] = {}  # host of each role that runs, its slots
-        self.are_changed = False  # some, since all assignments were last sent
+        self.changed: dict[Host, None] = {}  # since their assignments were last sent
         self._was_at: dict[Address, Host] = {}  # a restarted role goes back if there is a slot
-        # While roles are placed: the hosts, and their order, fastest first, then emptiest.
-        self._placing: list[Host] = []
-        self._heap: list[tuple[int, int, int]] = []
+        # While roles are placed: the order of the hosts, fastest first, then emptiest; None until
+        # a role is placed that does not go back.
+        self._is_placing = False
+        self._heap: list[tuple[int, int, int, Host]] | None = None
 
     def at(self, role: Address) -> Host | None:
         place = self._at.get(role)
@@ -258,8 +258,10 @@ class HostTable:
     @property
     def refusal(self) -> str | None:
         """Why every host that has joined was sent away; None unless all were."""
-        whys = [host.refused for host in self.joined.values() if host.present or host.refused]
-        return "; ".join(dict.fromkeys(whys)) if whys and all(whys) else None
+        if any(host.present and not host.refused for host in self.joined.values()):
+            return None  # as the first of thousands tells
+        whys = [host.refused for host in self.joined.values() if host.refused]
+        return "; ".join(dict.fromkeys(whys)) or None
 
     def reserve(self, role: Address, host: Host) -> None:
         """Let a role start as if it had been on this host before."""
@@ -271,7 +273,7 @@ class HostTable:
         self._was_at[role] = host
         host.roles[role] = incarnation
         host.used += slots
-        host.changed = self.are_changed = True
+        self.changed[host] = None
 
     def leave(self, role: Address) -> Host | None:
         """Note that a role does not run any more; return its host, if it had one."""
@@ -279,36 +281,35 @@ class HostTable:
         if host is not None:
             del host.roles[role]
             host.used -= slots
-            host.changed = self.are_changed = True
+            self.changed[host] = None
         return host
 
     @contextmanager
     def placing(self) -> Iterator[None]:
         """Meanwhile hosts change by `put` only, which makes `find` fast among thousands."""
-        hosts = self.usable
-        best = min((host.grade for host in hosts if host.grade is not None), default=0)
-        grades = [best if host.grade is None else host.grade for host in hosts]
-        self._heap = [
-            (g, -host.free, n) for n, (g, host) in enumerate(zip(grades, hosts, strict=True))
-        ]
-        self._placing = hosts
-        heapify(self._heap)
+        self._is_placing = True
         try:
             yield
         finally:
-            self._heap, self._placing = [], []
+            self._is_placing, self._heap = False, None
 
     def _first(self) -> Host | None:
         """Return the first of `find`'s order that has a free slot, if the order is known."""
+        if self._is_placing and self._heap is None:
+            hosts = self.usable
+            best = min((host.grade for host in hosts if host.grade is not None), default=0)
+            grades = [best if host.grade is None else host.grade for host in hosts]
+            ranked = enumerate(zip(grades, hosts, strict=True))
+            self._heap = [(grade, -host.free, n, host) for n, (grade, host) in ranked]
+            heapify(self._heap)
         while self._heap:
-            grade, free, index = self._heap[0]
-            host = self._placing[index]
+            grade, free, n, host = self._heap[0]
             if not host.free:  # for good: meanwhile no role leaves
                 heappop(self._heap)
             elif -free == host.free:
                 return host
             else:
-                heapreplace(self._heap, (grade, -host.free, index))
+                heapreplace(self._heap, (grade, -host.free, n, host))
         return None
 
     def find(self, names: Sequence[Address], *, must: bool = False) -> list[Host] | None:
@@ -327,7 +328,7 @@ class HostTable:
         first = self._first()
         if first is not None and first.free >= n:
             return [first] * n
-        if first is None and self._placing and not must:
+        if first is None and self._is_placing and not must:
             return None
         hosts = self.usable
         best = min((host.grade for host in hosts if host.grade is not None), default=0)

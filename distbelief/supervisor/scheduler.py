@@ -185,11 +185,10 @@ class Scheduler:
         if self._waiting and self._has_news:
             self._place_waiting()
         self._has_news = False
-        if self.hosts.are_changed:
-            self.hosts.are_changed = False
-            for host in self.hosts.joined.values():
-                if host.changed and host.present:
-                    self._assign(host)
+        for host in [*self.hosts.changed]:
+            if host.present and host is not self.hosts.here:
+                self._assign(host)
+        self.hosts.changed.clear()
 
     def _place_waiting(self) -> None:
         found = place_roles(self._members, self._waiting, self.hosts, self._policy)
@@ -296,7 +295,7 @@ class Scheduler:
 
     def _assign(self, host: Host) -> None:
         assert self._cluster is not None
-        host.changed = False
+        self.hosts.changed.pop(host, None)
         assigned = tuple(
             wire.RoleAssignment(name=name, incarnation=n, ranks=record.ranks)
             for name, n in host.roles.items()

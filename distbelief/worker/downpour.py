@@ -56,6 +56,7 @@ class DownpourAlgorithm:
             epochs=config.epochs if config.order == "dealt" else None,
             epoch_share=config.epoch_share,
             warm_start_left=config.warm_start_left,
+            warm_start_samples=config.warm_start_steps * config.batch_size,
         )
 
     def settled(self, config: DownpourSettings, cluster: ClusterTable) -> DownpourSettings:

@@ -157,7 +157,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         samples, measured = points[-1]
         begun = [point for point in points if point[0] <= options.share * samples]
         try:
-            low, middle, high = loss_at(samples, begun)
+            low, middle, high = loss_at(samples, begun, is_batch=one.kind == "l-bfgs")
         except CannotTellError as error:
             print(f"{one.kind:6} {one.said}: {error}; {len(points)} points", flush=True)
             continue

@@ -6,6 +6,9 @@
                 1e-6 of the optimum (digits, which has many: to 5 % above the one that scipy finds);
                 two replicas and two shards, beside scipy and torch.optim.LBFGS, on the same cores.
                 The start of the processes counts separately.
+    scipy       `sandblaster.minimize` on five problems, without and within bounds, beside scipy:
+                evaluations over scipy's; by how much of it the loss is above (one minimum);
+                seconds to start and to end the processes, where torch is warm
     overhead    the speech net (41,777,152 parameters), batches of 20,000 frames: time
                 of an evaluation over that of the pure gradient by as many plain processes
                 in turns with it, once the history is full (about 8 minutes)
@@ -21,6 +24,7 @@ import argparse
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
+from experiments.benchmarks.batches.beside_scipy import beside_scipy
 from experiments.benchmarks.batches.costs import killed, overhead, straggler
 from experiments.benchmarks.batches.optima import optimum
 from experiments.benchmarks.measuring import measurement
@@ -28,6 +32,7 @@ from experiments.benchmarks.measuring import measurement
 
 PARTS: Final[Mapping[str, Callable[..., dict[str, float]]]] = {
     "optimum": optimum,
+    "scipy": beside_scipy,
     "overhead": overhead,
     "straggler": straggler,
     "killed": killed,

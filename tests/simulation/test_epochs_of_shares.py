@@ -11,7 +11,7 @@ from hypothesis import given, strategies as st
 from distbelief.config.job import ClusterTable, Elastic
 from distbelief.core.errors import JobError, JobFileError
 from distbelief.job.launch.preflight import PreflightResult
-from distbelief.job.launch.supervised_job import check_data, supervisor_config, void_settings
+from distbelief.job.launch.supervised_job import check_data, supervisor_config, warnings_of
 from distbelief.job.run.summary import DataFacts, TaskFacts
 from distbelief.parameter_server.policy import ExchangePolicy, Round
 from distbelief.parameter_server.rules import SGD, Adagrad
@@ -142,9 +142,9 @@ def test_supervisor_and_warnings_know_the_share_of_a_job() -> None:
     config = supervisor_config(one, answer_of(1015))
     assert config.dealt is not None
     assert config.dealt.n_push == 26  # of 102 batches
-    assert void_settings(one, answer_of(1015)) == []
+    assert warnings_of(one, answer_of(1015)) == []
     parts = [*job, "algorithm.order=parts", "algorithm.exchange.every=9 epochs"]
-    (warning,) = void_settings(speech(*parts, "stop.epochs=8"), answer_of(1000))
+    (warning,) = warnings_of(speech(*parts, "stop.epochs=8"), answer_of(1000))
     assert "every = 225 steps" in warning
     assert "they exchange nothing before the end" in warning
 

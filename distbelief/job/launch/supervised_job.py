@@ -6,7 +6,7 @@ from fractions import Fraction
 from typing import Final
 
 from distbelief.config.algorithms import algorithm_of, coordinator_of, facts_of
-from distbelief.config.job import Job, Passes
+from distbelief.config.job import Job, OutputTable, Passes
 from distbelief.core.errors import JobError
 from distbelief.job.launch.local import IMPORT_SECONDS_MAX
 from distbelief.job.launch.preflight import PreflightResult
@@ -99,55 +99,107 @@ def short_epochs(job: Job, answer: PreflightResult) -> str | None:
     )
 
 
-def void_settings(job: Job, answer: PreflightResult) -> list[str]:
+def warnings_of(job: Job, answer: PreflightResult) -> list[str]:
+    """Return what the user should know of a job before it runs, however it runs."""
+    found = read_again(job, answer), short_epochs(job, answer), bursts(job)
+    return [*filter(None, found), *_void_settings(job, answer)]
+
+
+def _void_settings(job: Job, answer: PreflightResult) -> list[str]:
     """Return a warning for each setting that a job of this length never comes to."""
     train, facts = answer.task.train, facts_of(job)
-    n_replicas, found = job.cluster.n_replicas, list[str]()
-    if train is None or coordinator_of(job) is not None:
+    if train is None:
+        return []
+    total = StopRules(job.stop, n_train=train.n_samples, batch_size=job.batch_size).total_samples
+    found = _never_measured(job, n_train=train.n_samples, total=total)
+    is_batch, n_replicas = coordinator_of(job) is not None, job.cluster.n_replicas
+    if total is None:
         return found
-    stop = StopRules(job.stop, n_train=train.n_samples, batch_size=job.batch_size)
-    total, every = stop.total_samples, 1
-    if facts.epochs is not None:
-        every = facts.epochs(train.n_samples, answer.pieces, n_replicas).n_push
-    elif facts.policy is not None and facts.policy.every != "auto":
-        n_pass = Fraction(train.n_samples, n_replicas * job.batch_size)
-        every = int(facts.policy.steps_of(n_pass).every)
-    if total is not None:
-        n_batches = -(-total // job.batch_size)
-        n_steps = n_batches / n_replicas
-        if n_batches < n_replicas:
-            found.append(
-                f"[cluster] replicas = {n_replicas:,}, and [stop] ends the job after "
-                f"{n_batches:,} batch{'es' * (n_batches > 1)} of {job.batch_size}: some replicas "
-                "train nothing. Use "
-                "fewer replicas, smaller batches or a longer job"
-            )
-        # Of dealt data each epoch ends an exchange.
-        elif (
-            every > n_steps
-            and n_replicas > 1
-            and (facts.epochs is None or total <= train.n_samples)
-        ):
-            found.append(
-                f"every = {every:,} steps, and until [stop] each of {n_replicas:,} replicas takes "
-                f"about {n_steps:.3g}: they exchange nothing before the end. Use every = "
-                f"{max(1, int(n_steps / 10)):,} or fewer, or a longer job"
-            )
-        evaluation = job.evaluation.every
-        if isinstance(evaluation, Passes):
-            n_between = evaluation.n_samples(n_train=train.n_samples, batch_size=job.batch_size)
-            if n_between > total:
-                found.append(
-                    f"[evaluation] every is {n_between:,} samples, and [stop] ends the job after "
-                    f"{total:,}: only the last evaluation comes"
-                )
-    seconds, between = job.stop.seconds, job.evaluation.every
-    if seconds is not None and isinstance(between, float) and between > seconds:
+    if facts.warm_start_samples >= total and (is_batch or n_replicas > 1):
         found.append(
-            f"[evaluation] every is {between:g} s, and [stop] ends the job after {seconds:g} s: "
-            "the first and the last evaluation alone come"
+            f"[algorithm] the warm start takes {facts.warm_start_samples:,} samples, and [stop] "
+            f"ends the job after {total:,}: nothing comes after it. Use a shorter one"
         )
+    if is_batch:
+        return found
+    name, every = _between_exchanges(job, answer, train.n_samples)
+    for rule in () if facts.rule is None else facts.rule.rules:
+        warm_up = rule.schedule.n_warm_up
+        if isinstance(warm_up, int) and warm_up * every * job.batch_size >= total > 0 < warm_up:
+            found.append(
+                f"schedule: n_warm_up is {warm_up:,} pushes, and until [stop] come about "
+                f"{math.ceil(total / every / job.batch_size):,}: the rate never rises to its "
+                "value. Use fewer"
+            )
+    n_batches = -(-total // job.batch_size)
+    n_steps = n_batches / n_replicas
+    if n_batches < n_replicas:
+        found.append(
+            f"[cluster] replicas = {n_replicas:,}, and [stop] ends the job after "
+            f"{n_batches:,} batch{'es' * (n_batches > 1)} of {job.batch_size}: some replicas "
+            "train nothing. Use fewer replicas, smaller batches or a longer job"
+        )
+        return found
+    staleness = facts.policy.staleness or 0 if facts.policy is not None else 0
+    # Of dealt data each epoch ends an exchange.
+    ends = facts.epochs is not None and total > train.n_samples
+    for key, n, what in (
+        (name, every * (not ends), "they exchange nothing before the end"),
+        ("n_fetch", getattr(job.algorithm, "n_fetch", 1), "none ever sees what others learn"),
+        (f"{name} * staleness", every * staleness, "none is ever so far ahead that it waits"),
+    ):
+        if n > n_steps and n_replicas > 1:
+            found.append(
+                f"{key} = {n:,} steps, and until [stop] each of {n_replicas:,} replicas takes "
+                f"about {n_steps:.3g}: {what}. Use {key} = {max(1, int(n_steps / 10)):,} or fewer, "
+                "or a longer job"
+            )
+            break
     return found
+
+
+def _between_exchanges(job: Job, answer: PreflightResult, n_train: int) -> tuple[str, int]:
+    """Return the key that says how many steps of a replica are between two pushes, and them."""
+    facts, n_replicas = facts_of(job), job.cluster.n_replicas
+    n_push, n_summed = (getattr(job.algorithm, name, 1) for name in ("n_push", "accumulate"))
+    if facts.epochs is not None:
+        every = facts.epochs(n_train, answer.pieces, n_replicas).n_push
+    elif facts.policy is None or facts.policy.every in {1, "auto"}:
+        every = n_push * n_summed
+    else:
+        n_pass = Fraction(n_train, n_replicas * job.batch_size)
+        every = int(facts.policy.steps_of(n_pass).every)
+    return "n_push" if n_push > 1 else "accumulate" if n_summed > 1 else "every", every
+
+
+def _never_measured(job: Job, *, n_train: int, total: int | None) -> list[str]:
+    """Return a warning for each measurement, or file, that comes with the end alone."""
+    every, seconds, patience = job.evaluation.every, job.stop.seconds, job.stop.patience
+    length, unit, what = seconds, "s", "the first and the last evaluation alone come"
+    if isinstance(every, Passes):
+        n = float(every.n_samples(n_train=n_train, batch_size=job.batch_size))
+        length, unit, what = total, "samples", "only the last evaluation comes"
+    else:
+        n = every
+    found = _beyond("[evaluation] every", n, length, f"{unit}: {what}")
+    if patience is not None and not found:
+        key = f"{patience + 1} times [evaluation] every"
+        what = f"patience = {patience} never ends it"
+        found = _beyond(key, n * (patience + 1), length, f"{unit}: {what}")
+    for key, what in (
+        ("report_every", "s: curve and metrics have one point"),
+        ("snapshot_every", "s: only the last checkpoint comes, and none to resume from"),
+    ):
+        if (value := getattr(job.output, key)) != getattr(OutputTable(directory="any"), key):
+            found += _beyond(f"[output] {key}", value, seconds, what)
+    return found
+
+
+def _beyond(key: str, n: float, length: float | None, what: str) -> list[str]:
+    if length is None or n <= length:
+        return []
+    unit = what.partition(":")[0]
+    return [f"{key} is {n:,g} {unit}, and [stop] ends the job after {length:,g} {what}"]
 
 
 def bursts(job: Job) -> str | None:

@@ -107,6 +107,7 @@ def measurements_in(content: bytes) -> list[Measurement]:
 
 
 N_MARKED_MAX: Final = 40  # points of a curve that are marked
+N_NAMED_MAX: Final = 20  # curves
 
 _IMPORTING: Final = Lock()  # matplotlib's modules import each other: two threads must not
 
@@ -177,10 +178,10 @@ def plot(
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     drawn = [_line(axes, curve, label=label) for label, curve in curves.items()]
-    if any(drawn):
-        axes.legend(frameon=False)
-    else:
+    if not any(drawn):
         _say_nothing_measured(axes)
+    elif len(drawn) <= N_NAMED_MAX:  # of hundreds the names would hide the curves
+        axes.legend(frameon=False)
     axes.set(xlabel=x, ylabel=y, title=title)
     axes.grid(alpha=0.3)
     return figure

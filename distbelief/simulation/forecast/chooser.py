@@ -65,9 +65,11 @@ def cost_by(by: str) -> Cost:
 
 
 def _figure(variant: Variant, run: Outcome, by: str) -> float:
+    loss = run.loss if run.held_out_loss is None else run.held_out_loss
+    if loss is not None and not math.isfinite(loss):
+        return math.inf  # however fast it diverges
     if by == "loss":
-        found = run.loss if run.held_out_loss is None else run.held_out_loss
-        return math.inf if found is None or math.isnan(found) else found
+        return math.inf if loss is None else loss
     aims = has_target(variant.job)
     if (aims and run.target_seconds is None) or not (run.samples and run.samples_per_second):
         return math.inf
@@ -93,13 +95,14 @@ def best_of(variants: Sequence[Variant], *, n_machines: int, by: str = "time") -
     fitting = [v for v in ran if v.failure is None]
     if not fitting:
         raise JobError(f"none of {len(ran)} configurations completes: {ran[0].failure}")
-    cost = cost_by(by)
-    best = min(fitting, key=cost)
+    cost, time = cost_by(by), cost_by("time")
+    best = min(fitting, key=lambda v: (cost(v), time(v)))  # of what costs nothing the fastest
     if cost(best) == math.inf:
-        what = "has a finite loss" if by == "loss" else "reaches the target of [stop]"
+        why = "has a finite loss: use a lower learning rate"
+        if by != "loss" and has_target(best.job):
+            why = "reaches the target of [stop]: lower it"
         raise JobError(
-            f"none of {len(fitting)} configurations {what}: "
-            "lower it, or give [stop] more samples or seconds"
+            f"none of {len(fitting)} configurations {why}, or give [stop] more samples or seconds"
         )
     return best
 
@@ -167,7 +170,7 @@ def _learning_axes(policy: ExchangePolicy, *, n_push: int | None) -> dict[str, l
     axes: dict[str, list[str]] = {}
 
     def numbers(key: str, values: Sequence[float]) -> None:
-        axes[key] = [f"{value:g}" for value in sorted(set(values))]
+        axes[key] = [f"{value:.12g}" for value in sorted(set(values))]
 
     if policy.route == "ring":
         return {}
@@ -382,7 +385,8 @@ class Search:
 
         Of the starts the first few are run, and more until one of them completes.
         """
-        cost, ran, known = cost_by(by), dict[Point, Variant](), dict[Point, float]()
+        cost, time = cost_by(by), cost_by("time")
+        ran, known = dict[Point, Variant](), dict[Point, float]()
 
         def run(point: Point) -> None:
             if point in known or len(ran) >= n_max or not self._fits(point):
@@ -399,7 +403,8 @@ class Search:
         done = set[Point]()
         while True:
             # The best one whose neighbours are not all known yet, of a few.
-            best = sorted((p for p in known if known[p] < math.inf), key=known.__getitem__)
+            best = [p for p in known if known[p] < math.inf]
+            best.sort(key=lambda p: (known[p], time(ran[p])))
             ahead = next((p for p in best[:N_STARTS] if p not in done), None)
             if ahead is None or len(ran) >= n_max:
                 return {point: ran[point] for point in best}
@@ -445,7 +450,10 @@ class Search:
             else:
                 seconds = n * self._step_seconds
                 stop = msgspec.structs.replace(stop, seconds=min(seconds, stop.seconds or seconds))
-        short = self.stage(msgspec.structs.replace(job, stop=stop))
+        algorithm = job.algorithm
+        if getattr(algorithm, "warm_start_steps", 0):  # one replica trains alone
+            algorithm = msgspec.structs.replace(algorithm, warm_start_steps=0)
+        short = self.stage(msgspec.structs.replace(job, stop=stop, algorithm=algorithm))
         return replace(trial, job=trial.host.formed(short))
 
 

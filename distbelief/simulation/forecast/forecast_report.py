@@ -38,16 +38,12 @@ def _milliseconds(seconds: float | None) -> str:
     return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
 
 
-def _share(value: float | None) -> str:
-    return formatting.DASH if value is None else f"{value:.0%}".replace("%", " %")
+def _share(value: float) -> str:
+    return f"{value:.0%}".replace("%", " %")
 
 
-def _small(value: float | None) -> str:
-    return formatting.DASH if value is None else f"{value:.2g}"
-
-
-def _hours(value: float | None) -> str:
-    return formatting.DASH if value is None else f"{value:.3g}"
+def _digits(n: int) -> Show:
+    return lambda value: formatting.DASH if value is None else f"{value:.{n}g}"
 
 
 COLUMNS: Final[Mapping[str, tuple[str, Show]]] = {
@@ -55,24 +51,20 @@ COLUMNS: Final[Mapping[str, tuple[str, Show]]] = {
     "samples_per_second": ("samples/s", formatting.rate),
     "target_seconds": ("to target", formatting.duration),
     "training_seconds": ("training", formatting.duration),
-    "staleness_mean": ("staleness", _small),
-    "staleness_p95": ("p95", _small),
+    "staleness_mean": ("staleness", _digits(2)),
+    "staleness_p95": ("p95", _digits(2)),
     "bytes_in": ("pushed", formatting.size),
     "bytes_out": ("fetched", formatting.size),
-    "steps_per_push": ("steps/push", _small),
-    "clock_gap_max": ("gap", _small),
+    "steps_per_push": ("steps/push", _digits(2)),
+    "clock_gap_max": ("gap", _digits(2)),
     "seconds_waited": ("waited", formatting.duration),
-    "machine_hours": ("machine-hours", _hours),
-    "price": ("price", _hours),
+    "machine_hours": ("machine-hours", _digits(3)),
+    "price": ("price", _digits(3)),
 }
 
 
-_OF_SOME: Final = {
-    "price",
-    "steps_per_push",
-    "clock_gap_max",
-    "seconds_waited",
-}  # exchanges count them
+# Only some clusters and exchanges have them.
+_OF_SOME: Final = {"price", "steps_per_push", "clock_gap_max", "seconds_waited"}
 
 
 # The first to be left out where lines are short.
@@ -241,12 +233,19 @@ def remarks_on(variants: Sequence[Variant]) -> list[str]:
         if run.error is not None
     ]
     reasons = Counter(v.left_out for v in variants if v.left_out is not None)
-    lines += [f"{_settings_of(v)}warning: {text}" for v in variants for text in v.warnings]
-    lines += [
-        f"{n} configuration{'s' if n > 1 else ''} left out: {reason}"
-        for reason, n in reasons.items()
-    ]
+    warned: dict[str, list[Variant]] = {}
+    for variant in variants:
+        for text in variant.warnings:
+            warned.setdefault(text, []).append(variant)
+    for text, rows in warned.items():
+        of = _settings_of(rows[0]) if len(rows) == 1 else f"{_configurations(len(rows))}, "
+        lines.append(f"{of}warning: {text}")
+    lines += [f"{_configurations(n)} left out: {reason}" for reason, n in reasons.items()]
     return lines
+
+
+def _configurations(n: int) -> str:
+    return f"{n} configuration{'s' * (n > 1)}"
 
 
 def _settings_of(variant: Variant) -> str:

@@ -56,6 +56,7 @@ from distbelief.simulation.network import WITHIN_HOST
 from distbelief.supervisor.hosts import ClusterConfig, Host, HostTable
 from distbelief.supervisor.membership import Membership
 from distbelief.supervisor.role_placement import (
+    FIRST,
     RolePlacement,
     form_replicas,
     place_roles,
@@ -65,6 +66,7 @@ from distbelief.supervisor.role_placement import (
 from distbelief.worker.build import roster_of
 
 
+AWAY_MAX: Final = 86400.0  # seconds: who would wait longer for a machine?
 VECTORS_OF_REPLICA: Final = 4  # values, gradients, accumulated gradients, fetch buffer
 
 
@@ -172,7 +174,7 @@ class PlacedCluster:
     def outages(self, prepared: PreparedJob, *, seed: int) -> Iterator[Outage]:
         """Yield the outages of the job's machines, in order of time; there may be no end.
 
-        JobError if no replica can ever come back, or a machine leaves for good with a shard.
+        JobError if no replica can ever come back, or a machine leaves with a shard for days.
         """
         places, kinds = self.placement(prepared), prepared.kinds
         # The supervisor's machine never fails: it is the user's own host.
@@ -187,6 +189,14 @@ class PlacedCluster:
                 )
         try:
             for outage in outages(self.cluster, placement, seed=seed):
+                for name in outage.roles if AWAY_MAX < outage.seconds < math.inf else ():
+                    if _is_awaited(name, kinds[name], at=outage.at):
+                        raise JobError(
+                            f"{where}: machine {places[name]} is away for "
+                            f"{outage.seconds / 86400:,.1f} days after {outage.at:.3g} s, and the "
+                            f'job waits for {name} there: use [cluster] placement = "here", or '
+                            "let it come earlier"
+                        )
                 yield outage
                 if outage.seconds == math.inf:
                     staying.difference_update(outage.roles)
@@ -197,6 +207,18 @@ class PlacedCluster:
                     )
         except GraphError as error:
             raise JobError(f"{where}: {error}") from error
+
+    def late(self, prepared: PreparedJob) -> list[str]:
+        """Return a warning if nothing is trained until a machine joins."""
+        places, kinds = self.placement(prepared), prepared.kinds
+        joins = [
+            (self.cluster.machines[place].join, place, name)
+            for name, place in places.items()
+            if place != places[SUPERVISOR] and _is_awaited(name, kinds[name], at=0.0)
+        ]
+        join, place, name = max(joins, default=(0.0, 0, ""))
+        said = f"machine {place} joins after {join:,g} s, and the job waits for {name} there"
+        return [f"{said}: times of training, and to the target, begin then"] if join else []
 
     def price(
         self, prepared: PreparedJob, absences: Iterable[Outage], *, seconds: Seconds
@@ -225,6 +247,12 @@ class PlacedCluster:
             _at_cost, rates=self.rates, reference=self.reference, on_one_host=self.together
         )
         return costed(builders, prepared.kinds, adapt=adapt)
+
+
+def _is_awaited(name: Address, kind: str, *, at: Seconds) -> bool:
+    # Others train on without a replica, once the first one has begun.
+    is_first = not at and name.partition(".")[0] == FIRST
+    return is_first or kind not in {"replica", "rank"}
 
 
 def hosts_of(cluster: Cluster, config: ClusterConfig) -> HostTable:

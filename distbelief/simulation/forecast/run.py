@@ -13,20 +13,14 @@ import msgspec
 
 from distbelief.core.errors import JobError
 from distbelief.job.display.progress import WaitProgress
-from distbelief.job.launch.supervised_job import short_epochs, void_settings
+from distbelief.job.launch.supervised_job import warnings_of
 from distbelief.protocol.role import SUPERVISOR, Address, Compute, Computed, Executor, Seconds
 from distbelief.simulation.cluster import N_EVENTS_TOGETHER, SimulatedCluster
 from distbelief.simulation.driver import Builder, HandledEvent
 from distbelief.simulation.faults import Fault, Outage
 from distbelief.simulation.forecast.placed_cluster import PlacedCluster
 from distbelief.simulation.forecast.prepare import PreparedJob
-from distbelief.simulation.forecast.sweep import (
-    Outcome,
-    Resource,
-    Variant,
-    reached_at,
-    step_seconds,
-)
+from distbelief.simulation.forecast.sweep import Outcome, Resource, Variant, reached_at
 from distbelief.simulation.machines import ClusterOptions
 from distbelief.supervisor.supervisor import Supervisor
 from distbelief.supervisor.view import JobView, filled
@@ -178,13 +172,13 @@ def _outcome(
     n_machines: int,
 ) -> Outcome:
     training, kinds = view.training_seconds, prepared.kinds
-    together = "coordinator" in kinds.values()
+    together = "coordinator" in kinds.values()  # its replicas take each step together
     n_trainers = 1 if together else prepared.job.cluster.n_replicas
     own: dict[str, object] = {
         "seed": seed,
         "error": simulation.halted[SUPERVISOR],
         "n_machines": n_machines,
-        "step_seconds": step_seconds(view, n_trainers=n_trainers),
+        "step_seconds": training * n_trainers / view.step if view.step else None,
         "samples_per_second": view.samples / training if training else None,
         "target_seconds": reached_at(prepared.job, view),
         "traffic": traffic_of(simulation, kinds={first_word(name) for name in kinds}),
@@ -271,8 +265,8 @@ class Trial:
             left_out=left_out,
             replicas=replicas,
             warnings=(
-                *filter(None, [short_epochs(self.job.job, self.job.preflight)]),
-                *void_settings(self.job.job, self.job.preflight),
+                *warnings_of(self.job.job, self.job.preflight),
+                *(self.host.late(self.job) if not left_out and self.host.loses_machines else ()),
             ),
         )
 

@@ -6,6 +6,7 @@ the cluster's machines.
 """
 
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, final
@@ -16,11 +17,11 @@ from rich.text import Text
 from typing_extensions import override
 
 from distbelief.config.job import Job
-from distbelief.config.load import Overrides, load_job, parse_job, plain
+from distbelief.config.load import Overrides, job_of, load_job, plain
 from distbelief.config.toml import inline
 from distbelief.core import notebook
 from distbelief.core.arguments import checked
-from distbelief.core.errors import JobError
+from distbelief.core.errors import JobError, StorageError
 from distbelief.core.frames import frame
 from distbelief.job.display.progress import WaitProgress
 from distbelief.job.run.metrics_file import plot
@@ -65,7 +66,7 @@ N_ALL_RUN: Final = 16  # combinations of given axes that a suggestion runs witho
 
 @final
 class SimulationRequest(msgspec.Struct, frozen=True, kw_only=True):
-    job: Path | Job
+    job: Path | Job | Mapping[str, object]
     overrides: Overrides = ()  # as for `train`
     axes: tuple[Axis, ...] = ()  # the sweep
     cluster: str | None = None  # name or path; None: this host
@@ -141,21 +142,15 @@ class Forecast(msgspec.Struct, frozen=True, kw_only=True):
 
     def plain(self) -> dict[str, object]:
         """Return what `distbelief simulate --json` prints."""
-        names = (
-            "settings",
-            "n_machines",
-            "spreads",
-            "outcomes",
-            "left_out",
-            "replicas",
-            "limit",
-            "warnings",
-        )
+        names = ("settings", "n_machines", "spreads", "outcomes", "left_out", "replicas")
         return {
             "job": self.job.name,
             "cluster": self.cluster,
             "constants": [{"name": name, "value": value} for name, value in self.constants],
-            "variants": [{name: getattr(v, name) for name in names} for v in self.variants],
+            "variants": [
+                {name: getattr(v, name) for name in (*names, "limit", "warnings")}
+                for v in self.variants
+            ],
             "suggested": None if self.best is None else self.best.settings,
             "front": [variant.settings for variant in self.front],
         }
@@ -163,7 +158,7 @@ class Forecast(msgspec.Struct, frozen=True, kw_only=True):
 
 @checked("simulate", {"replicas": "it is sweep={'cluster.replicas': [2, 4]}"})
 def simulate(  # noqa: PLR0913 -- options
-    job: Job | str | os.PathLike[str],
+    job: Job | str | os.PathLike[str] | Mapping[str, object],
     *,
     cluster: str | None = None,
     seed: int = 0,
@@ -179,7 +174,7 @@ def simulate(  # noqa: PLR0913 -- options
     """Forecast how a job would run on a cluster.
 
     Args:
-        job: A job, or the path of a job file.
+        job: The path of a job file; its tables, as a dictionary of dictionaries; or a job.
         cluster: Name of a built-in cluster, or path of a cluster file; default: this host.
         seed: Seed of the first run.
         seeds: Number of runs of each variant, to see the variation; default: 1, and 3 of those
@@ -197,23 +192,31 @@ def simulate(  # noqa: PLR0913 -- options
     Raises:
         JobError: the job cannot be run, or does not fit the cluster.
     """
-    axes = checked_axes([_axis(key, values) for key, values in (sweep or {}).items()])
-    request = SimulationRequest(
-        job=job if isinstance(job, Job) else Path(job),
-        overrides=overrides,
-        axes=tuple(axes),
-        cluster=cluster,
-        machines=machines,
-        suggests=suggest,
-        by=by,
-        seeds=seeds_of(seed, seeds, suggests=suggest),
-        trace=None if trace is None else Path(trace),
-        measures=not counted,
-    )
-    forecast = run_request(request, console=Console(quiet=True))
-    if forecast.timeline is not None and request.trace is not None:
-        write_trace(request.trace, forecast.timeline)
+    try:
+        axes = checked_axes([_axis(key, values) for key, values in (sweep or {}).items()])
+        request = SimulationRequest(
+            job=job if isinstance(job, Job | Mapping) else Path(job),
+            overrides=overrides,
+            axes=tuple(axes),
+            cluster=cluster,
+            machines=machines,
+            suggests=suggest,
+            by=by,
+            seeds=seeds_of(seed, seeds, suggests=suggest),
+            trace=None if trace is None else Path(trace),
+            measures=not counted,
+        )
+        forecast = run_request(request, console=Console(quiet=True))
+        if forecast.timeline is not None and request.trace is not None:
+            write_trace(request.trace, forecast.timeline)
+    except (JobError, StorageError) as error:
+        error.args = (_FLAG.sub("", str(error)),)
+        raise
     return forecast
+
+
+# In messages: Python has arguments of these names.
+_FLAG: Final = re.compile(r"--(?=(?:cluster|machines|seeds?|sweep|suggest|by|trace)\b)")
 
 
 def _axis(key: str, values: object) -> Axis:
@@ -311,12 +314,13 @@ def _check_by(request: SimulationRequest, job: Job) -> None:
 
 def _job(request: SimulationRequest, settings: Mapping[str, str]) -> Job:
     swept = [f"{key}={value}" for key, value in settings.items() if value != AS_GIVEN]
-    if isinstance(request.job, Job):
-        if not (swept or request.overrides):
-            return request.job
-        text = request.job.to_toml()
-        return parse_job(text, path="job", overrides=request.overrides, swept=swept)
-    return load_job(request.job, overrides=request.overrides, swept=swept)
+    job, overrides = request.job, request.overrides
+    if isinstance(job, Path):
+        return load_job(job, overrides=overrides, swept=swept)
+    if isinstance(job, Job) and not (swept or overrides):
+        return job
+    tables = job.to_tables() if isinstance(job, Job) else job
+    return job_of(tables, user="job", overrides=overrides, swept=swept)
 
 
 def _planned(request: SimulationRequest, trial: Trial) -> Variant:

@@ -128,15 +128,6 @@ FIGURES: Final = (
 )
 
 
-def spreads(outcomes: Sequence[Outcome]) -> dict[str, Spread]:
-    """Return the spread of each metric that at least one run has."""
-    found = {
-        name: Spread.of([getattr(run, name, run.figures.get(name)) for run in outcomes])
-        for name in FIGURES
-    }
-    return {name: spread for name, spread in found.items() if spread is not None}
-
-
 def has_target(job: Job) -> bool:
     """Return whether [stop] has a target: an accuracy or a loss."""
     return job.stop.accuracy is not None or job.stop.loss is not None
@@ -151,16 +142,6 @@ def reached_at(job: Job, view: JobView) -> Seconds | None:
     target = StopTable(accuracy=job.stop.accuracy, loss=job.stop.loss)
     rules = StopRules(target, n_train=1, has_test=job.data.test is not None)
     return None if rules.reason(view) is None else view.training_seconds
-
-
-def step_seconds(view: JobView, *, n_trainers: int) -> Seconds | None:
-    """Return the seconds of a step, or None before the first one.
-
-    Replicas that take each step together (batch methods) are one trainer.
-    """
-    if not view.step:
-        return None
-    return view.training_seconds * n_trainers / view.step
 
 
 # --- sweeps ---
@@ -216,7 +197,7 @@ class Variant(msgspec.Struct, frozen=True, kw_only=True):
     outcomes: tuple[Outcome, ...] = ()  # of the runs, one per seed
     left_out: str | None = None  # why it is not run
     limit: Limit | None = None  # what binds a row of a sweep, and what one more brings
-    warnings: tuple[str, ...] = ()  # settings that have no effect
+    warnings: tuple[str, ...] = ()  # as of `train`; machines that it waits for
     # Machines of the ranks of each replica, where these differ in number
     replicas: dict[str, list[int]] = {}
 
@@ -228,7 +209,11 @@ class Variant(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def spreads(self) -> dict[str, Spread]:
         """Quantiles over the seeds of each figure that a run has: p10, p50, p90 and n."""
-        return spreads(self.outcomes)
+        found = {
+            name: Spread.of([getattr(run, name, run.figures.get(name)) for run in self.outcomes])
+            for name in FIGURES
+        }
+        return {name: spread for name, spread in found.items() if spread is not None}
 
     @override
     def __repr__(self) -> str:

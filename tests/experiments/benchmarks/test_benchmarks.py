@@ -135,6 +135,8 @@ FIGURES: dict[str, set[str]] = {
     "sandblaster": {
         *("evaluations_over_scipy", "overhead", "straggler_over_ideal", "wasted"),
         "straggler_without_backup",
+        *(f"minimize_{name}" for name in ("evaluations_over_scipy", "loss_over_scipy")),
+        "minimize_start_seconds",
     },
     "simulation": {
         *("messages_per_second", "messages_per_second_priced", "messages_per_second_roles"),

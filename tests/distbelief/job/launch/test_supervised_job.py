@@ -6,7 +6,12 @@ import pytest
 from distbelief.core.errors import JobError
 from distbelief.core.pieces import Pieces
 from distbelief.job.launch.preflight import PreflightResult
-from distbelief.job.launch.supervised_job import check_data, short_epochs, supervisor_config
+from distbelief.job.launch.supervised_job import (
+    check_data,
+    short_epochs,
+    supervisor_config,
+    warnings_of,
+)
 from distbelief.job.run.resume import PreviousRun
 from distbelief.job.run.summary import DataFacts, TaskFacts
 from distbelief.supervisor.metrics import PreviousTotals
@@ -44,6 +49,61 @@ def test_epochs_too_short_for_an_exchange_are_told_at_the_start() -> None:
     assert short_epochs(speech(*delta), answer_of(640)) is None
     summing = speech("algorithm.batch_size=10", "algorithm.n_push=3")
     assert "has 1 batch, and" in (short_epochs(summing, answer_of(10)) or "")
+
+
+BATCHES = ("algorithm.batch_size=10", "cluster.replicas=4")
+FORTY = (*BATCHES, "stop.samples=400")  # ten of each replica
+MINUTE = (*BATCHES, "stop.seconds=60")
+
+
+@pytest.mark.parametrize(
+    ("wish", "enough", "said"),
+    [
+        (FORTY, "algorithm.warm_start_steps={}", ("40", "39", "the warm start takes 400 samples")),
+        (FORTY, "algorithm.n_push={}", ("11", "10", "n_push = 11 steps, and until")),
+        (
+            (*FORTY, "algorithm.order=parts"),
+            "algorithm.accumulate={}",
+            ("11", "10", "accumulate = 11 steps, and until"),
+        ),
+        (
+            (*FORTY, "algorithm.local_learning_rate=0.1"),
+            "algorithm.n_fetch={}",
+            ("11", "10", "none ever sees what others learn"),
+        ),
+        (FORTY, "algorithm.exchange.staleness={}", ("11", "10", "none is ever so far ahead")),
+        (
+            FORTY,
+            "algorithm.rule.schedule={{name='constant', n_warm_up={}}}",
+            ("40", "39", "n_warm_up is 40 pushes, and until [stop] come about 40"),
+        ),
+        (FORTY, "cluster.replicas={}", ("41", "40", "some replicas train nothing")),
+        (FORTY, "evaluation.every={} samples", ("401", "400", "only the last evaluation comes")),
+        (
+            (*FORTY, "evaluation.every=100 samples"),
+            "stop.patience={}",
+            ("4", "3", "patience = 4 never ends it"),
+        ),
+        (MINUTE, "evaluation.every={} s", ("61", "60", "first and the last evaluation alone")),
+        (MINUTE, "output.report_every={} s", ("61", "60", "curve and metrics have one point")),
+        (MINUTE, "output.snapshot_every={} s", ("61", "60", "none to resume from")),
+    ],
+)
+def test_what_a_job_of_this_length_never_comes_to_is_told(
+    wish: tuple[str, ...], enough: str, said: tuple[str, str, str]
+) -> None:
+    """Four warnings of twelve were given; the others were found in curves of one point."""
+    too_much, fine, text = said
+    (warning,) = warnings_of(speech(*wish, enough.format(too_much)), answer_of(1000))
+    assert text in warning
+    assert warnings_of(speech(*wish, enough.format(fine)), answer_of(1000)) == []
+
+
+def test_what_is_usual_in_a_short_job_is_not_told() -> None:
+    short = ("stop.seconds=1", "evaluation.every=1 s")  # a checkpoint comes every 30 s
+    assert warnings_of(speech(*BATCHES, *short), answer_of(1000)) == []
+    alone = (*FORTY, "cluster.replicas=1", "algorithm.warm_start_steps=400")
+    assert warnings_of(speech(*alone), answer_of(1000)) == []
 
 
 def in_pieces(rows: dict[str, int], *, can_fetch: bool = False) -> PreflightResult:

@@ -25,6 +25,7 @@ from distbelief.simulation.forecast.forecast_report import suggestion
 from distbelief.simulation.forecast.run import Trial
 from distbelief.simulation.forecast.simulate import SimulationRequest, run_request, simulate
 from distbelief.simulation.forecast.sweep import Outcome, Variant, axes_of
+from distbelief.worker.downpour_settings import DownpourSettings
 from tests.distbelief.simulation.forecast.jobs import TEXT, small, written
 from tests.distbelief.simulation.forecast.test_sweep import a_variant, an_outcome
 
@@ -109,6 +110,8 @@ def test_what_changes_how_a_job_learns_is_searched_with_a_target_alone() -> None
     local = ("algorithm.preset=local", "algorithm.rule={name='sgd', learning_rate=1.0}")
     assert axes(*local, learns=False) == {}
     assert axes(*local)["exchange.every"] == ("16", "32", "64", "128", "256")
+    seldom = (*local, "algorithm.exchange.every=1000000")
+    assert axes(*seldom)["exchange.every"][2:] == ("1000000", "2000000", "4000000")  # no 1e+06
     found = axes("algorithm.n_push=2")
     assert found["n_push"] == ("2", "4", "8", "16")
     assert found["exchange.push"][0] == AS_GIVEN
@@ -134,6 +137,22 @@ def test_variants_are_compared_by_time_by_loss_or_by_price() -> None:
     assert cost_by("loss")(none) == math.inf
     with pytest.raises(JobError, match="has a finite loss"):
         best_of([none], n_machines=9, by="loss")
+
+
+def test_a_run_that_diverges_is_not_suggested_however_fast_it_is() -> None:
+    """Without a target nobody looked at the loss: the most replicas were the best."""
+    fast = msgspec.structs.replace(an_outcome(rate=1e6), loss=math.nan)
+    diverges, holds = a_variant("64", fast), a_variant("2", an_outcome(rate=10.0))
+    for by in ("time", "price"):
+        assert best_of([diverges, holds], n_machines=9, by=by) is holds
+        assert front_of([diverges, holds]) == (holds,)
+        with pytest.raises(JobError, match=r"none of 1 .* has a finite loss: use a lower learning"):
+            best_of([diverges], n_machines=9, by=by)
+
+
+def test_of_machines_that_cost_nothing_the_fastest_are_suggested() -> None:
+    slow, fast = priced("1", 100.0, 0.0), priced("8", 200.0, 0.0)
+    assert best_of([slow, fast], n_machines=9, by="price") is fast
 
 
 def test_the_front_has_what_nothing_beats_in_time_and_in_price() -> None:
@@ -196,7 +215,9 @@ def test_the_search_finds_what_brute_force_finds(folder: Path, seconds: float) -
     assert cost_by("time")(found.best) <= 1.05 * min(map(cost_by("time"), swept))
 
 
-def suggested(folder: Path, monkeypatch: pytest.MonkeyPatch, ends: Ends) -> Mapping[str, str]:
+def suggested(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, ends: Ends, *wish: str
+) -> Mapping[str, str]:
     """Return what is suggested where the runs end as `ends` says, without a simulation."""
 
     def run(self: Trial, *, seed: int, **_: object) -> object:
@@ -206,7 +227,7 @@ def suggested(folder: Path, monkeypatch: pytest.MonkeyPatch, ends: Ends) -> Mapp
     monkeypatch.setattr(Trial, "run", run)
     found = simulate(
         folder / "small.toml",
-        overrides=[f"stop.seconds={LONG}"],
+        overrides=[f"stop.seconds={LONG}", *wish],
         machines=5,
         cluster="rack.toml",
         suggest=True,
@@ -231,6 +252,20 @@ def test_where_all_starts_fail_the_search_goes_on(
     found = suggested(folder, monkeypatch, ends)
     assert (found["cluster.replicas"], found["cluster.shards"]) == ("2", "5")
     assert n_short <= N_TRIED_MAX + 1  # one for the formula
+
+
+def test_short_runs_have_no_warm_start(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One replica trained all of a short run, and the search went by chance."""
+    steps = set[tuple[bool, int]]()
+
+    def ends(job: Job) -> Outcome:
+        assert isinstance(job.algorithm, DownpourSettings)
+        is_whole = job.stop.steps is None and job.stop.seconds == LONG
+        steps.add((is_whole, job.algorithm.warm_start_steps))
+        return an_outcome(rate=job.cluster.n_replicas)
+
+    suggested(folder, monkeypatch, ends, "algorithm.warm_start_steps=500")
+    assert steps == {(False, 0), (True, 500)}
 
 
 def test_where_whole_runs_of_the_best_fail_others_are_run(
@@ -266,8 +301,8 @@ def test_a_suggestion_that_cannot_be_made_says_what_is_missing(tmp_path: Path) -
     job = written(tmp_path)
     for wish, said in (
         ({"by": "loss"}, r"give \[stop\] seconds"),
-        ({"by": "luck"}, "--by luck: use time, loss, price"),
-        ({"by": "price", "suggest": False}, "add --suggest"),
+        ({"by": "luck"}, "^by luck: use time, loss, price"),
+        ({"by": "price", "suggest": False}, ": add suggest"),
     ):
         asked = {"suggest": True, "machines": 4, "cluster": "rack-1g", **wish}
         with pytest.raises(JobError, match=said):

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import time
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 
@@ -151,6 +152,38 @@ def test_python_gives_values_as_python_has_them() -> None:
     for values in wrong:
         with pytest.raises(JobError, match=r"sweep\['replicas'\] is .*; give a list of values"):
             simulate(small(), cluster="rack.toml", sweep={"replicas": values})  # type: ignore[dict-item] # wrong
+
+
+def test_a_job_may_be_tables_as_for_train() -> None:
+    """They were "no path": `train` took them, and `simulate` did not."""
+    tables = tomllib.loads(TEXT)
+    limit = tables.pop("stop")
+    wish = {"cluster": "rack.toml", "counted": True}
+    found = simulate(tables, overrides={"stop.samples": 40}, sweep={"replicas": [1, 2]}, **wish)  # type: ignore[arg-type] # by name
+    assert [v.job.cluster.replicas for v in found.variants] == [1, 2]
+    whole = simulate(tables | {"stop": limit}, **wish)  # type: ignore[arg-type] # by name
+    assert whole.variants[0].outcomes == forecast(small()).variants[0].outcomes
+    with pytest.raises(JobError, match=r"job: there is no table \[stop\]"):
+        simulate(tables)
+
+
+@pytest.mark.parametrize(
+    ("wish", "said"),
+    [
+        ({"sweep": {"replicas": [0, 2]}}, "^sweep cluster.replicas=0: "),
+        ({"sweep": {"width": [1]}}, "^sweep width=1: write TABLE.KEY"),
+        ({"machines": 9}, "^cluster rack.toml: "),
+        ({"suggest": True}, "^suggest needs a number of machines: add for example machines 16"),
+        ({"seeds": 0}, "^seeds 0: use 1 to"),
+        ({"trace": "none/t.json"}, "^trace none/t.json cannot be written"),
+    ],
+)
+def test_from_python_messages_name_arguments_and_no_flags(
+    wish: dict[str, object], said: str
+) -> None:
+    with pytest.raises(JobError, match=said) as told:
+        simulate(small(), **{"cluster": "rack.toml", "counted": True, **wish})  # type: ignore[arg-type] # by name
+    assert "--" not in str(told.value)
 
 
 @pytest.mark.soak
@@ -318,7 +351,9 @@ def test_a_machine_that_comes_late_does_not_lose_its_roles_at_once(
         PreparedJob, "config", lambda self: replace(config(self), build_seconds_max=1.0)
     )
     Path("rack.toml").write_text(RACK + 'join = "5 s"\n')
-    (run,) = forecast(small("cluster.placement=here", "stop.samples=400")).variants[0].outcomes
+    (late,) = forecast(small("cluster.placement=here", "stop.samples=400")).variants
+    assert "joins after 5 s, and the job waits for replica-0 there" in late.warnings[0]
+    (run,) = late.outcomes
     assert run.seconds > 5.0
     assert run.restarts == 0
 
@@ -341,6 +376,25 @@ def test_a_job_whose_machines_leave_for_good_does_not_wait_for_ever(
     job = small(*wish, f"cluster.replicas={replicas}", "stop.samples=100000000")
     with pytest.raises(JobError, match=said):
         forecast(job)
+
+
+@pytest.mark.parametrize(
+    ("key", "said"),
+    [
+        ('join = "1000 d"', "machine 5 is away for 1,000.0 days after 0 s, .* waits for shard-1"),
+        ('preemptions = { mean_time = "1 s", away = "30 d" }', "30.0 days after .* for shard-1"),
+    ],
+)
+def test_a_job_does_not_wait_for_days_for_a_machine(key: str, said: str) -> None:
+    """The heartbeats of 1,000 days were simulated, one by one, for 40 hours."""
+    head, machines = RACK[: RACK.index("[[")], RACK[RACK.index("[[") :]
+    counts = ("5", f"1\n{key}", "1")
+    rows = [machines.replace("count = 6", f"count = {n}") for n in counts]
+    Path("rack.toml").write_text(head + "".join(rows))
+    wish = ("cluster.replicas=4", "stop.seconds=60", "stop.samples=100000")
+    with pytest.raises(JobError, match=said):
+        forecast(small(*wish))
+    assert not forecast(small("cluster.replicas=6", "cluster.placement=here")).variants[0].failure
 
 
 def test_a_job_ends_after_so_many_steps_of_all_replicas() -> None:
