@@ -29,7 +29,8 @@ from typing_extensions import override
 
 from distbelief.core.errors import JobError
 from distbelief.dashboard.prometheus import exposition
-from distbelief.dashboard.reader import RunReader, now
+from distbelief.dashboard.reader import Points, RunReader, now
+from distbelief.dashboard.remote import OtherPage, RemoteRun
 from distbelief.job.run.directory import RunDirectory
 
 
@@ -72,8 +73,12 @@ _HEADERS: Final = {
 class Watch:
     """Reads the runs in a thread of its own; wakes those that wait for `changed`."""
 
-    def __init__(self, runs: Sequence[RunDirectory]) -> None:
-        self.readers = [RunReader(run) for run in runs]
+    def __init__(self, runs: Sequence[RunDirectory], pages: Sequence[OtherPage] = ()) -> None:
+        self._own, self._pages = [RunReader(run) for run in runs], pages
+        self.readers: list[RunReader | RemoteRun] = [*self._own]
+        self.readers += (run for page in pages for run in page.find())
+        if len(self.readers) > N_RUNS_MAX:
+            raise JobError(f"{len(self.readers)} runs: at most {N_RUNS_MAX} fit on one page")
         self.changed = threading.Condition()
         self.version = 0
         self.state = b"[]"
@@ -82,8 +87,8 @@ class Watch:
     def poll(self) -> bool:
         """Read what is new; return whether more of a curve is waiting."""
         with self.changed:
-            more = [reader.read_points() for reader in self.readers]
-            for reader in self.readers:
+            more = [reader.read_points() for reader in self._own]
+            for reader in self._own:
                 reader.read_status(now())
             self.state = msgspec.json.encode([reader.state for reader in self.readers])
             self.version += 1
@@ -92,6 +97,8 @@ class Watch:
 
     def run(self, ended: threading.Event) -> None:
         """Read until `ended` is set, and once more then."""
+        for page in self._pages:
+            threading.Thread(target=page.follow, args=(ended, self.changed), daemon=True).start()
         while not ended.is_set():
             if not self.poll():
                 ended.wait(POLL_SECONDS)
@@ -104,23 +111,19 @@ class Watch:
         """Return the figures for Prometheus, once the runs have been read."""
         with self.changed:
             self.changed.wait_for(lambda: self.version > 0, FIRST_SECONDS)
-            return exposition(self.readers)
+            return exposition(self._own)
 
     def points(self, index: int, epoch: int, start: int) -> tuple[int, int, bytes] | None:
         """Return epoch, end and JSON of a run's points from `start`; None if there are none."""
-        reader = self.readers[index]
-        if reader.epoch != epoch:
+        curve = self.readers[index].curve
+        if curve.epoch != epoch:
             start = 0
-        elif start >= reader.n_points:
+        elif start >= curve.n_points:
             return None
-        end = min(reader.n_points, start + N_POINTS_MAX)
-        event = {
-            "run": index,
-            "from": start,
-            "to": end,
-            "columns": {name: values[start:end] for name, values in reader.columns.items()},
-        }
-        return reader.epoch, end, msgspec.json.encode(event)
+        end = min(curve.n_points, start + N_POINTS_MAX)
+        columns = {name: values[start:end] for name, values in curve.columns.items()}
+        event = Points(run=index, start=start, end=end, columns=columns)
+        return curve.epoch, end, msgspec.json.encode(event)
 
 
 @final
@@ -273,15 +276,16 @@ class _Handler(BaseHTTPRequestHandler):
             self._refuse(HTTPStatus.NOT_FOUND, "there is no such page")
 
     def _send_of_run(self, index: int, name: str) -> None:
+        run = self._readers[index]
         if name == "metrics.csv":
             self._send(self._csv(index), "text/csv", {"Content-Disposition": "attachment"})
-        elif picture := self._readers[index].plan_picture():
+        elif isinstance(run, RunReader) and (picture := run.plan_picture()):
             self._send(picture, "image/png")
         else:
             self._refuse(HTTPStatus.NOT_FOUND, "the run has no plan")
 
     @property
-    def _readers(self) -> Sequence[RunReader]:
+    def _readers(self) -> Sequence[RunReader | RemoteRun]:
         return self.page.watch.readers
 
     @property
@@ -364,7 +368,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _csv(self, index: int) -> bytes:
         text = io.StringIO(newline="")
         with self.page.watch.changed:
-            columns = dict(self._readers[index].columns)
+            columns = dict(self._readers[index].curve.columns)
             rows = [*zip(*columns.values(), strict=True)]
         writer = csv.writer(text)
         # A spreadsheet computes what begins so.
@@ -379,8 +383,6 @@ class _Handler(BaseHTTPRequestHandler):
 
 def directories(paths: Sequence[str]) -> list[RunDirectory]:
     """Open run directories for reading; JobError or StorageError if one is none."""
-    if len(paths) > N_RUNS_MAX:
-        raise JobError(f"{len(paths)} runs: at most {N_RUNS_MAX} fit on one page")
     found: dict[Path, RunDirectory] = {}
     for path in paths:  # each once: Prometheus takes no figures of two with the same labels
         found.setdefault(Path(path).resolve(), RunDirectory.open(path, write=False))
