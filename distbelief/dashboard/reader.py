@@ -33,21 +33,10 @@ WATCH_SECONDS: Final = 6
 RATE_SECONDS: Final = 8.0  # rates of roles are means over about this time
 
 _COLUMNS: Final = (
-    "time",
-    "samples",
-    "step",
-    "loss",
-    "held_out_loss",
-    "samples_per_second",
-    "staleness_mean",
-    "staleness_p95",
-    "bytes_in",
-    "bytes_out",
-    "pushes_refused",
-    "pushes_lost",
-    "n_checkpoints",
+    *("time", "samples", "step", "loss", "held_out_loss", "samples_per_second"),
+    *("staleness_mean", "staleness_p95", "bytes_in", "bytes_out"),
+    *("pushes_refused", "pushes_lost", "n_checkpoints"),
 )
-
 OVER: Final = frozenset({"ended", "interrupted", "failed"})  # states of a run
 
 Column = list[float | None]
@@ -113,8 +102,7 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     path: str
-    # "running", "ended", "interrupted", "failed", "silent", "stopped", "unreachable"
-    state: str = "starting"
+    state: str = "starting"  # running, ended, interrupted, failed, silent, stopped, unreachable
     note: str = ""  # what `state` means, if more is to say
     phase: str = ""
     age: float | None = None  # seconds since its last status

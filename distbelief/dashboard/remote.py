@@ -8,8 +8,7 @@ the token goes nowhere else.
 import threading
 from collections.abc import Iterator
 from contextlib import closing
-from http import HTTPStatus
-from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from typing import Final, final
 from urllib.parse import parse_qs, urlsplit
 
@@ -23,7 +22,6 @@ from distbelief.dashboard.reader import OVER, Curve, Points, RunState
 AGAIN_SECONDS: Final = 3.0  # between two attempts to connect
 SILENT_SECONDS_MAX: Final = 40.0  # a page sends a sign of life every 15 s
 LINE_BYTES_MAX: Final = 1 << 24
-_REFUSALS: Final = (HTTPStatus.UNAUTHORIZED, HTTPStatus.MISDIRECTED_REQUEST)
 _BROKEN: Final = (OSError, HTTPException, ValueError, LookupError, RecursionError)
 
 
@@ -76,7 +74,18 @@ class OtherPage:
         with closing(kind(parts.netloc, timeout=SILENT_SECONDS_MAX)) as connection:
             connection.request("GET", f"{parts.path}/events", headers=self._headers)
             with connection.getresponse() as reply:
-                yield from _events_in(reply)
+                if reply.status in {401, 421}:
+                    raise ConnectionRefusedError(0, "use the address it printed, with its token")
+                if not reply.headers.get("Content-Type", "").startswith("text/event-stream"):
+                    raise ValueError(reply.status)
+                name = b""
+                while (line := reply.readline(LINE_BYTES_MAX)).endswith(b"\n"):
+                    key, _, value = line.rstrip().partition(b": ")
+                    name = value if key == b"event" else name
+                    if key == b"data":
+                        yield name, value
+                if len(line) >= LINE_BYTES_MAX:
+                    raise ValueError(len(line))
 
     def _take(self, name: bytes, data: bytes) -> None:
         if name == b"points":
@@ -103,29 +112,11 @@ class OtherPage:
         return f"{self.where} cannot be read: {plain(str(why))}"
 
 
-def _events_in(reply: HTTPResponse) -> Iterator[tuple[bytes, bytes]]:
-    if reply.status in _REFUSALS:
-        raise ConnectionRefusedError(0, "use the address that it printed, with its token")
-    if not reply.headers.get("Content-Type", "").startswith("text/event-stream"):
-        raise ValueError(reply.status)
-    name = b""
-    while (line := reply.readline(LINE_BYTES_MAX)).endswith(b"\n"):
-        key, _, value = line.rstrip().partition(b": ")
-        name = value if key == b"event" else name
-        if key == b"data":
-            yield name, value
-    if len(line) >= LINE_BYTES_MAX:
-        raise ValueError(len(line))
-
-
 def _unreachable(state: RunState, why: str) -> RunState:
     """Return the last state, without what was true at that moment only."""
+    replace = msgspec.structs.replace
     if state.state in OVER:
-        return msgspec.structs.replace(state, note=state.note or why)
+        return replace(state, note=state.note or why)
     gone = {"rate": None, "heard": None, "bytes_in": None, "bytes_out": None, "trouble": False}
-    roles = tuple(
-        msgspec.structs.replace(role, state="not known", spent={}, **gone) for role in state.roles
-    )
-    return msgspec.structs.replace(
-        state, state="unreachable", note=why, age=None, left="", why=None, roles=roles
-    )
+    roles = tuple(replace(role, state="not known", spent={}, **gone) for role in state.roles)
+    return replace(state, state="unreachable", note=why, age=None, left="", why=None, roles=roles)

@@ -48,10 +48,8 @@ _Request = socket.socket | tuple[bytes, socket.socket]
 
 _FILES: Final = {
     "/": ("index.html", "text/html"),
-    "/page.js": ("page.js", "text/javascript"),
-    "/page.css": ("page.css", "text/css"),
-    "/uplot.js": ("uplot.js", "text/javascript"),
-    "/uplot.css": ("uplot.css", "text/css"),
+    **{f"/{name}.js": (f"{name}.js", "text/javascript") for name in ("page", "uplot")},
+    **{f"/{name}.css": (f"{name}.css", "text/css") for name in ("page", "uplot")},
 }
 _TOKEN: Final = re.compile(r"[\w-]{16,128}", re.ASCII)
 _OF_RUN: Final = re.compile(r"/runs/([0-9]{1,2})/(metrics\.csv|plan\.png)")
@@ -179,19 +177,13 @@ def listen(address: str | None) -> socket.socket:
     except OSError as error:
         if address is None:
             return _bound(host, 0)
-        raise JobError(f"--listen {address}: {error.strerror or error}") from None
+        why = (error.strerror or str(error)).partition(" (while")[0]  # it names the address again
+        raise JobError(f"--listen {address}: {why}") from None
 
 
 def _bound(host: str, port: int) -> socket.socket:
-    made = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    try:
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        made.bind((host, port))
-        made.listen(N_CONNECTIONS_MAX)
-    except OSError:
-        made.close()
-        raise
-    return made
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family, backlog=N_CONNECTIONS_MAX)
 
 
 def token_for(listening: socket.socket, file: Path | None) -> str:
@@ -278,7 +270,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _send_of_run(self, index: int, name: str) -> None:
         run = self._readers[index]
         if name == "metrics.csv":
-            self._send(self._csv(index), "text/csv", {"Content-Disposition": "attachment"})
+            self._send(self._csv(index), "text/csv", use="attachment")
         elif isinstance(run, RunReader) and (picture := run.plan_picture()):
             self._send(picture, "image/png")
         else:
@@ -317,17 +309,11 @@ class _Handler(BaseHTTPRequestHandler):
     def _refuse(self, status: HTTPStatus, why: str) -> None:
         self._send(f"{status.phrase}: {why}\n".encode(), "text/plain", status=status)
 
-    def _send(
-        self,
-        content: bytes,
-        kind: str,
-        headers: dict[str, str] | None = None,
-        *,
-        status: HTTPStatus = HTTPStatus.OK,
-    ) -> None:
+    def _send(self, content: bytes, kind: str, status: int = 200, use: str = "inline") -> None:
         self.send_response(status)
         kind = kind if "version" in kind or "image" in kind else f"{kind}; charset=utf-8"
-        self._end({"Content-Type": kind, "Content-Length": str(len(content)), **(headers or {})})
+        headers = {"Content-Type": kind, "Content-Length": str(len(content))}
+        self._end(headers | {"Content-Disposition": use})
         self.wfile.write(content)
 
     def _end(self, headers: dict[str, str]) -> None:

@@ -46,11 +46,7 @@ class Callbacks:
         """Show a view; return whether to end the job."""
         before, self._before = self._before or view, view
         hooks = [h for h, count in _COUNTS.items() if getattr(view, count) > getattr(before, count)]
-        answers = [
-            ends
-            for hook in ("__call__", *hooks)
-            for ends in self._call(hook, view, self._callbacks)
-        ]
+        answers = [ends for hook in ("__call__", *hooks) for ends in self._call(hook, view)]
         return any(answers)  # all have heard of it
 
     def end(self, run: object) -> None:
@@ -59,9 +55,9 @@ class Callbacks:
             for each in reversed(self._callbacks):
                 stack.callback(list, self._call("on_end", run, [each]))
 
-    def _call(self, hook: str, shown: object, called: Iterable[object]) -> Iterator[bool]:
+    def _call(self, hook: str, shown: object, of: Sequence[object] = ()) -> Iterator[bool]:
         """Call this hook of those that have it; yield whether each wants the job to end."""
-        for each in called:
+        for each in of or self._callbacks:
             if not hasattr(each, hook):
                 continue
             try:

@@ -207,7 +207,7 @@ def test_mistakes_are_told(tmp_path: Path) -> None:
     )
     with served(Path(run), token=TOKEN) as other:
         for url in (at(other), at(other, "another-token-than-that")):
-            assert "use the address that it printed, with its token" in said(run, url)
+            assert "use the address it printed, with its token" in said(run, url)
         name = f"http://[::ffff:127.0.0.1]:{other.port}/"
         assert "cannot be read" in said(run, name) or "printed" in said(run, name)
     for url in ("http://", "http://[::1", "http://a\x1b[2Jb", "http://127.0.0.1:x/"):
