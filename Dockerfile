@@ -5,7 +5,7 @@
 # The default torch brings CUDA's libraries. For processors only:
 #     docker build -t distbelief --build-arg TORCH="torch --index-url URL" .
 # with the address of CPU-only builds that torch's download page names.
-FROM python:3.13-slim
+FROM python:3.11-slim
 
 ARG TORCH="torch"
 # hadolint ignore=DL3013,SC2086

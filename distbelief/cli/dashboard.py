@@ -12,8 +12,11 @@ from distbelief.core.signals import caught_signals
 
 @o.reported
 def dashboard(
-    run_directories: list[Path] | None = o.argument(
-        "RUN_DIR ...", "Run directories, running or ended. Several are shown side by side.", None
+    run_directories: list[str] | None = o.argument(
+        "RUN_DIR|URL ...",
+        "Run directories, running or ended; and addresses that `distbelief dashboard` printed on "
+        "other hosts, for the runs shown there. All are shown side by side.",
+        None,
     ),
     *,
     listen: str | None = o.option(
@@ -26,8 +29,8 @@ def dashboard(
     token_file: Path | None = o.option(
         None,
         "FILE",
-        "A file with the token that readers must have. Default: none on a loopback address, "
-        "elsewhere a new one.",
+        "A file with the token that readers must have, and that is sent to each URL without one. "
+        "Default: none on a loopback address, elsewhere a new one.",
     ),
 ) -> None:
     """Show runs on a live page in the browser, until Ctrl+C.
@@ -36,32 +39,31 @@ def dashboard(
 
     [dim]$[/dim] distbelief dashboard runs/digits runs/digits.2
 
+    [dim]$[/dim] distbelief dashboard runs/digits "http://node7:7788/?token=..."
+
     It prints the address of the page. Only files of the run directories are
     read, and the page asks no other server for anything. Its address has
     /metrics for Prometheus, too.
 
     On a loopback address every user of this host can read it, unless there is a
-    token file. For a run on another host open a tunnel, such as
-    ssh -L 7788:127.0.0.1:7788 HOST.
+    token file. Nothing is encrypted: to other hosts open a tunnel, such as
+    ssh -L 7789:127.0.0.1:7788 HOST, and name http://127.0.0.1:7789.
     """
-    from distbelief.dashboard import server  # noqa: PLC0415 -- start quickly
+    from distbelief.dashboard import remote, server  # noqa: PLC0415 -- start quickly
 
     if not run_directories:
         raise JobError(
             "no run to show: name a run directory, as in `distbelief dashboard runs/digits`"
         )
-    for path in map(str, run_directories):
-        if path.startswith(("http:/", "https:/")):
-            raise JobError(
-                f"{path} is an address: name run directories. Where they are, on the other host, "
-                "run `distbelief dashboard`, and open the address that it prints in a browser"
-            )
-    runs = server.directories([str(path) for path in run_directories])
-    listening = server.listen(listen)
-    token = server.token_for(listening, token_file)
-    page = server.PageServer(listening, server.Watch(runs), token=token)
-    ends: SimpleQueue[object] = SimpleQueue()
-    with caught_signals() as caught:
-        caught.tell = ends.put
-        typer.echo(f"page: {server.url(listening, token)}   (Ctrl+C ends it)")
-        server.serve(page, ends)
+    urls = [name for name in run_directories if name.startswith(("http://", "https://"))]
+    runs = server.directories([name for name in run_directories if name not in urls])
+    with server.listen(listen) as listening:
+        token = server.token_for(listening, token_file)
+        known = "" if token_file is None else token
+        pages = [remote.OtherPage(url, token=known) for url in dict.fromkeys(urls)]
+        page = server.PageServer(listening, server.Watch(runs, pages), token=token)
+        ends: SimpleQueue[object] = SimpleQueue()
+        with caught_signals() as caught:
+            caught.tell = ends.put
+            typer.echo(f"page: {server.url(listening, token)}   (Ctrl+C ends it)")
+            server.serve(page, ends)

@@ -43,7 +43,7 @@ def reported_errors(*, show_traceback: bool) -> Iterator[None]:
     except DistBeliefError as error:
         if show_traceback:
             traceback.print_exc()
-        _say(str(error))
+        say(str(error), err=True)
         code = MISTAKEN if isinstance(error, JobError) else FAILED
         raise typer.Exit(code) from None
     except KeyboardInterrupt:
@@ -57,18 +57,18 @@ def reported_errors(*, show_traceback: bool) -> Iterator[None]:
         if refused is not None:  # Python would try it again at its end, and complain itself
             with Path(os.devnull).open("wb") as null:
                 os.dup2(null.fileno(), sys.stdout.fileno())
-        _say(refused or _pointer(error))
+        say(refused or _pointer(error), err=True)
         raise typer.Exit(FAILED) from None
 
 
-def _say(text: str) -> None:
-    """Print a message to standard error; a terminal breaks no word of it."""
+def say(text: str, *, err: bool = False) -> None:
+    """Print a message; a terminal breaks no word of it."""
     text = plain(text)
-    if sys.stderr.isatty():
+    if (sys.stderr if err else sys.stdout).isatty():
         width = shutil.get_terminal_size().columns
         fill = partial(textwrap.fill, break_long_words=False, break_on_hyphens=False)
         text = "\n".join(fill(line, width) for line in text.split("\n"))
-    typer.echo(text, err=True)
+    typer.echo(text, err=err)
 
 
 def _output_refused(error: Exception) -> str | None:

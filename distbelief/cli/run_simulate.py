@@ -58,7 +58,8 @@ def _print(forecast: Forecast, console: Console, *, n_seeds: int, by: str) -> No
         console.print(reports.details_of(run[0]), soft_wrap=unbroken)
     if forecast.best is not None:
         for line in reports.suggestion(forecast.best, run, front=forecast.front, by=by):
-            console.print(line, soft_wrap=True, markup=False)
+            is_command = line.startswith("--set")  # which a shell takes in one piece
+            console.print(line, soft_wrap=unbroken or is_command, markup=False)
     for line in reports.remarks_on(forecast.variants):
         console.print(line, soft_wrap=unbroken, markup=False)
     console.print()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 import typer
 
-from distbelief.cli.options import AS_JSON, argument, flag, reported
+from distbelief.cli.options import AS_JSON, argument, flag, reported, say
 from distbelief.core.errors import JobError
 from distbelief.core.formatting import plain
 
@@ -65,11 +65,9 @@ def _show_why(run: "RunDirectory", *, as_json: bool) -> None:
     if as_json:
         typer.echo(msgspec.json.encode(found).decode())
     elif found is None:
-        typer.echo(plain(f"{run.path}: its replicas have not trained for long enough to tell"))
+        say(f"{run.path}: its replicas have not trained for long enough to tell")
     else:
-        typer.echo(plain(found.text))
-        if found.help:
-            typer.echo(found.help)
+        say(f"{found.text}\n{found.help}".rstrip())
 
 
 def _newest_run() -> "RunDirectory":

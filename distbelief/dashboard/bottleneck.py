@@ -175,7 +175,7 @@ def _is_silent(role: RoleView) -> bool:
     return (is_old and role.state not in {"done", "finished"}) or role.state in _IN_SILENCE
 
 
-def _silent(loads: Sequence[_Load], view: JobView) -> Finding | None:
+def _silent(_loads: Sequence[_Load], view: JobView) -> Finding | None:
     """A shard that does not answer: nobody can fetch or push."""
     waiting = {role.state.removeprefix("waiting for ") for role in view.roles if _trains(role)}
     for role in view.roles:
@@ -186,7 +186,6 @@ def _silent(loads: Sequence[_Load], view: JobView) -> Finding | None:
             return _found(
                 role.name, "silent", f"{role.name} is silent{seen}, and replicas wait for it."
             )
-    del loads
     return None
 
 
@@ -260,9 +259,8 @@ def _share(load: _Load, activity: str) -> float:
     return load.exchange if activity == "exchange" else load.shares.get(activity, 0.0)
 
 
-def _link(loads: Sequence[_Load], view: JobView) -> Finding | None:
+def _link(loads: Sequence[_Load], _view: JobView) -> Finding | None:
     """One replica waits for shards, and the others do not."""
-    del view
     if len(loads) < 2:
         return None
     worst = max(loads, key=lambda load: load.exchange)
@@ -273,8 +271,7 @@ def _link(loads: Sequence[_Load], view: JobView) -> Finding | None:
     return _found(worst.name, "link", f"{text}, the others {percent(others)}: its link is slow.")
 
 
-def _data(loads: Sequence[_Load], view: JobView) -> Finding | None:
-    del view
+def _data(loads: Sequence[_Load], _view: JobView) -> Finding | None:
     worst = max(loads, key=lambda load: _share(load, "reading"))
     share = _share(worst, "reading")
     if share < READING_SHARE:
@@ -299,8 +296,7 @@ def _shard(loads: Sequence[_Load], view: JobView) -> Finding | None:
     return _found(name, "shard", f"{text}have answered.")
 
 
-def _processor(loads: Sequence[_Load], view: JobView) -> Finding | None:
-    del view
+def _processor(loads: Sequence[_Load], _view: JobView) -> Finding | None:
     timed = [(load.per_sample, load) for load in loads if load.per_sample is not None]
     if len(timed) < 2:
         return None

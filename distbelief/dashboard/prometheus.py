@@ -3,67 +3,49 @@
 Names are in base units (seconds, bytes), and end in `_total` if they only rise.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 from distbelief.dashboard.reader import RunReader
-from distbelief.supervisor.view import JobView, RoleView
 
 
 Value = float | int | None
 
-_OF_RUN: Final[dict[str, tuple[str, Callable[[JobView], Value]]]] = {
-    "distbelief_samples_total": ("samples trained on", lambda view: view.samples),
-    "distbelief_steps_total": ("steps of all replicas", lambda view: view.step),
-    "distbelief_seconds_total": (
-        "time of the job, earlier sessions included",
-        lambda view: view.seconds,
-    ),
-    "distbelief_pushes_total": ("pushes applied", lambda view: view.pushes_applied),
-    "distbelief_pushes_refused_total": ("pushes refused", lambda view: view.pushes_refused),
-    "distbelief_pushes_lost_total": (
-        "pushes acknowledged, then lost",
-        lambda view: view.pushes_lost,
-    ),
-    "distbelief_checkpoints_total": ("checkpoints of shards", lambda view: view.n_checkpoints),
-    "distbelief_evaluations_total": ("evaluations", lambda view: view.n_evaluations),
-    "distbelief_received_bytes_total": ("received by all shards", lambda view: view.bytes_in),
-    "distbelief_sent_bytes_total": ("sent by all shards", lambda view: view.bytes_out),
-    "distbelief_samples_per_second": (
-        "over the last few seconds",
-        lambda view: view.samples_per_second,
-    ),
-    "distbelief_loss": ("training loss, mean since the one before", lambda view: view.loss),
-    "distbelief_held_out_loss": ("as last measured", lambda view: view.held_out_loss),
-    "distbelief_staleness_pushes": (
-        "mean staleness of applied pushes",
-        lambda view: view.staleness_mean,
-    ),
-    "distbelief_progress_ratio": ("share of the job that is done", lambda view: view.progress),
+_OF_RUN: Final[dict[str, tuple[str, str]]] = {  # name -> field of JobView, what it is
+    "distbelief_samples_total": ("samples", "samples trained on"),
+    "distbelief_steps_total": ("step", "steps of all replicas"),
+    "distbelief_seconds_total": ("seconds", "time of the job, earlier sessions included"),
+    "distbelief_pushes_total": ("pushes_applied", "pushes applied"),
+    "distbelief_pushes_refused_total": ("pushes_refused", "pushes refused"),
+    "distbelief_pushes_lost_total": ("pushes_lost", "pushes acknowledged, then lost"),
+    "distbelief_checkpoints_total": ("n_checkpoints", "checkpoints of shards"),
+    "distbelief_evaluations_total": ("n_evaluations", "evaluations"),
+    "distbelief_received_bytes_total": ("bytes_in", "received by all shards"),
+    "distbelief_sent_bytes_total": ("bytes_out", "sent by all shards"),
+    "distbelief_samples_per_second": ("samples_per_second", "over the last few seconds"),
+    "distbelief_loss": ("loss", "training loss, mean since the one before"),
+    "distbelief_held_out_loss": ("held_out_loss", "as last measured"),
+    "distbelief_staleness_pushes": ("staleness_mean", "mean staleness of applied pushes"),
+    "distbelief_progress_ratio": ("progress", "share of the job that is done"),
 }
-_OF_ROLE: Final[dict[str, tuple[str, Callable[[RoleView], Value]]]] = {
-    "distbelief_role_restarts_total": ("restarts of a role", lambda role: role.restarts),
-    "distbelief_role_per_second": (
-        "samples of a replica, pushes applied of a shard",
-        lambda role: role.rate,
-    ),
-    "distbelief_role_heartbeat_age_seconds": (
-        "since its last heartbeat",
-        lambda role: role.last_heartbeat_age,
-    ),
+_OF_ROLE: Final[dict[str, tuple[str, str]]] = {  # field of RoleView, or one of its counters
+    "distbelief_role_restarts_total": ("restarts", "restarts of a role"),
+    "distbelief_role_per_second": ("rate", "samples of a replica, pushes applied of a shard"),
+    "distbelief_role_heartbeat_age_seconds": ("last_heartbeat_age", "since its last heartbeat"),
     "distbelief_role_memory_stalled_seconds_total": (
+        "seconds_stalled_for_memory",
         "in which its host or container waited for memory, since it was started",
-        lambda role: role.counters.get("seconds_stalled_for_memory"),
     ),
 }
 
 
 def exposition(readers: Sequence[RunReader]) -> str:
     """Return the figures of these runs; those that were not measured yet are left out."""
-    lines = [*_family("distbelief_run_up", "whether the run is running", _running(readers))]
+    up = [({"run": r.state.path}, int(r.state.state == "running")) for r in readers]
+    lines = [*_family("distbelief_run_up", "whether the run is running", up)]
     shown = [(r, r.status.view) for r in readers if r.status is not None]
-    for name, (text, of_run) in _OF_RUN.items():
-        values = [({"run": r.state.path}, of_run(view)) for r, view in shown]
+    for name, (field, text) in _OF_RUN.items():
+        values = [({"run": r.state.path}, getattr(view, field)) for r, view in shown]
         lines += _family(name, text, values)
     measured = [
         ({"run": r.state.path, "metric": name}, value)
@@ -71,18 +53,17 @@ def exposition(readers: Sequence[RunReader]) -> str:
         for name, value in view.metrics.items()
     ]
     lines += _family("distbelief_metric", "held out, as last measured", measured)
-    for name, (text, of_role) in _OF_ROLE.items():
+    for name, (field, text) in _OF_ROLE.items():
         labelled = [
-            ({"run": r.state.path, "role": role.name}, of_role(role))
+            (
+                {"run": r.state.path, "role": each.name},
+                getattr(each, field, each.counters.get(field)),
+            )
             for r, view in shown
-            for role in view.roles
+            for each in view.roles
         ]
         lines += _family(name, text, labelled)
     return "\n".join([*lines, ""])
-
-
-def _running(readers: Sequence[RunReader]) -> list[tuple[dict[str, str], Value]]:
-    return [({"run": r.state.path}, int(r.state.state == "running")) for r in readers]
 
 
 def _family(name: str, text: str, values: Sequence[tuple[dict[str, str], Value]]) -> Iterator[str]:

@@ -2,8 +2,6 @@
 
 Files of others are shown as text only, and no file but status.json, metrics.jsonl and plan.png is
 read.
-Columns of the curve are those of `Measurement`, `metric:NAME` and `figure:NAME`; None where a line
-has no such number.
 """
 
 import datetime as dt
@@ -11,6 +9,7 @@ import math
 import os
 import threading
 from collections import deque
+from collections.abc import Mapping, Sequence
 from typing import Final, final
 
 import msgspec
@@ -34,22 +33,49 @@ WATCH_SECONDS: Final = 6
 RATE_SECONDS: Final = 8.0  # rates of roles are means over about this time
 
 _COLUMNS: Final = (
-    "time",
-    "samples",
-    "step",
-    "loss",
-    "held_out_loss",
-    "samples_per_second",
-    "staleness_mean",
-    "staleness_p95",
-    "bytes_in",
-    "bytes_out",
-    "pushes_refused",
-    "pushes_lost",
-    "n_checkpoints",
+    *("time", "samples", "step", "loss", "held_out_loss", "samples_per_second"),
+    *("staleness_mean", "staleness_p95", "bytes_in", "bytes_out"),
+    *("pushes_refused", "pushes_lost", "n_checkpoints"),
 )
+OVER: Final = frozenset({"ended", "interrupted", "failed"})  # states of a run
 
 Column = list[float | None]
+
+
+class Points(msgspec.Struct, frozen=True, kw_only=True, rename={"start": "from", "end": "to"}):
+    """The points of a run's curve from `start` until before `end`, as the page gets them."""
+
+    run: int
+    start: int
+    end: int
+    columns: dict[str, Column]
+
+
+@final
+class Curve:
+    """A growing curve; `epoch` changes if it begins anew.
+
+    Its columns are those of `Measurement`, `metric:NAME` and `figure:NAME`; None where a line has
+    no such number.
+    """
+
+    def __init__(self) -> None:
+        self.epoch = -1
+        self.forget()
+
+    def forget(self) -> None:
+        self.epoch += 1
+        self.columns: dict[str, Column] = {name: [] for name in _COLUMNS}
+        self.n_points = 0
+
+    def add(self, n: int, values: Mapping[str, Sequence[float | None]]) -> None:
+        """Add n points; columns that `values` lacks get None."""
+        for name in values:
+            if name not in self.columns and len(self.columns) < N_COLUMNS_MAX:
+                self.columns[name] = [None] * self.n_points
+        for name, column in self.columns.items():
+            column.extend(values.get(name) or [None] * n)
+        self.n_points += n
 
 
 class RoleRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,7 +102,7 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     path: str
-    state: str = "starting"  # "running", "ended", "interrupted", "failed", "silent", "stopped"
+    state: str = "starting"  # running, ended, interrupted, failed, silent, stopped, unreachable
     note: str = ""  # what `state` means, if more is to say
     phase: str = ""
     age: float | None = None  # seconds since its last status
@@ -91,13 +117,11 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
 
 @final
 class RunReader:
-    """Reads the files of one run; `epoch` changes if its curve begins anew."""
+    """Reads the files of one run."""
 
     def __init__(self, run: RunDirectory) -> None:
         self._run, self._picture = run, run.plan_file.with_suffix(".png")
-        self.epoch = 0
-        self.columns: dict[str, Column] = {name: [] for name in _COLUMNS}
-        self.n_points = 0
+        self.curve = Curve()
         self.state = RunState(name=plain(run.path.name), path=plain(str(run.path)))
         self.status: Status | None = None
         self._file = -1, 0  # inode of metrics.jsonl, and how much of it is read
@@ -112,7 +136,7 @@ class RunReader:
                 found = self._run.metrics_file.stat()
                 if found.st_ino != inode or found.st_size < offset:
                     if offset:
-                        self._forget()
+                        self.curve.forget()
                     inode, offset = found.st_ino, 0
                 file.seek(offset)
                 content = file.read(READ_BYTES_MAX)
@@ -200,15 +224,11 @@ class RunReader:
         while len(views) > 2 and views[1].now <= view.now - RATE_SECONDS:
             views.popleft()
 
-    def _forget(self) -> None:
-        self.epoch += 1
-        self.columns, self.n_points = {name: [] for name in _COLUMNS}, 0
-
     def _add(self, measurement: Measurement) -> None:
         values: dict[str, float | None] = {
             name: _number(getattr(measurement, name)) for name in _COLUMNS
         }
-        times = self.columns["time"]
+        times = self.curve.columns["time"]
         before = times[-1] if times else 0.0
         # A resumed run may begin a little before the last line. Curves need rising times.
         values["time"] = max(values["time"] or 0.0, before or 0.0)
@@ -217,15 +237,7 @@ class RunReader:
             metrics = {measurement.metric_name: measurement.metric, **metrics}
         values |= {f"metric:{plain(name)}": _number(n) for name, n in metrics.items()}
         values |= {f"figure:{plain(name)}": _number(n) for name, n in measurement.figures.items()}
-        for name, value in values.items():
-            if name not in self.columns and len(self.columns) < N_COLUMNS_MAX:
-                self.columns[name] = [None] * self.n_points
-            if name in self.columns:
-                self.columns[name].append(value)
-        self.n_points += 1
-        for column in self.columns.values():
-            if len(column) < self.n_points:
-                column.append(None)
+        self.curve.add(1, {name: [value] for name, value in values.items()})
 
 
 def _number(value: float | None) -> float | None:

@@ -29,7 +29,8 @@ from typing_extensions import override
 
 from distbelief.core.errors import JobError
 from distbelief.dashboard.prometheus import exposition
-from distbelief.dashboard.reader import RunReader, now
+from distbelief.dashboard.reader import Points, RunReader, now
+from distbelief.dashboard.remote import OtherPage, RemoteRun
 from distbelief.job.run.directory import RunDirectory
 
 
@@ -47,10 +48,8 @@ _Request = socket.socket | tuple[bytes, socket.socket]
 
 _FILES: Final = {
     "/": ("index.html", "text/html"),
-    "/page.js": ("page.js", "text/javascript"),
-    "/page.css": ("page.css", "text/css"),
-    "/uplot.js": ("uplot.js", "text/javascript"),
-    "/uplot.css": ("uplot.css", "text/css"),
+    **{f"/{name}.js": (f"{name}.js", "text/javascript") for name in ("page", "uplot")},
+    **{f"/{name}.css": (f"{name}.css", "text/css") for name in ("page", "uplot")},
 }
 _TOKEN: Final = re.compile(r"[\w-]{16,128}", re.ASCII)
 _OF_RUN: Final = re.compile(r"/runs/([0-9]{1,2})/(metrics\.csv|plan\.png)")
@@ -72,8 +71,12 @@ _HEADERS: Final = {
 class Watch:
     """Reads the runs in a thread of its own; wakes those that wait for `changed`."""
 
-    def __init__(self, runs: Sequence[RunDirectory]) -> None:
-        self.readers = [RunReader(run) for run in runs]
+    def __init__(self, runs: Sequence[RunDirectory], pages: Sequence[OtherPage] = ()) -> None:
+        self._own, self._pages = [RunReader(run) for run in runs], pages
+        self.readers: list[RunReader | RemoteRun] = [*self._own]
+        self.readers += (run for page in pages for run in page.find())
+        if len(self.readers) > N_RUNS_MAX:
+            raise JobError(f"{len(self.readers)} runs: at most {N_RUNS_MAX} fit on one page")
         self.changed = threading.Condition()
         self.version = 0
         self.state = b"[]"
@@ -82,8 +85,8 @@ class Watch:
     def poll(self) -> bool:
         """Read what is new; return whether more of a curve is waiting."""
         with self.changed:
-            more = [reader.read_points() for reader in self.readers]
-            for reader in self.readers:
+            more = [reader.read_points() for reader in self._own]
+            for reader in self._own:
                 reader.read_status(now())
             self.state = msgspec.json.encode([reader.state for reader in self.readers])
             self.version += 1
@@ -92,6 +95,8 @@ class Watch:
 
     def run(self, ended: threading.Event) -> None:
         """Read until `ended` is set, and once more then."""
+        for page in self._pages:
+            threading.Thread(target=page.follow, args=(ended, self.changed), daemon=True).start()
         while not ended.is_set():
             if not self.poll():
                 ended.wait(POLL_SECONDS)
@@ -104,23 +109,19 @@ class Watch:
         """Return the figures for Prometheus, once the runs have been read."""
         with self.changed:
             self.changed.wait_for(lambda: self.version > 0, FIRST_SECONDS)
-            return exposition(self.readers)
+            return exposition(self._own)
 
     def points(self, index: int, epoch: int, start: int) -> tuple[int, int, bytes] | None:
         """Return epoch, end and JSON of a run's points from `start`; None if there are none."""
-        reader = self.readers[index]
-        if reader.epoch != epoch:
+        curve = self.readers[index].curve
+        if curve.epoch != epoch:
             start = 0
-        elif start >= reader.n_points:
+        elif start >= curve.n_points:
             return None
-        end = min(reader.n_points, start + N_POINTS_MAX)
-        event = {
-            "run": index,
-            "from": start,
-            "to": end,
-            "columns": {name: values[start:end] for name, values in reader.columns.items()},
-        }
-        return reader.epoch, end, msgspec.json.encode(event)
+        end = min(curve.n_points, start + N_POINTS_MAX)
+        columns = {name: values[start:end] for name, values in curve.columns.items()}
+        event = Points(run=index, start=start, end=end, columns=columns)
+        return curve.epoch, end, msgspec.json.encode(event)
 
 
 @final
@@ -176,19 +177,13 @@ def listen(address: str | None) -> socket.socket:
     except OSError as error:
         if address is None:
             return _bound(host, 0)
-        raise JobError(f"--listen {address}: {error.strerror or error}") from None
+        why = (error.strerror or str(error)).partition(" (while")[0]  # it names the address again
+        raise JobError(f"--listen {address}: {why}") from None
 
 
 def _bound(host: str, port: int) -> socket.socket:
-    made = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    try:
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        made.bind((host, port))
-        made.listen(N_CONNECTIONS_MAX)
-    except OSError:
-        made.close()
-        raise
-    return made
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family, backlog=N_CONNECTIONS_MAX)
 
 
 def token_for(listening: socket.socket, file: Path | None) -> str:
@@ -273,15 +268,16 @@ class _Handler(BaseHTTPRequestHandler):
             self._refuse(HTTPStatus.NOT_FOUND, "there is no such page")
 
     def _send_of_run(self, index: int, name: str) -> None:
+        run = self._readers[index]
         if name == "metrics.csv":
-            self._send(self._csv(index), "text/csv", {"Content-Disposition": "attachment"})
-        elif picture := self._readers[index].plan_picture():
+            self._send(self._csv(index), "text/csv", use="attachment")
+        elif isinstance(run, RunReader) and (picture := run.plan_picture()):
             self._send(picture, "image/png")
         else:
             self._refuse(HTTPStatus.NOT_FOUND, "the run has no plan")
 
     @property
-    def _readers(self) -> Sequence[RunReader]:
+    def _readers(self) -> Sequence[RunReader | RemoteRun]:
         return self.page.watch.readers
 
     @property
@@ -313,17 +309,11 @@ class _Handler(BaseHTTPRequestHandler):
     def _refuse(self, status: HTTPStatus, why: str) -> None:
         self._send(f"{status.phrase}: {why}\n".encode(), "text/plain", status=status)
 
-    def _send(
-        self,
-        content: bytes,
-        kind: str,
-        headers: dict[str, str] | None = None,
-        *,
-        status: HTTPStatus = HTTPStatus.OK,
-    ) -> None:
+    def _send(self, content: bytes, kind: str, status: int = 200, use: str = "inline") -> None:
         self.send_response(status)
         kind = kind if "version" in kind or "image" in kind else f"{kind}; charset=utf-8"
-        self._end({"Content-Type": kind, "Content-Length": str(len(content)), **(headers or {})})
+        headers = {"Content-Type": kind, "Content-Length": str(len(content))}
+        self._end(headers | {"Content-Disposition": use})
         self.wfile.write(content)
 
     def _end(self, headers: dict[str, str]) -> None:
@@ -364,7 +354,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _csv(self, index: int) -> bytes:
         text = io.StringIO(newline="")
         with self.page.watch.changed:
-            columns = dict(self._readers[index].columns)
+            columns = dict(self._readers[index].curve.columns)
             rows = [*zip(*columns.values(), strict=True)]
         writer = csv.writer(text)
         # A spreadsheet computes what begins so.
@@ -379,8 +369,6 @@ class _Handler(BaseHTTPRequestHandler):
 
 def directories(paths: Sequence[str]) -> list[RunDirectory]:
     """Open run directories for reading; JobError or StorageError if one is none."""
-    if len(paths) > N_RUNS_MAX:
-        raise JobError(f"{len(paths)} runs: at most {N_RUNS_MAX} fit on one page")
     found: dict[Path, RunDirectory] = {}
     for path in paths:  # each once: Prometheus takes no figures of two with the same labels
         found.setdefault(Path(path).resolve(), RunDirectory.open(path, write=False))

@@ -15,13 +15,12 @@ from typing import Final
 import msgspec
 
 from distbelief.core.errors import JobError
-from distbelief.dashboard.reader import RunReader, now
+from distbelief.dashboard.reader import OVER, Points, RunReader, now
 from distbelief.dashboard.server import N_RUNS_MAX, POLL_SECONDS
 from distbelief.job.run.directory import RunDirectory
 
 
 N_POINTS_MAX: Final = 1000  # of a curve, all of which is sent whenever it has grown
-_OVER: Final = frozenset({"ended", "interrupted", "failed"})
 _SCRIPT: Final = """;
 export default { render({ model, el }) {
   const frame = Object.assign(document.createElement("iframe"), { sandbox: "allow-scripts" });
@@ -72,7 +71,7 @@ def live(*run_directories: str | os.PathLike[str]) -> object:
             states = [reader.state for reader in readers]
             widget.points = msgspec.json.encode(points).decode()
             widget.state = msgspec.json.encode(states).decode()
-            if all(state.state in _OVER for state in states):
+            if all(state.state in OVER for state in states):
                 return
             pause.wait(POLL_SECONDS)
 
@@ -93,8 +92,9 @@ def _page() -> str:
     return page.replace("</body>", f"{scripts}</body>")
 
 
-def _points(index: int, reader: RunReader) -> dict[str, object]:
-    step = -(-reader.n_points // N_POINTS_MAX) or 1
-    chosen = [*range(0, reader.n_points - 1, step), *range(reader.n_points)[-1:]]
-    columns = {name: [values[n] for n in chosen] for name, values in reader.columns.items()}
-    return {"run": index, "from": 0, "to": len(chosen), "columns": columns}
+def _points(index: int, reader: RunReader) -> Points:
+    n = reader.curve.n_points
+    step = -(-n // N_POINTS_MAX) or 1
+    chosen = [*range(0, n - 1, step), *range(n)[-1:]]
+    columns = {name: [values[n] for n in chosen] for name, values in reader.curve.columns.items()}
+    return Points(run=index, start=0, end=len(chosen), columns=columns)

@@ -8,6 +8,7 @@ job. One that raises another error ends it in order, and its error is raised the
 import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Final, Self, final
 
@@ -50,12 +51,13 @@ class Callbacks:
 
     def end(self, run: object) -> None:
         """The job has ended, and its files are written."""
-        for _ in self._call("on_end", run):
-            pass
+        with ExitStack() as stack:  # all hear of it, also if one raises
+            for each in reversed(self._callbacks):
+                stack.callback(list, self._call("on_end", run, [each]))
 
-    def _call(self, hook: str, shown: object) -> Iterator[bool]:
-        """Call this hook of all that have it; yield whether each wants the job to end."""
-        for each in self._callbacks:
+    def _call(self, hook: str, shown: object, of: Sequence[object] = ()) -> Iterator[bool]:
+        """Call this hook of those that have it; yield whether each wants the job to end."""
+        for each in of or self._callbacks:
             if not hasattr(each, hook):
                 continue
             try:

@@ -43,6 +43,24 @@ def test_its_job_and_volumes_exist() -> None:
         assert service["image"] == "distbelief"
 
 
+def test_its_keys_are_those_of_compose() -> None:
+    """No schema of compose is at hand: these are the keys that its specification has, of ours."""
+    known = {"build", "image", "volumes", "entrypoint", "command", "init", "shm_size"}
+    assert {*COMPOSE} == {"services", "volumes", "configs"}
+    for service in SERVICES.values():
+        assert {*service} <= known | {"depends_on", "configs"}
+        for needed in service.get("depends_on", {}).values():
+            assert needed["condition"] in {"service_started", "service_completed_successfully"}
+        for config in service.get("configs", ()):
+            assert config["source"] in COMPOSE["configs"]
+            assert {*config} <= {"source", "target", "uid", "gid", "mode"}
+
+
+def test_the_image_has_a_version_of_python_that_is_tested() -> None:
+    (version,) = re.findall(r"^FROM python:(3\.\d+)-slim$", DOCKERFILE, re.MULTILINE)
+    assert f'"Programming Language :: Python :: {version}"' in (ROOT / "pyproject.toml").read_text()
+
+
 @pytest.mark.soak
 @pytest.mark.processes
 @pytest.mark.timeout(400)

@@ -2,7 +2,6 @@
 "use strict";
 
 const POINTS = 1200; // drawn of one run, at most; more are bundled, their extremes kept
-const PALETTE = 8;
 const KINDS = { // of events: what they are called, their colour, and the log events they are
   restart: ["restart", "--warn", ["role_restarted", "shard_restored", "shard_restored_with_loss", "run_restored", "other_copy_dead", "other_copy_silent", "role_killed"]],
   takeover: ["takeover", "--c3", ["backup_takes_over", "primary_alone"]],
@@ -74,11 +73,10 @@ function rows(parent, n, build) { // as many children as `n`
 }
 const colours = {}; // of the theme: to ask for one is slow
 const colour = (name) => (colours[name] ??= getComputedStyle(root).getPropertyValue(name).trim());
-const colourOf = (run) => `--c${run % PALETTE}`;
+const colourOf = (run) => `--c${run % 8}`;
 
 // --- what comes in
 
-function reset() { runs.length = 0; dirty = { points: true, state: true }; }
 function runAt(index) {
   while (runs.length <= index) runs.push({ columns: {}, n: 0, state: null, marks: [], counted: [], seen: 1, lines: {} });
   return runs[index];
@@ -112,7 +110,7 @@ function connect() {
   if (location.protocol === "about:") { hearParent(); return; }
   const source = new EventSource("events");
   const say = (text, name) => { put($("link"), text); mark($("link"), name); };
-  source.onopen = () => { reset(); say("live", "on"); };
+  source.onopen = () => { runs.length = 0; say("live", "on"); };
   source.onerror = () => { say("no answer from the server: trying again", "off"); };
   source.addEventListener("points", (event) => { addPoints(JSON.parse(event.data)); draw(); });
   source.addEventListener("state", (event) => { setStates(JSON.parse(event.data)); });
@@ -468,6 +466,7 @@ function drawState() {
   put($("roles-of"), states.length > 1 ? `of ${nameOf(chosen)}` : "");
   drawWhy(state);
   drawPlan(state);
+  turn += 1;
   stateSteps = [() => drawHosts(state), () => drawEvents(state)];
   for (let from = 0; !from || from < state.roles.length; from += ROWS) stateSteps.push(() => drawRoles(state, from));
   const files = $("files");
@@ -477,15 +476,14 @@ function drawState() {
 }
 function drawRun(card, state, run, several) {
   if (!card.parts) {
-    const parts = (card.parts = { swatch: make("i", { class: "swatch" }), name: make("span", { class: "name" }), chip: make("span", { class: "chip" }), choose: make("button", { class: "choose", type: "button" }, "show its roles"), path: make("p", { class: "path" }), note: make("p", { class: "note bad" }), bar: make("progress", { max: "1", "aria-label": "done" }), done: make("p", { class: "note" }), tiles: make("dl", { class: "tiles" }) });
+    const parts = (card.parts = { swatch: make("i", { class: "swatch" }), name: make("span", { class: "name" }), chip: make("span", { class: "chip" }), choose: make("button", { class: "choose" }, "show its roles"), path: make("p", { class: "path" }), note: make("p", { class: "note bad" }), bar: make("progress", { max: "1", "aria-label": "done" }), done: make("p", { class: "note" }), tiles: make("dl", { class: "tiles" }) });
     parts.choose.addEventListener("click", () => { chosen = run; dirty.state = true; draw(); });
     card.append(make("div", { class: "top" }, parts.swatch, parts.name, parts.chip, parts.choose), parts.path, parts.note, parts.bar, parts.done, parts.tiles);
   }
   const { parts } = card, view = state.view;
   parts.swatch.hidden = parts.choose.hidden = !several;
-  parts.swatch.style.display = several ? "" : "none";
   parts.swatch.style.background = `var(${colourOf(run)})`;
-  parts.choose.setAttribute("aria-pressed", String(run === chosen));
+  parts.choose.ariaPressed = run === chosen;
   put(parts.name, state.name);
   put(parts.chip, state.state === "running" ? view.phase : state.state);
   mark(parts.chip, `chip ${state.state}`);
@@ -575,11 +573,14 @@ function drawHosts(state) {
 }
 const HEADS = [["role", ""], ["host", "wide"], ["state", "name"], ["rate", "num"], ["staleness", "num wide"], ["received", "num wide"], ["sent", "num wide"], ["its time", ""], ["heard", "num wide"], ["restarts", "num wide"]];
 const ROWS = 50; // drawn at once
+let turn = 0;
+const sight = new IntersectionObserver((all) => all.forEach(({ target, isIntersecting }) => { target.unseen = !isIntersecting; }));
 function drawRoles(state, from) {
   const table = $("roles"), roles = state.roles, live = state.state === "running";
   if (!table.tHead) {
-    table.createTHead().insertRow().append(...HEADS.map(([text, name]) => make("th", { scope: "col", class: name }, text)));
-    table.createTBody();
+    const head = table.createTHead(), heads = HEADS.map(([text, name]) => make("th", { role: "columnheader", class: name }, text));
+    head.append(make("tr", { role: "row" }, ...heads));
+    for (const part of [head, table.createTBody()]) part.role = "rowgroup";
   }
   $("no-roles").hidden = roles.length > 0;
   table.parentElement.hidden = !roles.length;
@@ -590,7 +591,9 @@ function drawRoles(state, from) {
   const body = table.tBodies[0], end = Math.min(from + ROWS, roles.length);
   const list = rows(body, Math.max(end, Math.min(body.children.length, roles.length)), newRow);
   roles.slice(from, end).forEach((role, n) => {
-    const cell = list[from + n].children;
+    const row = list[from + n], cell = row.children, key = [state.path, role.name, role.trouble].join();
+    if (live && row.unseen && row.key === key && (n + turn) % 8) return; // those out of sight in turn
+    row.key = key;
     put(cell[0], role.name);
     cell[1].hidden = !elsewhere;
     put(cell[1], role.host || "here");
@@ -616,8 +619,9 @@ function drawRoles(state, from) {
   }
 }
 function newRow() {
-  const row = make("tr", {}, make("th", { scope: "row" }));
-  HEADS.slice(1).forEach(([, name]) => row.append(make("td", { class: name })));
+  const row = make("tr", { role: "row" }, make("th", { role: "rowheader" }));
+  sight.observe(row);
+  HEADS.slice(1).forEach(([, name]) => row.append(make("td", { class: name, role: "cell" })));
   row.children[2].append(make("span"));
   row.children[3].append(make("span"), make("span", { class: "wide" }), make("span", { class: "meter", "aria-hidden": "true" }, make("i")));
   row.children[7].append(make("span", { class: "stack", role: "img" }));
@@ -628,7 +632,7 @@ function drawSpent(cell, spent) {
   const text = parts.map((name) => `${name} ${percent(spent[name])}`).join(", ") || "not counted";
   if (stack.title === text) return;
   stack.title = text;
-  stack.setAttribute("aria-label", text);
+  stack.ariaLabel = text;
   [...rows(stack, parts.length, () => make("i"))].forEach((part, n) => {
     part.style.width = `${100 * spent[parts[n]]}%`;
     part.style.background = `var(${ACTIVITIES[parts[n]]})`;
@@ -653,7 +657,7 @@ function setTheme(theme) {
   if (theme === "auto") delete root.dataset.theme;
   else root.dataset.theme = theme;
   put($("theme"), theme);
-  $("theme").setAttribute("aria-label", `Colours: ${theme === "auto" ? "as the system" : theme}`);
+  $("theme").ariaLabel = `Colours: ${theme === "auto" ? "as the system" : theme}`;
   keep("theme", theme);
   redraw();
 }

@@ -13,10 +13,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Final, Self, final
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.control import Control
 from rich.live import Live
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.segment import ControlType, Segment
 from rich.status import Status
 from rich.text import Text
 
@@ -138,16 +140,20 @@ class ProgressLine:
             # Only `update` refreshes it: no background thread.
             self._live = Live(console=self._console, auto_refresh=False, transient=True)
             self._live.start()
+            self._drawn: tuple[RenderableType, ConsoleOptions] = "", self._console.options
 
     def stop(self) -> None:
         """End; the screen vanishes, messages stay."""
         live, self._live = self._live, None
         if live is not None:
             with suppress(OSError):  # the terminal may be gone
+                self._unwrap()
                 live.update(Text(), refresh=True)
                 live.stop()
 
     def update(self, view: JobView) -> None:
+        if self._live is not None:
+            self._unwrap()
         for message in view.messages:
             if message.number > self._n_shown:
                 self._n_shown = message.number
@@ -155,11 +161,23 @@ class ProgressLine:
                 text = Text(f"{self._time_of_day() - ago:%H:%M:%S}  ", "dim")
                 self._print(text.append(message.text, _STYLES[message.level]))
         if self._live is not None:
-            self._live.update(Screen(view, name=self._name), refresh=True)
+            self._drawn = Screen(view, name=self._name), self._console.options
+            self._live.update(self._drawn[0], refresh=True)
         elif view.phase != self._phase or view.seconds >= self._next_line:
             self._print(self._line(view))
             self._next_line = view.seconds + self._report_every
         self._phase = view.phase
+
+    def _unwrap(self) -> None:
+        """Erase the rows that a terminal has added to the screen by wrapping, if it is narrower."""
+        screen, then = self._drawn
+        width = self._console.width
+        if width < then.max_width:
+            lines = self._console.render_lines(screen, then, pad=False)[: then.max_height]
+            n_rows = sum(max(Segment.get_line_length(line) - 1, 0) // width for line in lines)
+            up = ((ControlType.CURSOR_UP, 1), (ControlType.ERASE_IN_LINE, 2))
+            self._console.control(Control((ControlType.ERASE_IN_LINE, 2), *(up * n_rows)))
+            self._drawn = "", self._console.options
 
     def _line(self, view: JobView) -> Text:
         mean, name = view.staleness_mean, view.metric_name

@@ -150,7 +150,7 @@ def _limit_cells(limit: Limit | None) -> tuple[str, str]:
         return formatting.DASH, formatting.DASH
     gain = limit.why_not or formatting.DASH
     if limit.gain is not None:
-        gain = f"{100 * limit.gain:+.0f} % by {limit.more}"
+        gain = f"{round(100 * limit.gain):+d} % by {limit.more}"
     return f"{limit.resource} {_share(limit.share)}", gain
 
 

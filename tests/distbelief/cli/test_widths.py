@@ -15,10 +15,12 @@ from typing_extensions import override
 
 from distbelief.cli import run_simulate
 from distbelief.cli.options import how_to_go_on, reported_errors, wide_console
+from distbelief.cli.status import _show_why
 from distbelief.config import presets
 from distbelief.core.errors import JobError
 from distbelief.graph.capture import InputSpec
 from distbelief.job.display.screen import Screen
+from distbelief.job.run.directory import RunDirectory
 from distbelief.job.run.summary import final_table
 from distbelief.plans.cluster_file import load_cluster
 from distbelief.plans.planner.planner import Request, planning_request
@@ -26,6 +28,7 @@ from distbelief.plans.planner.planning_result import PlanningResult, planning_re
 from distbelief.simulation.forecast.placed_cluster import constants_of
 from distbelief.simulation.forecast.simulate import Forecast
 from distbelief.simulation.forecast.sweep import Limit, Variant
+from distbelief.supervisor.view import RoleView
 from tests.distbelief.dashboard import made_runs
 from tests.distbelief.job.run.test_summary import a_summary
 from tests.distbelief.simulation.forecast.jobs import small
@@ -159,13 +162,30 @@ def test_presets() -> None:
     assert max(map(len, lines)) <= 80
 
 
+class Terminal(io.StringIO):
+    @override
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_why(width: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What would help was cut in the middle of a word."""
+    spent = {"spent_computing": 50.0, "spent_fetching": 40.0, "seconds_computing": 50.0}
+    roles = tuple(RoleView(name=f"replica-{n}", state="computing", counters=spent) for n in (0, 1))
+    view = msgspec.structs.replace(made_runs.view(), roles=roles)
+    run = RunDirectory(made_runs.make(tmp_path / "run", shown=view, ended=True), lock=None)
+    said = Terminal()
+    monkeypatch.setattr("sys.stdout", said)
+    monkeypatch.setenv("COLUMNS", str(width))
+    _show_why(run, as_json=False)
+    lines = said.getvalue().splitlines()
+    assert max(map(len, lines)) <= width
+    assert " ".join(lines).endswith("send fewer bytes, or use larger batches.")
+
+
 @pytest.mark.parametrize("width", WIDTHS)
 def test_errors(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Terminal(io.StringIO):
-        @override
-        def isatty(self) -> bool:
-            return True
-
     path = "/runs/" + 150 * "x" + ":"
     text = " ".join(["--keys and --hosts need an address to listen at:", *60 * ["listen"]])
     said = Terminal()

@@ -3,6 +3,7 @@
 It needs playwright and a Chromium: the one of playwright, or that of the system.
 """
 
+import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,11 +14,12 @@ import numpy as np
 import pytest
 from matplotlib import image
 
-from distbelief.dashboard import server as server_module
-from distbelief.dashboard.server import PageServer
+from distbelief.dashboard import remote, server as server_module
+from distbelief.dashboard.remote import OtherPage
+from distbelief.dashboard.server import PageServer, Watch, directories, listen
 from distbelief.supervisor.view import Message, RoleView
 from tests.distbelief.dashboard import made_runs
-from tests.distbelief.dashboard.test_server import TOKEN, served
+from tests.distbelief.dashboard.test_server import TOKEN, served, serving
 
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes]
@@ -142,6 +144,68 @@ def test_runs_side_by_side_and_ended(browser: Browser, tmp_path: Path) -> None:
         page.wait_for_function(
             "() => document.getElementById('roles-of').textContent === 'of second'"
         )
+
+
+def test_every_row_is_there_for_screen_readers_and_paper(browser: Browser, tmp_path: Path) -> None:
+    """Rows out of sight had no cells in the browser's accessibility tree, and none on paper."""
+    path = made_runs.make(tmp_path / "run", shown=made_runs.view(20, 58, n_hosts=3))
+    with made_runs.running(path), served(path) as server, shown(browser, at(server)) as page:
+        page.wait_for_function("() => document.querySelectorAll('#roles tbody tr').length === 60")
+        session = page.context.new_cdp_session(page)
+        session.send("Accessibility.enable")
+        tree = session.send("Accessibility.getFullAXTree")["nodes"]
+        found = [node["role"]["value"] for node in tree if not node["ignored"]]
+        assert found.count("cell") >= 60 * 9
+        assert found.count("columnheader") >= 10
+        page.emulate_media(media="print")
+        assert page.evaluate("document.querySelector('.scroll').scrollHeight") <= page.evaluate(
+            "document.querySelector('.scroll').clientHeight"
+        )
+        assert page.locator("#roles tbody tr").last.bounding_box()["height"] > 10
+
+
+def test_rows_out_of_sight_are_drawn_in_turn(browser: Browser, tmp_path: Path) -> None:
+    view = made_runs.view(20, 58)
+    paths = [made_runs.make(tmp_path / name, shown=view, name=name) for name in ("a", "b")]
+    with (
+        made_runs.running(paths[0]),
+        made_runs.running(paths[1]),
+        served(*paths) as server,
+        shown(browser, at(server)) as page,
+    ):
+        last = "document.querySelector('#roles tbody tr:last-child td:nth-child(4)')?.textContent"
+        page.wait_for_function(f"() => {last} === '240 samples/s'")
+        for name, rate, path in (("a", 77.0, paths[0]), ("b", 88.0, paths[1])):
+            faster = msgspec.structs.replace(
+                view, roles=tuple(dataclasses.replace(role, rate=rate) for role in view.roles)
+            )
+            made_runs.write_status(path, faster, name=name)
+        page.wait_for_function(f"() => {last} === '77 samples/s'")
+        page.locator(".choose").nth(1).click()
+        page.wait_for_function(f"() => {last} === '88 samples/s'")
+
+
+def test_a_page_that_cannot_be_reached_is_told(
+    browser: Browser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "AGAIN_SECONDS", 0.01)
+    own, there = (made_runs.make(tmp_path / name, name=name) for name in ("own", "there"))
+    with made_runs.running(own), made_runs.running(there):
+        with served(there) as other:
+            watch = Watch(directories([str(own)]), [OtherPage(at(other), token="")])
+            page_server = PageServer(listen("127.0.0.1:0"), watch)
+            around = serving(page_server)
+            around.__enter__()
+        with shown(browser, at(page_server)) as page:
+            page.wait_for_selector(".chip.unreachable")
+            note = page.locator(".note.bad", has_text="trying again").text_content()
+            assert note.startswith(f"http://127.0.0.1:{other.port} cannot be read: Connection")
+            assert page.locator(".chip").all_text_contents() == ["training", "unreachable"]
+            page.locator(".choose").nth(1).click()
+            page.wait_for_function(
+                "() => document.querySelector('#roles tbody .state').textContent === 'not known'"
+            )
+        around.__exit__(None, None, None)
 
 
 def test_the_address_with_the_token_opens_it(browser: Browser, tmp_path: Path) -> None:

@@ -22,23 +22,23 @@ def test_the_curve_is_that_of_the_file_as_it_grows(tmp_path: Path) -> None:
     path = made_runs.make(tmp_path / "run", n_points=7)
     reader = opened(path)
     reader.read_points()
-    assert reader.n_points == 7
+    assert reader.curve.n_points == 7
     made_runs.append(path, range(7, 30))
     with (path / "metrics.jsonl").open("ab") as file:
         file.write(b'{"time": 31, "ste')  # a line that is being written
     reader.read_points()
     lines = read_metrics(path / "metrics.jsonl")
-    assert reader.n_points == len(lines) == 30
+    assert reader.curve.n_points == len(lines) == 30
     for name in ("time", "samples", "loss", "held_out_loss", "pushes_refused"):
         wanted = [getattr(line, name) for line in lines]
-        for found, value in zip(reader.columns[name], wanted, strict=True):
+        for found, value in zip(reader.curve.columns[name], wanted, strict=True):
             assert found == value if value is None else found == pytest.approx(value, rel=1e-5)
-    assert reader.columns["metric:accuracy"][9] is None
-    assert reader.columns["metric:accuracy"][10] == lines[10].metric
+    assert reader.curve.columns["metric:accuracy"][9] is None
+    assert reader.curve.columns["metric:accuracy"][10] == lines[10].metric
     with (path / "metrics.jsonl").open("ab") as file:
         file.write(b'p": 3}\n')
     reader.read_points()
-    assert reader.n_points == 31
+    assert reader.curve.n_points == 31
 
 
 def test_a_file_that_begins_anew_is_read_anew(tmp_path: Path) -> None:
@@ -48,7 +48,7 @@ def test_a_file_that_begins_anew_is_read_anew(tmp_path: Path) -> None:
     (path / "metrics.jsonl").rename(path / "aside")  # --from-scratch
     made_runs.append(path, range(3))
     reader.read_points()
-    assert (reader.epoch, reader.n_points) == (1, 3)
+    assert (reader.curve.epoch, reader.curve.n_points) == (1, 3)
 
 
 def test_a_large_file_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,7 +58,7 @@ def test_a_large_file_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.Monk
     while reader.read_points():
         n += 1
     assert n > 5
-    assert reader.n_points == 50
+    assert reader.curve.n_points == 50
 
 
 def test_times_rise_and_numbers_are_finite(tmp_path: Path) -> None:
@@ -69,8 +69,8 @@ def test_times_rise_and_numbers_are_finite(tmp_path: Path) -> None:
         file.writelines(msgspec.json.encode(line) + b"\n" for line in lines)
     reader = opened(path)
     reader.read_points()
-    assert reader.columns["time"] == [5, 5, 6]
-    assert reader.columns["loss"] == [1.0, 0.9, None]
+    assert reader.curve.columns["time"] == [5, 5, 6]
+    assert reader.curve.columns["loss"] == [1.0, 0.9, None]
 
 
 def test_what_others_wrote_is_bounded(tmp_path: Path) -> None:
@@ -82,9 +82,9 @@ def test_what_others_wrote_is_bounded(tmp_path: Path) -> None:
     reader = opened(path)
     while reader.read_points():
         pass
-    assert reader.n_points == 1
-    assert len(reader.columns) == reader_module.N_COLUMNS_MAX
-    assert not any("\x1b" in name for name in reader.columns)
+    assert reader.curve.n_points == 1
+    assert len(reader.curve.columns) == reader_module.N_COLUMNS_MAX
+    assert not any("\x1b" in name for name in reader.curve.columns)
 
 
 @pytest.mark.parametrize(

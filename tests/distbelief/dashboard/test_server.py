@@ -34,11 +34,7 @@ TOKEN = "a-token-of-some-length"
 
 
 @contextmanager
-def served(*paths: Path, token: str = "") -> Iterator[PageServer]:
-    """Serve these runs at a free port."""
-    page = PageServer(
-        listen("127.0.0.1:0"), Watch(directories([str(path) for path in paths])), token=token
-    )
+def serving(page: PageServer) -> Iterator[PageServer]:
     ends = SimpleQueue[object]()
     page.watch.poll()
     thread = threading.Thread(target=serve, args=(page, ends))
@@ -49,6 +45,14 @@ def served(*paths: Path, token: str = "") -> Iterator[PageServer]:
         ends.put(None)
         thread.join(30)
     assert not thread.is_alive()
+
+
+@contextmanager
+def served(*paths: Path, token: str = "") -> Iterator[PageServer]:
+    """Serve these runs at a free port."""
+    watch = Watch(directories([str(path) for path in paths]))
+    with serving(PageServer(listen("127.0.0.1:0"), watch, token=token)) as page:
+        yield page
 
 
 def get(page: PageServer, path: str, **headers: str) -> tuple[int, str, dict[str, str]]:
@@ -206,7 +210,7 @@ def test_only_run_directories_are_shown(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="regular file"):
         directories([str(run)])
     with pytest.raises(JobError, match="at most 16"):
-        directories(["run"] * 17)
+        Watch(directories([str(made_runs.make(tmp_path / "other"))]) * 17)
 
 
 def test_events_tell_what_is_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

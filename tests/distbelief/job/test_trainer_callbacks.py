@@ -176,6 +176,26 @@ def test_an_error_has_the_name_of_the_callback_that_raised_it() -> None:
     assert raised_by(raised.value) == f"callback {__name__}.Fails.on_evaluation"
 
 
+def test_all_hear_of_the_end_also_if_one_raises() -> None:
+    """The first of two trackers could not be reached, and the second was never closed."""
+    heard: list[object] = []
+
+    class Broken:
+        def on_end(self, run: object) -> None:
+            heard.append(self)
+            raise OSError(f"no server for {run}")
+
+    class Second:
+        def on_end(self, run: object) -> None:
+            heard.append(run)
+
+    broken = Broken()
+    with pytest.raises(OSError, match="no server for a run") as raised:
+        Callbacks([broken, Second()]).end("a run")
+    assert heard == [broken, "a run"]
+    assert "Broken.on_end" in str(raised.value.__notes__)
+
+
 def test_callbacks_of_a_job_are_objects_and_classes() -> None:
     here = __name__
     listener, function = named_callbacks([f"{here}:Listener", f"{here}:hears_nothing"])

@@ -399,3 +399,21 @@ def test_on_a_terminal_there_is_a_bar_that_is_taken_away() -> None:
 )
 def test_a_figure_in_words(shown: str, text: str) -> None:
     assert shown == text
+
+
+def test_a_terminal_that_got_narrower_keeps_no_rest_of_the_screen() -> None:
+    """It wraps what it shows: the rows above were left behind, one after each resize."""
+    file = io.StringIO()
+    console = Console(file=file, width=120, height=50, force_terminal=True, color_system=None)
+    progress = ProgressLine("job", console=console)
+    progress.start()
+    progress.update(replace(VIEW, messages=()))
+    for width in (70, 70, 50):
+        frame = file.getvalue().rpartition("\x1b[2K")[2]
+        lines = [re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", line) for line in frame.split("\n")]
+        console.width = width
+        file.truncate(file.seek(0))
+        progress.update(replace(VIEW, messages=()))
+        n_rows = sum(max(1, math.ceil(len(line) / width)) for line in lines)
+        assert file.getvalue().count("\x1b[1A") == n_rows - 1
+    progress.stop()
