@@ -1,8 +1,8 @@
 """Thousands of replicas over five regions, whose machines come and go, in virtual time.
 
     python experiments/benchmarks/many_replicas.py [--replicas 10000] [--exchanges 20] [--every 1]
-        [--step-seconds 1] [--steps-in-one 1] [--only local diloco decoupled-diloco horovod] [--losses] [--profile]
-        [--small]
+        [--step-seconds 1] [--steps-in-one 1] [--only local diloco decoupled-diloco horovod]
+        [--losses] [--profile] [--small]
 
 One process and thread; gradients of a small net are real, and the price of a step is that of a
 large one: `--step-seconds`. With `--steps-in-one 16` each step has the time of 16 such steps: an
