@@ -268,6 +268,7 @@ def partner(server: str, ready: Connection) -> None:
             ready.send("ready")
 
 
+@pytest.mark.each_value
 @pytest.mark.usefixtures("forked_servers")
 @pytest.mark.untraced
 @pytest.mark.parametrize("shared_memory", [True, False])

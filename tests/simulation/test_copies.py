@@ -67,6 +67,7 @@ def kill_of(run: Marks, name: Address, stream: np.random.Generator) -> Fault:
 # ------------------------------------------------------------------ without faults
 
 
+@pytest.mark.each_value
 @everywhere
 @pytest.mark.parametrize("rule", [PLAIN, WITH_STATE])
 def test_two_copies_are_equal_to_the_bit_at_equal_clocks(hosts: Hosts, rule: UpdateRule) -> None:
@@ -107,6 +108,7 @@ def test_a_backup_syncs_from_a_primary_that_goes_on_applying_pushes(
     assert run.overseer.n_alone == 0
 
 
+@pytest.mark.each_value
 @everywhere
 @three
 @pytest.mark.parametrize("rule", [PLAIN, WITH_STATE])

@@ -210,6 +210,7 @@ def drawn(task: TaskSpec) -> dict[str, torch.Tensor]:
     return scattered(layout, [vector])
 
 
+@pytest.mark.each_value
 @both_data_paths
 @pytest.mark.parametrize(
     "rule",
@@ -228,6 +229,7 @@ def test_one_blocking_replica_is_sequential_training_to_the_bit(
     assert same(cluster.values(), plain(job, task=LEARNING))
 
 
+@pytest.mark.each_value
 @both_data_paths
 @pytest.mark.parametrize("n_push", [1, 2, 5])
 @pytest.mark.parametrize("n_fetch", [1, 3, 4])
@@ -241,6 +243,7 @@ def test_algorithm_1_1_is_followed_to_the_bit(n_fetch: int, n_push: int, host: s
     assert same(cluster.values(), plain(job, task=LEARNING))
 
 
+@pytest.mark.each_value
 @both_data_paths
 @pytest.mark.parametrize("overwrite", [True, False])
 @pytest.mark.parametrize(("n_fetch", "n_push"), [(2, 2), (3, 1), (2, 3)])
@@ -262,6 +265,7 @@ def test_local_steps_follow_the_schedule(
     assert same(cluster.values(), plain(job, task=LEARNING))
 
 
+@pytest.mark.each_value
 @both_data_paths
 @pytest.mark.parametrize("n_push", [1, 2, 5, 10])
 @pytest.mark.parametrize("n_fetch", [1, 2, 5, 10])
@@ -325,6 +329,7 @@ def test_local_steps_have_their_own_rate() -> None:
     assert same(cluster.values(), plain(job, task=LEARNING))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     "rule", [SGD(learning_rate=0.1), Adagrad(learning_rate=0.05), NADAM], ids=lambda rule: rule.name
 )
@@ -340,6 +345,7 @@ def test_the_number_of_shards_changes_no_bit(rule: UpdateRule, n_shards: int) ->
 # ------------------------------------------------------------------- frequency
 
 
+@pytest.mark.each_value
 @both_data_paths
 @pytest.mark.parametrize("blocking", [True, False])
 @pytest.mark.parametrize("n_push", [1, 2, 3, 5, 12])
@@ -403,6 +409,7 @@ def counting(**options: object) -> DownpourSettings:
     )
 
 
+@pytest.mark.each_value
 @both_data_paths
 @pytest.mark.parametrize("n_shards", [1, 3])
 @pytest.mark.parametrize(("n_fetch", "n_push"), [(1, 1), (1, 4), (3, 2)])

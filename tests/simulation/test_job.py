@@ -100,6 +100,7 @@ SLOW_WORDS = [
 SLOW_SUPERVISOR = [Pause(at=float(second), role=SUPERVISOR, seconds=0.9) for second in range(1, 60)]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("faults", [[], SLOW_WORDS, SLOW_SUPERVISOR])
 @pytest.mark.parametrize("n_replicas", [1, 3])
 def test_no_more_samples_are_trained_than_the_job_asks_for(
@@ -435,7 +436,7 @@ def test_a_checkpoint_without_a_request_is_never_ahead_of_the_next_one() -> None
     assert job.newest(job.shards[0]).label == "00001"
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", seeds(2, of=5))
 def test_a_job_survives_a_lossy_network(seed: int) -> None:
     job = JobCluster(stop=StopTable(samples=400), seed=seed, faults=[Drop(probability=0.2)])
     assert job.run() is None
@@ -443,6 +444,7 @@ def test_a_job_survives_a_lossy_network(seed: int) -> None:
     assert sum(role.restarts for role in job.view.roles) == 0
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("seed", seeds(3, of=24))
 @copies
 def test_a_job_survives_whatever_heals(seed: int, shard_copies: int) -> None:
