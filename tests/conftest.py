@@ -19,7 +19,7 @@ from tests.tracing import (
 
 
 # No deadlines: the first example of a law may pay for a lazy import of torch.
-settings.register_profile("ci", derandomize=True, max_examples=50, deadline=None, print_blob=True)
+settings.register_profile("ci", derandomize=True, max_examples=30, deadline=None, print_blob=True)
 settings.register_profile(
     "nightly", derandomize=False, max_examples=2000, deadline=None, print_blob=True
 )
@@ -86,7 +86,7 @@ def leave_combinations(items: list[pytest.Item]) -> None:
     for cases in cases_of.values():
         # As if drawn by lot: else values of two parameters would be equal wherever they can be.
         cases.sort(key=lambda case: zlib.crc32(case.nodeid.encode()))
-        values = {case: {*case.callspec.indices.items()} for case in cases}
+        values = {case: {*enumerate(case.callspec._idlist)} for case in cases}
         lacking = set().union(*values.values())
         while lacking:
             best = max(cases, key=lambda case: len(values[case] & lacking))

@@ -68,7 +68,7 @@ def rounds() -> DownpourSettings:
     )
 
 
-@pytest.mark.parametrize("seed", seeds(1, of=10))
+@pytest.mark.parametrize("seed", seeds(2, of=10))
 def test_nobody_is_blamed_in_a_healthy_job(seed: int) -> None:
     job = Job(seed=seed, settings=rounds() if seed % 2 else None, n_shards=1 + seed % 3)
     found = job.finding()

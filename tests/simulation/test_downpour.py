@@ -432,7 +432,7 @@ def test_pushes_are_the_sum_of_the_computed_gradients(
     late=st.floats(0.0, 0.3),
     overtaken=st.booleans(),
 )
-@settings(max_examples=15)
+@settings(max_examples=settings().max_examples // 3)
 def test_each_push_counts_once_despite_lost_and_late_messages(
     host: str,
     seed: int,
@@ -465,7 +465,7 @@ def test_each_push_counts_once_despite_lost_and_late_messages(
     drop=st.floats(0.0, 0.2),
     pause=st.floats(0.0, 0.02),
 )
-@settings(max_examples=15)
+@settings(max_examples=settings().max_examples // 3)
 def test_a_killed_replica_continues_from_the_shards_position(
     host: str, seed: int, at: float, after_actions: int | None, drop: float, pause: float
 ) -> None:
@@ -527,7 +527,7 @@ def test_replicas_wait_for_their_start() -> None:
 
 @both_data_paths
 @given(at=st.floats(0.0, 0.01), n_push=st.integers(1, 4))
-@settings(max_examples=15)
+@settings(max_examples=settings().max_examples // 3)
 def test_stop_at_any_time_loses_nothing(host: str, at: float, n_push: int) -> None:
     job = counting(n_push=n_push, max_steps=None)
     cluster = Cluster(COUNTING, job, n_replicas=2, host=host)

@@ -265,7 +265,7 @@ def test_pushes_are_the_sum_of_all_local_steps(
     duplicate=st.floats(0.0, 0.2),
     pause=st.floats(0.0, 0.002),
 )
-@settings(max_examples=25)
+@settings(max_examples=settings().max_examples // 3)
 def test_each_local_step_counts_once_despite_kills_and_lost_messages(
     host: str,
     seed: int,
@@ -297,7 +297,7 @@ def test_each_local_step_counts_once_despite_kills_and_lost_messages(
     after_actions=st.none() | st.integers(0, 4),
     drop=st.floats(0.0, 0.2),
 )
-@settings(max_examples=40)
+@settings(max_examples=settings().max_examples // 2)
 def test_what_a_killed_replica_holds_back_is_there_when_it_returns_if_durable(
     seed: int, every: int, at: float, after_actions: int | None, drop: float
 ) -> None:
