@@ -81,6 +81,7 @@ def test_a_supervisor_of_many_looks_at_all_roles_only_now_and_then(
     assert job.job.view.stop_reason == "10 epochs done"
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     "faults",
     [
@@ -94,12 +95,14 @@ def test_a_supervisor_of_many_looks_at_all_roles_only_now_and_then(
     ],
     ids=["one", "all", "between shards", "left out", "taken for dead", "slow", "words lost"],
 )
-def test_what_a_lost_replica_has_not_pushed_others_read(faults: Sequence[Fault]) -> None:
-    for is_stream in (False, True):
-        job = DealtJob(n_epochs=10, faults=faults, is_stream=is_stream)
-        job.run()
-        assert job.job.view.samples == 500
-        assert job.job.view.stop_reason == "10 epochs done"
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_what_a_lost_replica_has_not_pushed_others_read(
+    faults: Sequence[Fault], *, is_stream: bool
+) -> None:
+    job = DealtJob(n_epochs=10, faults=faults, is_stream=is_stream)
+    job.run()
+    assert job.job.view.samples == 500
+    assert job.job.view.stop_reason == "10 epochs done"
 
 
 def test_what_a_restored_shard_has_lost_is_dealt_anew() -> None:

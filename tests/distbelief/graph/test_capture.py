@@ -163,7 +163,7 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], Shape]] = {
     "softmax": (lambda: nn.Softmax(dim=-1), (3, 4)),
     "softmax 2d": (nn.Softmax2d, (3, 4, 2)),
     "log softmax": (lambda: nn.LogSoftmax(dim=1), (3, 4)),
-    "layer norm": (lambda: nn.LayerNorm((3, 4)), (2, 3, 4)),
+    "layer norm": (lambda: nn.LayerNorm([3, 4]), (2, 3, 4)),
     "layer norm, plain": (lambda: nn.LayerNorm(4, elementwise_affine=False), (3, 4)),
     "rms norm": (lambda: nn.RMSNorm(4), (3, 4)),
     "batch norm 1d": (lambda: nn.BatchNorm1d(4), (4,)),
