@@ -197,7 +197,7 @@ def test_a_job_that_has_lost_every_replica_fails() -> None:
 
 @pytest.mark.parametrize("host", ["host-0", ""], ids=["one host", "block messages"])
 def test_a_shard_that_dies_comes_back_from_its_checkpoint(host: str) -> None:
-    job = JobCluster(stop=StopTable(samples=2000), host=host)
+    job = JobCluster(stop=StopTable(samples=1000), host=host)
     job.run_until(lambda: job.cluster.disk.newest(job.shards[0]) is not None)
     job.wait(1.0)
     job.cluster.kill(job.shards[0])
@@ -463,7 +463,7 @@ def test_a_job_survives_whatever_heals(seed: int, shard_copies: int) -> None:
 
 @pytest.mark.parametrize("host", ["host-0", ""], ids=["one host", "block messages"])
 def test_a_primary_that_dies_costs_nothing(host: str) -> None:
-    job = JobCluster(stop=StopTable(samples=1200), shard_copies=2, host=host)
+    job = JobCluster(stop=StopTable(samples=700), shard_copies=2, host=host)
     job.run_until(job.is_paired)
     job.run_until(lambda: job.n_samples > 200)
     primary, backup = job.copy_that_is("primary"), job.copy_that_is("backup")
