@@ -222,7 +222,7 @@ OPEN: Final = OpenSession(layout=LAYOUT.fingerprint, pushes=True, host="", next_
 @pytest.mark.each_value
 @pytest.mark.parametrize("n_copies", [1, 2])
 @pytest.mark.parametrize("name", POLICIES)
-@pytest.mark.parametrize("seeds", [range(4), pytest.param(range(4, 16), marks=pytest.mark.soak)])
+@pytest.mark.parametrize("seeds", [range(8), pytest.param(range(8, 20), marks=pytest.mark.soak)])
 def test_counts_kept_are_counts_found(name: str, n_copies: int, seeds: range) -> None:
     n_seen, n_pushes = 0, 0.0
     for seed in seeds:
