@@ -1,6 +1,6 @@
 """Sixty simulated runs, each against the figures that were recorded for it.
 
-`make test` plays the first half of each family, `make soak` the others.
+`make test` plays the first third of each family, `make soak` the others.
 
 They show that a change which only moves and renames things changes nothing else. If
 what the system does is meant to change, record anew, and say why:
@@ -305,8 +305,8 @@ def rounds_otherwise(family: str, seed: int) -> bool:
 
 
 def marks_of(family: str, seed: int) -> list[pytest.MarkDecorator]:
-    """Leave the later half of each family to the soak; the first case of a split one is slow."""
-    is_later = seed >= (FAMILIES[family].n_seeds + 1) // 2
+    """Leave two thirds of each family to the soak; the first case of a split one is slow."""
+    is_later = seed >= (FAMILIES[family].n_seeds + 2) // 3
     return [pytest.mark.soak] * is_later + [pytest.mark.slow] * ("split" in family)
 
 
