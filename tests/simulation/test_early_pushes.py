@@ -603,7 +603,15 @@ def count_early(job: DealtJob) -> list[int]:
 @pytest.mark.parametrize(
     "at", [2.031, *(pytest.param(at, marks=pytest.mark.soak) for at in (2.0, 2.013, 2.044))]
 )
-@pytest.mark.parametrize("kill", KILLS)
+@pytest.mark.parametrize(
+    "kill",
+    [
+        pytest.param("replica", marks=pytest.mark.soak),
+        pytest.param("shard", marks=pytest.mark.soak),
+        "replica, between two actions",
+        "shard, twice",
+    ],
+)
 def test_dealt_samples_count_once_over_kills_and_takeovers(
     kill: str, at: float, copies: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,7 +19,7 @@ from distbelief.plans.compiler import Compiled, compile_plan
 from distbelief.plans.step_graph import statistics_of
 from distbelief.worker.in_process import LocalGroup, StepOutput
 from tests.distbelief.graph.reference import evaluate
-from tests.distbelief.graph.zoo.catalogue import ZOO, Applied
+from tests.distbelief.graph.zoo.catalogue import MODELS, ZOO, Applied
 from tests.distbelief.graph.zoo.comparison import tensors_of, whole_modules
 from tests.distbelief.plans.plans import captured, random_plan
 
@@ -29,10 +29,6 @@ pytestmark = pytest.mark.untraced
 BATCH = 2
 TOLERANCE = 1e-10
 SEED = 5
-
-
-LARGE = {"resnet50": [pytest.mark.soak]}  # of the layers of resnet18
-MODELS = [pytest.param(name, marks=LARGE.get(name, ())) for name in ZOO]
 
 
 @pytest.mark.parametrize("name", MODELS)
