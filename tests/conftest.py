@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+import zlib
 from collections.abc import Iterator
 
 import pytest
@@ -18,7 +19,7 @@ from tests.tracing import (
 
 
 # No deadlines: the first example of a law may pay for a lazy import of torch.
-settings.register_profile("ci", derandomize=True, max_examples=50, deadline=None, print_blob=True)
+settings.register_profile("ci", derandomize=True, max_examples=30, deadline=None, print_blob=True)
 settings.register_profile(
     "nightly", derandomize=False, max_examples=2000, deadline=None, print_blob=True
 )
@@ -45,6 +46,12 @@ def _one_torch_thread() -> None:
     torch.set_num_threads(int(os.environ.get("TORCH_THREADS", "1")))
 
 
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let jobs that the test's own process trains draw no curve, which takes as long as they do."""
+    monkeypatch.setattr("distbelief.job.trainer.draw_curve", lambda *_, **__: None)
+
+
 @pytest.fixture(autouse=True)
 def _untraced(request: pytest.FixtureRequest) -> Iterator[None]:
     """Run long jobs, processes included, without measuring their coverage.
@@ -56,12 +63,37 @@ def _untraced(request: pytest.FixtureRequest) -> Iterator[None]:
     os.environ.update(of_children)
 
 
+@pytest.hookimpl(tryfirst=True)  # before items are chosen by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with what takes long, so that no core waits for it at the end."""
+    leave_combinations(items)
     items.sort(key=duration)
     for item in items:
         if "tests/experiments/" in item.nodeid:  # their modules are not measured
             item.add_marker(pytest.mark.untraced)
+
+
+def leave_combinations(items: list[pytest.Item]) -> None:
+    """Of a test marked `each_value`, leave to the soak what has no value of its own.
+
+    Each value of each parameter stays in at least one case; values that stay change together.
+    """
+    cases_of: dict[str, list[pytest.Function]] = {}
+    for item in items:
+        marks = {mark.name for mark in item.iter_markers()} & {"each_value", "soak"}
+        if isinstance(item, pytest.Function) and marks == {"each_value"}:
+            cases_of.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for cases in cases_of.values():
+        # As if drawn by lot: else values of two parameters would be equal wherever they can be.
+        cases.sort(key=lambda case: zlib.crc32(case.nodeid.encode()))
+        values = {case: {*enumerate(case.callspec._idlist)} for case in cases}
+        lacking = set().union(*values.values())
+        while lacking:
+            best = max(cases, key=lambda case: len(values[case] & lacking))
+            lacking -= values[best]
+            cases.remove(best)
+        for case in cases:
+            case.add_marker(pytest.mark.soak)
 
 
 def duration(item: pytest.Item) -> int:

@@ -15,11 +15,12 @@ from typing import Any, cast
 ROOT = str(Path(__file__).parents[1])
 
 
-# The other process imports torch once and forks for each question, so that no question sees what
-# an earlier one has done.
+# The other process imports torch and ours once and forks for each question, so that no question
+# sees what an earlier one has done.
 _ANSWERING = """
 import importlib, json, os, sys
-import torch
+import hypothesis, pytest, torch
+import distbelief.simulation.cluster, distbelief.worker.downpour
 
 torch.set_num_threads(1)
 for line in sys.stdin:

@@ -17,7 +17,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.untraced,
     pytest.mark.timeout(120),
-    pytest.mark.xdist_group("wishes"),
+    pytest.mark.usefixtures("undrawn"),
     pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning"),
 ]
 

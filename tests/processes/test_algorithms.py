@@ -58,7 +58,7 @@ def test_an_algorithm_of_another_package_trains(
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("preset", ["hogwild", "adam-2014"])
+@pytest.mark.parametrize("preset", ["hogwild", pytest.param("adam-2014", marks=pytest.mark.soak)])
 def test_threads_without_locks_learn_from_each_sample_once(folder: Path, preset: str) -> None:
     """AD-2, HG-1: in real processes, where threads do race."""
     given = (

@@ -10,7 +10,11 @@ import distbelief
 from tests.distbelief.jobs import small
 
 
-pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.usefixtures("forked_roles")]
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.slow,
+    pytest.mark.usefixtures("forked_roles", "undrawn"),
+]
 
 MODULE = """
 import torch

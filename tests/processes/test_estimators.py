@@ -13,7 +13,12 @@ from distbelief import DistBeliefClassifier, DistBeliefRegressor
 from distbelief.core.errors import JobError
 
 
-pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.slow,
+    pytest.mark.usefixtures("undrawn"),
+    pytest.mark.timeout(300),
+]
 
 
 def net(n_features: int, n_outputs: int) -> nn.Module:

@@ -23,7 +23,12 @@ from distbelief.task.imports import OBJECTS
 from tests.processes.commands import COMMAND, ended, printed
 
 
-pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.slow,
+    pytest.mark.usefixtures("undrawn"),
+    pytest.mark.timeout(180),
+]
 
 ADAGRAD = distbelief.Adagrad(learning_rate=0.05)
 

@@ -1,6 +1,7 @@
 """`DownpourSGD` in an ordinary loop, against real shards."""
 
 import copy
+import os
 import signal
 import subprocess
 import sys
@@ -121,13 +122,25 @@ def test_a_server_that_has_ended_is_named_and_leaves_the_model_as_it_was(model: 
 # ------------------------------------------------- the thread that moves blocks, and the end
 
 
+# Each line of its input is one loop, in a process that it forks: torch is imported once. It writes
+# the number of that process, and how it has ended.
 SCRIPT = """
-import gc, os, sys, time
+import gc, os, sys
 import torch
 import distbelief
 
 torch.set_num_threads(1)
-how, server = sys.argv[1:]
+server, folder = sys.argv[1:]
+for how in map(str.strip, sys.stdin):
+    loop = os.fork()
+    if loop == 0:
+        break
+    print(loop, flush=True)
+    print(os.waitstatus_to_exitcode(os.waitpid(loop, 0)[1]), flush=True)
+else:
+    sys.exit()
+for number in (1, 2):
+    os.dup2(os.open(f"{folder}/{how}.{number}", os.O_WRONLY | os.O_CREAT), number)
 parameter = torch.nn.Parameter(torch.zeros(300_000))  # two blocks
 optimizer = distbelief.DownpourSGD([parameter], server=server)
 
@@ -164,34 +177,42 @@ if how == "garbage":
 
 @pytest.mark.usefixtures("forked_servers")
 @pytest.mark.untraced
-def test_a_loop_ends_as_the_user_ends_it() -> None:
+def test_a_loop_ends_as_the_user_ends_it(tmp_path: Path) -> None:
     """The thread that moves blocks hangs nothing; a script that ends early loses no push."""
     values = nn.Parameter(torch.zeros(300_000))
     rule = distbelief.SGD(learning_rate=1.0)
     with ParameterServer([values], rule=rule, shared_memory=False) as server:
+        command = [sys.executable, "-c", SCRIPT, server.address, str(tmp_path)]
+        pipe = subprocess.PIPE
+        with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as loops:
+            ways, told = loops.stdin, loops.stdout
+            assert ways is not None
+            assert told is not None
 
-        def start(how: str) -> subprocess.Popen[str]:
-            command = [sys.executable, "-c", SCRIPT, how, server.address]
-            pipe = subprocess.PIPE
-            return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True)
+            def start(how: str) -> int:
+                ways.write(f"{how}\n")
+                ways.flush()
+                return int(told.readline())
 
-        def end(loop: subprocess.Popen[str], status: int) -> None:
-            out, err = loop.communicate(timeout=150)  # beside others, torch alone takes 25 s
-            assert (loop.returncode, out) == (status, ""), err
-            assert ("Traceback" in err) is (status != 0)
+            def end(how: str, status: int, *, out: str = "") -> None:
+                ended = int(told.readline())
+                err = (tmp_path / f"{how}.2").read_text()
+                assert (ended, (tmp_path / f"{how}.1").read_text()) == (status, out), err
+                assert ("Traceback" in err) is (status != 0)
 
-        loops = start("error"), start("fork")
-        end(loops[0], 1)
-        end(loops[1], 0)
-        distbelief.DownpourSGD([values], server=server.address).close()
-        assert values.mean().item() == -3 - 5
-        loops = start("interrupt"), start("garbage")
-        assert loops[0].stdout is not None
-        assert loops[0].stdout.readline() == "ready\n"
-        time.sleep(0.5)
-        loops[0].send_signal(signal.SIGINT)
-        end(loops[0], -signal.SIGINT)
-        end(loops[1], 0)
+            start("error")
+            end("error", 1)
+            start("fork")
+            end("fork", 0)
+            distbelief.DownpourSGD([values], server=server.address).close()
+            assert values.mean().item() == -3 - 5
+            loop, out = start("interrupt"), tmp_path / "interrupt.1"
+            poll(lambda: out.exists() and out.read_text() == "ready\n")
+            time.sleep(0.5)
+            os.kill(loop, signal.SIGINT)
+            end("interrupt", -signal.SIGINT, out="ready\n")
+            start("garbage")
+            end("garbage", 0)
 
 
 def test_a_server_that_ends_while_the_user_computes_is_named_by_the_next_step(
@@ -268,6 +289,7 @@ def partner(server: str, ready: Connection) -> None:
             ready.send("ready")
 
 
+@pytest.mark.each_value
 @pytest.mark.usefixtures("forked_servers")
 @pytest.mark.untraced
 @pytest.mark.parametrize("shared_memory", [True, False])

@@ -212,7 +212,7 @@ def test_whichever_copy_is_killed_a_program_goes_on_in_its_series(folder: Path) 
 
 
 @pytest.mark.untraced
-@pytest.mark.parametrize("name", ["lasso", "factors"])
+@pytest.mark.parametrize("name", [pytest.param("lasso", marks=pytest.mark.soak), "factors"])
 def test_a_program_with_killed_processes_ends_with_the_bits_of_one_process(
     folder: Path, name: str
 ) -> None:

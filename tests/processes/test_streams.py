@@ -127,7 +127,7 @@ def test_a_job_of_a_loader_has_the_bits_of_a_plain_loop(
 @pytest.mark.parametrize(
     ("factory", "option"),
     [
-        ("Items", ""),
+        pytest.param("Items", "", marks=pytest.mark.soak),
         ("Items", "data.train.num_workers=1"),
         ("generated", f"data.train.limit={N_SAMPLES}"),
     ],

@@ -69,6 +69,7 @@ class Scripted:
 # ------------------------------------------------------------------------- good ends
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("hosts", ["one", "own"])
 @pytest.mark.parametrize("window_chunks", [1, 64])
 def test_a_run_ends_where_one_replica_alone_ends(hosts: str, window_chunks: int) -> None:

@@ -21,7 +21,7 @@ from tests.simulation.test_downpour import (
 )
 
 
-N_PUSHES = 200
+N_PUSHES = 80
 
 
 def rule_of(table: dict[str, object]) -> UpdateRule:
@@ -71,6 +71,7 @@ def accumulated(
     return {name: value.detach().view(-1) for name, value in parameters.items()}
 
 
+@pytest.mark.each_value
 @both_data_paths
 @pytest.mark.parametrize("name", ["SGD", "AdamW"])
 def test_the_mean_of_four_batches_has_the_bits_of_torchs_accumulation(name: str, host: str) -> None:

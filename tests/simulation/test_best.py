@@ -46,9 +46,9 @@ def measured_again(job: JobCluster) -> float:
     "faults",
     [
         (),
-        (Kill(at=4.3, role=EVALUATOR), Kill(at=8.1, role=EVALUATOR)),
+        (Kill(at=2.3, role=EVALUATOR), Kill(at=4.1, role=EVALUATOR)),
         (Drop(probability=0.4, between=(SUPERVISOR, EVALUATOR)),),
-        (Kill(at=6.0, role=Address("shard-0")), Kill(at=7.0, role=EVALUATOR)),
+        (Kill(at=3.0, role=Address("shard-0")), Kill(at=3.6, role=EVALUATOR)),
     ],
     ids=["none", "killed", "words lost", "with a shard"],
 )
@@ -56,7 +56,7 @@ def measured_again(job: JobCluster) -> float:
 def test_what_is_kept_is_the_best_evaluation_whatever_fails(
     faults: tuple[Fault, ...], seed: int
 ) -> None:
-    job = keeping(StopTable(epochs=25), *faults, seed=seed)
+    job = keeping(StopTable(epochs=13), *faults, seed=seed)
     assert job.run() is None
     kept = kept_in(job.newest(EVALUATOR))
     seen = [point.metric for point in job.view.history[:-1] if point.metric is not None]

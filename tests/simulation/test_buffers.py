@@ -105,6 +105,7 @@ WAYS = {
 }
 
 
+@pytest.mark.each_value
 @both_data_paths
 @pytest.mark.parametrize("settings", WAYS.values(), ids=WAYS.keys())
 @pytest.mark.parametrize("n_replicas", [1, 2])
@@ -122,6 +123,7 @@ def test_every_step_of_every_replica_is_counted(
     assert float(values["last"].abs().max()) < 4.0
 
 
+@pytest.mark.each_value
 @both_data_paths
 @pytest.mark.parametrize("name", [name for name in WAYS if name != "rounds"])
 def test_replicas_that_end_one_by_one_count_as_those_that_end_together(

@@ -29,8 +29,11 @@ three = pytest.mark.parametrize(
 )
 
 
-def two_seeds_everywhere(test: Callable[..., None]) -> Callable[..., None]:
-    marked: Callable[..., None] = everywhere(seeds(settings(max_examples=2)(test)))
+N_SEEDS = max(1, settings().max_examples // 40)  # 50 in the soak
+
+
+def seeds_everywhere(test: Callable[..., None]) -> Callable[..., None]:
+    marked: Callable[..., None] = everywhere(seeds(settings(max_examples=N_SEEDS)(test)))
     return marked
 
 
@@ -67,6 +70,7 @@ def kill_of(run: Marks, name: Address, stream: np.random.Generator) -> Fault:
 # ------------------------------------------------------------------ without faults
 
 
+@pytest.mark.each_value
 @everywhere
 @pytest.mark.parametrize("rule", [PLAIN, WITH_STATE])
 def test_two_copies_are_equal_to_the_bit_at_equal_clocks(hosts: Hosts, rule: UpdateRule) -> None:
@@ -107,6 +111,7 @@ def test_a_backup_syncs_from_a_primary_that_goes_on_applying_pushes(
     assert run.overseer.n_alone == 0
 
 
+@pytest.mark.each_value
 @everywhere
 @three
 @pytest.mark.parametrize("rule", [PLAIN, WITH_STATE])
@@ -140,7 +145,7 @@ def test_a_backup_on_the_primarys_host_needs_no_memory_but_its_values() -> None:
 # ------------------------------------------------------------------------- one fault
 
 
-@two_seeds_everywhere
+@seeds_everywhere
 def test_whenever_the_primary_dies_nothing_acknowledged_is_lost(hosts: Hosts, seed: int) -> None:
     with small(window_pieces=2):
         run, stream = run_of(seed, hosts)
@@ -149,7 +154,7 @@ def test_whenever_the_primary_dies_nothing_acknowledged_is_lost(hosts: Hosts, se
     assert not run.seen.forgetful
 
 
-@two_seeds_everywhere
+@seeds_everywhere
 def test_whenever_the_backup_dies_the_primary_goes_on(hosts: Hosts, seed: int) -> None:
     with small(window_pieces=2):
         run, stream = run_of(seed, hosts)
@@ -160,7 +165,7 @@ def test_whenever_the_backup_dies_the_primary_goes_on(hosts: Hosts, seed: int) -
     assert not run.seen.forgetful
 
 
-@two_seeds_everywhere
+@seeds_everywhere
 def test_a_paused_primary_is_demoted_and_acknowledges_nothing_more(hosts: Hosts, seed: int) -> None:
     """It is ended by force, but too late: for half a second there are two of them."""
     with small(window_pieces=2):
@@ -176,7 +181,7 @@ def test_a_paused_primary_is_demoted_and_acknowledges_nothing_more(hosts: Hosts,
     assert run.leader() != leader
 
 
-@two_seeds_everywhere
+@seeds_everywhere
 def test_a_paused_backup_delays_the_primary_by_half_a_second(hosts: Hosts, seed: int) -> None:
     with small(window_pieces=2):
         run, _ = run_of(seed, hosts)
@@ -192,7 +197,7 @@ def test_a_paused_backup_delays_the_primary_by_half_a_second(hosts: Hosts, seed:
 # --------------------------------------------------------------------- many faults
 
 
-@two_seeds_everywhere
+@seeds_everywhere
 def test_single_faults_one_after_the_other_lose_nothing(hosts: Hosts, seed: int) -> None:
     """Each strikes a pair that is whole; the workers are at it all the while."""
     with small(window_pieces=2):
@@ -213,7 +218,7 @@ def test_single_faults_one_after_the_other_lose_nothing(hosts: Hosts, seed: int)
     assert not run.seen.forgetful
 
 
-@two_seeds_everywhere
+@seeds_everywhere
 def test_a_bad_network_costs_time_and_nothing_else(hosts: Hosts, seed: int) -> None:
     stream = np.random.default_rng(seed)
     coin = bool(stream.random() < 0.5)
@@ -232,7 +237,7 @@ def test_a_bad_network_costs_time_and_nothing_else(hosts: Hosts, seed: int) -> N
     assert not run.seen.forgetful
 
 
-@two_seeds_everywhere
+@seeds_everywhere
 def test_if_both_copies_die_only_what_came_after_the_snapshot_is_lost(
     hosts: Hosts, seed: int
 ) -> None:

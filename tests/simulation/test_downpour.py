@@ -210,6 +210,7 @@ def drawn(task: TaskSpec) -> dict[str, torch.Tensor]:
     return scattered(layout, [vector])
 
 
+@pytest.mark.each_value
 @both_data_paths
 @pytest.mark.parametrize(
     "rule",
@@ -228,6 +229,7 @@ def test_one_blocking_replica_is_sequential_training_to_the_bit(
     assert same(cluster.values(), plain(job, task=LEARNING))
 
 
+@pytest.mark.each_value
 @both_data_paths
 @pytest.mark.parametrize("n_push", [1, 2, 5])
 @pytest.mark.parametrize("n_fetch", [1, 3, 4])
@@ -241,6 +243,7 @@ def test_algorithm_1_1_is_followed_to_the_bit(n_fetch: int, n_push: int, host: s
     assert same(cluster.values(), plain(job, task=LEARNING))
 
 
+@pytest.mark.each_value
 @both_data_paths
 @pytest.mark.parametrize("overwrite", [True, False])
 @pytest.mark.parametrize(("n_fetch", "n_push"), [(2, 2), (3, 1), (2, 3)])
@@ -262,6 +265,7 @@ def test_local_steps_follow_the_schedule(
     assert same(cluster.values(), plain(job, task=LEARNING))
 
 
+@pytest.mark.each_value
 @both_data_paths
 @pytest.mark.parametrize("n_push", [1, 2, 5, 10])
 @pytest.mark.parametrize("n_fetch", [1, 2, 5, 10])
@@ -325,6 +329,7 @@ def test_local_steps_have_their_own_rate() -> None:
     assert same(cluster.values(), plain(job, task=LEARNING))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     "rule", [SGD(learning_rate=0.1), Adagrad(learning_rate=0.05), NADAM], ids=lambda rule: rule.name
 )
@@ -340,6 +345,7 @@ def test_the_number_of_shards_changes_no_bit(rule: UpdateRule, n_shards: int) ->
 # ------------------------------------------------------------------- frequency
 
 
+@pytest.mark.each_value
 @both_data_paths
 @pytest.mark.parametrize("blocking", [True, False])
 @pytest.mark.parametrize("n_push", [1, 2, 3, 5, 12])
@@ -403,6 +409,7 @@ def counting(**options: object) -> DownpourSettings:
     )
 
 
+@pytest.mark.each_value
 @both_data_paths
 @pytest.mark.parametrize("n_shards", [1, 3])
 @pytest.mark.parametrize(("n_fetch", "n_push"), [(1, 1), (1, 4), (3, 2)])
@@ -425,7 +432,7 @@ def test_pushes_are_the_sum_of_the_computed_gradients(
     late=st.floats(0.0, 0.3),
     overtaken=st.booleans(),
 )
-@settings(max_examples=15)
+@settings(max_examples=settings().max_examples // 3)
 def test_each_push_counts_once_despite_lost_and_late_messages(
     host: str,
     seed: int,
@@ -458,7 +465,7 @@ def test_each_push_counts_once_despite_lost_and_late_messages(
     drop=st.floats(0.0, 0.2),
     pause=st.floats(0.0, 0.02),
 )
-@settings(max_examples=15)
+@settings(max_examples=settings().max_examples // 3)
 def test_a_killed_replica_continues_from_the_shards_position(
     host: str, seed: int, at: float, after_actions: int | None, drop: float, pause: float
 ) -> None:
@@ -520,7 +527,7 @@ def test_replicas_wait_for_their_start() -> None:
 
 @both_data_paths
 @given(at=st.floats(0.0, 0.01), n_push=st.integers(1, 4))
-@settings(max_examples=15)
+@settings(max_examples=settings().max_examples // 3)
 def test_stop_at_any_time_loses_nothing(host: str, at: float, n_push: int) -> None:
     job = counting(n_push=n_push, max_steps=None)
     cluster = Cluster(COUNTING, job, n_replicas=2, host=host)

@@ -324,6 +324,7 @@ def test_what_may_change_or_is_encoded_leaves_after_the_step(options: dict[str, 
 # --- the same bits ---
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("blocking", [True, False])
 @pytest.mark.parametrize("n_shards", [1, 4])
 def test_overlap_changes_no_bit(n_shards: int, *, blocking: bool) -> None:
@@ -354,6 +355,7 @@ def test_layers_without_a_gradient_do_not_move(n_shards: int) -> None:
     assert not found[0]["layers.2"].any()
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("model", [Changing, ChangingData, ChangingMemory, ChangingArray])
 @pytest.mark.parametrize("n_shards", [1, 4])
 def test_a_gradient_that_a_hook_changes_later_is_pushed_as_it_ends(
@@ -379,6 +381,7 @@ def test_a_gradient_that_a_hook_changes_later_is_pushed_as_it_ends(
 BADS = (3, 11)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("blocking", [True, False])
 @pytest.mark.parametrize("n_shards", [1, 4])
 def test_nothing_of_a_bad_gradient_is_applied(n_shards: int, *, blocking: bool) -> None:
@@ -416,6 +419,7 @@ def faults_of(seed: int, *, n_shards: int) -> list[Fault]:
     ]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("n_shards", [1, 3])
 @pytest.mark.parametrize("seed", range(6))
 def test_each_gradient_counts_once_whatever_is_lost(seed: int, n_shards: int) -> None:
@@ -594,11 +598,20 @@ def count_early(job: DealtJob) -> list[int]:
     return found
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("copies", [1, 2])
 @pytest.mark.parametrize(
     "at", [2.031, *(pytest.param(at, marks=pytest.mark.soak) for at in (2.0, 2.013, 2.044))]
 )
-@pytest.mark.parametrize("kill", KILLS)
+@pytest.mark.parametrize(
+    "kill",
+    [
+        pytest.param("replica", marks=pytest.mark.soak),
+        pytest.param("shard", marks=pytest.mark.soak),
+        "replica, between two actions",
+        "shard, twice",
+    ],
+)
 def test_dealt_samples_count_once_over_kills_and_takeovers(
     kill: str, at: float, copies: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

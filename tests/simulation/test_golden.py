@@ -1,5 +1,7 @@
 """Sixty simulated runs, each against the figures that were recorded for it.
 
+`make test` plays the first third of each family, `make soak` the others.
+
 They show that a change which only moves and renames things changes nothing else. If
 what the system does is meant to change, record anew, and say why:
 
@@ -302,8 +304,13 @@ def rounds_otherwise(family: str, seed: int) -> bool:
     return digest(seen) == known and digest(set(map(rounding, seen))) != roundings
 
 
-SLOW = [pytest.mark.slow]  # whose first case captures a graph
-PARAMETERS = [pytest.param(*case, marks=SLOW if "split" in case[0] else []) for case in CASES]
+def marks_of(family: str, seed: int) -> list[pytest.MarkDecorator]:
+    """Leave two thirds of each family to the soak; the first case of a split one is slow."""
+    is_later = seed >= (FAMILIES[family].n_seeds + 2) // 3
+    return [pytest.mark.soak] * is_later + [pytest.mark.slow] * ("split" in family)
+
+
+PARAMETERS = [pytest.param(*case, marks=marks_of(*case)) for case in CASES]
 
 
 @pytest.mark.parametrize(("family", "seed"), PARAMETERS, ids=KEYS)

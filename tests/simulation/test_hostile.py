@@ -95,7 +95,7 @@ def trials(scene: str, *, seed: int) -> list[Trial]:
 @pytest.mark.parametrize("scene", SCENES)
 def test_no_message_of_a_legal_type_ends_a_role(scene: str) -> None:
     for trial in trials(scene, seed=1):
-        trial.run(1000)
+        trial.run(500)
         assert trial.findings == []
         assert 50 < trial.n_refused < trial.n
 

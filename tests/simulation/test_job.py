@@ -100,6 +100,7 @@ SLOW_WORDS = [
 SLOW_SUPERVISOR = [Pause(at=float(second), role=SUPERVISOR, seconds=0.9) for second in range(1, 60)]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("faults", [[], SLOW_WORDS, SLOW_SUPERVISOR])
 @pytest.mark.parametrize("n_replicas", [1, 3])
 def test_no_more_samples_are_trained_than_the_job_asks_for(
@@ -196,7 +197,7 @@ def test_a_job_that_has_lost_every_replica_fails() -> None:
 
 @pytest.mark.parametrize("host", ["host-0", ""], ids=["one host", "block messages"])
 def test_a_shard_that_dies_comes_back_from_its_checkpoint(host: str) -> None:
-    job = JobCluster(stop=StopTable(samples=2000), host=host)
+    job = JobCluster(stop=StopTable(samples=1000), host=host)
     job.run_until(lambda: job.cluster.disk.newest(job.shards[0]) is not None)
     job.wait(1.0)
     job.cluster.kill(job.shards[0])
@@ -435,7 +436,7 @@ def test_a_checkpoint_without_a_request_is_never_ahead_of_the_next_one() -> None
     assert job.newest(job.shards[0]).label == "00001"
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", seeds(2, of=5))
 def test_a_job_survives_a_lossy_network(seed: int) -> None:
     job = JobCluster(stop=StopTable(samples=400), seed=seed, faults=[Drop(probability=0.2)])
     assert job.run() is None
@@ -443,6 +444,7 @@ def test_a_job_survives_a_lossy_network(seed: int) -> None:
     assert sum(role.restarts for role in job.view.roles) == 0
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("seed", seeds(3, of=24))
 @copies
 def test_a_job_survives_whatever_heals(seed: int, shard_copies: int) -> None:
@@ -461,7 +463,7 @@ def test_a_job_survives_whatever_heals(seed: int, shard_copies: int) -> None:
 
 @pytest.mark.parametrize("host", ["host-0", ""], ids=["one host", "block messages"])
 def test_a_primary_that_dies_costs_nothing(host: str) -> None:
-    job = JobCluster(stop=StopTable(samples=1200), shard_copies=2, host=host)
+    job = JobCluster(stop=StopTable(samples=700), shard_copies=2, host=host)
     job.run_until(job.is_paired)
     job.run_until(lambda: job.n_samples > 200)
     primary, backup = job.copy_that_is("primary"), job.copy_that_is("backup")

@@ -23,6 +23,7 @@ from distbelief.worker.downpour_settings import DownpourSettings
 from distbelief.worker.group import member_names
 from tests.simulation import test_downpour as td
 from tests.simulation.groups import Group
+from tests.simulation.jobs import seeds
 from tests.simulation.test_machines import faults_of
 
 
@@ -137,6 +138,7 @@ def plain(settings: DownpourSettings, *, task: TaskSpec) -> dict[str, torch.Tens
     return reference(settings, task=task)
 
 
+@pytest.mark.each_value
 @td.both_data_paths
 @pytest.mark.parametrize(("every", "n_shards"), [(1, 1), (4, 1), (4, 2), (4, 5), (64, 3)])
 def test_one_blocking_replica_is_plain_training_to_the_bit(
@@ -153,6 +155,7 @@ def test_one_blocking_replica_is_plain_training_to_the_bit(
     assert counters.inner_lost == 0
 
 
+@pytest.mark.each_value
 @td.both_data_paths
 @pytest.mark.parametrize("name", sorted(PRESETS))
 def test_a_preset_follows_the_equations_of_its_paper(name: str, host: str) -> None:
@@ -187,6 +190,7 @@ def test_a_preset_follows_the_equations_of_its_paper(name: str, host: str) -> No
         assert cluster.status("shard-0")["pushes_applied"] == 3 * -(-12 // cast("int", every))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("n_shards", [1, 3])
 @pytest.mark.parametrize("send", ["gradient", "delta"])
 def test_averaging_after_every_step_is_sgd_on_the_union_of_the_batches(
@@ -221,6 +225,7 @@ def test_every_step_with_plain_sgd_is_sequential_sgd() -> None:
         torch.testing.assert_close(value, sequential[name], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.each_value
 @td.both_data_paths
 @pytest.mark.parametrize("every", [1, 2, 5, 64])
 def test_without_waiting_a_lone_replica_is_plain_training_up_to_rounding(
@@ -235,6 +240,7 @@ def test_without_waiting_a_lone_replica_is_plain_training_up_to_rounding(
         torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=2e-6)
 
 
+@pytest.mark.each_value
 @td.both_data_paths
 @pytest.mark.parametrize("n_shards", [1, 3])
 @pytest.mark.parametrize("every", [1, 3, 8])
@@ -259,7 +265,7 @@ def test_pushes_are_the_sum_of_all_local_steps(
     duplicate=st.floats(0.0, 0.2),
     pause=st.floats(0.0, 0.002),
 )
-@settings(max_examples=25)
+@settings(max_examples=settings().max_examples // 3)
 def test_each_local_step_counts_once_despite_kills_and_lost_messages(
     host: str,
     seed: int,
@@ -291,7 +297,7 @@ def test_each_local_step_counts_once_despite_kills_and_lost_messages(
     after_actions=st.none() | st.integers(0, 4),
     drop=st.floats(0.0, 0.2),
 )
-@settings(max_examples=40)
+@settings(max_examples=settings().max_examples // 2)
 def test_what_a_killed_replica_holds_back_is_there_when_it_returns_if_durable(
     seed: int, every: int, at: float, after_actions: int | None, drop: float
 ) -> None:
@@ -338,7 +344,7 @@ def test_a_slow_replica_pushes_what_it_has_when_a_round_waits_for_it(seed: int) 
     assert seconds[True] < 0.3 * seconds[False]
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", seeds(8, of=12))
 def test_ranks_of_a_split_replica_push_each_local_step_once(seed: int) -> None:
     n_machines = 2 + seed % 3
     names = member_names("replica-0", n_machines)

@@ -1,6 +1,5 @@
 """Model-parallel replicas on a simulated cluster: ranks die, wait and continue."""
 
-import os
 from collections.abc import Sequence
 
 import numpy as np
@@ -17,11 +16,11 @@ from distbelief.task.task import DataSpec, ModelSpec, TaskSpec, build_dataset
 from distbelief.worker.batches import TrainingPlan
 from distbelief.worker.group import rank_name
 from tests.simulation.groups import Group
+from tests.simulation.jobs import seeds
 from tests.simulation.test_downpour import downpour
 
 
 HERE = "tests.simulation.test_machines"
-N_SEEDS = int(os.environ.get("MACHINE_SEEDS", "12"))
 
 
 # ------------------------------------------------ gradients that depend on data alone
@@ -86,12 +85,12 @@ def faults_of(seed: int, roles: Sequence[Address]) -> tuple[Fault, ...]:
     return tuple(found)
 
 
-@pytest.mark.parametrize("seed", range(N_SEEDS))
+@pytest.mark.parametrize("seed", seeds(5, of=100))
 def test_every_sample_counts_once_despite_crashes_and_delays(seed: int) -> None:
     check_counts(seed, host="host-0" if seed % 2 else "")
 
 
-@pytest.mark.parametrize("seed", range(N_SEEDS))
+@pytest.mark.parametrize("seed", seeds(5, of=100))
 def test_every_sample_counts_once_where_ranks_share_memory(seed: int) -> None:
     group = check_counts(seed, host="host-0", tells_hosts=True)
     figures = [group.replica(name).status()[1] for name in group.machines]
@@ -141,6 +140,7 @@ def lost(name: str) -> PeerLost:
     return PeerLost(peer=Address(name), incarnation=1, reason=reason, for_good=True)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("silent", [0, 1, 2])
 @pytest.mark.parametrize("at", [0.001, 0.01, 0.03])
 def test_the_others_end_once_a_silent_rank_is_lost_for_good(silent: int, at: float) -> None:

@@ -124,6 +124,7 @@ EXCHANGES: Mapping[str, Mapping[str, object]] = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("seed", [0, 2, 3, 5])  # 1: loses four messages in a row, in 60 s
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_each_push_counts_once_shard_by_shard(

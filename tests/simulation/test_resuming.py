@@ -69,6 +69,7 @@ def fail(text: str) -> None:
     raise AssertionError(text)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("n_new", [1, 3])
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
 def test_one_blocking_replica_on_other_shards_goes_on_to_the_bit(

@@ -26,6 +26,7 @@ from distbelief.simulation.faults import (
 )
 from distbelief.simulation.network import Link
 from distbelief.worker.ring import CREDIT_BLOCKS, chunk_of
+from tests.simulation.jobs import seeds
 from tests.simulation.random_faults import message_faults
 from tests.simulation.ring_variants import VARIANTS, drawn, play
 from tests.simulation.rings import RingScene
@@ -137,7 +138,7 @@ def test_hv1_a_sum_waits_for_the_slowest_member() -> None:
     assert (generation, 2) in scene.results.sums
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", seeds(10, of=30))
 def test_lost_repeated_and_overtaken_messages_change_no_bit(seed: int) -> None:
     stream = np.random.default_rng([seed, 0x51])
     faults = message_faults(stream, horizon=1.0, intensity=4.0)
@@ -145,7 +146,7 @@ def test_lost_repeated_and_overtaken_messages_change_no_bit(seed: int) -> None:
     scene.finish()
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", seeds(12, of=40))
 def test_hv3_after_kills_all_begin_anew_and_no_sum_mixes_generations(seed: int) -> None:
     """A death, a restart, and links that lose and delay messages meanwhile."""
     drawn(seed).finish()

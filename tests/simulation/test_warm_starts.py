@@ -11,6 +11,7 @@ from distbelief.simulation.driver import HandledEvent
 from distbelief.simulation.faults import Kill, Slow
 from sandblaster.chunks import COORDINATOR
 from sandblaster.optimizers.lbfgs import LBFGS
+from tests.simulation.jobs import seeds
 from tests.simulation.sandblasts import Sandblast, drawn
 from tests.simulation.scene import heard, sends
 
@@ -103,6 +104,7 @@ def test_slow_workers_are_stopped_and_awaited() -> None:
     assert watch.n_after == 0
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("role", ["replica-0", COORDINATOR, "shard-0"])
 @pytest.mark.parametrize("at", [0.005, 0.06, 0.15])  # the second part begins at 0.075
 def test_a_death_in_either_part_changes_no_result(role: str, at: float) -> None:
@@ -146,7 +148,7 @@ def test_a_warm_start_of_which_all_died_goes_on_from_its_checkpoints() -> None:
     assert len(watch.pushes) <= len(whole.pushes) - n_saved
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", seeds(3, of=6))
 def test_whatever_breaks_it_comes_to_its_end(seed: int) -> None:
     scene = drawn(seed)
     finishes(replace(scene, method=METHOD, warm_steps=5))

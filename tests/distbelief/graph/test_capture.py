@@ -21,7 +21,7 @@ from distbelief.plans.step_graph import statistics_of
 from distbelief.worker.proof import SharedDropoutMasks
 from tests.distbelief.graph.ops.comparison import close_gradients
 from tests.distbelief.graph.reference import Partials, evaluate
-from tests.distbelief.graph.zoo.catalogue import ZOO, Applied, Case
+from tests.distbelief.graph.zoo.catalogue import MODELS, ZOO, Applied, Case
 from tests.distbelief.graph.zoo.comparison import assert_same, flat, tensors_of, whole_modules
 from tests.distbelief.graph.zoo.local import LocalNet
 from tests.distbelief.plans.plans import zoo_graph
@@ -45,7 +45,7 @@ def check(case: Case, *, whole: int = 0, graph: LayerGraph | None = None) -> Lay
 
 
 @pytest.mark.untraced
-@pytest.mark.parametrize("name", ZOO)
+@pytest.mark.parametrize("name", MODELS)
 def test_a_captured_model_computes_what_the_model_computes_whole_and_cut(name: str) -> None:
     case = ZOO[name]
     graph = check(case, whole=len(case.whole or {}), graph=zoo_graph(name))
@@ -163,7 +163,7 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], Shape]] = {
     "softmax": (lambda: nn.Softmax(dim=-1), (3, 4)),
     "softmax 2d": (nn.Softmax2d, (3, 4, 2)),
     "log softmax": (lambda: nn.LogSoftmax(dim=1), (3, 4)),
-    "layer norm": (lambda: nn.LayerNorm((3, 4)), (2, 3, 4)),
+    "layer norm": (lambda: nn.LayerNorm([3, 4]), (2, 3, 4)),
     "layer norm, plain": (lambda: nn.LayerNorm(4, elementwise_affine=False), (3, 4)),
     "rms norm": (lambda: nn.RMSNorm(4), (3, 4)),
     "batch norm 1d": (lambda: nn.BatchNorm1d(4), (4,)),

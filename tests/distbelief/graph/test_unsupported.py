@@ -400,6 +400,7 @@ def inferring(model: Two, x: torch.Tensor) -> object:
     return model.b(y.clone())
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("make", [Two, Inner])
 @pytest.mark.parametrize(("forward", "mode"), [(cast, "autocast"), (inferring, "inference_mode")])
 def test_modes_of_torch_are_left_to_the_whole_module(
@@ -426,6 +427,7 @@ def several(m: Two, x: torch.Tensor) -> object:
     return m.b(torch.cat(parts, dim=1) * positive.to(x.dtype))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     "forward",
     [frozen, several, lambda m, x: m.b(checkpoint(m.a, x, use_reentrant=False))],
@@ -532,6 +534,7 @@ def test_random_numbers_that_are_not_torchs_are_refused(
         captured(model)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("by_values", [False, True])
 @pytest.mark.parametrize("make", [Two, Inner])
 def test_a_buffer_that_is_assigned_is_refused_as_one_changed_in_place(

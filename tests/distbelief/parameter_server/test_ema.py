@@ -48,6 +48,7 @@ def averages(server: Server) -> list[torch.Tensor]:
     return tensors
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("table", TABLES, ids=lambda table: str(table["name"]))
 @pytest.mark.parametrize("n_shards", [1, 3])
 def test_the_average_is_that_of_torch(

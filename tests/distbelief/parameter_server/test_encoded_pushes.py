@@ -105,6 +105,7 @@ def clipped_of(bench: Bench, name: Address = CLIENT) -> float:
 # --- nothing is lost ---
 
 
+@pytest.mark.each_value
 @each_codec
 @pytest.mark.parametrize("n_shards", [1, 3])
 def test_what_shards_have_and_what_is_held_back_is_all_that_was_pushed(
@@ -194,6 +195,7 @@ def test_the_last_push_leaves_next_to_nothing_behind(codec: Codec) -> None:
     assert not client.owes_rest
 
 
+@pytest.mark.each_value
 @each_codec
 @pytest.mark.parametrize("rule", [ONE, Adam(learning_rate=0.1)], ids=["sgd", "adam"])
 def test_any_number_of_shards_gives_the_same_bits(codec: Codec, rule: UpdateRule) -> None:
@@ -209,6 +211,7 @@ def test_any_number_of_shards_gives_the_same_bits(codec: Codec, rule: UpdateRule
         assert_same(other, found[0])
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("codec", OF_EACH_ELEMENT, ids=name_of)
 @pytest.mark.parametrize("n_shards", [1, 3])
 def test_clients_that_hold_parts_lose_nothing_either(codec: Codec, n_shards: int) -> None:
@@ -320,6 +323,7 @@ def test_what_is_held_back_is_dropped_and_counted_when_its_samples_are_dealt_aga
 # --- nothing is pushed that is not finite ---
 
 
+@pytest.mark.each_value
 @each_codec
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_a_refused_push_changes_nothing_that_is_held_back(codec: Codec, bad: float) -> None:
@@ -365,6 +369,7 @@ def test_a_push_is_refused_whose_sum_with_what_is_held_back_is_not_finite() -> N
 # --- encoded once ---
 
 
+@pytest.mark.each_value
 @each_codec
 @pytest.mark.parametrize("seed", range(3))
 def test_retries_and_duplicates_change_no_bit(codec: Codec, seed: int) -> None:
@@ -418,6 +423,7 @@ def test_a_push_under_way_is_sent_again_to_a_shard_that_restarts(codec: Codec) -
     assert bench.client().counters()["pushes_lost"] == 1.0
 
 
+@pytest.mark.each_value
 @each_codec
 @pytest.mark.parametrize("rule", [ONE, Adam(learning_rate=0.1)], ids=["sgd", "adam"])
 def test_the_backup_ends_with_the_bits_of_the_primary(codec: Codec, rule: UpdateRule) -> None:

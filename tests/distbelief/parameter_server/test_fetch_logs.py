@@ -186,6 +186,7 @@ def test_clients_that_hold_parts_get_what_has_changed_of_them(
             assert not seed or {one.payload for one in blocks} == {payload}
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("policy", [CHANGED, MOVED], ids=["changed", "moved"])
 @pytest.mark.parametrize("seed", range(6))
 def test_bits_are_those_of_everything_through_any_course(seed: int, policy: ExchangePolicy) -> None:
@@ -221,6 +222,7 @@ def test_bits_are_those_of_everything_through_any_course(seed: int, policy: Exch
 # --- moves ---
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("codec", [Int8(), Int4()], ids=["int8", "int4"])
 @pytest.mark.parametrize("n_shards", [1, 3])
 @pytest.mark.parametrize("rule", [ONE, Adam(learning_rate=0.1)], ids=["sgd", "adam"])

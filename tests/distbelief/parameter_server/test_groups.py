@@ -106,6 +106,7 @@ def pushes(trained: Trained, seeds: Sequence[int] = range(6)) -> Trained:
     return trained
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("n_shards", [1, 2, 5])
 @pytest.mark.parametrize("shared", [True, False])
 def test_each_tensor_has_the_bits_of_its_own_rule_alone_on_any_number_of_shards(

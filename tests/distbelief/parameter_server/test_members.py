@@ -219,11 +219,13 @@ class Clients:
 OPEN: Final = OpenSession(layout=LAYOUT.fingerprint, pushes=True, host="", next_sequence=1)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("n_copies", [1, 2])
 @pytest.mark.parametrize("name", POLICIES)
-def test_counts_kept_are_counts_found(name: str, n_copies: int) -> None:
+@pytest.mark.parametrize("seeds", [range(8), pytest.param(range(8, 20), marks=pytest.mark.soak)])
+def test_counts_kept_are_counts_found(name: str, n_copies: int, seeds: range) -> None:
     n_seen, n_pushes = 0, 0.0
-    for seed in range(12):
+    for seed in seeds:
         plain, kept = (
             World(kind, POLICIES[name], n_copies=n_copies) for kind in (PlainSessions, Sessions)
         )

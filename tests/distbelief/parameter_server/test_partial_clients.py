@@ -174,6 +174,7 @@ def assert_same_bits(one: Sequence[Vector], other: Sequence[Vector]) -> None:
         assert a.tobytes() == b.tobytes()
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("small", [False, True])
 @pytest.mark.parametrize("n_shards", [1, 2])
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)

@@ -147,6 +147,7 @@ def test_a_push_that_changes_some_of_it_changes_both_copies_alike(*, shared: boo
     assert [(n, ranges.n_elements) for n, ranges in met] == [(1, size - 128), (2, 128)]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("rule", [RULE, SGD(learning_rate=0.1), NADAM])
 def test_a_push_of_a_part_that_changes_some_of_it_changes_both_copies_alike(

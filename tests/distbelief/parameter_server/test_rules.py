@@ -156,6 +156,7 @@ def start_of(n: int, dtype: ElementType) -> Vector:
     return np.random.default_rng(n + 1).normal(size=n).astype(dtype)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     ("n", "dtype", "clip_value"),
     [
@@ -363,6 +364,7 @@ def trained_on_shards(
     return results
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rule", [*RULES, *OF_TORCH], ids=claim)
 @settings(max_examples=12)
@@ -382,6 +384,7 @@ def test_any_number_of_shards_gives_the_same_bits(
         assert one.numpy().tobytes() == other.numpy().tobytes()
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("n_shards", [1, 5])
 @pytest.mark.parametrize("rule", [*RULES, *OF_TORCH], ids=claim)
 def test_shards_of_megabytes_give_the_same_bits_in_pieces_too(

@@ -67,6 +67,7 @@ def drawn(name: str, seed: int) -> tuple[LayerGraph, dict[str, Placement], Compi
 MODELS = ("inception", "unet", "encoder", "vision transformer", "local", "mobilenet")
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("name", MODELS)
 def test_each_index_that_is_needed_and_not_owned_comes_once(name: str, seed: int) -> None:

@@ -74,6 +74,7 @@ def flat(model: nn.Module) -> list[torch.Tensor]:
     return [parameter.detach().view(-1).clone() for parameter in model.parameters()]
 
 
+@pytest.mark.each_value
 @both_data_paths
 @pytest.mark.parametrize("every", [1, 2, 5, 10])
 @pytest.mark.parametrize("name", INNER)
@@ -92,6 +93,7 @@ def test_one_worker_alone_is_the_inner_optimizer_however_seldom_it_exchanges(
     assert exchange.counters()["pushes_acknowledged"] == -(-23 // every)
 
 
+@pytest.mark.each_value
 @both_data_paths
 @pytest.mark.parametrize("every", [1, 3, 4])
 def test_every_local_step_of_every_worker_is_applied_once(
@@ -407,6 +409,7 @@ def test_a_worker_waits_for_one_that_is_too_far_behind(monkeypatch: pytest.Monke
     assert server.values()[0].tolist() == [38.0] * 100
 
 
+@pytest.mark.each_value
 @both_data_paths
 @pytest.mark.parametrize("numbers", ["float32", "bfloat16"])
 @pytest.mark.parametrize("every", [1, 3])

@@ -75,6 +75,7 @@ def nothing() -> Tensors:
     return [torch.full((spec.n_elements,), torch.nan) for spec in SPECS]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("n_shards", [1, 2, 40])
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("numbers", ["float32", "bfloat16"])
@@ -158,6 +159,7 @@ FROZEN = msgspec.structs.replace(
 N_FROZEN, N_TRAINED = HIDDEN * (WIDTH + 1), 8 * (HIDDEN + 1)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("host", ["host-0", ""])
 @pytest.mark.parametrize("send", ["gradient", "delta"])
 def test_a_job_moves_frozen_parameters_once(host: str, send: str) -> None:
@@ -180,6 +182,7 @@ def test_a_job_moves_frozen_parameters_once(host: str, send: str) -> None:
         assert torch.equal(values[name], value.view(-1)) == name.startswith("0.")
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("n_machines", [1, 3])
 @pytest.mark.parametrize("host", ["host-0", ""])
 def test_ranks_move_frozen_parameters_once(n_machines: int, host: str) -> None:

@@ -59,6 +59,7 @@ def assert_same(parameters: Sequence[torch.Tensor], others: nn.Module) -> None:
 # ----------------------------------------------------------- how often, and in between
 
 
+@pytest.mark.each_value
 @both_data_paths
 @pytest.mark.parametrize("n_push", [1, 2, 5, 10])
 @pytest.mark.parametrize("n_fetch", [1, 2, 5, 10])
@@ -182,6 +183,7 @@ RULES: dict[str, tuple[UpdateRule, Callable[..., torch.optim.Optimizer], Any]] =
 }
 
 
+@pytest.mark.each_value
 @both_data_paths
 @pytest.mark.parametrize("name", RULES)
 def test_parameters_without_gradient_do_not_move_as_in_torch(

@@ -124,6 +124,7 @@ RULES: dict[str, tuple[UpdateRule, Callable[..., Optimizer]]] = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize("host", ["host-0", ""])
 def test_groups_with_rates_of_their_own_do_what_they_do_in_torch(

@@ -196,6 +196,7 @@ WAYS: Mapping[str, tuple[str, dict[str, object]]] = {
 every_way = pytest.mark.parametrize(("kind", "options"), WAYS.values(), ids=WAYS.keys())
 
 
+@pytest.mark.each_value
 @both_data_paths
 @every_way
 def test_one_worker_has_the_buffers_of_a_plain_loop(
@@ -216,6 +217,7 @@ def test_one_worker_has_the_buffers_of_a_plain_loop(
         assert torch.equal(served[name], value.reshape(-1).float()), name
 
 
+@pytest.mark.each_value
 @both_data_paths
 @every_way
 def test_a_worker_that_joins_gets_the_buffers_and_goes_on_with_them(
@@ -279,6 +281,7 @@ def other_net() -> nn.Module:
     return Normal()
 
 
+@pytest.mark.each_value
 @every_change
 @pytest.mark.parametrize("options", [{}, {"n_push": 2, "n_fetch": 3, "learning_rate": RATE}])
 def test_a_change_that_the_next_fetch_would_undo_is_refused(

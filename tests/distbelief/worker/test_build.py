@@ -143,6 +143,7 @@ def test_one_replica_alone_is_sequential_sgd_however_seldom_it_fetches_and_pushe
     compare(group, sequential(group), rtol=1e-11, atol=1e-13)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(("n", "blocking"), [(1, True), (4, True), (1, False)])
 @pytest.mark.parametrize("n_machines", [1, 3])
 def test_running_statistics_are_those_of_one_process(
@@ -167,6 +168,7 @@ def test_running_statistics_are_those_of_one_process(
     assert group.values()["1.num_batches_tracked"].item() == 9
 
 
+@pytest.mark.each_value
 @both_data_paths
 @pytest.mark.parametrize("overwrite", [True, False])
 @pytest.mark.parametrize(("n_fetch", "n_push"), [(2, 2), (3, 1), (1, 3)])
@@ -431,6 +433,7 @@ def one_bad_sample(*, width: int, n_samples: int) -> list[object]:
     return data
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("apart", [("loss",), ("last", "loss"), ("first", "last")])
 @pytest.mark.parametrize("clip_norm", [None, 1.0])
 def test_a_bad_sample_is_named_on_whichever_rank_it_is_read(

@@ -147,6 +147,7 @@ def test_po_3_ad_5_the_shards_rebuild_the_gradient_to_the_bit(n_shards: int) -> 
         assert worker.push() == WEIGHT
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("n_threads", [1, 2])
 @pytest.mark.parametrize(
     "shape", [(129, 65), (300, 17), (255, 100), (257, 333), (64, 64), (640, 9)]
@@ -570,6 +571,7 @@ def trained(
 ROUNDS = ExchangePolicy(staleness=0, round=Round(), weight="mean")
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("rule", [SGD(learning_rate=0.1), Adagrad(learning_rate=0.05)])
 @pytest.mark.parametrize("codec", [Factors(), Auto()])
 def test_ad_5_a_job_with_factors_has_the_values_of_one_without(

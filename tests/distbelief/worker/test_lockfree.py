@@ -138,6 +138,7 @@ def seeded(make: Callable[[], nn.Module]) -> nn.Module:
 # ------------------------------------------------------------ in turn: plain SGD
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     ("make", "data"),
     [

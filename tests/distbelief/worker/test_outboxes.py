@@ -250,7 +250,7 @@ def together(n: int) -> list[Memory]:
 CASES = [
     ("mobilenet", 0, 1),  # convolutions
     ("local", 1, 2),
-    ("dictation", 0, 2),  # recurrent
+    pytest.param("dictation", 0, 2, marks=pytest.mark.soak),  # recurrent, and so large
     ("encoder", 1, 1),
 ]
 

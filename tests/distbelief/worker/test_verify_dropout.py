@@ -89,6 +89,7 @@ class Turned(nn.Module):
         return self.last(self.encode(x.transpose(0, 1)).sum(0))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(
     ("net", "shape"),

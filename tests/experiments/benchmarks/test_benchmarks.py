@@ -254,7 +254,7 @@ def test_programs_are_measured_also_without_the_libraries_beside_them(
     assert "implicit is not installed: pip install implicit" in told
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_messages_of_many_clients_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
     many_clients.main(["--small", "--only", "messages"])
     figures = figures_in(capsys.readouterr().out, "many_clients")
@@ -280,7 +280,7 @@ def test_messages_of_many_members_are_measured(capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.processes
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(180)
 def test_a_parameter_server_is_measured(tmp_path: Path) -> None:
     others = [name for name in parameter_server.CONTESTANTS[1:] if name != "shared"]

@@ -39,6 +39,7 @@ class WithBatchesOfJobs(ref.Worker):
         self.left = [torch.from_numpy(plan.batch(k).indices) for k in range(len(self.left))][::-1]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("mode", ["synchronous", "asynchronous"])
 @pytest.mark.parametrize("frequency", ["batch 10", "epoch 1"])
 def test_from_the_same_batches_a_job_learns_what_the_equations_do(

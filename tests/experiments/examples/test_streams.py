@@ -83,6 +83,7 @@ def test_each_epoch_has_each_sample_once(make: Callable[[Path], DataSpec], tmp_p
         assert sorted(found) == list(range(N))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("make", MAKES)
 @pytest.mark.parametrize("stop", [1, 29, 59, 61])
 def test_a_position_has_the_same_sample_in_another_process(

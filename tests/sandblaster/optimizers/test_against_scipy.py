@@ -126,6 +126,7 @@ LOGISTIC: dict[str, Callable[[], Logistic]] = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", LOGISTIC)
 @pytest.mark.parametrize("n_shards", [1, 2, 5])
 def test_logistic_regression_takes_as_many_evaluations_as_scipy(name: str, n_shards: int) -> None:

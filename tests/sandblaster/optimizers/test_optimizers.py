@@ -272,6 +272,7 @@ def test_a_start_at_the_minimum_ends_at_once(name: str) -> None:
     assert result.iteration == 0
 
 
+@pytest.mark.each_value
 @each_method
 @pytest.mark.parametrize("size", [1e-12, 1.0, 1e12])
 def test_the_unit_of_the_loss_does_not_matter(name: str, size: float) -> None:

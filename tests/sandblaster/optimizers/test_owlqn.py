@@ -34,6 +34,7 @@ def split(problem: Logistic, l1: float) -> Doubles:
     return np.asarray(found.x[:d] - found.x[d:])
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("l1", [1e-3, 1e-2, 0.1])
 @pytest.mark.parametrize("n_shards", [1, 3])
 def test_the_minimum_is_that_of_the_split_problem(l1: float, n_shards: int) -> None:

@@ -58,6 +58,7 @@ def test_what_is_saved_of_a_scheduler_grows_with_what_is_used() -> None:
 # --- the minimum ---
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("schedule", ["priority", "round_robin"])
 @pytest.mark.parametrize("n_blocks", [1, 3])
 def test_a_lasso_is_that_of_plain_coordinate_descent(schedule: str, n_blocks: int) -> None:
@@ -74,6 +75,7 @@ def test_a_lasso_is_that_of_plain_coordinate_descent(schedule: str, n_blocks: in
     assert solution.objective - least <= solution.gap + 1e-12
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("n_blocks", [1, 4])
 @pytest.mark.parametrize("centred", [True, False])
 @pytest.mark.parametrize("loss", [Squares(), Logistic()])
@@ -196,6 +198,7 @@ def test_st2_a_variable_that_did_not_change_is_considered_again() -> None:
     assert solution.ids.tolist() == [0, 1]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("loss", [Squares(), Logistic()])
 @pytest.mark.parametrize("schedule", ["priority", "round_robin"])
 def test_st3_scheduled_descent_on_correlated_columns_falls_monotonically(

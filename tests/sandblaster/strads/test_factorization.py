@@ -59,6 +59,7 @@ def objective(model: MatrixFactorization, targets: Dense, weights: Dense) -> flo
     return float((weights * errors**2).sum() + model.regularization * norms)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("biases", [False, True])
 @pytest.mark.parametrize("is_feedback", [False, True])
 def test_st5_the_objective_is_the_dense_one_and_never_rises(

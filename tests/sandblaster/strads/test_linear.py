@@ -103,6 +103,7 @@ def test_the_objective_is_that_of_scikit_learn() -> None:
 # --- forms of data ---
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("kind", ESTIMATORS)
 @pytest.mark.parametrize("n_blocks", [1, 3])
 def test_orders_of_dense_data_give_the_same_bits(
@@ -117,6 +118,7 @@ def test_orders_of_dense_data_give_the_same_bits(
     assert len(set(found)) == 1
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("kind", ESTIMATORS)
 @pytest.mark.parametrize("form", [sparse.csr_array, sparse.csc_matrix, sparse.coo_array])
 def test_sparse_data_give_what_dense_ones_do(kind: type[Lasso], form: Any) -> None:  # noqa: ANN401 -- any of several

@@ -132,6 +132,7 @@ def attending(*, cross: bool, hides: str) -> tuple[nn.Module, LayerGraph]:
     return model, capture(model, specs)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("cross", [False, True])
 @pytest.mark.parametrize("hides", ["", "later", "padding", "both", "by head", "weights"])
 @given(data=st.data())

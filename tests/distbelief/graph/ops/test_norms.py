@@ -111,10 +111,10 @@ def norms(draw: st.DrawFn) -> tuple[nn.Module, Sequence[Layer], tuple[int, ...]]
     options: dict[str, Any] = {"epsilon": 1e-5}
     match draw(st.sampled_from(["layer", "rms", "group", "instance", "batch"])):
         case "layer":
-            module = nn.LayerNorm(shape[3 - n_dims :], elementwise_affine=affine)
+            module = nn.LayerNorm([*shape[3 - n_dims :]], elementwise_affine=affine)
             build, options["over"] = norms_module.norm_layers, range(3 - n_dims, 3)
         case "rms":
-            module = nn.RMSNorm(shape[3 - n_dims :], 1e-6, elementwise_affine=affine)
+            module = nn.RMSNorm([*shape[3 - n_dims :]], 1e-6, elementwise_affine=affine)
             build = norms_module.norm_layers
             options = {"over": range(3 - n_dims, 3), "epsilon": 1e-6, "centred": False}
         case "group":

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final, final
 
+import pytest
 import torch
 from torch import nn
 from typing_extensions import override
@@ -108,3 +109,6 @@ ZOO: Final[Mapping[str, Case]] = {
     "vision transformer": Case(make=VisionTransformer, shape=(3, 8, 8)),
     "local": Case(make=LocalNet, shape=(3, 14, 14)),
 }
+
+LARGE: Final = {"resnet50": [pytest.mark.soak]}  # of the kinds of layers that resnet18 has
+MODELS: Final = [pytest.param(name, marks=LARGE.get(name, ())) for name in ZOO]

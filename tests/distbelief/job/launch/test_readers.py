@@ -82,6 +82,7 @@ WANTED: Final = [
 ]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("kind", [Noisy, AtOnce])
 @pytest.mark.parametrize("n_readers", [1, 3])

@@ -49,6 +49,7 @@ def test_nothing_is_lost_in_a_million_blocks(codec: Codec) -> None:
             break
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("codec", CODECS, ids=name_of)
 @pytest.mark.parametrize("n_elements", [65_536, 131_137])
 def test_nothing_is_lost_over_several_pieces(codec: Codec, n_elements: int) -> None:

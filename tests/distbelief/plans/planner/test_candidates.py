@@ -27,6 +27,7 @@ from tests.distbelief.plans.planner.plans import (
 )
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("cluster", [equal(4), unequal()], ids=["equal", "unequal"])
 @pytest.mark.parametrize("name", NETS)
 def test_candidates_and_what_follows_them_tile_their_layers(name: str, cluster: Cluster) -> None:

@@ -126,6 +126,7 @@ POOLS: Final = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", POOLS)
 @pytest.mark.parametrize("channels", [(), (2,)])
 def test_pooling_with_and_without_channels_is_torchs(name: str, channels: tuple[int, ...]) -> None:
@@ -134,6 +135,7 @@ def test_pooling_with_and_without_channels_is_torchs(name: str, channels: tuple[
     check_chain(pool, shape=(*channels, *(4,) * int(name[-2])))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("name", ["AdaptiveAvgPool2d", "AdaptiveMaxPool1d"])
 def test_adaptive_windows_may_differ_or_be_one(name: str, size: int) -> None:
@@ -171,6 +173,7 @@ def net(function: Callable[..., object], n_outputs: int = 3) -> nn.Module:
     return Applied(function, a=nn.Linear(8, 8), b=nn.Linear(8, n_outputs)).double()
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("function", [hooked, hooked_node, packed, retained])
 @pytest.mark.parametrize("inside", [False, True])
 def test_hooks_on_tensors_of_a_forward_run(
@@ -259,6 +262,7 @@ FORWARDS: Final = [
 ]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("function", FORWARDS)
 @pytest.mark.parametrize("inside", [False, True])
 def test_what_a_forward_keeps_for_the_next_is_refused(

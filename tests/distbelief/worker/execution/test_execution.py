@@ -19,7 +19,7 @@ from distbelief.plans.compiler import Compiled, compile_plan
 from distbelief.plans.step_graph import statistics_of
 from distbelief.worker.in_process import LocalGroup, StepOutput
 from tests.distbelief.graph.reference import evaluate
-from tests.distbelief.graph.zoo.catalogue import ZOO, Applied
+from tests.distbelief.graph.zoo.catalogue import MODELS, ZOO, Applied
 from tests.distbelief.graph.zoo.comparison import tensors_of, whole_modules
 from tests.distbelief.plans.plans import captured, random_plan
 
@@ -31,13 +31,9 @@ TOLERANCE = 1e-10
 SEED = 5
 
 
-LARGE = {"alexnet", "vgg16", "resnet18", "resnet50"}
-CASES = [(name, seed) for name in ZOO for seed in range(1 if name in LARGE else 2)]
-
-
-@pytest.mark.parametrize(("name", "seed"), CASES)
-def test_programs_of_random_plans_compute_what_the_graph_computes(name: str, seed: int) -> None:
-    generator = np.random.default_rng([seed, *name.encode()])
+@pytest.mark.parametrize("name", MODELS)
+def test_programs_of_random_plans_compute_what_the_graph_computes(name: str) -> None:
+    generator = np.random.default_rng([0, *name.encode()])
     check(name, generator, n_machines=int(generator.integers(1, 9)))
 
 
@@ -207,6 +203,7 @@ def chosen(x: torch.Tensor, first: nn.Module, last: nn.Module) -> torch.Tensor:
     return found
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("function", [spectrum, chosen])
 def test_complex_numbers_and_sizes_that_depend_on_data_stay_on_one_rank(

@@ -112,6 +112,7 @@ def gradients_of(
     return loss.item(), dict(zip(names, found, strict=True))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("net", NETS)
 @pytest.mark.parametrize("host", ["", "here"])  # "": by blocks
 def test_every_way_to_split_a_net_leaves_the_gradients_of_torch(net: NetName, host: str) -> None:
