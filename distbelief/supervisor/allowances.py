@@ -172,7 +172,9 @@ class Allowances:
         own = record.rate.per_second
         own = usual if own is None else own
         share = own / all_together if all_together else 1.0 / max(n_replicas, 1)
-        seconds = max(AHEAD_SECONDS, AHEAD_SECONDS_EACH * n_replicas)
+        # More is dealt at each heartbeat; bounds are told of the progress that is reported.
+        each = AHEAD_SECONDS_EACH if self.dealer is None else 0.0
+        seconds = max(AHEAD_SECONDS, each * n_replicas)
         # Never more than its share: a short job would leave the others without work.
         fair = share * self._left
         most = max(AHEAD_SECONDS_MAX, seconds) * own if own else math.inf

@@ -103,6 +103,10 @@ class Rate:
         while len(points) > 2 and points[1][0] <= now - RATE_SECONDS:
             points.popleft()
 
+    def is_old(self, now: Seconds) -> bool:
+        """Whether nothing was added for a while, though something was before."""
+        return bool(self._points) and now - self._points[-1][0] >= RATE_SECONDS / 4
+
     @property
     def per_second(self) -> float | None:
         if len(self._points) < 2:

@@ -504,9 +504,10 @@ class Supervisor:
         counter = "pushes_applied" if record.kind == "shard" else "samples"
         if record.kind == "shard" and record.state != _RESTORING:
             self.failover.count(record)
-        # Under a coordinator replicas send no Progress.
-        driven = record.kind == "replica" and self.members.coordinator is not None
-        if driven or (record.kind == "shard" and counter in record.counters):
+        # Under a coordinator replicas send no Progress; thousands of replicas send it seldom.
+        is_late = self.members.coordinator is not None or record.rate.is_old(self._now)
+        is_late = record.kind == "replica" and is_late
+        if is_late or (record.kind == "shard" and counter in record.counters):
             record.rate.add(self._now, record.counters.get(counter, 0.0))
 
     def _repeat_requests(self, record: RoleRecord) -> None:

@@ -245,10 +245,6 @@ def test_status_without_a_directory_takes_the_newest_that_runs() -> None:
     assert "runs/new: not running" in status()
 
 
-def test_an_address_is_no_run_and_the_dashboard_says_what_to_do() -> None:
-    assert "run `distbelief dashboard`" in mistaken("dashboard", "http://host:7788/")
-
-
 def test_a_run_that_no_longer_runs_says_why_and_how_to_go_on() -> None:
     a_run("runs/demo", age=60.0).close()
     said = status("runs/demo")
