@@ -186,9 +186,12 @@ class Allowances:
             # Each part is a push of its own, so it takes a while; asked for as long before.
             fair = max(share * n_untrained, own * AHEAD_SECONDS)
             if fair < dealer.two_pushes:
-                wanted, part_min = fair, math.ceil(own * AHEAD_SECONDS)
-        ahead = -int(-max(wanted, 1.0) // self._batch_size) * self._batch_size
-        return Wanted(ahead, part_min=part_min)
+                wanted, part_min = fair, self._batches(own * AHEAD_SECONDS)
+        return Wanted(self._batches(wanted), part_min=part_min)
+
+    def _batches(self, samples: float) -> int:
+        """Return the samples of so many, rounded up to whole batches, at least one."""
+        return -int(-max(samples, 1.0) // self._batch_size) * self._batch_size
 
     def _usual_rates(self) -> tuple[int, float, float, int | None]:
         replicas = [r for r in self._members.of("replica") if r.is_alive]
