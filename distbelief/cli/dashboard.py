@@ -1,5 +1,6 @@
 """The command `distbelief dashboard`: a page that shows runs live, in a browser."""
 
+import re
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -55,7 +56,7 @@ def dashboard(
         raise JobError(
             "no run to show: name a run directory, as in `distbelief dashboard runs/digits`"
         )
-    urls = [name for name in run_directories if name.startswith(("http://", "https://"))]
+    urls = [name for name in run_directories if re.match("https?://", name, re.IGNORECASE)]
     runs = server.directories([name for name in run_directories if name not in urls])
     with server.listen(listen) as listening:
         token = server.token_for(listening, token_file)

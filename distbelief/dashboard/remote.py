@@ -5,10 +5,12 @@ foreign: bounded, checked, shown as text. No redirection is followed and no prox
 the token goes nowhere else.
 """
 
+import re
+import socket
 import threading
 from collections.abc import Iterator
-from contextlib import closing
-from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from contextlib import closing, suppress
+from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from typing import Final, final
 from urllib.parse import parse_qs, urlsplit
 
@@ -20,8 +22,10 @@ from distbelief.dashboard.reader import OVER, Curve, Points, RunState
 
 
 AGAIN_SECONDS: Final = 3.0  # between two attempts to connect
-SILENT_SECONDS_MAX: Final = 40.0  # a page sends a sign of life every 15 s
+SILENT_SECONDS_MAX: Final = 40.0  # without a state; a page sends one each second
 LINE_BYTES_MAX: Final = 1 << 24
+N_POINTS_MAX: Final = 1 << 20  # of a curve: 24 days at a line every 2 s
+_TOKEN: Final = re.compile(r"[\w-]+", re.ASCII)
 _BROKEN: Final = (OSError, HTTPException, ValueError, LookupError, RecursionError)
 
 
@@ -41,6 +45,8 @@ class OtherPage:
         address, _, query = url.partition("?")
         self._address, self.where = address.rstrip("/"), plain(address.rstrip("/"))
         token = parse_qs(query).get("token", [token])[0]
+        if token and not _TOKEN.fullmatch(token):
+            raise JobError(f"{self.where}: a token has letters, digits, - or _ only")
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self.runs: list[RemoteRun] = []
 
@@ -72,20 +78,29 @@ class OtherPage:
         parts = urlsplit(self._address)
         kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
         with closing(kind(parts.netloc, timeout=SILENT_SECONDS_MAX)) as connection:
-            connection.request("GET", f"{parts.path}/events", headers=self._headers)
-            with connection.getresponse() as reply:
-                if reply.status in {401, 421}:
-                    raise ConnectionRefusedError(0, "use the address it printed, with its token")
-                if not reply.headers.get("Content-Type", "").startswith("text/event-stream"):
-                    raise ValueError(reply.status)
-                name = b""
-                while (line := reply.readline(LINE_BYTES_MAX)).endswith(b"\n"):
-                    key, _, value = line.rstrip().partition(b": ")
-                    name = value if key == b"event" else name
-                    if key == b"data":
-                        yield name, value
-                if len(line) >= LINE_BYTES_MAX:
-                    raise ValueError(len(line))
+            connection.connect()
+            with closing(_Alarm(connection.sock)) as alarm:
+                connection.request("GET", f"{parts.path}/events", headers=self._headers)
+                with connection.getresponse() as reply:
+                    yield from self._events_in(reply, alarm)
+                if alarm.has_rung:
+                    raise TimeoutError
+
+    def _events_in(self, reply: HTTPResponse, alarm: "_Alarm") -> Iterator[tuple[bytes, bytes]]:
+        if reply.status in {401, 421}:
+            raise ConnectionRefusedError(0, "use the address it printed, with its token")
+        if not reply.headers.get("Content-Type", "").startswith("text/event-stream"):
+            raise ValueError(reply.status)
+        name = b""
+        while (line := reply.readline(LINE_BYTES_MAX)).endswith(b"\n"):
+            key, _, value = line.rstrip().partition(b": ")
+            name = value if key == b"event" else name
+            if key == b"data":
+                yield name, value
+                if name == b"state":
+                    alarm.set()
+        if len(line) >= LINE_BYTES_MAX:
+            raise ValueError(len(line))
 
     def _take(self, name: bytes, data: bytes) -> None:
         if name == b"points":
@@ -93,8 +108,10 @@ class OtherPage:
             curve, n = self.runs[points.run].curve, points.end - points.start
             if points.start < curve.n_points:
                 curve.forget()
-            if points.start != curve.n_points or {*map(len, points.columns.values())} - {n}:
+            if not (points.start == curve.n_points <= points.end <= N_POINTS_MAX):
                 raise ValueError(points.start)
+            if points.run < 0 or {*map(len, points.columns.values())} != {n}:
+                raise ValueError(points.run)
             curve.add(n, {plain(name): values for name, values in points.columns.items()})
         elif name == b"state" and (states := self._states(data)):
             for index, run in enumerate(self.runs):
@@ -110,6 +127,30 @@ class OtherPage:
             return f"{self.where} is no page of this version of distbelief, or shows other runs now"
         why = "no answer" if isinstance(error, TimeoutError) else error.strerror or error
         return f"{self.where} cannot be read: {plain(str(why))}"
+
+
+@final
+class _Alarm:
+    """Hangs up if no state comes for long: a server may send its bytes one by one, for ever."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection, self.has_rung = connection, False
+        self._timer = threading.Timer(0.0, self._ring)
+        self.set()
+
+    def set(self) -> None:
+        self.close()
+        self._timer = threading.Timer(SILENT_SECONDS_MAX, self._ring)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def close(self) -> None:
+        self._timer.cancel()
+
+    def _ring(self) -> None:
+        self.has_rung = True
+        with suppress(OSError):  # it has just ended
+            socket.socket.shutdown(self._connection, socket.SHUT_RDWR)
 
 
 def _unreachable(state: RunState, why: str) -> RunState:

@@ -574,7 +574,13 @@ function drawHosts(state) {
 const HEADS = [["role", ""], ["host", "wide"], ["state", "name"], ["rate", "num"], ["staleness", "num wide"], ["received", "num wide"], ["sent", "num wide"], ["its time", ""], ["heard", "num wide"], ["restarts", "num wide"]];
 const ROWS = 50; // drawn at once
 let turn = 0;
-const sight = new IntersectionObserver((all) => all.forEach(({ target, isIntersecting }) => { target.unseen = !isIntersecting; }));
+const sight = new IntersectionObserver((all) => {
+  const isOld = all.some(({ target, isIntersecting }) => isIntersecting && target.unseen);
+  for (const { target, isIntersecting } of all) target.unseen = !isIntersecting;
+  if (!isOld) return;
+  dirty.state = true; // what comes into sight may be eight states old
+  draw();
+});
 function drawRoles(state, from) {
   const table = $("roles"), roles = state.roles, live = state.state === "running";
   if (!table.tHead) {

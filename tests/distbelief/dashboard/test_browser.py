@@ -185,6 +185,23 @@ def test_rows_out_of_sight_are_drawn_in_turn(browser: Browser, tmp_path: Path) -
         page.wait_for_function(f"() => {last} === '88 samples/s'")
 
 
+def test_rows_that_come_into_sight_are_of_now(
+    browser: Browser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Until the next state they showed what had been true up to eight states ago.
+    view = made_runs.view(20, 58)
+    path = made_runs.make(tmp_path / "a", shown=view)
+    with made_runs.running(path), served(path) as server, shown(browser, at(server)) as page:
+        last = "document.querySelector('#roles tbody tr:last-child td:nth-child(4)')?.textContent"
+        page.wait_for_function(f"() => {last} === '240 samples/s'")
+        monkeypatch.setattr(server_module, "POLL_SECONDS", 60.0)
+        roles = tuple(dataclasses.replace(role, rate=77.0) for role in view.roles)
+        made_runs.write_status(path, msgspec.structs.replace(view, roles=roles))
+        server.watch.poll()
+        page.locator("#roles tbody tr").last.scroll_into_view_if_needed()
+        page.wait_for_function(f"() => {last} === '77 samples/s'", timeout=20_000)
+
+
 def test_a_page_that_cannot_be_reached_is_told(
     browser: Browser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

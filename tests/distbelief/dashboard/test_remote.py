@@ -3,8 +3,9 @@
 import csv
 import socket
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -173,22 +174,52 @@ def test_what_is_no_page_is_told(lines: tuple[bytes, ...], monkeypatch: pytest.M
         OtherPage(f"http://127.0.0.1:{port}", token=TOKEN).find()
 
 
-def test_points_that_do_not_fit_are_taken_from_nobody() -> None:
+def test_points_that_do_not_fit_are_taken_from_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     page = OtherPage("http://there", token="")
     page.runs = [remote.RemoteRun(RunState(name="a", path="a"))]
     for text in (
         b'{"run":0,"from":5,"to":9,"columns":{}}',
         b'{"run":0,"from":0,"to":2,"columns":{"loss":[1]}}',
         b'{"run":0,"from":0,"to":-2,"columns":{"loss":[1]}}',
+        b'{"run":0,"from":0,"to":1000000000,"columns":{}}',
+        b'{"run":0,"from":0,"to":-5,"columns":{}}',
         b'{"run":7,"from":0,"to":0,"columns":{}}',
+        b'{"run":-1,"from":0,"to":1,"columns":{"loss":[1]}}',
         b'{"run":0,"from":0,"to":1,"columns":{"loss":["x"]}}',
     ):
         with pytest.raises(remote._BROKEN):
             page._take(b"points", text)
+        assert page.runs[0].curve.n_points == 0
+    monkeypatch.setattr(remote, "N_POINTS_MAX", 1)
+    with pytest.raises(ValueError, match="0"):
+        page._take(b"points", b'{"run":0,"from":0,"to":2,"columns":{"loss":[1,2]}}')
     many = ",".join(f'"metric:\x1b{n}":[1]'.replace("\x1b", "\\u001b") for n in range(99))
     page._take(b"points", f'{{"run":0,"from":0,"to":1,"columns":{{{many}}}}}'.encode())
     assert len(page.runs[0].curve.columns) == 64
     assert not any("\x1b" in name for name in page.runs[0].curve.columns)
+
+
+def test_a_server_that_never_ends_its_line_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Each byte of it came in time, so that the command waited for ever.
+    monkeypatch.setattr(remote, "SILENT_SECONDS_MAX", 0.1)
+    with listen("127.0.0.1:0") as listening:
+
+        def answer() -> None:
+            connection, _ = listening.accept()
+            with connection, suppress(OSError):
+                connection.recv(4096)
+                connection.sendall(b"\r\n".join(STREAM) + b"\r\n")
+                while True:
+                    connection.sendall(b":\n")
+                    time.sleep(0.01)
+
+        thread = threading.Thread(target=answer, daemon=True)
+        thread.start()
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        with pytest.raises(JobError, match="cannot be read: no answer"):
+            OtherPage(url, token="").find()
+        thread.join(30)
+        assert not thread.is_alive()
 
 
 def test_mistakes_are_told(tmp_path: Path) -> None:
@@ -210,6 +241,9 @@ def test_mistakes_are_told(tmp_path: Path) -> None:
             assert "use the address it printed, with its token" in said(run, url)
         name = f"http://[::ffff:127.0.0.1]:{other.port}/"
         assert "cannot be read" in said(run, name) or "printed" in said(run, name)
+    for token in ("%0aX: y", "\u043a\u043b\u044e\u0447"):
+        assert "a token has letters" in said(run, f"http://127.0.0.1:{port}/?token={token}")
+    assert "cannot be read" in said(run, f"HTTP://127.0.0.1:{port}")
     for url in ("http://", "http://[::1", "http://a\x1b[2Jb", "http://127.0.0.1:x/"):
         assert "Traceback" not in said(run, url)
 
