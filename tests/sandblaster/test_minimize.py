@@ -114,9 +114,9 @@ def test_numbers_of_numpy_are_numbers() -> None:
     """They came to the job file as np.float64(0.5), which is no TOML, or not at all."""
     data = np.zeros((4, 3)), np.zeros(4, dtype=np.int64)
     make = partial(net, channels=np.int64(3))  # type: ignore[arg-type] # tested
-    with pytest.raises(JobError, match=r"tolerance is -0\.5; use a finite number"):
+    with pytest.raises(JobError, match=r"minimize: tol is -0\.5; use a finite number"):
         minimize(make, "cross_entropy", data, tol=np.float64(-0.5))
-    with pytest.raises(JobError, match="max_iterations is 0; use 1 or more"):
+    with pytest.raises(JobError, match=r"minimize: options\['maxiter'\] is 0; use 1"):
         minimize(make, "cross_entropy", data, options={"maxiter": np.int32(0)})
     assert plain({"a": (np.int8(1), [np.float32(0.5)]), "b": "c"}) == {"a": [1, [0.5]], "b": "c"}
 
@@ -693,6 +693,17 @@ def test_a_callback_that_ends_the_run_is_not_called_again(how: object) -> None:
             view = JobView(phase=phase, figures={"iteration": iteration})
             assert watch(view)
     watch.end(result_at(5))
+    assert seen == [3]
+
+
+def test_a_callback_may_take_its_argument_by_name_alone() -> None:
+    """As scipy's; it failed in the first iteration."""
+    seen: list[float] = []
+
+    def by_name(*, intermediate_result: MinimizeResult) -> None:
+        seen.append(intermediate_result.nit)
+
+    CallbackWatch(by_name).end(result_at(3))
     assert seen == [3]
 
 

@@ -84,7 +84,12 @@ MINUTE = (*BATCHES, "stop.seconds=60")
             "stop.patience={}",
             ("4", "3", "patience = 4 never ends it"),
         ),
-        (MINUTE, "evaluation.every={} s", ("61", "60", "first and the last evaluation alone")),
+        # After 1, 3, 7, 15, 31 and 51 s.
+        (
+            (*MINUTE, "evaluation.every=20 s"),
+            "stop.patience={}",
+            ("6", "5", "the time of evaluation 7 is 71 s"),
+        ),
         (MINUTE, "output.report_every={} s", ("61", "60", "curve and metrics have one point")),
         (MINUTE, "output.snapshot_every={} s", ("61", "60", "none to resume from")),
     ],
@@ -102,6 +107,9 @@ def test_what_a_job_of_this_length_never_comes_to_is_told(
 def test_what_is_usual_in_a_short_job_is_not_told() -> None:
     short = ("stop.seconds=1", "evaluation.every=1 s")  # a checkpoint comes every 30 s
     assert warnings_of(speech(*BATCHES, *short), answer_of(1000)) == []
+    # Five evaluations come within 60 s all the same, and the default, 10 s, was named, too.
+    assert warnings_of(speech(*MINUTE, "evaluation.every=61 s"), answer_of(1000)) == []
+    assert warnings_of(speech(*BATCHES, "stop.seconds=5"), answer_of(1000)) == []
     alone = (*FORTY, "cluster.replicas=1", "algorithm.warm_start_steps=400")
     assert warnings_of(speech(*alone), answer_of(1000)) == []
 
