@@ -17,7 +17,7 @@ from contextlib import ExitStack, nullcontext, suppress
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, cast, final
+from typing import TYPE_CHECKING, Protocol, cast, final
 
 import numpy as np
 import torch
@@ -223,6 +223,8 @@ _ELSEWHERE = {
     "optimizer": "it is method",
     "jac": "torch computes the gradient: leave it out",
     "constraints": "it has bounds only",
+    "args": "data has what loss takes besides the outputs",
+    **dict.fromkeys(("hess", "hessp"), "no method needs one: leave it out"),
 }
 
 _OPTIONS = {
@@ -236,7 +238,14 @@ _OPTIONS = {
 
 _CLUSTER = ("replicas", "shards", "partitions", "threads")
 
-Callback = Callable[..., object]
+
+class ByName(Protocol):
+    """A callback as scipy has it, which may take its argument by name alone."""
+
+    def __call__(self, *, intermediate_result: MinimizeResult) -> object: ...
+
+
+Callback = Callable[[MinimizeResult], object] | ByName
 """Receives progress; returns True, or raises StopIteration, to end the run."""
 
 
@@ -247,11 +256,11 @@ class CallbackWatch:
     def __init__(self, callback: Callback) -> None:
         if not callable(callback):
             raise JobError(f"minimize: callback is {callback!r}; use a function of the result")
-        # scipy's rule: it is passed by name if it is the only parameter, and has this name.
-        name, names = "intermediate_result", []
+        names = list[str]()
         with suppress(TypeError, ValueError):  # some that are built in have no signature
             names = [*inspect.signature(callback).parameters]
-        self._callback = (lambda it: callback(**{name: it})) if names == [name] else callback
+        self._has_name = names == ["intermediate_result"]  # scipy's rule
+        self._callback = callback
         self._iteration: float | None = None
         self._has_ended_it = False
 
@@ -267,10 +276,15 @@ class CallbackWatch:
         if result.nit not in {0, self._iteration}:
             self._call(result)
 
+    def _ask(self, result: MinimizeResult) -> object:
+        if self._has_name:
+            return cast("ByName", self._callback)(intermediate_result=result)
+        return cast("Callable[[MinimizeResult], object]", self._callback)(result)
+
     def _call(self, result: MinimizeResult) -> bool:
         if not self._has_ended_it:
             try:
-                self._has_ended_it = plain(self._callback(result)) is True
+                self._has_ended_it = plain(self._ask(result)) is True
             except StopIteration:
                 self._has_ended_it = True
         return self._has_ended_it
@@ -350,6 +364,10 @@ def minimize(  # noqa: PLR0913 -- the options of a job, by their names there
     check_is_no_import("sandblaster.minimize")
     if isinstance(model, nn.Module):
         check_shapes(model, "minimize")
+    known = {*SandblasterSettings.__struct_fields__} - {*_OPTIONS.values()}
+    for name in others.keys() - known:
+        names = sorted(known | {*inspect.signature(minimize).parameters} - {"others"})
+        raise JobError(f"minimize has no option {name!r}. {nearest(name, names)}")
     starts: Sequence[NDArray[np.float64] | None] = [None] if x0 is None else _starts(x0)
     if len(starts) > 1 and resume is not None:
         raise JobError("minimize: resume with several starts: resume the run of one of them")

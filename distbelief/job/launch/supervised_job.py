@@ -3,11 +3,12 @@
 import math
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
-from typing import Final
+from typing import Final, Literal, cast
 
 from distbelief.config.algorithms import algorithm_of, coordinator_of, facts_of
 from distbelief.config.job import Job, OutputTable, Passes
 from distbelief.core.errors import JobError
+from distbelief.core.units import parse_count
 from distbelief.job.launch.local import IMPORT_SECONDS_MAX
 from distbelief.job.launch.preflight import PreflightResult
 from distbelief.job.run.resume import PreviousRun
@@ -125,11 +126,18 @@ def _void_settings(job: Job, answer: PreflightResult) -> list[str]:
     name, every = _between_exchanges(job, answer, train.n_samples)
     for rule in () if facts.rule is None else facts.rule.rules:
         warm_up = rule.schedule.n_warm_up
-        if isinstance(warm_up, int) and warm_up * every * job.batch_size >= total > 0 < warm_up:
+        if isinstance(warm_up, int):
+            n, n_pushes = warm_up * every * job.batch_size, total / every / job.batch_size
+            how = f"{warm_up:,} pushes, and until [stop] come about {math.ceil(n_pushes):,}"
+        else:  # "3 epochs"
+            count, of = cast(
+                "tuple[float, Literal['epoch', 'sample', 'step']]", parse_count(warm_up)
+            )
+            n = Passes(n=count, of=of).n_samples(n_train=train.n_samples, batch_size=job.batch_size)
+            how = f"{warm_up}, and [stop] ends the job after {total:,} samples"
+        if n >= total > 0 < n:
             found.append(
-                f"schedule: n_warm_up is {warm_up:,} pushes, and until [stop] come about "
-                f"{math.ceil(total / every / job.batch_size):,}: the rate never rises to its "
-                "value. Use fewer"
+                f"schedule: n_warm_up is {how}: the rate never rises to its value. Use fewer"
             )
     n_batches = -(-total // job.batch_size)
     n_steps = n_batches / n_replicas

@@ -77,6 +77,11 @@ MINUTE = (*BATCHES, "stop.seconds=60")
             "algorithm.rule.schedule={{name='constant', n_warm_up={}}}",
             ("40", "39", "n_warm_up is 40 pushes, and until [stop] come about 40"),
         ),
+        (
+            FORTY,
+            "algorithm.rule.schedule={{name='constant', n_warm_up='{} epochs'}}",
+            ("0.4", "0.39", "n_warm_up is 0.4 epochs, and [stop] ends the job after 400 samples"),
+        ),
         (FORTY, "cluster.replicas={}", ("41", "40", "some replicas train nothing")),
         (FORTY, "evaluation.every={} samples", ("401", "400", "only the last evaluation comes")),
         (
@@ -97,7 +102,7 @@ MINUTE = (*BATCHES, "stop.seconds=60")
 def test_what_a_job_of_this_length_never_comes_to_is_told(
     wish: tuple[str, ...], enough: str, said: tuple[str, str, str]
 ) -> None:
-    """Four warnings of twelve were given; the others were found in curves of one point."""
+    """Four warnings of thirteen were given; the others were found in curves of one point."""
     too_much, fine, text = said
     (warning,) = warnings_of(speech(*wish, enough.format(too_much)), answer_of(1000))
     assert text in warning
