@@ -6,7 +6,7 @@ from fractions import Fraction
 from typing import Final, Literal, cast
 
 from distbelief.config.algorithms import algorithm_of, coordinator_of, facts_of
-from distbelief.config.job import Job, OutputTable, Passes
+from distbelief.config.job import EvaluationTable, Job, OutputTable, Passes
 from distbelief.core.errors import JobError
 from distbelief.core.units import parse_count
 from distbelief.job.launch.local import IMPORT_SECONDS_MAX
@@ -192,6 +192,9 @@ def _never_measured(job: Job, *, n_train: int, total: int | None) -> list[str]:
         key, at = f"{n_needed} times [evaluation] every", float(n * n_needed)
     else:
         key, at = f"the time of evaluation {n_needed}", _nth_evaluation(every, n_needed)
+        if every != EvaluationTable().every and _nth_evaluation(every, 2) > (seconds or math.inf):
+            what = "s: the first and the last evaluation alone come"
+            found = _beyond("[evaluation] every", every, seconds, what)
     if job.data.test is None:  # there are none at all
         found = []
     elif not found:

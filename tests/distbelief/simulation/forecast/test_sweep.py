@@ -149,5 +149,5 @@ def test_a_metric_that_must_fall_has_reached_its_target_below_it() -> None:
     """A run that ended at an error of 0.9 had reached 0.1, at its end, and was suggested."""
     job = small("stop.accuracy=0.1")
     for metric, seconds in ((0.9, None), (0.1, 7.0)):
-        view = JobView(phase="ended", metric=metric, training_seconds=7.0)
+        view = JobView(phase="done", metric=metric, training_seconds=7.0)
         assert reached_at(job, view, higher_is_better=False) == seconds
