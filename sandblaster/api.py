@@ -8,14 +8,16 @@ It writes a job, lets `distbelief.train` run it in processes of this computer, a
 what was learned. Model, loss and data reach them without pickle (`problem_files`).
 """
 
+import inspect
 import math
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, cast, final
+from typing import TYPE_CHECKING, Protocol, cast, final
 
 import numpy as np
 import torch
@@ -47,7 +49,7 @@ from distbelief.task.task import build_model, check_shapes
 from distbelief.worker.local_executor import FlatModel
 from sandblaster.optimizers.termination import Reason
 from sandblaster.problem_files import Factory, Problem, import_path, own_problem
-from sandblaster.settings import MethodName
+from sandblaster.settings import MethodName, SandblasterSettings
 
 
 if TYPE_CHECKING:
@@ -221,6 +223,8 @@ _ELSEWHERE = {
     "optimizer": "it is method",
     "jac": "torch computes the gradient: leave it out",
     "constraints": "it has bounds only",
+    "args": "data has what loss takes besides the outputs",
+    **dict.fromkeys(("hess", "hessp"), "no method needs one: leave it out"),
 }
 
 _OPTIONS = {
@@ -232,7 +236,16 @@ _OPTIONS = {
 }
 """From scipy's names of options to keys of [algorithm]."""
 
-Callback = Callable[[MinimizeResult], object]
+_CLUSTER = ("replicas", "shards", "partitions", "threads")
+
+
+class ByName(Protocol):
+    """A callback as scipy has it, which may take its argument by name alone."""
+
+    def __call__(self, *, intermediate_result: MinimizeResult) -> object: ...
+
+
+Callback = Callable[[MinimizeResult], object] | ByName
 """Receives progress; returns True, or raises StopIteration, to end the run."""
 
 
@@ -243,6 +256,10 @@ class CallbackWatch:
     def __init__(self, callback: Callback) -> None:
         if not callable(callback):
             raise JobError(f"minimize: callback is {callback!r}; use a function of the result")
+        names = list[str]()
+        with suppress(TypeError, ValueError):  # some that are built in have no signature
+            names = [*inspect.signature(callback).parameters]
+        self._has_name = names == ["intermediate_result"]  # scipy's rule
         self._callback = callback
         self._iteration: float | None = None
         self._has_ended_it = False
@@ -259,10 +276,15 @@ class CallbackWatch:
         if result.nit not in {0, self._iteration}:
             self._call(result)
 
+    def _ask(self, result: MinimizeResult) -> object:
+        if self._has_name:
+            return cast("ByName", self._callback)(intermediate_result=result)
+        return cast("Callable[[MinimizeResult], object]", self._callback)(result)
+
     def _call(self, result: MinimizeResult) -> bool:
         if not self._has_ended_it:
             try:
-                self._has_ended_it = plain(self._callback(result)) is True
+                self._has_ended_it = plain(self._ask(result)) is True
             except StopIteration:
                 self._has_ended_it = True
         return self._has_ended_it
@@ -342,6 +364,10 @@ def minimize(  # noqa: PLR0913 -- the options of a job, by their names there
     check_is_no_import("sandblaster.minimize")
     if isinstance(model, nn.Module):
         check_shapes(model, "minimize")
+    known = {*SandblasterSettings.__struct_fields__} - {*_OPTIONS.values()}
+    for name in others.keys() - known:
+        names = sorted(known | {*inspect.signature(minimize).parameters} - {"others"})
+        raise JobError(f"minimize has no option {name!r}. {nearest(name, names)}")
     starts: Sequence[NDArray[np.float64] | None] = [None] if x0 is None else _starts(x0)
     if len(starts) > 1 and resume is not None:
         raise JobError("minimize: resume with several starts: resume the run of one of them")
@@ -367,7 +393,11 @@ def minimize(  # noqa: PLR0913 -- the options of a job, by their names there
         problem = Problem(own, data, x0=start, bounds=bounds)
         run = partial(run_job, resume=resume, from_scratch=from_scratch, show=show)
         where = directory if resume is None else resume
-        return _searched(own, problem, tables, where, run, callback)
+        try:
+            return _searched(own, problem, tables, where, run, callback)
+        except JobError as error:
+            error.args = (_by_argument(str(error), tol, options or {}),)
+            raise
 
     return search(model, starts[0]) if len(starts) == 1 else best_of(search, model, starts)
 
@@ -496,6 +526,31 @@ def _keys(tol: float | None, options: Mapping[str, object]) -> dict[str, object]
         if isinstance(value, float) and not math.isfinite(value):
             raise JobError(f"minimize: {name} is {value}; use a finite number, or leave it out")
     return {_OPTIONS[name]: value for name, value in {**both, **options}.items()}
+
+
+_GIVEN = {
+    "[model] sandblaster.problem_files:build": "model",
+    "[data.train] sandblaster.problem_files:pairs": "data",
+    "sandblaster.problem_files:build": "model",
+    "[model]": "model",
+    "[data.train.arguments]": "data",
+    "[data.train]": "data",
+}
+"""What messages call what was given, longer names first."""
+
+_KEYS = re.compile(r"\[(?:algorithm|cluster)\] (\w+)")
+
+
+def _by_argument(message: str, tol: float | None, options: Mapping[str, object]) -> str:
+    """Return a message about keys of a job with the names of the arguments that gave them."""
+    fields = (*SandblasterSettings.__struct_fields__, *_CLUSTER)
+    own = dict(zip(fields, fields, strict=True))
+    for name, key in _OPTIONS.items():
+        is_tol = tol is not None and name in {"gtol", "ftol"} and name not in options
+        own[key] = "tol" if is_tol else f"options[{name!r}]"
+    for given, name in _GIVEN.items():
+        message = message.replace(given, name)
+    return _KEYS.sub(lambda found: own.get(found[1], found[0]), message)
 
 
 def _starts(x0: object) -> Sequence[NDArray[np.float64]]:

@@ -208,12 +208,14 @@ _TYPES: Final[Mapping[str, torch.dtype]] = {
 
 
 def lost(before: torch.Tensor, after: torch.Tensor) -> str:
-    """Return the first number that a cast has made infinite (of integers: another), and its place.
+    """Return the first number that a cast has made infinite, and its place.
 
-    "" if all are there.
+    Of integers, or to them: that it has made another. "" if all are there.
     """
+    if before.dtype == after.dtype:  # of 8 bits, some know no infinity
+        return ""
     is_lost = after.isinf() & before.isfinite()
-    if not before.is_floating_point():
+    if not (before.is_floating_point() and after.is_floating_point()):
         is_lost = after.to(before.dtype) != before
     return "".join(f"{before[tuple(at)].item()!r} at {at}" for at in is_lost.nonzero()[:1].tolist())
 

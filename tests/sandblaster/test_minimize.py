@@ -100,10 +100,15 @@ def test_a_loss_that_is_a_module_is_refused() -> None:
         minimize(net, nn.CrossEntropyLoss(), partial(images, part="train"))
 
 
-def test_an_unknown_option_is_refused_like_a_key_of_a_job_file() -> None:
+def test_an_unknown_option_is_refused_with_the_names_of_others() -> None:
+    """Keys of a job were named, some of which `minimize` has by other names."""
     data = torch.zeros(4, 1, 8, 8), torch.zeros(4, dtype=torch.int64)
-    with pytest.raises(JobError, match=r"no key 'portin'\. Did you mean 'portion'"):
+    with pytest.raises(JobError, match=r"no option 'portin'\. Did you mean 'portion'"):
         minimize(net, "cross_entropy", data, portin=3)
+    with pytest.raises(JobError, match=r"no option 'name'\. It knows .*bounds, callback"):
+        minimize(net, "cross_entropy", data, name="downpour")
+    with pytest.raises(JobError, match="no option 'args': data has"):
+        minimize(net, "cross_entropy", data, args=(1,))
     with pytest.raises(JobError, match=r"options has no 'maxitr'\. Did you mean 'maxiter'"):
         minimize(net, "cross_entropy", data, options={"maxitr": 3})
     with pytest.raises(JobError, match="no option 'max_iterations': it is options="):
@@ -114,9 +119,9 @@ def test_numbers_of_numpy_are_numbers() -> None:
     """They came to the job file as np.float64(0.5), which is no TOML, or not at all."""
     data = np.zeros((4, 3)), np.zeros(4, dtype=np.int64)
     make = partial(net, channels=np.int64(3))  # type: ignore[arg-type] # tested
-    with pytest.raises(JobError, match=r"tolerance is -0\.5; use a finite number"):
+    with pytest.raises(JobError, match=r"minimize: tol is -0\.5; use a finite number"):
         minimize(make, "cross_entropy", data, tol=np.float64(-0.5))
-    with pytest.raises(JobError, match="max_iterations is 0; use 1 or more"):
+    with pytest.raises(JobError, match=r"minimize: options\['maxiter'\] is 0; use 1"):
         minimize(make, "cross_entropy", data, options={"maxiter": np.int32(0)})
     assert plain({"a": (np.int8(1), [np.float32(0.5)]), "b": "c"}) == {"a": [1, [0.5]], "b": "c"}
 
@@ -550,7 +555,7 @@ def test_a_refused_call_leaves_nothing(tmp_path: Path) -> None:
     model, data = nn.Linear(3, 2), (torch.zeros(4, 3), torch.zeros(4))
     for options, text in (
         ({"method": "lbfgs"}, "Did you mean 'l-bfgs'"),
-        ({"l2_": 0.1}, r"no key 'l2_'\. Did you mean 'l2'"),
+        ({"l2_": 0.1}, r"no option 'l2_'\. Did you mean 'l2'"),
         ({"x0": np.zeros(7)}, "x0 has 7 numbers; the model has 8 parameters"),
         ({"x0": np.full(8, np.nan)}, "x0 has nan in it: use n finite numbers"),
         ({"tol": float("nan")}, "minimize: tol is nan; use a finite number"),
@@ -693,6 +698,17 @@ def test_a_callback_that_ends_the_run_is_not_called_again(how: object) -> None:
             view = JobView(phase=phase, figures={"iteration": iteration})
             assert watch(view)
     watch.end(result_at(5))
+    assert seen == [3]
+
+
+def test_a_callback_may_take_its_argument_by_name_alone() -> None:
+    """As scipy's; it failed in the first iteration."""
+    seen: list[float] = []
+
+    def by_name(*, intermediate_result: MinimizeResult) -> None:
+        seen.append(intermediate_result.nit)
+
+    CallbackWatch(by_name).end(result_at(3))
     assert seen == [3]
 
 

@@ -3,11 +3,12 @@
 import math
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
-from typing import Final
+from typing import Final, Literal, cast
 
 from distbelief.config.algorithms import algorithm_of, coordinator_of, facts_of
-from distbelief.config.job import Job, OutputTable, Passes
+from distbelief.config.job import EvaluationTable, Job, OutputTable, Passes
 from distbelief.core.errors import JobError
+from distbelief.core.units import parse_count
 from distbelief.job.launch.local import IMPORT_SECONDS_MAX
 from distbelief.job.launch.preflight import PreflightResult
 from distbelief.job.run.resume import PreviousRun
@@ -125,11 +126,18 @@ def _void_settings(job: Job, answer: PreflightResult) -> list[str]:
     name, every = _between_exchanges(job, answer, train.n_samples)
     for rule in () if facts.rule is None else facts.rule.rules:
         warm_up = rule.schedule.n_warm_up
-        if isinstance(warm_up, int) and warm_up * every * job.batch_size >= total > 0 < warm_up:
+        if isinstance(warm_up, int):
+            n, n_pushes = warm_up * every * job.batch_size, total / every / job.batch_size
+            how = f"{warm_up:,} pushes, and until [stop] come about {math.ceil(n_pushes):,}"
+        else:  # "3 epochs"
+            count, of = cast(
+                "tuple[float, Literal['epoch', 'sample', 'step']]", parse_count(warm_up)
+            )
+            n = Passes(n=count, of=of).n_samples(n_train=train.n_samples, batch_size=job.batch_size)
+            how = f"{warm_up}, and [stop] ends the job after {total:,} samples"
+        if n >= total > 0 < n:
             found.append(
-                f"schedule: n_warm_up is {warm_up:,} pushes, and until [stop] come about "
-                f"{math.ceil(total / every / job.batch_size):,}: the rate never rises to its "
-                "value. Use fewer"
+                f"schedule: n_warm_up is {how}: the rate never rises to its value. Use fewer"
             )
     n_batches = -(-total // job.batch_size)
     n_steps = n_batches / n_replicas
@@ -175,17 +183,23 @@ def _between_exchanges(job: Job, answer: PreflightResult, n_train: int) -> tuple
 def _never_measured(job: Job, *, n_train: int, total: int | None) -> list[str]:
     """Return a warning for each measurement, or file, that comes with the end alone."""
     every, seconds, patience = job.evaluation.every, job.stop.seconds, job.stop.patience
-    length, unit, what = seconds, "s", "the first and the last evaluation alone come"
+    length, unit, found = seconds, "s", list[str]()
+    n_needed = 0 if patience is None else patience + 1  # the first is what others must improve
     if isinstance(every, Passes):
-        n = float(every.n_samples(n_train=n_train, batch_size=job.batch_size))
+        n = every.n_samples(n_train=n_train, batch_size=job.batch_size)
         length, unit, what = total, "samples", "only the last evaluation comes"
+        found = _beyond("[evaluation] every", n, length, f"{unit}: {what}")
+        key, at = f"{n_needed} times [evaluation] every", float(n * n_needed)
     else:
-        n = every
-    found = _beyond("[evaluation] every", n, length, f"{unit}: {what}")
-    if patience is not None and not found:
-        key = f"{patience + 1} times [evaluation] every"
+        key, at = f"the time of evaluation {n_needed}", _nth_evaluation(every, n_needed)
+        if every != EvaluationTable().every and _nth_evaluation(every, 2) > (seconds or math.inf):
+            what = "s: the first and the last evaluation alone come"
+            found = _beyond("[evaluation] every", every, seconds, what)
+    if job.data.test is None:  # there are none at all
+        found = []
+    elif not found:
         what = f"patience = {patience} never ends it"
-        found = _beyond(key, n * (patience + 1), length, f"{unit}: {what}")
+        found = _beyond(key, at, length, f"{unit}: {what}")
     for key, what in (
         ("report_every", "s: curve and metrics have one point"),
         ("snapshot_every", "s: only the last checkpoint comes, and none to resume from"),
@@ -193,6 +207,14 @@ def _never_measured(job: Job, *, n_train: int, total: int | None) -> list[str]:
         if (value := getattr(job.output, key)) != getattr(OutputTable(directory="any"), key):
             found += _beyond(f"[output] {key}", value, seconds, what)
     return found
+
+
+def _nth_evaluation(every: float, n: int) -> float:
+    """Return the seconds to evaluation n: gaps double until they are `every` (`Evaluations`)."""
+    at, gap = 0.0, min(every, FIRST_EVALUATION_SECONDS)
+    while n and gap < every:
+        at, gap, n = at + gap, min(every, 2 * gap), n - 1
+    return at + n * gap
 
 
 def _beyond(key: str, n: float, length: float | None, what: str) -> list[str]:

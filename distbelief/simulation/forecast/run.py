@@ -180,7 +180,9 @@ def _outcome(
         "n_machines": n_machines,
         "step_seconds": training * n_trainers / view.step if view.step else None,
         "samples_per_second": view.samples / training if training else None,
-        "target_seconds": reached_at(prepared.job, view),
+        "target_seconds": reached_at(
+            prepared.job, view, higher_is_better=prepared.preflight.higher_is_better
+        ),
         "traffic": traffic_of(simulation, kinds={first_word(name) for name in kinds}),
         "utilisation": _utilisation(simulation, kinds),
         "resources": _resources(simulation),

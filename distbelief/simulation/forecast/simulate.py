@@ -160,7 +160,7 @@ class Forecast(msgspec.Struct, frozen=True, kw_only=True):
 def simulate(  # noqa: PLR0913 -- options
     job: Job | str | os.PathLike[str] | Mapping[str, object],
     *,
-    cluster: str | None = None,
+    cluster: str | os.PathLike[str] | None = None,
     seed: int = 0,
     seeds: int | None = None,
     overrides: Sequence[str] | Mapping[str, object] = (),
@@ -198,7 +198,7 @@ def simulate(  # noqa: PLR0913 -- options
             job=job if isinstance(job, Job | Mapping) else Path(job),
             overrides=overrides,
             axes=tuple(axes),
-            cluster=cluster,
+            cluster=None if cluster is None else os.fspath(cluster),
             machines=machines,
             suggests=suggest,
             by=by,

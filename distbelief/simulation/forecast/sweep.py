@@ -133,14 +133,15 @@ def has_target(job: Job) -> bool:
     return job.stop.accuracy is not None or job.stop.loss is not None
 
 
-def reached_at(job: Job, view: JobView) -> Seconds | None:
+def reached_at(job: Job, view: JobView, *, higher_is_better: bool) -> Seconds | None:
     """Return the training time at which the target of [stop] was met; None if it was not."""
     if not has_target(job):
         return None
     if (view.stop_reason or "").endswith("reached"):
         return view.training_seconds
     target = StopTable(accuracy=job.stop.accuracy, loss=job.stop.loss)
-    rules = StopRules(target, n_train=1, has_test=job.data.test is not None)
+    has_test = job.data.test is not None
+    rules = StopRules(target, n_train=1, higher_is_better=higher_is_better, has_test=has_test)
     return None if rules.reason(view) is None else view.training_seconds
 
 

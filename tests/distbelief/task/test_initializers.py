@@ -11,7 +11,7 @@ from distbelief.core.errors import JobError, StorageError
 from distbelief.core.tensor_files import TensorFile, header_of
 from distbelief.parameter_server.initial_values import Initial, draw, shard_values_from
 from distbelief.parameter_server.layout import Layout, TensorSpec
-from distbelief.task.initializers import reader, recorded_initials
+from distbelief.task.initializers import lost, reader, recorded_initials
 from distbelief.worker.local_executor import FlatModel
 from tests.distbelief.parameter_server.pair import scatter
 
@@ -228,3 +228,11 @@ def test_numbers_that_the_shards_type_has_not_are_refused(tmp_path: Path) -> Non
     exact = reader(file, Layout.of(specs, n_shards=1, dtype="float64"))
     assert exact("large", 3, 4).tolist() == [-1e300]
     assert exact("whole", 0, 2).tolist() == [5.0, 2.0**24 + 1]
+
+
+def test_what_a_cast_has_lost_is_named() -> None:
+    """1.5 and NaN became whole numbers in buffers that count."""
+    for given in (1.5, torch.nan, 2.0**70):
+        before = torch.tensor([1.0, given], dtype=torch.float64)
+        assert lost(before, before.long()) == f"{given!r} at [1]"
+    assert lost(torch.tensor([3.0]), torch.tensor([3])) == ""

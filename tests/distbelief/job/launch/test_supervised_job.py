@@ -77,6 +77,11 @@ MINUTE = (*BATCHES, "stop.seconds=60")
             "algorithm.rule.schedule={{name='constant', n_warm_up={}}}",
             ("40", "39", "n_warm_up is 40 pushes, and until [stop] come about 40"),
         ),
+        (
+            FORTY,
+            "algorithm.rule.schedule={{name='constant', n_warm_up='{} epochs'}}",
+            ("0.4", "0.39", "n_warm_up is 0.4 epochs, and [stop] ends the job after 400 samples"),
+        ),
         (FORTY, "cluster.replicas={}", ("41", "40", "some replicas train nothing")),
         (FORTY, "evaluation.every={} samples", ("401", "400", "only the last evaluation comes")),
         (
@@ -84,7 +89,12 @@ MINUTE = (*BATCHES, "stop.seconds=60")
             "stop.patience={}",
             ("4", "3", "patience = 4 never ends it"),
         ),
-        (MINUTE, "evaluation.every={} s", ("61", "60", "first and the last evaluation alone")),
+        # After 1, 3, 7, 15, 31 and 51 s.
+        (
+            (*MINUTE, "evaluation.every=20 s"),
+            "stop.patience={}",
+            ("6", "5", "the time of evaluation 7 is 71 s"),
+        ),
         (MINUTE, "output.report_every={} s", ("61", "60", "curve and metrics have one point")),
         (MINUTE, "output.snapshot_every={} s", ("61", "60", "none to resume from")),
     ],
@@ -92,7 +102,7 @@ MINUTE = (*BATCHES, "stop.seconds=60")
 def test_what_a_job_of_this_length_never_comes_to_is_told(
     wish: tuple[str, ...], enough: str, said: tuple[str, str, str]
 ) -> None:
-    """Four warnings of twelve were given; the others were found in curves of one point."""
+    """Four warnings of thirteen were given; the others were found in curves of one point."""
     too_much, fine, text = said
     (warning,) = warnings_of(speech(*wish, enough.format(too_much)), answer_of(1000))
     assert text in warning
@@ -102,6 +112,9 @@ def test_what_a_job_of_this_length_never_comes_to_is_told(
 def test_what_is_usual_in_a_short_job_is_not_told() -> None:
     short = ("stop.seconds=1", "evaluation.every=1 s")  # a checkpoint comes every 30 s
     assert warnings_of(speech(*BATCHES, *short), answer_of(1000)) == []
+    # Five evaluations come within 60 s all the same, and the default, 10 s, was named, too.
+    assert warnings_of(speech(*MINUTE, "evaluation.every=61 s"), answer_of(1000)) == []
+    assert warnings_of(speech(*BATCHES, "stop.seconds=5"), answer_of(1000)) == []
     alone = (*FORTY, "cluster.replicas=1", "algorithm.warm_start_steps=400")
     assert warnings_of(speech(*alone), answer_of(1000)) == []
 

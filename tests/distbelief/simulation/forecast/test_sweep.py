@@ -13,7 +13,9 @@ from distbelief.simulation.forecast.sweep import (
     Variant,
     axes_of,
     combinations,
+    reached_at,
 )
+from distbelief.supervisor.view import JobView
 from tests.distbelief.simulation.forecast.jobs import small
 
 
@@ -141,3 +143,11 @@ def test_a_spread_leaves_out_what_was_not_measured() -> None:
     found = Spread.of([3.0, None, 1.0, 2.0])
     assert found == Spread(p10=1.2, p50=2.0, p90=2.8, n=3)
     assert Spread.of([None]) is None
+
+
+def test_a_metric_that_must_fall_has_reached_its_target_below_it() -> None:
+    """A run that ended at an error of 0.9 had reached 0.1, at its end, and was suggested."""
+    job = small("stop.accuracy=0.1")
+    for metric, seconds in ((0.9, None), (0.1, 7.0)):
+        view = JobView(phase="done", metric=metric, training_seconds=7.0)
+        assert reached_at(job, view, higher_is_better=False) == seconds
