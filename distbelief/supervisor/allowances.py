@@ -47,6 +47,7 @@ class Allowances:
         driven = members.coordinator is not None
         self._total = None if config.stop is None or driven else config.stop.total_samples
         self._batch_size = config.batch_size
+        self._cuts_pushes = config.cuts_pushes
         self._replicas_min = 0 if driven else config.replicas_min
         self.warm_start_left = config.warm_start_steps  # over all incarnations of replica 0
         self._bounds: dict[Address, int] = {}
@@ -203,7 +204,7 @@ class Allowances:
         usual = sum(known) / len(known) if known else 0.0
         together = sum(usual if rate is None else rate for rate in rates)
         n_untrained = None
-        if self.dealer is not None and self._total is not None:
+        if self.dealer is not None and self._total is not None and self._cuts_pushes:
             n_untrained = self.dealer.n_untrained(len(rates))
         return len(rates), usual, together, n_untrained
 

@@ -33,6 +33,7 @@ class SupervisorConfig:
     # Of split replicas, to which samples are dealt: the ranks that push to each shard.
     parts: Mapping[Address, Sequence[int]] | None = None
     epoch_share: float = 1.0  # of an epoch that must be done; the rest is left out
+    cuts_pushes: bool = False  # whether the last ones of the job may be dealt in parts
     evaluate_every: Seconds = 10.0  # seconds between evaluations
     first_evaluation: Seconds | None = None  # after the start of training; None: as between them
     evaluate_samples: int | None = None  # trained on between evaluations, in place of seconds

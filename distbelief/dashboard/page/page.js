@@ -135,7 +135,7 @@ function draw() {
 
 // --- curves
 
-// Lines grow with what they are made from: nothing is computed again for each new point.
+// Lines grow with their points: nothing is computed again.
 function grown(it, key, begin, add) {
   const line = (it.lines[key] ??= { values: [], ...begin });
   while (line.values.length < it.n) line.values.push(add(line, line.values.length) ?? null);
@@ -183,7 +183,7 @@ function position(sorted, x) { // of the first value that is not below x
   }
   return low;
 }
-function bundled(x, lines) { // the visible part, at most POINTS of it: of each bundle the extremes
+function bundled(x, lines) { // what is visible, by bundles and their extremes
   const first = span ? Math.max(position(x, span[0]) - 1, 0) : 0;
   const last = span ? Math.min(position(x, span[1]) + 1, x.length) : x.length;
   const n = last - first, size = Math.ceil((2 * n) / POINTS);
@@ -230,7 +230,7 @@ function plan() { // which charts there are, and the lines of each
 }
 function tableOf(it, lines, weight) { // x and the lines of one run, ready to be drawn
   const x = xs(it), out = [], n = span ? position(x, span[1]) - position(x, span[0]) : x.length;
-  weight **= Math.min(1, 512 / 2 ** Math.ceil(Math.log2(Math.max(n, 1)))); // of many points, more are smoothed together
+  weight **= Math.min(1, 512 / 2 ** Math.ceil(Math.log2(Math.max(n, 1)))); // more points, more smoothing
   for (const [, column, way] of lines) {
     let values = it.columns[column];
     if (!values) values = [];
@@ -575,11 +575,11 @@ const HEADS = [["role", ""], ["host", "wide"], ["state", "name"], ["rate", "num"
 const ROWS = 50; // drawn at once
 let turn = 0;
 const sight = new IntersectionObserver((all) => {
-  const isOld = all.some(({ target, isIntersecting }) => isIntersecting && target.unseen);
-  for (const { target, isIntersecting } of all) target.unseen = !isIntersecting;
-  if (!isOld) return;
-  dirty.state = true; // what comes into sight may be eight states old
-  draw();
+  for (const { target, isIntersecting } of all) {
+    dirty.state ||= isIntersecting && target.unseen; // it may be old
+    target.unseen = !isIntersecting;
+  }
+  if (dirty.state) draw();
 });
 function drawRoles(state, from) {
   const table = $("roles"), roles = state.roles, live = state.state === "running";

@@ -272,6 +272,8 @@ def supervisor_config(
         dealt=dealt,
         parts=None if dealt is None else _parts(job, answer),
         epoch_share=facts.epoch_share,
+        # Some steps move a replica less than many do; gradients may be divided by those of a push.
+        cuts_pushes=facts.policy is not None and facts.policy.send == "delta",
         evaluate_every=seconds,
         first_evaluation=min(seconds, FIRST_EVALUATION_SECONDS),
         evaluate_samples=n_samples,

@@ -144,7 +144,8 @@ def test_replicas_with_long_pushes_end_at_about_the_same_time(n_pushes: float) -
     roster: list[tuple[str, Kind]] = [("shard-0", "shard"), *((n, "replica") for n in names)]
     total = round(n_pushes * 64) * BATCH
     epochs = Epochs(n_samples=total, batch_size=BATCH, n_push=64)
-    desk = desk_of(roster, StopTable(samples=total), batch_size=BATCH, dealt=epochs)
+    ends = StopTable(samples=total)
+    desk = desk_of(roster, ends, batch_size=BATCH, dealt=epochs, cuts_pushes=True)
     ranges: dict[str, list[Span]] = {name: [] for name in names}
     samples, ended, done = dict.fromkeys(names, 0), dict.fromkeys(names, 0.0), Spans()
 
