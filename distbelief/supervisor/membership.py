@@ -103,9 +103,10 @@ class Rate:
         while len(points) > 2 and points[1][0] <= now - RATE_SECONDS:
             points.popleft()
 
-    def is_old(self, now: Seconds) -> bool:
-        """Whether nothing was added for a while, though something was before."""
-        return bool(self._points) and now - self._points[-1][0] >= RATE_SECONDS / 4
+    def lacks(self, now: Seconds, value: float) -> bool:
+        """Whether a value is higher than the last one, which was added a while ago."""
+        at, last = self._points[-1] if self._points else (now, value)
+        return value > last and now - at >= RATE_SECONDS / 4
 
     @property
     def per_second(self) -> float | None:

@@ -504,11 +504,12 @@ class Supervisor:
         counter = "pushes_applied" if record.kind == "shard" else "samples"
         if record.kind == "shard" and record.state != _RESTORING:
             self.failover.count(record)
+        count = record.counters.get(counter, 0.0)
         # Under a coordinator replicas send no Progress; thousands of replicas send it seldom.
-        is_late = self.members.coordinator is not None or record.rate.is_old(self._now)
-        is_late = record.kind == "replica" and is_late
-        if is_late or (record.kind == "shard" and counter in record.counters):
-            record.rate.add(self._now, record.counters.get(counter, 0.0))
+        is_due = self.members.coordinator is not None or record.rate.lacks(self._now, count)
+        is_due = record.kind == "replica" and is_due
+        if is_due or (record.kind == "shard" and counter in record.counters):
+            record.rate.add(self._now, count)
 
     def _repeat_requests(self, record: RoleRecord) -> None:
         if record.stopped:

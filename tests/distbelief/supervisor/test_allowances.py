@@ -202,3 +202,15 @@ def test_many_replicas_train_the_whole_job_and_no_more() -> None:
         held = {name: samples[name] if name in lost and step > 12 else told[name] for name in told}
         assert sum(bound or 0 for bound in held.values()) <= total
     assert sum(samples.values()) == total
+
+
+def test_the_rate_of_a_replica_that_reports_seldom_is_that_of_its_heartbeats() -> None:
+    """Of 10,000 replicas each reports every 50 s: the first ones were dealt all of a short job."""
+    desk = a_job()
+    desk.join()
+    report(desk, "replica-0", 20)
+    record = desk.supervisor.members.of("replica")[0]
+    for samples in (20, 40, 60, 60, 60):  # a long step changes nothing
+        desk.now += 2.0
+        desk.beat("replica-0", samples=samples)
+    assert record.rate.per_second == 40 / 6.0
