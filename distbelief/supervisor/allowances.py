@@ -186,9 +186,8 @@ class Allowances:
         if dealer is not None and n_untrained is not None and own:
             # Each part is a push of its own, so it takes a while; asked for as long before.
             fair = max(share * n_untrained, own * AHEAD_SECONDS)
-            if fair < dealer.two_pushes:  # down to whole batches: more can be dealt later
-                wanted = fair // self._batch_size * self._batch_size
-                part_min = self._batches(own * AHEAD_SECONDS)
+            if fair < dealer.two_pushes:
+                wanted, part_min = fair, self._batches(own * AHEAD_SECONDS)
         return Wanted(self._batches(wanted), part_min=part_min)
 
     def _batches(self, samples: float) -> int:
