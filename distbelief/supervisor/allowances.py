@@ -173,7 +173,7 @@ class Allowances:
         own = record.rate.per_second
         own = usual if own is None else own
         share = own / all_together if all_together else 1.0 / max(n_replicas, 1)
-        # More is dealt at each heartbeat; bounds are told of the progress that is reported.
+        # Samples are dealt at each heartbeat. Bounds rise with reports, which are seldom.
         each = AHEAD_SECONDS_EACH if self.dealer is None else 0.0
         seconds = max(AHEAD_SECONDS, each * n_replicas)
         # Never more than its share: a short job would leave the others without work.

@@ -113,7 +113,7 @@ class Dealer:
     def n_untrained(self, n_replicas: int) -> int | None:
         """Return how many of those no replica has trained, as far as these have told.
 
-        None while they are many: a replica has at most two pushes that are not applied.
+        None while they are many: at most three pushes of a replica are trained and not applied.
         """
         if self.n_left > 2 * n_replicas * self.two_pushes:
             return None
@@ -236,8 +236,10 @@ class Dealer:
         """Return the samples that it holds and has not trained; others wait to be applied."""
         if "samples_ahead" not in record.counters:
             return n_held
-        heard = int(_count(record, "samples_ahead"))
-        return min(n_held, heard + sum(stop - start for start, stop in hand.unheard))
+        ahead = int(_count(record, "samples_ahead"))
+        ahead += sum(stop - start for start, stop in hand.unheard)
+        # Two pushes wait, and it trains for a third, whatever it says.
+        return min(max(ahead, n_held - 3 * self._epochs.push_size), n_held)
 
     def _offers(self, record: RoleRecord, hand: Hand) -> Iterator[Span]:
         """Yield what of the pool this replica may be dealt, the best first."""

@@ -132,7 +132,7 @@ def test_a_run_that_has_ended_stays_so_when_its_page_ends(tmp_path: Path) -> Non
 
 @contextmanager
 def answering(*lines: bytes) -> Iterator[int]:
-    """Serve these bytes to whoever connects; yield the port."""
+    """Serve these bytes to every client; yield the port."""
     with listen("127.0.0.1:0") as listening:
 
         def answer() -> None:

@@ -111,6 +111,15 @@ def test_what_is_trained_and_not_applied_is_not_ahead() -> None:
     assert table.ranges[A] == [(0, 8), (8, 16)]
 
 
+def test_who_pushes_nothing_is_dealt_no_more_whatever_it_says() -> None:
+    """It said that it had trained all that it held, and was dealt more at each heartbeat."""
+    table = begun(total=10_000)
+    table.replica(A).counters["samples_ahead"] = 0.0
+    for _ in range(50):
+        table.deal(A, 8)
+    assert sum(stop - start for start, stop in table.ranges[A]) <= 3 * 8 + 8
+
+
 def test_who_holds_enough_is_dealt_no_more() -> None:
     table = begun()
     table.deal(A, 24)
