@@ -209,7 +209,8 @@ class ShardLink:
         replies, answer = self.pushing.blocks_acked(message), self._answer
         if replies:
             answer.blocks_came(now, pf.PushBlockAck, self._per_answer, self._credit)
-        elif message.waits is True and self.fetching.complete:
+        is_last = message.sequence == self.pushing.issued  # else the last one may be lost
+        if message.waits is True and is_last and self.fetching.complete:
             answer.must_wait()
         if self.ticks.floor is not None:  # it may wait for pushes of other workers
             answer.silence.progress_at = now

@@ -510,6 +510,15 @@ def test_a_push_that_waits_for_others_is_asked_for_seldom_and_without_its_number
     assert messages(alone.timer(8.7)) == ["PushBlock", "Push"]
 
 
+def test_a_push_before_the_last_that_waits_changes_no_pause() -> None:
+    """Its acknowledgement may be late, and the last push be lost."""
+    alone = Alone()
+    alone.push()
+    alone.push()
+    alone.receive(pf.PushBlockAck(sequence=FIRST, term=1, received=1, waits=True))
+    assert messages(alone.timer(0.5)) == ["Push", "PushBlock", "Push"]
+
+
 def test_missing_blocks_are_requested_again() -> None:
     alone = Alone(layout_of(LARGE))
     (fetch,) = sent(alone.client.begin_fetch(0.0), pf.Fetch)
