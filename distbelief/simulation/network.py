@@ -45,9 +45,12 @@ from distbelief.simulation.faults import CutOff, Delay, Drop, Duplicate, Message
 
 # Each port of the fabric (one direction of a card or switch) has a bandwidth. A message passes
 # at the speed of the slowest port; it is not stored on the way. At the sender's card the flows
-# take turns, one message each: with blocks of about 1 MiB that is fair. Switches and receiving
-# cards serve messages in order of arrival. A small message does not wait behind large ones of
-# other flows, except on a slow port.
+# take turns, one piece of a message each, so that they share it as flows over TCP do: those that
+# begin together end together. Switches and receiving cards serve pieces in order of arrival. A
+# small message does not wait behind large ones of other flows, except on a slow port.
+
+PIECE_BYTES: Final = 1 << 16  # smallest piece: what the kernel sends at a time
+PIECES_MAX: Final = 16  # of a message
 
 SMALL_BYTES: Final = 4096  # largest message that slips in between the packets of larger ones
 
@@ -234,6 +237,8 @@ class Packet(msgspec.Struct, eq=False):  # twice as fast to create as a dataclas
     path: Path
     payload: object
     n_bytes: float
+    n_pieces: int = 1  # in which it passes the sender's card
+    n_left: int = 1  # of them
     departs: Seconds = 0.0
 
 
@@ -250,6 +255,35 @@ class _Cut:
 
 
 _ONE_COPY: Final = [0.0]
+
+
+def _use(
+    ports: Sequence[Port], n_bytes: float, now: Seconds, *, has_overhead: bool = True
+) -> tuple[Seconds, Seconds]:
+    # Return when so many bytes have left the first port, and the last one. A small message does not
+    # wait, but uses bandwidth. On a slow port, where it is not small, it waits for that port only:
+    # it has not blocked the later ports until then.
+    begins, departs, ends = now, 0.0, 0.0
+    for port in ports:  # without max(): this loop is hot
+        takes = n_bytes / port.bytes_per_second
+        if has_overhead:
+            takes += port.overhead_seconds
+        port.used += takes
+        free_at = port.free_at
+        ended = begins + takes
+        if free_at <= begins:
+            port.free_at = ended
+        else:
+            port.free_at = free_at + takes
+            if n_bytes > SMALL_BYTES:
+                begins, ended = free_at, port.free_at
+            elif n_bytes > port.small_bytes:
+                ended = port.free_at
+        if ended > ends:  # noqa: PLR1730 -- as above
+            ends = ended
+        if not departs:
+            departs = ends
+    return departs, ends
 
 
 class Network:
@@ -277,57 +311,48 @@ class Network:
         traffic[1] += n_bytes
         packet = Packet(path, payload, n_bytes)
         card, now = path.card, self._event_queue.now
-        # Small messages slip in between the packets of large ones.
-        if (
-            card is not None
-            and (card.free_at > now or card.turns)
-            and (n_bytes > card.small_bytes or path.waiting)
-        ):
-            if not path.waiting:
-                card.turns.append(path)
-            path.waiting.append(packet)
-            if not card.is_woken:
-                card.is_woken = True
-                self._event_queue.at(card.free_at, self._send_next, card)
-        else:
+        if card is None:
             self._pass(packet, now)
+            return
+        if n_bytes > PIECE_BYTES:
+            n_pieces = min(math.ceil(n_bytes / PIECE_BYTES), PIECES_MAX)
+            packet.n_pieces = packet.n_left = n_pieces
+        # Small messages slip in between the pieces of large ones.
+        waits = (card.free_at > now or card.turns) and (n_bytes > card.small_bytes or path.waiting)
+        if not waits:
+            self._pass(packet, now)
+            if not packet.n_left:
+                return
+        if not path.waiting:
+            card.turns.append(path)
+        path.waiting.append(packet)
+        if not card.is_woken:
+            card.is_woken = True
+            self._event_queue.at(card.free_at, self._send_next, card)
 
     def _send_next(self, card: Port) -> None:
-        # Send a waiting packet of the flow whose turn it is.
+        # Send a waiting piece of the flow whose turn it is.
         now, turns = self._event_queue.now, card.turns
         if card.free_at <= now:  # small messages may have used the card since
             path = turns.popleft()
-            packet = path.waiting.popleft()
+            packet = path.waiting[0]
+            self._pass(packet, now)
+            if not packet.n_left:
+                path.waiting.popleft()
             if path.waiting:
                 turns.append(path)
-            self._pass(packet, now)
         card.is_woken = bool(turns)
         if turns:
             self._event_queue.at(card.free_at, self._send_next, card)
 
     def _pass(self, packet: Packet, now: Seconds) -> None:
-        # Send a packet through its ports. A small message does not wait, but uses bandwidth. On
-        # a slow port, where it is not small, it waits for that port only: it has not blocked the
-        # later ports until then.
-        path, n_bytes = packet.path, packet.n_bytes
-        begins, departs, ends = now, 0.0, 0.0
-        for port in path.ports:  # without max(): this loop is hot
-            takes = port.overhead_seconds + n_bytes / port.bytes_per_second
-            port.used += takes
-            free_at = port.free_at
-            ended = begins + takes
-            if free_at <= begins:
-                port.free_at = ended
-            else:
-                port.free_at = free_at + takes
-                if n_bytes > SMALL_BYTES:
-                    begins, ended = free_at, port.free_at
-                elif n_bytes > port.small_bytes:
-                    ended = port.free_at
-            if ended > ends:  # noqa: PLR1730 -- as above
-                ends = ended
-            if not departs:
-                departs = ends
+        # Send a packet, or a piece of it; it arrives with its last one.
+        path = packet.path
+        packet.n_left -= 1
+        if packet.n_left:
+            _use(path.ports, packet.n_bytes / packet.n_pieces, now, has_overhead=False)
+            return
+        departs, ends = _use(path.ports, packet.n_bytes / packet.n_pieces, now)
         packet.departs = departs
         delay, overtaken, copies = 0.0, False, _ONE_COPY
         if self._faults:

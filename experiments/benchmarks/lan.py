@@ -1,6 +1,6 @@
 """Jobs over hosts at a switch: what passes their links, and how fast, beside the forecast.
 
-    python experiments/benchmarks/lan.py [--only CASE] [--seconds 16] [--small]
+    python experiments/benchmarks/lan.py [--only CASE] [--seconds 40] [--small]
 
 Jobs over network namespaces. Not in `make bench`: only root may make these.
 
@@ -25,7 +25,8 @@ as without an exchange (`docs/explanation/exchanges.md`).
     overlap_N        steps per second with N shards if blocks leave early, over those if they do not
 
 Seconds of a step by twelve plans (replicas, shards, ranks, models, links of three rates), forecast
-from what `network.forecasts` measures, none of it by these plans (`--only plans`):
+from what `network.forecasts` measures, none of it by these plans (`--only plans`, 12 minutes).
+Shorter runs differ: replicas that wait for one link fall into step, and out of it, for up to 20 s.
 
     plans_error      mean of |forecast / measured - 1|; plans_worst: the largest
     plans_within     how many are within 5 %
@@ -446,7 +447,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     every = [*CASES, *SPEEDS, *OVERLAPS, PLANS_CASE]
     parser.add_argument("--only", action="append", choices=every)
-    parser.add_argument("--seconds", type=float, default=16.0, help="of a run of a plan")
+    parser.add_argument("--seconds", type=float, default=40.0, help="of a run of a plan")
     options = measurement.options_of(parser, arguments, small=SMALL)
     if (why := obstacle()) is not None:
         raise SystemExit(why)

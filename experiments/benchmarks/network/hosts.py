@@ -22,7 +22,9 @@ from distbelief.core.signals import ended_by_signals
 
 INTERFACE: Final = "veth"
 _BURST_BYTES: Final = 1 << 17  # more than the 64 KiB that the kernel sends in one piece
-_QUEUE_BYTES: Final = 1 << 23
+_QUEUE_SECONDS: Final = 0.1  # of sending: what a card or a switch holds before it drops
+# Of TCP: fills a link both ways at once, as `cubic` does. `bbr` leaves up to a tenth of it free.
+_CONGESTION: Final = "net.ipv4.tcp_congestion_control=reno"
 _NUMBERS: Final = itertools.count()  # of this process, so that each switch has its own name
 
 
@@ -82,7 +84,8 @@ class Lan:
 
     def limit(self, host: Host, *, bits_per_second: float) -> None:
         """Set what the host's card carries each way."""
-        bucket = f"rate {bits_per_second:.0f}bit burst {_BURST_BYTES} limit {_QUEUE_BYTES}"
+        queue = max(_BURST_BYTES, _QUEUE_SECONDS * bits_per_second / 8)
+        bucket = f"rate {bits_per_second:.0f}bit burst {_BURST_BYTES} limit {queue:.0f}"
         for namespace, device in ((host.name, INTERFACE), (self._name, self._port(host))):
             _do(f"tc -n {namespace} qdisc replace dev {device} root tbf {bucket}")
 
@@ -108,6 +111,7 @@ def switched(n_hosts: int, *, bits_per_second: float) -> Iterator[Lan]:
             for index, host in enumerate(lan.hosts):
                 name, port = host.name, f"port{index}"
                 _do(f"ip netns add {name}")
+                _do(f"ip netns exec {name} sysctl -qw {_CONGESTION}")
                 ends = f"{INTERFACE} netns {name} type veth peer name {port} netns {switch}"
                 _do(f"ip link add {ends}")
                 _do(f"ip -n {name} addr add {host.address}/24 dev {INTERFACE}")
