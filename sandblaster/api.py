@@ -30,6 +30,7 @@ from typing_extensions import override
 from distbelief.config.job import Job
 from distbelief.config.load import job_of, load_job, plain
 from distbelief.core.arguments import checked
+from distbelief.core.drawing import plot
 from distbelief.core.errors import JobError, StorageError
 from distbelief.core.files import scratch
 from distbelief.core.formatting import nearest
@@ -37,7 +38,7 @@ from distbelief.core.frames import frame
 from distbelief.job.callbacks import HeldCallback
 from distbelief.job.launch.local import LocalLauncher
 from distbelief.job.run.directory import RunDirectory
-from distbelief.job.run.metrics_file import plot, read_metrics
+from distbelief.job.run.metrics_file import read_metrics
 from distbelief.job.run.model_file import newest_snapshots
 from distbelief.job.run.result import Run
 from distbelief.job.run.resume import check_same, newest_checkpoint_set, store_of

@@ -32,6 +32,7 @@ from distbelief.config.load import job_from_json, job_of, load_job
 from distbelief.config.presets import KNOBS
 from distbelief.core import files
 from distbelief.core.arguments import checked
+from distbelief.core.drawing import import_for_drawing
 from distbelief.core.errors import JobError, StorageError
 from distbelief.core.folders import LocalFolder
 from distbelief.core.signals import EXIT_CODES, REASONS, caught_signals, ended_by_signals
@@ -47,13 +48,7 @@ from distbelief.job.launch.supervised_job import check_data, supervisor_config, 
 from distbelief.job.run.checkpoints import CheckpointStore
 from distbelief.job.run.directory import RunDirectory, Status
 from distbelief.job.run.folders import absolute
-from distbelief.job.run.metrics_file import (
-    Measurement,
-    MetricsFile,
-    draw_curve,
-    import_for_drawing,
-    read_metrics,
-)
+from distbelief.job.run.metrics_file import Measurement, MetricsFile, draw_curve, read_metrics
 from distbelief.job.run.model_file import ModelSource, write_best, write_model
 from distbelief.job.run.result import Run
 from distbelief.job.run.resume import (

@@ -7,24 +7,22 @@ last. Readers skip it; a resumed run removes it and appends.
 import errno
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from importlib import import_module
 from io import FileIO
 from pathlib import Path
-from threading import Lock
-from typing import TYPE_CHECKING, Final, Self, final
+from typing import TYPE_CHECKING, Self, final
 
 import msgspec
 
 from distbelief.core import files
+from distbelief.core.drawing import draw_line, import_for_drawing, say_nothing_measured
 from distbelief.core.formatting import is_loss, is_share
 from distbelief.supervisor.view import JobView, Measured, filled
 
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 
 class Measurement(Measured, frozen=True, kw_only=True):
@@ -106,19 +104,6 @@ def measurements_in(content: bytes) -> list[Measurement]:
     return measurements
 
 
-N_MARKED_MAX: Final = 40  # points of a curve that are marked
-N_NAMED_MAX: Final = 20  # curves
-
-_IMPORTING: Final = Lock()  # matplotlib's modules import each other: two threads must not
-
-
-def import_for_drawing() -> None:
-    """Import what `draw_curve` needs, which takes most of a second."""
-    with _IMPORTING:
-        for module in ("matplotlib.figure", "matplotlib.backends.backend_agg"):
-            import_module(module)
-
-
 def draw_curve(path: Path, measurements: Sequence[Measurement], *, title: str) -> bool:
     """Draw the curve to `path`; return False if there is nothing to draw yet."""
     import_for_drawing()
@@ -137,21 +122,21 @@ def draw_curve(path: Path, measurements: Sequence[Measurement], *, title: str) -
     FigureCanvasAgg(figure)
     axes = figure.subplots(1 + len(names), 1, sharex=True, squeeze=False)[:, 0]
     lines = [
-        _line(axes[0], [(m.time, m.loss) for m in drawn], label="training"),
-        _line(axes[0], [(m.time, m.held_out_loss) for m in drawn], label="held out"),
+        draw_line(axes[0], [(m.time, m.loss) for m in drawn], label="training"),
+        draw_line(axes[0], [(m.time, m.held_out_loss) for m in drawn], label="held out"),
     ]
     axes[0].set_ylabel("loss")
     if any(lines):
         axes[0].legend(frameon=False)
     else:
-        _say_nothing_measured(axes[0])
+        say_nothing_measured(axes[0])
     axes[0].set_title(title)
     for axis, name in zip(axes[1:], names, strict=True):
         values = [
             (m.time, m.metric if name == m.metric_name else m.metrics.get(name)) for m in drawn
         ]
-        if not _line(axis, values, label="held out"):
-            _say_nothing_measured(axis)
+        if not draw_line(axis, values, label="held out"):
+            say_nothing_measured(axis)
         axis.set_ylabel(f"held-out {name}")
         if is_share(name):
             axis.yaxis.set_major_formatter(PercentFormatter(xmax=1.0))
@@ -166,44 +151,6 @@ def draw_curve(path: Path, measurements: Sequence[Measurement], *, title: str) -
     return True
 
 
-def plot(
-    curves: Mapping[str, Sequence[tuple[float, float | None]]], *, x: str, y: str, title: str
-) -> "Figure":
-    """Return a figure with these curves, which needs no display; a notebook shows it."""
-    import_for_drawing()
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415
-    from matplotlib.figure import Figure  # noqa: PLC0415
-
-    figure = Figure(figsize=(7.0, 4.5), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots()
-    drawn = [_line(axes, curve, label=label) for label, curve in curves.items()]
-    if not any(drawn):
-        _say_nothing_measured(axes)
-    elif len(drawn) <= N_NAMED_MAX:  # of hundreds the names would hide the curves
-        axes.legend(frameon=False)
-    axes.set(xlabel=x, ylabel=y, title=title)
-    axes.grid(alpha=0.3)
-    return figure
-
-
-def _line(axes: "Axes", points: Sequence[tuple[float, float | None]], *, label: str) -> bool:
-    # Each value is drawn where it first appeared. Returns whether there were any.
-    times: list[float] = []
-    values: list[float] = []
-    for time, value in points:
-        if value is None or not math.isfinite(value):
-            continue
-        if not values or value != values[-1]:
-            times.append(time)
-            values.append(value)
-    # A line through one point is invisible, and of few the line hides which were measured.
-    marker = "o" if len(values) == 1 else "." if len(values) <= N_MARKED_MAX else ""
-    if values:
-        axes.plot(times, values, label=label, linewidth=1.5, marker=marker)
-    return bool(values)
-
-
 def _widen(axes: "Axes", least: float | None, *, most: float) -> None:
     """Show a range of at least `least`, or else a tenth of the largest value: noise stays small."""
     low, high = axes.get_ylim()
@@ -211,9 +158,3 @@ def _widen(axes: "Axes", least: float | None, *, most: float) -> None:
     if lacking > 0:
         top = min(high + lacking / 2, max(high, most))
         axes.set_ylim(top - (high - low) - lacking, top)
-
-
-def _say_nothing_measured(axes: "Axes") -> None:
-    axes.text(
-        0.5, 0.5, "no number was measured", transform=axes.transAxes, horizontalalignment="center"
-    )

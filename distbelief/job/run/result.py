@@ -14,9 +14,10 @@ from typing_extensions import override
 from distbelief.config.algorithms import facts_of
 from distbelief.config.job import Job
 from distbelief.core import notebook
+from distbelief.core.drawing import plot
 from distbelief.core.errors import JobError, StorageError
 from distbelief.core.frames import frame
-from distbelief.job.run.metrics_file import plot, read_metrics
+from distbelief.job.run.metrics_file import read_metrics
 from distbelief.job.run.summary import Summary, final_table
 from distbelief.task.task import build_model
 

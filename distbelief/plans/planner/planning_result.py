@@ -13,7 +13,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import final
+from typing import TYPE_CHECKING, final
 
 import torch
 from rich.console import Console
@@ -23,6 +23,7 @@ from typing_extensions import override
 
 from distbelief.core import files, notebook
 from distbelief.core.arguments import checked
+from distbelief.core.drawing import plot
 from distbelief.core.errors import JobError
 from distbelief.core.frames import frame
 from distbelief.graph.capture import InputSpec
@@ -34,6 +35,10 @@ from distbelief.plans.planner.plan_picture import draw_plan
 from distbelief.plans.planner.planner import Planned, Request, plan as make_plans, planning_request
 from distbelief.plans.planner.search import Notify, PlanningRequest
 from distbelief.plans.step_cost import chrome_trace
+
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 # --- arguments of `distbelief.plan` ---
@@ -121,7 +126,11 @@ class PlanningResult:
     """Plans for several numbers of machines, in ascending order.
 
     `rows()`: of each its machines, those used, step_seconds (p10, p50, p90), speed_up over one
-    machine, efficiency and shares (0 to 1), memory_bytes of each machine, and bytes of a step.
+    machine, efficiency (that over the machines used), the shares of their time compute,
+    communication, sync and wait (0 to 1), memory_bytes of each machine, fits, the offenders
+    (machines that lack memory), lower_bound_seconds of any plan, in_model_gap (how far it may be
+    from the best of the candidates; 0.1 is 10 %), its limit in words, the method that found it,
+    and bytes that cross in a step.
     """
 
     request: PlanningRequest  # what was asked for
@@ -163,6 +172,28 @@ class PlanningResult:
     def to_pandas(self) -> object:
         """Return `rows` as a pandas.DataFrame; JobError without pandas."""
         return frame(self.rows())
+
+    def plot(self) -> "Figure":
+        """Return a matplotlib figure: seconds of a step over the numbers of machines.
+
+        Beside the median and its quantiles stands what one machine takes, divided by their number.
+        `draw` draws the plan itself.
+        """
+        quantiles = enumerate(("10 %", "median", "90 %"))
+        curves = {
+            name: [(float(one.n_machines), one.best.seconds[k]) for one in self.planned]
+            for k, name in quantiles
+        }
+        curves["one machine's, divided by their number"] = [
+            (float(one.n_machines), one.one_machine_seconds / one.n_machines)
+            for one in self.planned
+        ]
+        last = self.planned[-1]
+        title = (
+            f"{self.request.model} on {self.request.cluster.name}: {last.speed_up:.2f}x on "
+            f"{last.n_machines} machines"
+        )
+        return plot(curves, x="machines", y="seconds of a step", title=title, repeats=True)
 
     def plain(self) -> plan_report.Plain:
         """Return what `distbelief partition --json` prints."""

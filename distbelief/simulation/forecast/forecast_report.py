@@ -24,7 +24,7 @@ from distbelief.core.errors import JobError, StorageError
 from distbelief.protocol.role import Address, Executor, Seconds
 from distbelief.simulation.forecast.chooser import AS_GIVEN, undecided
 from distbelief.simulation.forecast.run import Span, Timeline
-from distbelief.simulation.forecast.sweep import Limit, Spread, Variant, has_target
+from distbelief.simulation.forecast.sweep import Limit, Spread, Variant, has_target, short
 
 
 Show = Callable[[float | None], str]
@@ -217,7 +217,7 @@ def suggestion(
     lines = [f"suggested, by {by}:", chosen]
     others = undecided(best, ran, by=by)
     if others and len(best.outcomes) > 1:
-        names = "; ".join(_settings_of(one).removesuffix(", ") for one in others)
+        names = "; ".join(short(one.settings) for one in others)
         lines.append(f"{len(best.outcomes)} seeds do not tell it from: {names}")
     if len(front) > 1:
         lines.append("front: no other row is both faster and cheaper")
@@ -249,7 +249,7 @@ def _configurations(n: int) -> str:
 
 
 def _settings_of(variant: Variant) -> str:
-    return "".join(f"{key.rpartition('.')[2]} {value}, " for key, value in variant.settings.items())
+    return f"{short(variant.settings)}, " if variant.settings else ""
 
 
 def constants_table(constants: Sequence[tuple[str, str]]) -> Table:

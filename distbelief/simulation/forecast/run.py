@@ -20,7 +20,7 @@ from distbelief.simulation.driver import Builder, HandledEvent
 from distbelief.simulation.faults import Fault, Outage
 from distbelief.simulation.forecast.placed_cluster import PlacedCluster
 from distbelief.simulation.forecast.prepare import PreparedJob
-from distbelief.simulation.forecast.sweep import Outcome, Resource, Variant, reached_at
+from distbelief.simulation.forecast.sweep import Outcome, Resource, Variant, reached_at, short
 from distbelief.simulation.machines import ClusterOptions
 from distbelief.supervisor.supervisor import Supervisor
 from distbelief.supervisor.view import JobView, filled
@@ -242,8 +242,7 @@ class Trial:
     @property
     def name(self) -> str:
         """The settings as text, or the name of the job."""
-        short = (f"{key.rpartition('.')[2]} {v}" for key, v in self.settings.items())
-        return ", ".join(short) or self.job.job.name
+        return short(self.settings) or self.job.job.name
 
     def variant(self, *, machines: int | None = None) -> Variant:
         """Return the variant without outcomes; `left_out` says why if it cannot be run."""

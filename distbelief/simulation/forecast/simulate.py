@@ -21,10 +21,10 @@ from distbelief.config.load import Overrides, job_of, load_job, plain
 from distbelief.config.toml import inline
 from distbelief.core import notebook
 from distbelief.core.arguments import checked
+from distbelief.core.drawing import plot
 from distbelief.core.errors import JobError, StorageError
 from distbelief.core.frames import frame
 from distbelief.job.display.progress import WaitProgress
-from distbelief.job.run.metrics_file import plot
 from distbelief.simulation.forecast.chooser import (
     AS_GIVEN,
     BY,
@@ -52,6 +52,8 @@ from distbelief.simulation.forecast.sweep import (
     checked_axes,
     combinations,
     has_target,
+    losses,
+    short,
 )
 
 
@@ -130,10 +132,7 @@ class Forecast(msgspec.Struct, frozen=True, kw_only=True):
     def plot(self) -> "Figure":
         """Return a matplotlib figure: loss over virtual seconds, of each variant's first run."""
         curves = {
-            ", ".join(
-                f"{key.rpartition('.')[2]} {value}" for key, value in variant.settings.items()
-            )
-            or "loss": [(point.seconds, point.loss) for point in variant.outcomes[0].history]
+            short(variant.settings) or "loss": losses(variant.outcomes[0])
             for variant in self.variants
             if variant.outcomes
         }

@@ -13,18 +13,23 @@ price           of each machine's hours, while it is there
 import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Final, cast, final
+from typing import TYPE_CHECKING, Final, cast, final
 
 import msgspec
 import numpy as np
 from typing_extensions import override
 
 from distbelief.config.job import Job, StopTable
+from distbelief.core.drawing import Curve, plot
 from distbelief.core.errors import JobError
 from distbelief.core.frames import frame
 from distbelief.protocol.role import Seconds
 from distbelief.supervisor.stop_rules import StopRules
 from distbelief.supervisor.view import JobView, Point, Totals
+
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 @final
@@ -86,6 +91,17 @@ class Outcome(Totals, frozen=True, kw_only=True):
         """Return `rows` as a pandas.DataFrame; JobError without pandas."""
         return frame(self.rows())
 
+    def plot(self) -> "Figure":
+        """Return a matplotlib figure of training and held-out loss over virtual seconds."""
+        held_out = [(point.seconds, point.held_out_loss) for point in self.history]
+        curves = {"training": losses(self), "held out": held_out}
+        return plot(curves, x="virtual seconds", y="loss", title=f"seed {self.seed}")
+
+
+def losses(run: Outcome) -> Curve:
+    """Return the training loss over virtual seconds."""
+    return [(point.seconds, point.loss) for point in run.history]
+
 
 @final
 class Spread(msgspec.Struct, frozen=True, kw_only=True):
@@ -114,6 +130,7 @@ FIGURES: Final = (
     "training_seconds",
     "metric",
     "loss",
+    "held_out_loss",
     "staleness_mean",
     "staleness_p95",
     "bytes_in",
@@ -222,7 +239,11 @@ class Variant(msgspec.Struct, frozen=True, kw_only=True):
         return f"<Variant {name}: {self.left_out or [*self.outcomes]}>"
 
     def rows(self) -> list[dict[str, object]]:
-        """Return a row for each seed: settings, machines, and the figures of its outcome."""
+        """Return a row for each seed: settings, n_machines, seed, limit and figures of its outcome.
+
+        `limit` is the busiest resource, in a sweep. Figures have the units that `Outcome` has, or
+        are those of the exchange: steps_per_push, clock_gap_max (exchanges) and seconds_waited.
+        """
         limit = {} if self.limit is None else {"limit": self.limit.resource}
         settings = {key: _number(value) for key, value in self.settings.items()}
         names = (*FIGURES, "samples", "step", "stop_reason", "error")
@@ -235,6 +256,17 @@ class Variant(msgspec.Struct, frozen=True, kw_only=True):
     def to_pandas(self) -> object:
         """Return `rows` as a pandas.DataFrame; JobError without pandas."""
         return frame(self.rows())
+
+    def plot(self) -> "Figure":
+        """Return a matplotlib figure: training loss over virtual seconds, of each seed."""
+        curves = {f"seed {run.seed}": losses(run) for run in self.outcomes}
+        title = short(self.settings) or self.job.name
+        return plot(curves, x="virtual seconds", y="loss", title=title)
+
+
+def short(settings: Mapping[str, str]) -> str:
+    """Return settings as text, without the tables of their keys: "replicas 2, every 5"."""
+    return ", ".join(f"{key.rpartition('.')[2]} {value}" for key, value in settings.items())
 
 
 def _number(value: str) -> object:

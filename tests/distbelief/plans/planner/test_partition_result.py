@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -81,6 +82,19 @@ def test_the_step_of_one_machine_is_the_sum_of_its_layers() -> None:
     done = outlook.planned[0]
     assert done.median == pytest.approx(total)
     assert done.lower_bound <= done.median * (1 + 1e-9)
+
+
+def test_plans_are_rows_and_a_figure_of_steps_over_machines() -> None:
+    found = distbelief.plan(net(), EXAMPLE, machines=(1, 2), cluster="rack-1g")
+    rows = found.rows()
+    told = found.__doc__ or ""
+    assert [name for name in rows[0] if name not in told] == []
+    axes = found.plot().axes[0]
+    lines = {str(line.get_label()): np.asarray(line.get_xydata()) for line in axes.lines}
+    steps = [dict(row["step_seconds"])["p50"] for row in rows]  # type: ignore[call-overload]
+    # Two machines do not help so small a net, and their step is drawn all the same.
+    assert lines["median"].tolist() == [[1.0, steps[0]], [2.0, steps[1]]]
+    assert lines["one machine's, divided by their number"][1, 1] == pytest.approx(steps[0] / 2)
 
 
 def test_a_second_planning_measures_nothing() -> None:

@@ -27,7 +27,7 @@ from distbelief.simulation.forecast.simulate import (
     run_request,
     simulate,
 )
-from distbelief.simulation.forecast.sweep import axes_of
+from distbelief.simulation.forecast.sweep import SHORT, Variant, axes_of
 from distbelief.worker.downpour_settings import DownpourSettings
 from tests.distbelief.simulation.forecast.jobs import SANDBLASTER, TEXT, small, written
 from tests.elsewhere import answers
@@ -254,6 +254,16 @@ def test_a_forecast_of_a_job_object_is_data(
     assert {"seconds", "loss", "metric"} < curve[0].keys()
     axes = found.plot().axes[0]
     assert [line.get_label() for line in axes.lines] == ["replicas 1", "replicas 2"]
+    axes = found.variants[1].plot().axes[0]
+    assert axes.get_title() == "replicas 2"
+    assert [line.get_label() for line in axes.lines] == ["seed 0", "seed 1"]
+    training, held_out = alone.plot().axes[0].lines
+    last = [(row["seconds"], row["held_out_loss"]) for row in curve if row["held_out_loss"]][-1]
+    assert last in [*zip(held_out.get_xdata(), held_out.get_ydata(), strict=True)]
+    assert {*np.asarray(training.get_ydata())} <= {row["loss"] for row in curve}
+    assert rows[3]["held_out_loss"] == alone.held_out_loss is not None
+    told = f"{Variant.rows.__doc__}{SHORT.values()}"
+    assert [name for name in rows[0] if not hasattr(alone, name) and name not in told] == []
     assert "2 variants" in repr(found)
     assert len(repr(found)) < 200 > len(repr(found.variants[0])) > len(repr(alone))
     monkeypatch.setitem(sys.modules, "pandas", Pandas)
