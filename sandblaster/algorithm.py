@@ -75,6 +75,7 @@ class SandblasterAlgorithm:
             warm_start_samples=0 if config.warm_start is None else config.warm_start.samples,
             ends_by_itself=True,  # a method has its own bounds
             bounds=BOUNDS if config.method == PROGRAM else (),
+            parts=None if config.method == PROGRAM else partial(_n_chunks, config),
             check=partial(check_model, config),
             verdict=verdict,
         )
@@ -107,6 +108,11 @@ class SandblasterAlgorithm:
             rank=lambda split: build_rank(name, config=config, context=context, split=split),
             coordinator=lambda: build_coordinator(config, context=context),
         )
+
+
+def _n_chunks(config: SandblasterSettings, n_examples: int, n_replicas: int) -> int:
+    sizes = config.chunk_sizes(n_examples=n_examples, n_replicas=n_replicas)
+    return sizes.n_chunks(n_examples)
 
 
 def n_vectors_of(config: SandblasterSettings) -> int:

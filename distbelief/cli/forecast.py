@@ -85,9 +85,14 @@ def _lines(found: "Outlook") -> list[str]:
             then = f", so {found.target} in {' to '.join(map(formatting.duration, until))}"
         lines.append(
             f"two more replicas, each on a machine like theirs: {low:+.0f} to {high:+.0f} % "
-            f"samples/s{then}. The {found.n_replicas} there are spend "
-            f"{formatting.percent(found.exchange or 0.0)} of their time with the shards; the "
-            "lower holds if that is because these are busy"
+            f"samples/s{then}{found.parts and f'; {found.parts}'}. The {found.n_replicas} there "
+            f"are spend {formatting.percent(found.exchange or 0.0)} of their time with the shards "
+            "or waiting for samples; the lower holds if that is because these are busy"
+        )
+    if found.more_not_told:
+        lines.append(
+            f"two more replicas: {found.more_not_told}. To try it: distbelief simulate JOB --sweep "
+            f"replicas={found.n_replicas},{found.n_replicas + 2}"
         )
     return lines
 

@@ -81,6 +81,8 @@ class Facts:
     # From the numbers of samples and replicas: how they are dealt. None: each replica has a part of
     # its own.
     epochs: "Callable[[int, Pieces | None, int], Epochs] | None" = None
+    # From the numbers of samples and replicas: how many parts of each batch of all are dealt
+    parts: "Callable[[int, int], int] | None" = None
     in_ring: bool = False  # replicas talk to each other
     bounds: Sequence[str] = ()  # of [model] arguments, which a resumed run may change
     epoch_share: float = 1.0  # of an epoch of dealt samples; what is left then is not waited for

@@ -12,19 +12,21 @@ of theirs goes on as the run has: by falls of a few iterations each, drawn again
 series, Kunsch 1989).
 """
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from statistics import median
 from typing import Final, Literal, final
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from distbelief.config.algorithms import coordinator_of
+from distbelief.config.algorithms import coordinator_of, facts_of
 from distbelief.config.job import Job
 from distbelief.core.errors import DistBeliefError
 from distbelief.core.formatting import is_loss, is_share
-from distbelief.dashboard.bottleneck import seconds_spent
+from distbelief.dashboard.bottleneck import SPENT, seconds_spent
 from distbelief.job.run.metrics_file import Measurement
 from distbelief.supervisor.view import JobView
 
@@ -43,6 +45,7 @@ BACK_TO: Final = (0.5, 0.65, 0.8)  # of the points: what earlier forecasts knew
 AHEAD_MAX: Final = 10.0  # times the samples so far
 LINE: Final = 1.2  # times the curve's squared error: a line is as good
 LARGEST: Final = 1e60  # squares of a loss and of its inverse must be finite
+N_MORE: Final = 2  # replicas
 RISES: Final = 2.0  # standard errors of the slope of the last half
 _QUANTILES: Final = (0.05, 0.5, 0.95)
 
@@ -66,12 +69,14 @@ class Outlook(msgspec.Struct, frozen=True, kw_only=True):
     met: float | None = None  # seconds of the job after which it was measured
     seconds: Interval | None = None  # until it is reached; infinite beyond `AHEAD_MAX`
     reached: float | None = None  # share of the curves that reach it within `AHEAD_MAX`
-    n_replicas: int
-    exchange: float | None = None  # share of the replicas' time, with the shards
+    n_replicas: int = 0
+    exchange: float | None = None  # share of their time, with the shards or without samples
     # Samples a second with two more replicas, over those now: if all of the exchange is waiting for
-    # busy shards, and if none is.
+    # what is busy, and if none is.
     two_more: tuple[float, float] | None = None
+    parts: str = ""  # what all replicas share, if that is too little for more of them
     not_told: str = ""  # why there is no forecast
+    more_not_told: str = ""  # why nothing is said of more replicas
 
 
 def curve_of(
@@ -212,8 +217,6 @@ def outlook(
     job: Job, view: JobView, measurements: Sequence[Measurement], *, ended: bool = False
 ) -> Outlook:
     """Return what a run's curve and counters say of its future."""
-    n_replicas = sum(role.name.startswith("replica-") for role in view.roles)
-    exchange = _exchange(view)
     timed = [one for one in measurements if one.samples]
     late = timed[len(timed) // 2 :]
     seconds = late[-1].time - late[0].time if late else 0.0
@@ -229,9 +232,6 @@ def outlook(
         rate=rate,
         ended=ended,
         left=None if ended else view.eta_seconds,
-        n_replicas=n_replicas,
-        exchange=exchange,
-        two_more=None if exchange is None else gain_of_more(exchange, n_replicas, n_more=2),
     )
     name, aimed = view.metric_name, points
     target, value = "", None
@@ -243,7 +243,7 @@ def outlook(
             value, aimed = 1.0 - job.stop.accuracy, curve_of(measurements, "metric")
         elif is_loss(name):
             value = job.stop.accuracy
-    changes: dict[str, object] = {"target": target}
+    changes: dict[str, object] = {"target": target, **_of_replicas(job, view, timed)}
     if value is not None:
         first = next((x for x, y in aimed if y <= value), None)
         changes["met"] = next((one.time for one in timed if one.samples == first), None)
@@ -261,16 +261,96 @@ def outlook(
     return msgspec.structs.replace(found, **changes)
 
 
-def _exchange(view: JobView) -> float | None:
-    # Share of the replicas' time in which they wait for shards, or copy.
-    shares = []
+def _of_replicas(job: Job, view: JobView, measurements: Sequence[Measurement]) -> dict[str, object]:
+    spent = _spent(view)
+    totals = [(_exchanged(one), sum(one.values())) for one in spent]
+    shares = [exchanged / total for exchanged, total in totals if total]
+    exchange = sum(shares) / len(shares) if shares else None
+    found: dict[str, object] = {"n_replicas": len(spent), "exchange": exchange}
+    try:
+        if facts_of(job).in_ring:
+            raise CannotTellError("cannot tell: with each replica a ring has more to send")  # noqa: TRY301
+        if exchange is not None and coordinator_of(job) is not None:
+            found["two_more"], found["parts"] = _more_for_batches(job, measurements, spent)
+        elif exchange is not None:
+            found["two_more"], found["parts"] = _more_for_samples(job, view, len(spent), exchange)
+    except CannotTellError as error:
+        found["more_not_told"] = str(error)
+    return found
+
+
+def _spent(view: JobView) -> list[dict[str, float]]:
+    """Return the seconds of each replica by activity; of a split one those of a rank.
+
+    Of the ranks it is the one that has most to do with shards. What it waits for others of its
+    replica counts as computing.
+    """
+    found: dict[str, dict[str, float]] = {}
     for role in view.roles:
         if role.name.startswith("replica-"):
-            spent = seconds_spent(role.counters, {})
-            if total := sum(spent.values()):
-                with_shards = spent.get("waiting for shards", 0.0) + spent.get("copying", 0.0)
-                shares.append(with_shards / total)
-    return sum(shares) / len(shares) if shares else None
+            replica, spent = role.name.partition(".")[0], seconds_spent(role.counters, {})
+            inside = f"{SPENT}waiting for {replica}."
+            waited = sum(n for name, n in role.counters.items() if name.startswith(inside))
+            if waited:
+                spent["computing"] = spent.get("computing", 0.0) + waited
+                spent["waiting for roles"] -= waited
+            found[replica] = max(found.get(replica, spent), spent, key=_exchanged)
+    return [*found.values()]
+
+
+def _exchanged(spent: Mapping[str, float]) -> float:
+    # Waiting for shards, or for the supervisor to deal samples, and copying.
+    names = ("waiting for shards", "copying", "waiting for samples")
+    return sum(spent.get(name, 0.0) for name in names)
+
+
+def _more_for_batches(
+    job: Job, measurements: Sequence[Measurement], spent: Sequence[Mapping[str, float]]
+) -> tuple[tuple[float, float], str]:
+    """Return the gain of two more replicas that share each batch, and its parts if these are few.
+
+    A replica computes whole parts. What is neither computing nor, at most, exchange takes as long
+    with more replicas: above all the coordinator's commands.
+    """
+    facts, n = facts_of(job), len(spent)
+    counted = [
+        (one.samples, one.figures["evaluations"])
+        for one in measurements
+        if "evaluations" in one.figures
+    ]
+    sizes = [(s - s0) / (e - e0) for (s0, e0), (s, e) in itertools.pairwise(counted) if e > e0]
+    if facts.parts is None or facts.warm_start_samples:
+        raise CannotTellError("cannot tell of a program, nor of a job with a warm start")
+    if not sizes:
+        raise CannotTellError("cannot tell: no two evaluations of the loss have ended")
+    numbers = n, n + N_MORE
+    parts = [facts.parts(round(median(sizes)), k) for k in numbers]
+    # Of the replica with the most parts, as shares of a batch.
+    now, then = (_most(m, k) / m for m, k in zip(parts, numbers, strict=True))
+    seconds = sum(sum(one.values()) for one in spent) / n
+    computing = sum(one.get(name, 0.0) for one in spent for name in ("computing", "reading"))
+    shared = (computing, computing + sum(map(_exchanged, spent)))
+    low, high = (seconds / (seconds - min(s, seconds / now) * (now - then)) for s in shared)
+    is_few = parts[1] < 4 * numbers[1]
+    return (low, high), f"a batch has {parts[1]} parts to share" if is_few else ""
+
+
+def _more_for_samples(
+    job: Job, view: JobView, n: int, exchange: float
+) -> tuple[tuple[float, float], str]:
+    """Return the gain of two more replicas, and the batches that are left if these are few."""
+    low, high = gain_of_more(exchange, n, n_more=N_MORE)
+    facts = facts_of(job)
+    if facts.epochs is None or view.total_samples is None:
+        return (low, high), ""
+    left = _most(max(view.total_samples - view.samples, 0), facts.batch_size)
+    most = _most(left, n) / _most(left, n + N_MORE) if left else 1.0
+    few = f"{left} batches are left to deal" if most < high else ""
+    return (min(low, most), min(high, most)), few
+
+
+def _most(n_parts: int, n: int) -> int:
+    return -(-n_parts // n)
 
 
 def gain_of_more(exchange: float, n: int, *, n_more: int) -> tuple[float, float]:

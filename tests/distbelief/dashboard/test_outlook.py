@@ -21,8 +21,18 @@ from distbelief.dashboard.outlook import (
 )
 from distbelief.job.run.directory import RunDirectory, Status
 from distbelief.job.run.metrics_file import Measurement, MetricsFile
+from distbelief.simulation.forecast.placed_cluster import HostCosts
+from distbelief.simulation.forecast.prepare import Preparation
+from distbelief.simulation.forecast.run import run_simulated
 from distbelief.supervisor.view import JobView, RoleView
-from tests.distbelief.simulation.forecast.jobs import small
+from tests.distbelief.simulation.forecast.jobs import SANDBLASTER, TEXT, small
+
+
+RING = (
+    "algorithm.exchange={staleness=0, round={}, weight='mean', route='ring'}",
+    "algorithm.rule={name='sgd', learning_rate=0.1}",
+    "cluster.shards=1",
+)
 
 
 def power_law(x: float) -> float:
@@ -105,6 +115,112 @@ def a_run(n: int) -> tuple[JobView, list[Measurement]]:
     )
     view = JobView(samples=rows[-1].samples, total_samples=3 * rows[-1].samples, roles=roles)
     return view, rows
+
+
+CLUSTER = """
+latency = "60 us"
+[[machines]]
+count = 14
+flops = "20 kFLOP/s"
+memory_rate = "10 MB/s"
+bandwidth = "1 Mbit/s"
+"""
+
+
+@pytest.mark.untraced
+@pytest.mark.parametrize(
+    ("n", "wish", "parts"),
+    [
+        (2, (), "a batch has 12 parts to share"),  # six each, then three
+        (8, ("algorithm.portion=6",), "a batch has 8 parts to share"),  # one each, then none
+        pytest.param(
+            *(1, ("algorithm.portion=6", "cluster.partitions=2"), "a batch has 8 parts to share"),
+            marks=pytest.mark.soak,
+        ),
+    ],
+)
+def test_two_more_replicas_of_a_batch_method_do_what_a_simulation_has(
+    n: int, wish: tuple[str, ...], parts: str, tmp_path: Path
+) -> None:
+    """+25 % were told of eight replicas that shared eight parts, +100 % of two for +47 %."""
+    (tmp_path / "rack.toml").write_text(CLUSTER)
+    text = SANDBLASTER.replace("iterations = 3", "iterations = 12\ntolerance = 0.0")
+    found: list[tuple[JobView, list[JobView]]] = []
+    with Preparation() as preparation:
+        for n_replicas in (n, n + 2):
+            job = small(f"cluster.replicas={n_replicas}", *wish, text=text)
+            hosts = HostCosts(str(tmp_path / "rack.toml"), machines=14, measures=False)
+            host, views = hosts.hosting(job, tell=lambda _: None), list[JobView]()
+            prepared = host.formed(preparation.stage(job))
+            found.append((run_simulated(prepared, host, seed=0, tell=views.append).view, views))
+    (before, views), (after, _) = found
+    assert before.samples == after.samples
+    rows = [Measurement.of(view) for view in views]
+    told = outlook(small(*wish, text=text), before, rows)
+    assert (told.n_replicas, told.parts) == (n, parts)
+    assert told.two_more is not None
+    low, high = told.two_more
+    gain = before.training_seconds / after.training_seconds
+    assert 0.9 * low < gain < 1.1 * high < 1.25 * low
+
+
+def test_two_more_replicas_get_no_more_than_what_is_left_to_deal() -> None:
+    view, rows = a_run(20)
+    for n_left, most in ((0, 1.0), (4, 1.0), (8, 1.0), (12, 2.0), (400, 2.0)):
+        of_it = msgspec.structs.replace(view, total_samples=view.samples + n_left)
+        found = outlook(small(), of_it, rows)  # four samples are a batch
+        assert found.two_more is not None
+        assert found.two_more[1] == most
+        assert found.parts == ("" if n_left >= 12 else f"{n_left // 4} batches are left to deal")
+
+
+def test_waiting_for_samples_is_no_time_that_more_replicas_share() -> None:
+    """Replicas that had to wait until more samples were dealt were told +100 % by two."""
+    view, rows = a_run(20)
+    counters = {"spent_computing": 1.0, "spent_waiting for more samples": 9.0}
+    roles = [RoleView(name=f"replica-{k}", state="", counters=counters) for k in range(4)]
+    found = outlook(small(), msgspec.structs.replace(view, roles=(*roles,)), rows)
+    assert found.exchange == pytest.approx(0.9)
+    assert found.two_more is not None
+    assert found.two_more[0] < 1.05
+
+
+def test_ranks_are_no_replicas_and_wait_for_each_other() -> None:
+    """Two replicas of two ranks were four, so two more were half as many again."""
+    view, rows = a_run(20)
+    inside = {"spent_computing": 2.0, "spent_waiting for shard-0": 2.0}
+    roles = [
+        RoleView(
+            name=f"replica-{k}.{rank}",
+            state="",
+            counters={**(inside if rank else {}), f"spent_waiting for replica-{k}.{1 - rank}": 4.0},
+        )
+        for k in (0, 1)
+        for rank in (0, 1)
+    ]
+    found = outlook(small(), msgspec.structs.replace(view, roles=(*roles,)), rows)
+    assert (found.n_replicas, found.exchange) == (2, 0.25)
+    assert found.two_more is not None
+    assert found.two_more[1] == 2.0
+
+
+@pytest.mark.parametrize(
+    ("wish", "text", "why"),
+    [
+        (RING, TEXT, "with each replica a ring has more to send"),
+        ((), SANDBLASTER, "no two evaluations of the loss have ended"),
+        (("algorithm.warm_start={samples=8, batch_size=4, rule={name='sgd', learning_rate=0.1}}",),
+         SANDBLASTER, "nor of a job with a warm start"),
+    ],
+)  # fmt: skip
+def test_where_more_replicas_are_not_told_of_it_says_why(
+    wish: tuple[str, ...], text: str, why: str
+) -> None:
+    """Of a ring, where all wait for all, two more replicas were told to double the speed."""
+    view, rows = a_run(20)
+    found = outlook(small(*wish, text=text), view, rows)
+    assert found.two_more is None
+    assert why in found.more_not_told
 
 
 def test_the_outlook_of_a_run_has_its_end_its_target_and_two_more_replicas() -> None:
