@@ -60,7 +60,7 @@ def _print(forecast: Forecast, console: Console, *, n_seeds: int, by: str) -> No
         for line in reports.suggestion(forecast.best, run, front=forecast.front, by=by):
             is_command = line.startswith("--set")  # which a shell takes in one piece
             console.print(line, soft_wrap=unbroken or is_command, markup=False)
-    for line in reports.remarks_on(forecast.variants):
+    for line in (*reports.remarks_on(forecast.variants), *forecast.notes):
         console.print(line, soft_wrap=unbroken, markup=False)
     console.print()
     console.print(reports.constants_table(forecast.constants))

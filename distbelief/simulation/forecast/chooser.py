@@ -6,13 +6,15 @@
 3. run       whole runs with real gradients, with all seeds, of the best and of the front
 
 With a target in [stop], or by loss, whole runs also decide on what changes how the job learns:
-`every`, staleness, the share of a round, the precision of messages. Without one, the fastest of
-these would be the one that exchanges least, whatever it learns: they stay as they are.
+`every`, staleness, the share of a round, the precision of messages, and the presets that the
+formula has as the fastest. Without one, the fastest of these would be the one that exchanges
+least, whatever it learns: they stay as they are.
 """
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import product
 from statistics import median
 from typing import Final, final
@@ -22,6 +24,7 @@ import numpy as np
 
 from distbelief.config.algorithms import facts_of
 from distbelief.config.job import Job
+from distbelief.config.presets import PRESETS
 from distbelief.core.errors import JobError
 from distbelief.job.display.progress import WaitProgress
 from distbelief.parameter_server.policy import ExchangePolicy
@@ -35,10 +38,13 @@ Cost = Callable[[Variant], float]  # the lower the better
 Point = tuple[int, ...]  # the index of a value on each axis
 
 BY: Final = ("time", "loss", "price")  # what a suggestion has least of
-AS_GIVEN: Final = "as given"  # of an axis: the job file's own value, or none
+AS_GIVEN: Final = "as given"  # of an axis: the job file's own value, or its preset's, or none
+PRESET: Final = "algorithm.preset"
+ROUTE: Final = "algorithm.exchange.route"
 
 N_PRICED_MAX: Final = 2000  # combinations that the formula prices; of more, every other one
 N_TRIED_MAX: Final = 40  # short runs
+N_PRESETS: Final = 3  # the fastest by the formula, that whole runs try
 N_RUN_MAX: Final = 40  # whole runs with one seed, where there is a target
 N_STARTS: Final = 3
 N_LAST: Final = 4  # that are run with all seeds
@@ -152,7 +158,7 @@ def usual_axes(job: Job, n_machines: int, *, learns: bool) -> list[Axis]:
     }
     policy = facts_of(job).policy
     if policy is not None and _may_be_a_ring(policy):
-        axes["algorithm.exchange.route"] = ["server", "ring"]
+        axes[ROUTE] = ["server", "ring"]
     if policy is not None and learns:
         axes |= _learning_axes(policy, n_push=getattr(job.algorithm, "n_push", None))
     return [Axis(key=key, values=tuple(values)) for key, values in axes.items()]
@@ -290,14 +296,17 @@ class Search:
     seed: int
     by: str
     stage: Callable[[Job], PreparedJob]
+    notes: list[str] = field(default_factory=list)  # on presets, for the user
     _error: JobError | None = None
     others: list[Trial] = field(default_factory=list)  # what to run where all of the best fail
+    _has_presets: bool = False  # as an axis of the search's own
     _step_seconds: float | None = None  # of one replica, as the first run has them
     _known: dict[Point, tuple[Trial, Variant] | None] = field(default_factory=dict)
 
     def best(self) -> list[Trial]:
         """Return what to run with all seeds: the best, and some of the front."""
         learns = self.by == "loss" or has_target(self.job)
+        is_given = bool(self.axes)
         self.axes = self.axes or usual_axes(self.job, self.n_machines, learns=learns)
         points = self._starts()
         if not points:
@@ -305,7 +314,11 @@ class Search:
         by: str = "price" if self.by == "price" else "time"
         found = self._climb(points, by, self._system, n_max=N_TRIED_MAX, is_short=True)
         if learns:
-            starts, axes = [*found][:N_STARTS], range(len(self.axes))
+            starts = [*found][:N_STARTS]
+            if starts and not is_given and facts_of(self.job).policy is not None:
+                self._add_presets(starts[0])
+                starts, points = ([(*p, 0) for p in some] for some in (starts, points))
+            axes = range(len(self.axes))
             found = self._climb(starts, self.by, axes, n_max=N_RUN_MAX, is_short=False)
         front = front_of([*found.values()])
         last = [*found][:N_LAST] or points[:1]  # none reaches the target: `best_of` says so
@@ -325,11 +338,11 @@ class Search:
     @property
     def _system(self) -> list[int]:
         # Axes that change how fast a job is, and not how it learns.
-        names = ("cluster.", "algorithm.exchange.route")
+        names = ("cluster.", ROUTE)
         return [k for k, axis in enumerate(self.axes) if axis.key.startswith(names)]
 
     def _starts(self) -> list[Point]:
-        own, system = self.stage(self.job).job.to_tables(), self._system
+        own, system = self._own.to_tables(), self._system
         values = [
             range(len(axis.values)) if k in system else [_given(axis, own)]
             for k, axis in enumerate(self.axes)
@@ -339,7 +352,7 @@ class Search:
         points = [point for point in product(*values) if self._fits(point)]
         if self._error is not None and not any(self._known.values()):
             raise self._error
-        prices = self._prices(points[0]) if points else None
+        prices = self._prices(self._trial(points[0])) if points else None
         any_order = [points[n] for n in np.random.default_rng(self.seed).permutation(len(points))]
         if prices is None:
             return any_order
@@ -349,13 +362,71 @@ class Search:
         # Where these fail, the smallest may hold, or any other.
         return [*dict.fromkeys([*fastest[:N_STARTS], cheapest, points[0], *any_order])]
 
-    def _prices(self, point: Point) -> Prices | None:
-        trial = self._short(self._trial(point))
+    def _prices(self, trial: Trial) -> Prices | None:
+        trial = self._short(trial)
         found = trial.completed(trial.variant(), seeds=[self.seed], progress=self.progress)
         if found.failure is not None or not any(run.samples for run in found.outcomes):
             return None
-        self._step_seconds = found.outcomes[0].step_seconds
+        if self._step_seconds is None:
+            self._step_seconds = found.outcomes[0].step_seconds
         return Prices.of(trial, found.outcomes[0])
+
+    def _add_presets(self, point: Point) -> None:
+        """Make the presets that are the fastest there, by the formula, one more axis."""
+        place = self._settings(point) | dict.fromkeys(self._learning, AS_GIVEN)
+        # A ring of one sends nothing: what a preset sends is priced by way of a shard.
+        small = {"cluster.replicas": "1", "cluster.shards": "1", ROUTE: "server"}
+        own, speeds, clash = facts_of(self._own), dict[str, float](), list[str]()
+        for name in PRESETS:
+            try:
+                one, there = (self.prepare({**place, **at, PRESET: name}) for at in (small, {}))
+            except JobError:  # the job's own settings do not go with it
+                clash.append(name)
+                continue
+            facts = facts_of(there.job.job)
+            if there.job.job.algorithm == self._own.algorithm:
+                continue
+            assert facts.policy is not None
+            assert own.policy is not None
+            if facts.policy.send != own.policy.send and facts.rule == own.rule:
+                clash.append(name)  # a rule for gradients would be that of sums of steps
+            elif (prices := self._prices(one)) is not None:
+                speeds[name] = prices.speed(there)
+        best = sorted(speeds, key=lambda name: -speeds[name])[:N_PRESETS]
+        names = ", ".join(best)
+        self.notes.append(f"presets: {len(speeds)} priced; tried, the fastest: {names or 'none'}")
+        if clash:
+            self.notes.append(
+                f"presets left out, as the job's own [algorithm] rule or other keys are not for "
+                f"them: {', '.join(clash)}"
+            )
+        self._has_presets = True
+        self.axes = [*self.axes, Axis(key=PRESET, values=(AS_GIVEN, *best))]
+        known, self._known = self._known, {}
+        for before, found in known.items():
+            self._known[(*before, 0)] = found
+            if found is not None:
+                settings = {**found[0].settings, PRESET: AS_GIVEN}
+                variant = msgspec.structs.replace(found[1], settings=settings)
+                self._known[(*before, 0)] = replace(found[0], settings=settings), variant
+
+    @cached_property
+    def _own(self) -> Job:
+        return self.stage(self.job).job
+
+    @property
+    def _learning(self) -> list[str]:
+        return [axis.key for axis in self.axes if axis.key.startswith("algorithm.")]
+
+    def _settings(self, point: Point) -> dict[str, str]:
+        pairs = [*zip(self.axes, point, strict=True)]
+        settings = {axis.key: axis.values[n] for axis, n in pairs}
+        if not self._has_presets or settings[PRESET] == AS_GIVEN:
+            return settings
+        # What the search has not moved is the preset's.
+        own = self._own.to_tables()
+        still = [axis.key for axis, n in pairs if n == _given(axis, own) and axis.key != PRESET]
+        return settings | {key: AS_GIVEN for key in still if key in self._learning}
 
     def _hour(self, point: Point) -> float:
         trial = self._trial(point)
@@ -364,9 +435,8 @@ class Search:
 
     def _fits(self, point: Point) -> bool:
         if point not in self._known:
-            settings = {axis.key: axis.values[n] for axis, n in zip(self.axes, point, strict=True)}
             try:
-                trial = self.prepare(settings)
+                trial = self.prepare(self._settings(point))
                 self._known[point] = trial, trial.variant(machines=self.n_machines)
             except JobError as error:  # values that do not go together
                 self._known[point], self._error = None, error
@@ -391,7 +461,10 @@ class Search:
         def run(point: Point) -> None:
             if point in known or len(ran) >= n_max or not self._fits(point):
                 return
-            trial = self._short(self._trial(point)) if is_short else self._trial(point)
+            trial = self._trial(point)
+            if any(self._trial(other).job.job == trial.job.job for other in ran):
+                return  # a preset may have what a setting says
+            trial = self._short(trial) if is_short else trial
             found = trial.completed(trial.variant(), seeds=[self.seed], progress=self.progress)
             ran[point], known[point] = found, cost(found)
             if found.left_out is not None:

@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from distbelief.config.job import Job
 from distbelief.config.load import Overrides, job_of, load_job, plain
+from distbelief.config.presets import PRESETS
 from distbelief.config.toml import inline
 from distbelief.core import notebook
 from distbelief.core.arguments import checked
@@ -31,6 +32,7 @@ from distbelief.simulation.forecast.chooser import (
     N_LAST,
     N_RUN_MAX,
     N_TRIED_MAX,
+    PRESET,
     Search,
     best_of,
     front_of,
@@ -106,13 +108,14 @@ class Forecast(msgspec.Struct, frozen=True, kw_only=True):
     variants: tuple[Variant, ...]  # one for each combination of the sweep, in order
     best: Variant | None = None  # the suggested one, if a suggestion was asked for
     front: tuple[Variant, ...] = ()  # of a suggestion: those than which none is faster and cheaper
+    notes: tuple[str, ...] = ()  # of a suggestion: which presets it tried, and which it left out
     timeline: Timeline | None = None  # of the first run, if a trace was asked for
 
     def _repr_html_(self) -> str:
         run = [variant for variant in self.variants if variant.outcomes]
         table = table_of(run, best=self.best, front=self.front, width=notebook.WIDTH) if run else ""
         title = Text(f"{self.job.name} on {self.cluster}", "bold")
-        remarks = map(Text, remarks_on(self.variants))
+        remarks = map(Text, (*remarks_on(self.variants), *self.notes))
         return notebook.html(lambda console: console.print(title, table, *remarks, sep="\n"))
 
     @override
@@ -152,6 +155,7 @@ class Forecast(msgspec.Struct, frozen=True, kw_only=True):
             ],
             "suggested": None if self.best is None else self.best.settings,
             "front": [variant.settings for variant in self.front],
+            "notes": self.notes,
         }
 
 
@@ -235,11 +239,14 @@ def run_request(request: SimulationRequest, *, console: Console) -> Forecast:
     searches = request.suggests and (not request.axes or len(given) > N_ALL_RUN)
     jobs = [_job(request, settings) for settings in ([{}] if searches else given)]
     _check_by(request, jobs[0])
+    _check_presets(given if len(jobs) > 1 else [], jobs)
     hosts = HostCosts(request.cluster, machines=request.machines, measures=request.measures)
     if request.trace is not None:
         check_place(request.trace)
     n_each = len(request.seeds) + bool(request.axes or searches)  # one more tells its limit
-    n_runs = N_TRIED_MAX + N_RUN_MAX + N_LAST * n_each if searches else len(given) * n_each
+    n_runs = len(given) * n_each
+    if searches:
+        n_runs = N_TRIED_MAX + N_RUN_MAX + len(PRESETS) + N_LAST * n_each
     search, left_out = None, list[Variant]()
     with Preparation() as preparation, WaitProgress(console, n_runs=n_runs) as progress:
 
@@ -288,6 +295,7 @@ def run_request(request: SimulationRequest, *, console: Console) -> Forecast:
         variants=variants,
         best=best,
         front=front,
+        notes=() if search is None else tuple(search.notes),
         timeline=next((timeline for _, timeline in ran if timeline is not None), None),
     )
 
@@ -309,6 +317,19 @@ def _check_by(request: SimulationRequest, job: Job) -> None:
             "--by loss compares losses after the same time: give [stop] seconds, and no accuracy "
             "or loss"
         )
+
+
+def _check_presets(given: Sequence[Mapping[str, str]], jobs: Sequence[Job]) -> None:
+    # A file that a run has written, and a `Job`, have every key: no preset would change them.
+    seen: dict[bytes, str] = {}
+    for settings, job in zip(given, jobs, strict=bool(given)):
+        preset = settings.get(PRESET, "")
+        other = seen.setdefault(job.to_json(), preset)
+        if other != preset:
+            raise JobError(
+                f"--sweep {PRESET}={preset}: it is the same job as with {other}, as it gives what "
+                "they would set: leave these keys of [algorithm] out"
+            )
 
 
 def _job(request: SimulationRequest, settings: Mapping[str, str]) -> Job:

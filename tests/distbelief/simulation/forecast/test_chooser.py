@@ -9,6 +9,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
+from distbelief.config.algorithms import facts_of
 from distbelief.config.job import Job
 from distbelief.core.errors import JobError
 from distbelief.simulation.forecast.chooser import (
@@ -252,6 +253,60 @@ def test_where_all_starts_fail_the_search_goes_on(
     found = suggested(folder, monkeypatch, ends)
     assert (found["cluster.replicas"], found["cluster.shards"]) == ("2", "5")
     assert n_short <= N_TRIED_MAX + 1  # one for the formula
+
+
+def presets_of(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, rule: str
+) -> tuple[Mapping[str, str], str]:
+    """Return what is suggested to a job that local steps help, and what is said of presets."""
+
+    def run(self: Trial, *, seed: int, **_: object) -> object:
+        policy = facts_of(self.job.job).policy
+        assert policy is not None
+        seconds = 5.0 + (policy.send == "gradient") + (policy.every != 64)
+        n_bytes = {"replica - shard": 1e6 / float(str(policy.every))}
+        outcome = an_outcome(rate=self.job.job.cluster.n_replicas, target_seconds=seconds)
+        return SimpleNamespace(outcome=msgspec.structs.replace(outcome, seed=seed, traffic=n_bytes))
+
+    monkeypatch.setattr(Trial, "run", run)
+    text = TEXT.replace('rule = { name = "adagrad", learning_rate = 0.05 }', rule)
+    found = simulate(
+        written(folder, text=text),
+        overrides=[f"stop.seconds={LONG}", "stop.loss=0.1"],
+        machines=5,
+        cluster="rack.toml",
+        suggest=True,
+        counted=True,
+    )
+    assert found.best is not None
+    return found.best.settings, " ".join(found.notes)
+
+
+def test_with_a_target_presets_are_searched(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They were tried with `--sweep algorithm.preset=...` alone."""
+    settings, notes = presets_of(folder, monkeypatch, 'preset = "downpour"')
+    assert settings["algorithm.preset"] in {"local", "diloco", "decoupled-diloco", "sparseloco"}
+    # Settings of the job's own axes would be in the preset's place.
+    assert settings["algorithm.n_push"] == settings["algorithm.exchange.numbers"] == AS_GIVEN
+    assert notes.startswith("presets: 15 priced; tried, the fastest: ")
+    assert settings["algorithm.preset"] in notes
+
+
+def test_a_preset_that_would_misuse_the_rule_of_the_job_is_left_out_with_a_sentence(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rule for gradients, kept with local steps, would take sums of steps for gradients."""
+    rule = 'rule = { name = "sgd", learning_rate = 0.05 }'
+    settings, notes = presets_of(folder, monkeypatch, rule)
+    assert settings["algorithm.preset"] in {AS_GIVEN, "horovod", "strom", "poseidon", "adam-2014"}
+    left_out = notes.partition("presets left out, as the job's own [algorithm] rule")[2]
+    assert {"local", "diloco", "ssp", "hogwild"} <= {*left_out.replace(",", "").split()}
+
+
+def test_presets_of_a_job_that_gives_all_they_set_are_no_rows() -> None:
+    """A `Job`, or the file of a run, has every key: the rows were equal, without a word."""
+    with pytest.raises(JobError, match="preset=strom: it is the same job as with horovod, as it"):
+        simulate(small(), cluster="rack-1g", sweep={"algorithm.preset": ["horovod", "strom"]})
 
 
 def test_short_runs_have_no_warm_start(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
