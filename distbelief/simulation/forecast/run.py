@@ -11,6 +11,7 @@ from typing import Final, Protocol, cast, final
 
 import msgspec
 
+from distbelief.config.algorithms import facts_of
 from distbelief.core.errors import JobError
 from distbelief.job.display.progress import WaitProgress
 from distbelief.job.launch.supervised_job import warnings_of
@@ -230,6 +231,25 @@ def _resources(simulation: SimulatedCluster) -> tuple[Resource, ...]:
     return tuple(sorted(found, key=lambda resource: (-resource.share, resource.name)))
 
 
+def with_outcomes(variant: Variant, outcomes: Sequence[Outcome]) -> Variant:
+    """Return the variant with these; it warns if the runs ended before the first exchange.
+
+    `warnings_of` knows that only where [stop] counts samples.
+    """
+    policy, n = facts_of(variant.job).policy, variant.job.cluster.n_replicas
+    warnings, every = variant.warnings, 1 if policy is None else policy.every
+    n_steps = max((run.step for run in outcomes), default=0) / n
+    told = any(text.startswith("every") for text in warnings)
+    if isinstance(every, int) and 0 < n_steps < every and n > 1 and not told:
+        text = (
+            f"every = {every:,} steps, and each of {n:,} replicas took about {n_steps:.3g}: they "
+            f"exchange nothing before the end. Use every = {max(1, int(n_steps / 10)):,} or fewer, "
+            "or a longer job"
+        )
+        warnings = (*warnings, text)
+    return msgspec.structs.replace(variant, outcomes=tuple(outcomes), warnings=warnings)
+
+
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
@@ -279,7 +299,7 @@ class Trial:
             ended = [self.run(seed=seed, progress=progress, keeps_spans=False) for seed in seeds]
         except JobError as error:
             return msgspec.structs.replace(variant, left_out=str(error))
-        return msgspec.structs.replace(variant, outcomes=tuple(one.outcome for one in ended))
+        return with_outcomes(variant, [one.outcome for one in ended])
 
     def run(self, *, seed: int, progress: WaitProgress, keeps_spans: bool) -> FinishedRun:
         """Run it once, with its machines' outages; JobError if it is longer than their trace."""

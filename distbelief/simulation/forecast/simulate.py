@@ -7,6 +7,7 @@ the cluster's machines.
 
 import os
 import re
+import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, final
@@ -46,7 +47,7 @@ from distbelief.simulation.forecast.forecast_report import (
 from distbelief.simulation.forecast.limits import Stage, limit_of
 from distbelief.simulation.forecast.placed_cluster import HostCosts
 from distbelief.simulation.forecast.prepare import Preparation
-from distbelief.simulation.forecast.run import Timeline, Trial
+from distbelief.simulation.forecast.run import Timeline, Trial, with_outcomes
 from distbelief.simulation.forecast.sweep import (
     Axis,
     Outcome,
@@ -239,7 +240,7 @@ def run_request(request: SimulationRequest, *, console: Console) -> Forecast:
     searches = request.suggests and (not request.axes or len(given) > N_ALL_RUN)
     jobs = [_job(request, settings) for settings in ([{}] if searches else given)]
     _check_by(request, jobs[0])
-    _check_presets(given if len(jobs) > 1 else [], jobs)
+    _check_presets(request)
     hosts = HostCosts(request.cluster, machines=request.machines, measures=request.measures)
     if request.trace is not None:
         check_place(request.trace)
@@ -319,17 +320,17 @@ def _check_by(request: SimulationRequest, job: Job) -> None:
         )
 
 
-def _check_presets(given: Sequence[Mapping[str, str]], jobs: Sequence[Job]) -> None:
-    # A file that a run has written, and a `Job`, have every key: no preset would change them.
-    seen: dict[bytes, str] = {}
-    for settings, job in zip(given, jobs, strict=bool(given)):
-        preset = settings.get(PRESET, "")
-        other = seen.setdefault(job.to_json(), preset)
-        if other != preset:
-            raise JobError(
-                f"--sweep {PRESET}={preset}: it is the same job as with {other}, as it gives what "
-                "they would set: leave these keys of [algorithm] out"
-            )
+def _check_presets(request: SimulationRequest) -> None:
+    if all(axis.key != PRESET for axis in request.axes):
+        return
+    job = request.job
+    if isinstance(job, Path):
+        job = tomllib.loads(job.read_text())
+    if isinstance(job, Job) or "source" in job:  # as a run has written it
+        raise JobError(
+            f"--sweep {PRESET}: this job has every key of [algorithm], and a preset sets what a "
+            "job does not give: use the job file that you wrote, or tables"
+        )
 
 
 def _job(request: SimulationRequest, settings: Mapping[str, str]) -> Job:
@@ -379,7 +380,7 @@ def _run_trial(
             ended = trial.run(seed=seed, progress=progress, keeps_spans=keeps_timeline)
             timeline = ended.timeline if keeps_timeline else timeline
             outcomes.append(ended.outcome)
-        variant = msgspec.structs.replace(variant, outcomes=tuple(outcomes))
+        variant = with_outcomes(variant, outcomes)
     limit = None
     if is_row:
 

@@ -23,7 +23,7 @@ from distbelief.simulation.forecast.chooser import (
     usual_axes,
 )
 from distbelief.simulation.forecast.forecast_report import suggestion
-from distbelief.simulation.forecast.run import Trial
+from distbelief.simulation.forecast.run import Trial, with_outcomes
 from distbelief.simulation.forecast.simulate import SimulationRequest, run_request, simulate
 from distbelief.simulation.forecast.sweep import Outcome, Variant, axes_of
 from distbelief.worker.downpour_settings import DownpourSettings
@@ -303,10 +303,23 @@ def test_a_preset_that_would_misuse_the_rule_of_the_job_is_left_out_with_a_sente
     assert {"local", "diloco", "ssp", "hogwild"} <= {*left_out.replace(",", "").split()}
 
 
-def test_presets_of_a_job_that_gives_all_they_set_are_no_rows() -> None:
-    """A `Job`, or the file of a run, has every key: the rows were equal, without a word."""
-    with pytest.raises(JobError, match="preset=strom: it is the same job as with horovod, as it"):
-        simulate(small(), cluster="rack-1g", sweep={"algorithm.preset": ["horovod", "strom"]})
+def test_presets_of_a_job_that_gives_every_key_are_refused(tmp_path: Path) -> None:
+    """A `Job`, or the file of a run, has all: "horovod" had no ring, without a word."""
+    as_run = tmp_path / "job.toml"
+    as_run.write_text(small().to_toml())
+    for job in (small(), as_run, small().to_tables()):
+        with pytest.raises(JobError, match="this job has every key of"):
+            simulate(job, cluster="rack-1g", sweep={"algorithm.preset": ["horovod", "strom"]})
+
+
+def test_runs_that_end_before_their_first_exchange_say_so() -> None:
+    """Of [stop] seconds nobody knew before: the best, by time, was what exchanged nothing."""
+    local = ("algorithm.preset=local", "algorithm.rule={name='sgd', learning_rate=1.0}")
+    variant = msgspec.structs.replace(a_variant("2", an_outcome()), job=small(*local))
+    for step, warned in ((64, True), (126, True), (128, False)):  # of two replicas
+        run = msgspec.structs.replace(an_outcome(), step=step)
+        told = with_outcomes(variant, [run]).warnings
+        assert ["exchange nothing before the end" in text for text in told] == [True] * warned
 
 
 def test_short_runs_have_no_warm_start(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
