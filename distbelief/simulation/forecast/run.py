@@ -240,7 +240,9 @@ def with_outcomes(variant: Variant, outcomes: Sequence[Outcome]) -> Variant:
     warnings, every = variant.warnings, 1 if policy is None else policy.every
     n_steps = max((run.step for run in outcomes), default=0) / n
     told = any(text.startswith("every") for text in warnings)
-    if isinstance(every, int) and 0 < n_steps < every and n > 1 and not told:
+    # The end of an epoch may end an exchange; each replica's last push comes with the end.
+    exchanges = max((run.pushes_applied for run in outcomes), default=0) > n
+    if isinstance(every, int) and 0 < n_steps < every and n > 1 and not (told or exchanges):
         text = (
             f"every = {every:,} steps, and each of {n:,} replicas took about {n_steps:.3g}: they "
             f"exchange nothing before the end. Use every = {max(1, int(n_steps / 10)):,} or fewer, "

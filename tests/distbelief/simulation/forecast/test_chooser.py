@@ -316,8 +316,8 @@ def test_runs_that_end_before_their_first_exchange_say_so() -> None:
     """Of [stop] seconds nobody knew before: the best, by time, was what exchanged nothing."""
     local = ("algorithm.preset=local", "algorithm.rule={name='sgd', learning_rate=1.0}")
     variant = msgspec.structs.replace(a_variant("2", an_outcome()), job=small(*local))
-    for step, warned in ((64, True), (126, True), (128, False)):  # of two replicas
-        run = msgspec.structs.replace(an_outcome(), step=step)
+    for step, n_pushes, warned in ((64, 2, True), (126, 0, True), (128, 2, False), (64, 3, False)):
+        run = msgspec.structs.replace(an_outcome(), step=step, pushes_applied=n_pushes)
         told = with_outcomes(variant, [run]).warnings
         assert ["exchange nothing before the end" in text for text in told] == [True] * warned
 

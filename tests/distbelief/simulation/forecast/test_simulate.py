@@ -259,7 +259,7 @@ def test_a_forecast_of_a_job_object_is_data(
     assert [line.get_label() for line in axes.lines] == ["seed 0", "seed 1"]
     training, held_out = alone.plot().axes[0].lines
     last = [(row["seconds"], row["held_out_loss"]) for row in curve if row["held_out_loss"]][-1]
-    assert last in [*zip(held_out.get_xdata(), held_out.get_ydata(), strict=True)]
+    assert [*last] in np.asarray(held_out.get_xydata()).tolist()
     assert {*np.asarray(training.get_ydata())} <= {row["loss"] for row in curve}
     assert rows[3]["held_out_loss"] == alone.held_out_loss is not None
     told = f"{Variant.rows.__doc__}{SHORT.values()}"
