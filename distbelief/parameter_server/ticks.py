@@ -227,6 +227,10 @@ class WorkerTicks:
         self._gap_max = max(self._gap_max, self._gap)
         return n_samples | {"tick": self.ended}
 
+    def skip(self) -> None:
+        if self.ended is not None:
+            self.ended += 1
+
     def leave(self) -> None:
         self.ended = self.waits_since = None
 

@@ -287,6 +287,7 @@ class Training(Program):
         self._push_due = False
         self._staging = False
         self._n_last = 0  # pushes at the end of this generation; the first may be refused
+        self._n_repeated = 0  # steps since the last push, for ranks that have not pushed them
         # Whether gradients may be put into a push while earlier layers still compute theirs.
         self._passes_on = small is None and all(value.is_cpu for value in items.values)
         self._bad = BadGradients(config, self.counters)
@@ -348,7 +349,7 @@ class Training(Program):
         if not self._position:
             self._progress.begun_at = now
         self._position = position
-        self._n_last = 0
+        self._n_last = self._n_repeated = 0
         if self._dealt is not None:
             self._dealt.begin()
         if self._exchange.pace.sends_delta and position:
@@ -391,8 +392,8 @@ class Training(Program):
         waits = self._config.exchange.staleness is not None
         if lacks and not here.fetching and (not waits or client.unacknowledged or client.may_begin):
             steps.begin_fetch(follows=self._exchange.pace.awaits_pushes)
-        if not may_step:
-            return None
+        if not may_step or not client.is_placed:
+            return None  # not placed after a pause: its push would end no tick
         is_here = here.fetching and client.fetch_complete and (not waits or client.may_begin)
         if not (lacks and is_here):
             return Next.STEP if not lacks or self._may_go_on else None
@@ -545,9 +546,10 @@ class Training(Program):
             self._passes_on = False
         self._bad.loss = math.nan if step_result.loss is None else step_result.loss / n
         holds_nothing = not self.values  # such a rank may still know the loss
-        if not step.counts and not holds_nothing:
-            return []
         n_skipped = step_result.n_skipped
+        if not step.counts and not holds_nothing:
+            self._n_repeated += result.is_finite and n_skipped < len(batch.indices)
+            return self._repeated(step, batch.dealt, now)
         if not result.is_finite:
             reports_loss = step_result.loss is not None
             n = max(1, n_skipped)
@@ -576,6 +578,19 @@ class Training(Program):
         else:
             self._end_batch(self._dealt, batch.dealt)
         return actions
+
+    def _repeated(self, step: Step, dealt: DealtBatch | None, now: Seconds) -> Sequence[Action]:
+        # A rank that was lost pushes again what this one has pushed. Its push ends a tick, and so
+        # does this step here: else a round waits for this rank, and this rank for that push.
+        n = self._n_repeated
+        if dealt is None:
+            ends = self._exchange.pace.pushes_after(step.number, n_unsent=n)
+        else:
+            ends = n > 0 and (dealt.ends_push or dealt.ends_range)
+        if not ends:
+            return []
+        self._n_repeated = 0
+        return self._client.skip_tick(now, staleness=self._config.exchange.staleness)
 
     def _end_batch(self, pushes: DealtPushes, dealt: DealtBatch) -> None:
         """Let a push end where that of any other replica would, or as the link allows."""

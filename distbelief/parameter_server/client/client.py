@@ -795,6 +795,16 @@ class ParameterClient:
         return actions
 
     @property
+    def is_placed(self) -> bool:
+        """Whether it is known which tick the next push ends, where shards count them."""
+        return not self._counting or self._ticks.ended is not None
+
+    def skip_tick(self, now: rl.Seconds, *, staleness: int | None) -> list[rl.Action]:
+        """End a tick without a push, as another rank of this replica ends one with it."""
+        self._ticks.skip()
+        return self.enter(now, staleness=staleness)
+
+    @property
     def may_begin(self) -> bool:
         """Whether the next tick may begin: all pushes are applied, and the floor is high enough."""
         counting = self._counting
