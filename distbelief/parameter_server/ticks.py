@@ -421,6 +421,7 @@ class Rounds:
         self.late = ""  # whose push the last round waited for at its end
         self._missing = ""  # whose push the next one waits for
         self._opened: Seconds | None = None  # when the others began the tick of this round
+        self._took: Seconds = 0.0  # the last one, since then
         self._begun: set[Address] = set()  # who came since, and began it
         self._told: set[Address] = set()  # that this round waits for them
         self._untold: dict[Address, Member] = {}  # idle ones that are not
@@ -502,7 +503,7 @@ class Rounds:
             self._opened = now
         since = now if self._opened is None else self._opened
         # The others would wait so long; it would wait for the rest of the round.
-        is_late = 0.0 < self._seconds < (len(floor.inside) + 1) * (now - since)
+        is_late = 0.0 < self._took < (len(floor.inside) + 1) * (now - since)
         if floor.inside and (ends or is_late or floor.is_left or name in self._begun):
             return 1
         self._begun.add(name)
@@ -535,7 +536,7 @@ class Rounds:
     def end(self, now: Seconds) -> None:
         began = now if self._began is None else self._began
         self.due, self._began, self._seconds = None, now, now - began
-        self._opened = now
+        self._took, self._opened = now - (now if self._opened is None else self._opened), now
         self._begun.clear()
         self.late, self._missing = self._missing, ""
         for name in self._told:

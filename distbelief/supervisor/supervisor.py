@@ -45,6 +45,7 @@ from distbelief.supervisor.view import JobView, Phase
 
 
 TICK_SECONDS: Final = 0.25
+TICKS_EACH: Final = 4  # of more than a few roles, between two looks at how long they are silent
 N_SHOWN: Final = 5  # pieces in a message
 N_RECORDS_MAX: Final = 1024
 INTRODUCE_SECONDS: Final = 5.0  # between two `Peers` to one role: messages may be lost
@@ -86,7 +87,7 @@ class Supervisor:
     ) -> None:
         self._config, self._handover = config, handover
         # Seldom of thousands, as their heartbeats are.
-        self._introduce_seconds = max(INTRODUCE_SECONDS, 4 * config.heartbeat_seconds)
+        self._introduce_seconds = max(INTRODUCE_SECONDS, 10 * config.heartbeat_seconds)
         patience = None if cluster is None else cluster.pieces_seconds_max
         self._pieces_seconds_max = MISSING_SECONDS_MAX if patience is None else patience
         self.members = Membership(
@@ -127,6 +128,7 @@ class Supervisor:
         )
         self._ring = RingGenerations(self.members, self.out) if config.in_ring else None
         self.has_begun = False
+        self._n_ticks = 0
         self._clock = Silence()  # our own tick, and the progress of all replicas
         self._requested_end: str | None = None
         self._report_at: rl.Seconds = 0.0
@@ -525,6 +527,9 @@ class Supervisor:
             self.out.send(record.name, self.evaluations.repeat(self._now))
 
     def _check_silence(self) -> None:
+        self._n_ticks += 1
+        if len(self.members) > FEW and self._n_ticks % TICKS_EACH:
+            return
         dead: list[tuple[RoleRecord, str]] = []
         for record in list(self.members):
             # A primary whose backup cannot take over holds what nobody else has. So if both copies

@@ -90,7 +90,7 @@ LATE: Final = 5.0  # seconds, when a tenth of the machines come
 JITTER: Final = 0.1  # standard deviation of the logarithm of a step's time
 STEPS_KEPT: Final = 100  # between checkpoints of data-parallel training
 BARRIER_SECONDS: Final = 3600.0  # of it: a loss is seldom where machines are few
-SPOT: Final = Outages(mean_time=1800.0, away=60.0)
+SPOT: Final = Outages(mean_time=3600.0, away=60.0)
 
 
 def rows() -> TensorPairs:
@@ -142,6 +142,7 @@ def job_of(preset: str, n_replicas: int, *, every: int, exchanges: int) -> Job:
         f"""
 [model]
 factory = "experiments.benchmarks.simulated.task:net"
+arguments = {{ layers = 0 }}
 initial = "seed"
 [data]
 train = {{ factory = "experiments.benchmarks.many_replicas:rows" }}
@@ -299,7 +300,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = measurement.options_of(parser, arguments, small={"replicas": 12, "exchanges": 3})
     torch.set_num_threads(1)
     steps = Steps(options.step_seconds, options.steps_in_one)
-    flops, figures = FlatModel(net()).flops(BATCH), dict[str, float]()
+    flops, figures = FlatModel(net(layers=0)).flops(BATCH), dict[str, float]()
     with Preparation() as preparation:
         for preset in options.only:
             job = job_of(preset, options.replicas, every=options.every, exchanges=options.exchanges)
@@ -318,7 +319,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 f"failed_{preset}": float(outcome.error is not None),
             }
             figures |= {f"{name}_{preset}": share for name, share in found.shares.items()}
-            print(preset, outcome.stop_reason, outcome.error or "", flush=True)
+            print(preset, outcome.stop_reason, outcome.error or "")
+            for name, figure in figures.items():  # now, as the next one takes minutes
+                if name.endswith(f"_{preset}"):
+                    print(f"  {name} {figure:.4g}", flush=True)
             if options.profile:
                 pstats.Stats(profile).sort_stats("tottime").print_stats(40)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

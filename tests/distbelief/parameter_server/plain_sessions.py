@@ -100,6 +100,7 @@ class PlainRounds:
         self.late = self._missing = ""
         self._told: set[Address] = set()
         self._opened: Seconds | None = None
+        self._took: Seconds = 0.0
         self._begun: set[Address] = set()
         self._began: Seconds | None = None
         self._seconds: Seconds = 0.0
@@ -137,7 +138,7 @@ class PlainRounds:
         if not inside:
             self._opened = now
         waits = now - (now if self._opened is None else self._opened)
-        is_late = self._seconds > 0.0 and (len(inside) + 1) * waits > self._seconds
+        is_late = self._took > 0.0 and (len(inside) + 1) * waits > self._took
         is_left = any(one.queued or self._floor.is_gated(one) for one in inside)
         if inside and (ends or is_late or is_left or name in self._begun):
             return 1
@@ -161,7 +162,8 @@ class PlainRounds:
 
     def end(self, now: Seconds) -> None:
         began = now if self._began is None else self._began
-        self.due, self._began, self._seconds, self._opened = None, now, now - began, now
+        self.due, self._began, self._seconds = None, now, now - began
+        self._took, self._opened = now - (now if self._opened is None else self._opened), now
         self.late, self._missing = self._missing, ""
         self._told.clear()
         self._begun.clear()
