@@ -963,3 +963,6 @@ def test_of_replicas_with_few_heartbeats_a_longer_silence_is_usual() -> None:
     desk.beat("shard-1")
     desk.pass_time(5.0, beats=[*others, "shard-1"])
     assert desk.told[-1] == "replica 1 silent for 10.2 s; counts as dead after 20 s"
+    assert [role.silent_seconds for role in desk.view.roles if role.name in others] == [
+        3.0 if name.startswith("shard") else 10.0 for name in others
+    ]
