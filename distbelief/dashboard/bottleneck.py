@@ -22,7 +22,6 @@ from typing import Final
 import msgspec
 
 from distbelief.core.formatting import percent
-from distbelief.job.display.screen import SILENT_SECONDS
 from distbelief.supervisor.view import JobView, RoleView
 
 
@@ -171,7 +170,7 @@ def _found(role: str, cause: str, text: str) -> Finding:
 
 
 def _is_silent(role: RoleView) -> bool:
-    is_old = (role.last_heartbeat_age or 0.0) > SILENT_SECONDS
+    is_old = (role.last_heartbeat_age or 0.0) > role.silent_seconds
     return (is_old and role.state not in {"done", "finished"}) or role.state in _IN_SILENCE
 
 

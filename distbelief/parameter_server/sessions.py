@@ -305,7 +305,7 @@ class Sessions:
         )
 
     def admit(
-        self, name: Address, incarnation: int, request: pf.OpenSession, *, region: str
+        self, name: Address, incarnation: int, request: pf.OpenSession, *, region: str, now: Seconds
     ) -> tuple[Session, str | None]:
         """Open a session; return it, and a warning if shared memory could not be created."""
         client = self._clients.get(name)
@@ -335,7 +335,7 @@ class Sessions:
         client.watermark = max(client.watermark, request.next_sequence - 1)
         self._note(client)
         if self.counts_ticks:
-            self._enter(client, request)
+            self._enter(client, request, now)
         return client, warning
 
     def _forget(self, name: Address) -> None:
@@ -638,13 +638,16 @@ class Sessions:
 
     # ---------------------------------------------------------------------- ticks
 
-    def _enter(self, client: Session, request: pf.OpenSession) -> None:
+    def _enter(self, client: Session, request: pf.OpenSession, now: Seconds) -> None:
         attendance = Attendance(request.entries or 0)
         if attendance.changes < client.attendance.changes:
             return  # a late message
         client.attendance = attendance
         if attendance.is_in:
-            self.floor.place(client, request.tick)
+            ahead = 0
+            if self.rounds is not None and not client.is_in:
+                ahead = self.rounds.n_ahead(client.name, now, ends=bool(self._busy))
+            self.floor.place(client, request.tick, ahead=ahead)
             self._note(client)
             return
         if self._workers is not None and client.is_in:

@@ -286,7 +286,7 @@ class Shard:
         message = cast("ShardMessage", event.message)  # the driver refuses all others
         match message:
             case pf.OpenSession():
-                actions = self._open_session(event, message)
+                actions = self._open_session(event, message, now)
             case pf.PushBlock() if self._backup is not None or event.sender == self._former_primary:
                 actions = self._replicate(event, message, now)
             case pf.Fetch() | pf.FetchAck() | pf.PushBlock() | pf.Push():
@@ -335,7 +335,7 @@ class Shard:
             actions.append(rl.SetTimer(name=_RETURNED, at=now + self._config.return_seconds))
         if self._config.deals:
             actions += self._tell(now)
-        return [*actions, *self._answer_deferred()]
+        return [*actions, *self._answer_deferred(now)]
 
     def _tell(self, now: rl.Seconds) -> list[rl.Action]:
         """Tell the supervisor which dealt positions are applied, if that is news."""
@@ -353,7 +353,9 @@ class Shard:
         message = ms.SamplesApplied(spans=applied.to_wire()[: 2 * ms.N_SPANS_MAX])
         return [rl.Send(receiver=rl.SUPERVISOR, message=message)]
 
-    def _open_session(self, event: rl.Received, request: pf.OpenSession) -> list[rl.Action]:
+    def _open_session(
+        self, event: rl.Received, request: pf.OpenSession, now: rl.Seconds
+    ) -> list[rl.Action]:
         sender, sessions = event.sender, self._sessions
         if self._backup is not None:  # it answers nobody until it is promoted
             self._defer(event, request)
@@ -373,7 +375,7 @@ class Shard:
             return [sessions.refuse(sender, "busy; the session opens later")]
         before = sessions.get(sender)
         client, warning = sessions.admit(
-            sender, event.incarnation, request, region=f"{self._region}.slots"
+            sender, event.incarnation, request, region=f"{self._region}.slots", now=now
         )
         if before is not None and client is not before:
             self._versions.expire(before)  # the former incarnation may still run
@@ -389,14 +391,14 @@ class Shard:
         if held is None or held[0].incarnation <= event.incarnation:
             self._deferred[event.sender] = event, request
 
-    def _answer_deferred(self) -> list[rl.Action]:
+    def _answer_deferred(self, now: rl.Seconds) -> list[rl.Action]:
         held, self._deferred = self._deferred, {}
         actions: list[rl.Action] = []
         for sender, (event, request) in held.items():
             if not self._serves or self._sessions.must_wait(event, request):
                 self._deferred[sender] = event, request
             else:
-                actions += self._open_session(event, request)
+                actions += self._open_session(event, request, now)
         return actions
 
     def _client_lost(self, event: rl.PeerLost, now: rl.Seconds) -> list[rl.Action]:
@@ -525,14 +527,14 @@ class Shard:
             case _:
                 actions = self._primary.handle(event, message, now)
                 # A confirmed push may free what a deferred session waits for.
-                return [*actions, *self._answer_deferred()]
+                return [*actions, *self._answer_deferred(now)]
 
     def _promote(self, promote: rp.Promote, now: rl.Seconds) -> list[rl.Action]:
         backup = self._backup
         if backup is None:
             if promote.term <= self._primary.term:
                 return []
-            return [*self._primary.promote(promote, now), *self._answer_deferred()]
+            return [*self._primary.promote(promote, now), *self._answer_deferred(now)]
         if promote.term <= backup.term:
             return []
         if not backup.promote(promote.term):
@@ -743,7 +745,7 @@ class Shard:
                 assert isinstance(event.result, ShardState), event.result
                 return self._initialised(event.result, now)
             case _Work.APPLY | _Work.STAGE:
-                return self._applied(staged=work is _Work.STAGE)
+                return self._applied(now, staged=work is _Work.STAGE)
             case _Work.COMMAND if self._backup is not None:
                 return self._backup.end_command(event)
             case _Work.COMMAND:
@@ -757,7 +759,7 @@ class Shard:
             case _:
                 assert_never(work)
 
-    def _applied(self, *, staged: bool) -> list[rl.Action]:
+    def _applied(self, now: rl.Seconds, *, staged: bool) -> list[rl.Action]:
         if staged:
             self._values.position += 1
         else:
@@ -767,7 +769,7 @@ class Shard:
         primary, position = self._primary, self._values.position - 1
         held = primary.backup is not None and primary.applied(position=position)
         actions = self._sessions.end_push(held=held, staged=staged)
-        return [*actions, *self._answer_deferred()]
+        return [*actions, *self._answer_deferred(now)]
 
     # ---------------------------------------------------------------- checkpoints
 

@@ -4,9 +4,10 @@
     floor     the least tick of all that are in and connected; it never falls
     gate      a worker begins tick t once the floor is t - staleness (Ho et al. 2013)
 
-A worker that enters, or was gone, begins at the floor. After a restart the floor stays until all
-clients had time to come back, each with its tick. Only the beginning of a tick is gated, never a
-push, and the worker with the least tick is not gated: so the floor rises as long as one works.
+A worker that enters, or was gone, begins at the floor, or with the next round, if all would wait
+for it in this one. After a restart the floor stays until all clients had time to come back, each
+with its tick. Only the beginning of a tick is gated, never a push, and the worker with the least
+tick is not gated: so the floor rises as long as one works.
 """
 
 import math
@@ -273,6 +274,7 @@ class Floor:
         self.value = 0
         self.awaits_clients = False  # after a restart: the floor stays
         self._staleness = staleness
+        self.is_strict = staleness == 0  # nobody may be ahead
         self.behind = ""  # who keeps it down
         self.inside: dict[Address, Member] = {}
         self._entered: dict[Address, Member] = {}  # since it rose last
@@ -295,11 +297,19 @@ class Floor:
     def is_gated(self, member: Member) -> bool:
         return self._staleness is not None and (member.tick or 0) - self._staleness > self.value
 
-    def place(self, member: Member, tick: pf.Ticks) -> None:
-        """Let a member in that has ended this many ticks; Unset: it begins at the floor."""
+    def place(self, member: Member, tick: pf.Ticks, *, ahead: int = 0) -> None:
+        """Let a member in that has ended this many ticks; Unset: it begins `ahead` of the floor."""
         is_known = not (member.tick is msgspec.UNSET and tick is msgspec.UNSET)
-        if is_known or not self.awaits_clients:  # a new one waits until there is a floor
+        if is_known:
             member.tick = max(member.tick or 0, tick or 0, self.value)
+        elif not self.awaits_clients:  # a new one waits until there is a floor
+            member.tick = self.value + ahead
+
+    @property
+    def is_left(self) -> bool:
+        """Whether some have ended the tick at which the others are."""
+        # `missing` moves those that may begin by now out of `_ahead`.
+        return self.missing is None or len(self.queued) > 0 or len(self._ahead) > 0
 
     def note(self, member: Member) -> None:
         """Take over what has changed."""
@@ -414,6 +424,9 @@ class Rounds:
         self.due: Seconds | None = None
         self.late = ""  # whose push the last round waited for at its end
         self._missing = ""  # whose push the next one waits for
+        self._opened: Seconds | None = None  # when the others began the tick of this round
+        self._took: Seconds = 0.0  # the last one, since then
+        self._begun: set[Address] = set()  # who came since, and began it
         self._told: set[Address] = set()  # that this round waits for them
         self._untold: dict[Address, Member] = {}  # idle ones that are not
         self._began: Seconds | None = None
@@ -481,6 +494,25 @@ class Rounds:
         self.due = due if self.due is None else min(self.due, due)
         return now >= self.due
 
+    def n_ahead(self, name: Address, now: Seconds, *, ends: bool) -> int:
+        """Return how far ahead of the floor a client begins that comes now.
+
+        `ends`: the pushes of this round are being added up. All would wait for a client that begins
+        late. If one always came before another ended, the floor would never rise.
+        """
+        floor = self._floor
+        if not floor.is_strict or self._policy.quorum < 1.0:
+            return 0
+        if not floor.inside:
+            self._opened = now
+        since = now if self._opened is None else self._opened
+        # The others would wait so long; it would wait for the rest of the round.
+        is_late = 0.0 < self._took < (len(floor.inside) + 1) * (now - since)
+        if floor.inside and (ends or is_late or floor.is_left or name in self._begun):
+            return 1
+        self._begun.add(name)
+        return 0
+
     @property
     def _first_tick(self) -> int:
         """The tick of the first push that is here."""
@@ -508,6 +540,8 @@ class Rounds:
     def end(self, now: Seconds) -> None:
         began = now if self._began is None else self._began
         self.due, self._began, self._seconds = None, now, now - began
+        self._took, self._opened = now - (now if self._opened is None else self._opened), now
+        self._begun.clear()
         self.late, self._missing = self._missing, ""
         for name in self._told:
             member = self._floor.inside.get(name)

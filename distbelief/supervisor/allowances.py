@@ -48,6 +48,8 @@ class Allowances:
         self._total = None if config.stop is None or driven else config.stop.total_samples
         self._batch_size = config.batch_size
         self._cuts_pushes = config.cuts_pushes
+        # More is dealt at each heartbeat.
+        self._ahead_seconds = max(AHEAD_SECONDS, config.heartbeat_seconds)
         self._replicas_min = 0 if driven else config.replicas_min
         self.warm_start_left = config.warm_start_steps  # over all incarnations of replica 0
         self._bounds: dict[Address, int] = {}
@@ -173,9 +175,9 @@ class Allowances:
         own = record.rate.per_second
         own = usual if own is None else own
         share = own / all_together if all_together else 1.0 / max(n_replicas, 1)
-        # Samples are dealt at each heartbeat. Bounds rise with reports, which are seldom.
+        # Bounds rise with reports, which are more seldom than heartbeats.
         each = AHEAD_SECONDS_EACH if self.dealer is None else 0.0
-        seconds = max(AHEAD_SECONDS, each * n_replicas)
+        seconds = max(self._ahead_seconds, each * n_replicas)
         # Never more than its share: a short job would leave the others without work.
         fair = share * self._left
         most = max(AHEAD_SECONDS_MAX, seconds) * own if own else math.inf
@@ -185,9 +187,9 @@ class Allowances:
         wanted = min(max(fair / 2, own * seconds), fair, most)
         if dealer is not None and n_untrained is not None and own:
             # Each part is a push of its own, so it takes a while; asked for as long before.
-            fair = max(share * n_untrained, own * AHEAD_SECONDS)
+            fair = max(share * n_untrained, own * seconds)
             if fair < dealer.two_pushes:
-                wanted, part_min = fair, self._batches(own * AHEAD_SECONDS)
+                wanted, part_min = fair, self._batches(own * seconds)
         return Wanted(self._batches(wanted), part_min=part_min)
 
     def _batches(self, samples: float) -> int:

@@ -71,7 +71,15 @@ def make_view(
         | _encoded(members.training, before.figures)
         | _waits(members.training, before.figures),
         roles=tuple(
-            _role_view(r, failover, hosts, now, restarts=restarts.get(r.name, 0)) for r in members
+            _role_view(
+                r,
+                failover,
+                hosts,
+                now,
+                restarts=restarts.get(r.name, 0),
+                silent_seconds=config.silence_max(r.kind)[0],
+            )
+            for r in members
         ),
         hosts=tuple(host.view() for host in hosts.joined.values()),
     )
@@ -126,7 +134,13 @@ def state_of(record: RoleRecord, failover: ShardFailover, now: Seconds) -> str:
 
 
 def _role_view(
-    record: RoleRecord, failover: ShardFailover, hosts: HostTable, now: Seconds, *, restarts: int
+    record: RoleRecord,
+    failover: ShardFailover,
+    hosts: HostTable,
+    now: Seconds,
+    *,
+    restarts: int,
+    silent_seconds: Seconds,
 ) -> RoleView:
     host, heard = hosts.at(record.name), record.presence is Presence.PRESENT
     return RoleView(
@@ -134,6 +148,7 @@ def _role_view(
         state=state_of(record, failover, now),
         rate=record.rate.per_second if record.is_alive else None,
         last_heartbeat_age=max(0.0, now - record.heard_at) if heard else None,
+        silent_seconds=silent_seconds,
         restarts=restarts + record.restarts,
         pid=record.pid if record.is_alive else None,
         counters=record.counters,

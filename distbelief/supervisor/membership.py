@@ -65,7 +65,7 @@ class Presence(Enum):
 
 
 FEW: Final = 256  # roles: up to so many, each message may be followed by a look at all of them
-_EACH: Final = 16  # of more, roles that are looked at per message
+_EACH: Final = 4  # of more, roles that are looked at per message
 
 
 @final
@@ -200,7 +200,12 @@ class RoleRecord:
         A coordinator's loss may be as large as a float.
         """
         most = sys.float_info.max if self.kind == "coordinator" else COUNT_MAX
-        self.counters = {plain(name): n for name, n in counters.items() if abs(n) <= most}
+        known = self.counters  # most names come again and again
+        self.counters = {
+            name if name in known else plain(name): n
+            for name, n in counters.items()
+            if -most <= n <= most
+        }
 
     def join(self, message: Join) -> bool:
         """Store its endpoint; return whether it changed."""

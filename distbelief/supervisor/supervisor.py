@@ -45,6 +45,7 @@ from distbelief.supervisor.view import JobView, Phase
 
 
 TICK_SECONDS: Final = 0.25
+TICKS_EACH: Final = 4  # of more than a few roles, between two looks at how long they are silent
 N_SHOWN: Final = 5  # pieces in a message
 N_RECORDS_MAX: Final = 1024
 INTRODUCE_SECONDS: Final = 5.0  # between two `Peers` to one role: messages may be lost
@@ -85,6 +86,8 @@ class Supervisor:
         handover: Handover | None = None,  # of a supervisor that was killed
     ) -> None:
         self._config, self._handover = config, handover
+        # Seldom of thousands, as their heartbeats are.
+        self._introduce_seconds = max(INTRODUCE_SECONDS, 10 * config.heartbeat_seconds)
         patience = None if cluster is None else cluster.pieces_seconds_max
         self._pieces_seconds_max = MISSING_SECONDS_MAX if patience is None else patience
         self.members = Membership(
@@ -125,6 +128,7 @@ class Supervisor:
         )
         self._ring = RingGenerations(self.members, self.out) if config.in_ring else None
         self.has_begun = False
+        self._n_ticks = 0
         self._clock = Silence()  # our own tick, and the progress of all replicas
         self._requested_end: str | None = None
         self._report_at: rl.Seconds = 0.0
@@ -496,7 +500,7 @@ class Supervisor:
             self.out.send(record.name, wire.HeartbeatAck())
             self.failover.heartbeat(record)
             at = record.introduced_at
-            if at is not None and self._now - at >= INTRODUCE_SECONDS:
+            if at is not None and self._now - at >= self._introduce_seconds:
                 self._introduce(record)
         self._repeat_requests(record)
 
@@ -523,23 +527,29 @@ class Supervisor:
             self.out.send(record.name, self.evaluations.repeat(self._now))
 
     def _check_silence(self) -> None:
+        self._n_ticks += 1
+        if len(self.members) > FEW and self._n_ticks % TICKS_EACH:
+            return
         dead: list[tuple[RoleRecord, str]] = []
         for record in list(self.members):
             # A primary whose backup cannot take over holds what nobody else has. So if both copies
             # are silent, the backup is killed first.
             alone = self.failover.is_irreplaceable(record)
-            dead_after = self._config.dead_seconds * (2 if alone else 1)
+            silent_after, dead_after = self._config.silence_max(record.kind)
+            dead_after *= 2 if alone else 1
             why = self._config.cause_of_death(record, self._now, dead_after=dead_after)
             if why is not None:
                 dead.append((record, why))
             elif record.presence is Presence.PRESENT:
-                self._report_if_silent(record, dead_after=dead_after)
+                self._report_if_silent(record, silent_after, dead_after=dead_after)
         for record, why in dead:
             self._handle_death(record, why)
 
-    def _report_if_silent(self, record: RoleRecord, *, dead_after: rl.Seconds) -> None:
+    def _report_if_silent(
+        self, record: RoleRecord, silent_after: rl.Seconds, *, dead_after: rl.Seconds
+    ) -> None:
         silence, is_guest = self._now - record.heard_at, record.kind == "guest"
-        limit = self._config.dead_seconds if is_guest else self._config.silent_seconds
+        limit = self._config.dead_seconds if is_guest else silent_after
         if record.silence_reported or silence <= limit:
             return
         if is_guest:

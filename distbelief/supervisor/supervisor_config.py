@@ -46,8 +46,11 @@ class SupervisorConfig:
     fields: tuple[str, ...] = ()  # names of the coordinator's counters that are shown
     # Judges the job's end by the coordinator's last counters
     verdict: Callable[[Mapping[str, float]], Verdict] = done
-    silent_seconds: Seconds = 3.0  # without a heartbeat, after which a role is reported
-    dead_seconds: Seconds = 10.0  # without a heartbeat, after which it counts as dead
+    heartbeat_seconds: Seconds = 0.5  # between two of a replica
+    # Without a heartbeat: when a role is reported, and when it counts as dead. If heartbeats of
+    # replicas are few, later: after two and four of them.
+    silent_seconds: Seconds = 3.0
+    dead_seconds: Seconds = 10.0
     # From its launch until a role's process begins here: the fork server may import meanwhile
     import_seconds_max: Seconds = 0.0
     start_seconds_max: Seconds = 60.0  # from then to its first message
@@ -66,6 +69,11 @@ class SupervisorConfig:
         for name in ("evaluate_every", "snapshot_every", "report_every"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; use more than 0")
+
+    def silence_max(self, kind: Kind) -> tuple[Seconds, Seconds]:
+        """Return after how much silence a role is reported, and counts as dead."""
+        beat = 0.0 if kind in {"shard", "guest"} else self.heartbeat_seconds
+        return max(self.silent_seconds, 2 * beat), max(self.dead_seconds, 4 * beat)
 
     def restarts_max(self, kind: Kind, *, trains: bool) -> int:
         match kind:

@@ -38,6 +38,7 @@ class RoleView:
     state: str  # as it reports it ("computing"), or the supervisor's view ("restarting")
     rate: float | None = None  # samples/s of a replica, pushes applied/s of a shard
     last_heartbeat_age: Seconds | None = None  # since its last heartbeat
+    silent_seconds: Seconds = 3.0  # of this age it counts as silent
     restarts: int = 0  # previous sessions included
     pid: int | None = None  # of its process, on its own host; once it has joined
     counters: dict[str, float] = field(default_factory=dict)  # of its heartbeat

@@ -36,8 +36,8 @@ from distbelief.protocol import role as rl
 TIMER = "member:heartbeat"
 BUILD = "member:build"
 HEARTBEAT_SECONDS: Final = 0.5
-# Of thousands: the supervisor gets at most 2000 a second, and reports no silence of 3 s.
-HEARTBEAT_SECONDS_MAX: Final = 2.0
+# Of thousands: the supervisor gets at most 2000 a second, up to 10,000 replicas.
+HEARTBEAT_SECONDS_MAX: Final = 5.0
 HEARTBEATS_PER_SECOND: Final = 2000
 # Of a shard with a backup, which takes over after a second of silence.
 PAIRED_HEARTBEAT_SECONDS: Final = 0.2
@@ -202,7 +202,8 @@ class JobMember:
             pieces=getattr(self.role, "pieces", msgspec.UNSET),
         )
         joins = []
-        if self._peers is None or self._silence.silent(now) > REJOIN_SECONDS:
+        rejoins_after = max(REJOIN_SECONDS, 2 * self._config.heartbeat_seconds)
+        if self._peers is None or self._silence.silent(now) > rejoins_after:
             config, warnings = self._config, tuple(self._warnings[:N_WARNINGS_MAX])
             join = wire.Join(
                 endpoint=config.endpoint, host=config.host, pid=config.pid, warnings=warnings
@@ -222,7 +223,7 @@ class JobMember:
         # The supervisor may be paused, wait for a disk, or be started again (--resume), so the role
         # works on for minutes.
         silent = self._silence.silent(now)
-        late = silent - self._config.patience_seconds
+        late = silent - max(self._config.patience_seconds, 2 * self._config.heartbeat_seconds)
         if late <= 0.0:
             return []
         text = f"no message from the supervisor for {silent:.1f} s"

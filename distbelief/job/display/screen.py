@@ -20,8 +20,6 @@ from distbelief.core import formatting
 from distbelief.supervisor.view import HostView, JobView, RoleView
 
 
-SILENT_SECONDS = 3.0  # without a heartbeat, after which a role is shown as silent
-
 _WIDE = 64  # columns, for the whole table of roles
 _ROWS_ABOVE = 11  # lines of a screen that are not roles
 _ROWS_OF_A_TABLE = 3  # lines of a table that are not rows
@@ -110,7 +108,7 @@ def state_of(role: RoleView) -> tuple[str, str]:
     if any(word in role.state for word in _TROUBLE):
         return role.state, "yellow"
     ended = role.state in {"done", "finished"}
-    if age is not None and age > SILENT_SECONDS and not ended:
+    if age is not None and age > role.silent_seconds and not ended:
         return f"{role.state}, silent", "yellow"
     return role.state, ""
 

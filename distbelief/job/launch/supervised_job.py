@@ -19,6 +19,7 @@ from distbelief.protocol.role import Address
 from distbelief.supervisor.stop_rules import StopRules
 from distbelief.supervisor.supervisor_config import SupervisorConfig
 from distbelief.worker.build import Split, pushing_ranks, roster_of
+from distbelief.worker.member import heartbeat_seconds
 
 
 FIRST_EVALUATION_SECONDS: Final = 1.0  # so that a short job has a curve, too
@@ -279,6 +280,7 @@ def supervisor_config(
         evaluate_samples=n_samples,
         snapshot_every=job.output.snapshot_every,
         report_every=job.output.report_every,
+        heartbeat_seconds=heartbeat_seconds("replica-0", job.cluster.shard_copies, n_replicas),
         import_seconds_max=IMPORT_SECONDS_MAX,
         first_incarnation=previous.incarnation,
         first_label=previous.label,

@@ -40,6 +40,7 @@ class PlainFloor:
     def __init__(self, sessions: "PlainSessions", staleness: int | None) -> None:
         self.value, self.behind, self.awaits_clients = 0, "", False
         self._sessions, self._staleness = sessions, staleness
+        self.is_strict = staleness == 0
 
     @property
     def members(self) -> list[Session]:
@@ -98,6 +99,9 @@ class PlainRounds:
         self.due: Seconds | None = None
         self.late = self._missing = ""
         self._told: set[Address] = set()
+        self._opened: Seconds | None = None
+        self._took: Seconds = 0.0
+        self._begun: set[Address] = set()
         self._began: Seconds | None = None
         self._seconds: Seconds = 0.0
 
@@ -127,6 +131,20 @@ class PlainRounds:
         self.due = due if self.due is None else min(self.due, due)
         return now >= self.due
 
+    def n_ahead(self, name: Address, now: Seconds, *, ends: bool) -> int:
+        if not self._floor.is_strict or self._policy.quorum < 1.0:
+            return 0
+        inside = [one for one in self._floor.members if one.is_in]
+        if not inside:
+            self._opened = now
+        waits = now - (now if self._opened is None else self._opened)
+        is_late = self._took > 0.0 and (len(inside) + 1) * waits > self._took
+        is_left = any(one.queued or self._floor.is_gated(one) for one in inside)
+        if inside and (ends or is_late or is_left or name in self._begun):
+            return 1
+        self._begun.add(name)
+        return 0
+
     def calls(self, *, term: int) -> list[Action]:
         if self.due is None or not self._policy.early:
             return []
@@ -145,8 +163,10 @@ class PlainRounds:
     def end(self, now: Seconds) -> None:
         began = now if self._began is None else self._began
         self.due, self._began, self._seconds = None, now, now - began
+        self._took, self._opened = now - (now if self._opened is None else self._opened), now
         self.late, self._missing = self._missing, ""
         self._told.clear()
+        self._begun.clear()
 
 
 class PlainWorkers:

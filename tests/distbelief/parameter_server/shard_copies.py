@@ -152,6 +152,7 @@ class OneCopy:
         next_sequence: int = 1,
         holds: Vector | None = None,
         tick: pf.Ticks = msgspec.UNSET,  # set: it is in
+        enters: bool = False,  # without a tick: at the floor, or a little later
         number: int = 0,
     ) -> list[Action]:
         message = pf.OpenSession(
@@ -160,7 +161,7 @@ class OneCopy:
             host=host,
             next_sequence=next_sequence,
             holds=holds,
-            entries=msgspec.UNSET if tick is msgspec.UNSET else 1,
+            entries=1 if enters or tick is not msgspec.UNSET else msgspec.UNSET,
             tick=tick,
             known_term=number,
         )

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -12,7 +13,7 @@ from distbelief.parameter_server.slices import ShardSlice
 from distbelief.parameter_server.store import RoundSum
 from distbelief.parameter_server.tensor_copies import Pushed
 from distbelief.protocol import push_fetch as pf
-from distbelief.protocol.role import Action, Address, Seconds, Send
+from distbelief.protocol.role import Action, Address, PeerLost, Seconds, Send
 from tests.distbelief.parameter_server.shard_copies import A, OneCopy
 
 
@@ -75,9 +76,13 @@ BEFORE: Seconds = 1e-3
 class Shard:
     """One shard, whose workers are all in; it works at once."""
 
-    def __init__(self, n_workers: int, *, quorum: float, early: bool = False) -> None:
+    def __init__(
+        self, n_workers: int, *, quorum: float, early: bool = False, staleness: int | None = None
+    ) -> None:
         ends = Round(quorum=quorum, grace_seconds=GRACE, early=early)
-        policy = ExchangePolicy(send="delta", round=ends, weight="mean", every=4)
+        policy = ExchangePolicy(
+            send="delta", round=ends, weight="mean", every=4, staleness=staleness
+        )
         self.copy = OneCopy(A, policy=policy, is_replicated=False)
         self.workers = [Address(f"worker-{n}") for n in range(n_workers)]
         self.ticks = [0] * n_workers
@@ -233,3 +238,70 @@ def test_a_worker_that_does_not_wait_elsewhere_is_waited_for_without_end() -> No
     shard.push_elsewhere(1)
     shard.wait(100 * GRACE)
     assert shard.n_applied == 3
+
+
+# --- who comes while a round is under way ---
+
+SECONDS: Seconds = 50.0  # of a round
+
+
+def come_back(shard: Shard, name: Address, *, life: int) -> tuple[pf.Ticks, pf.Ticks]:
+    """Lose a worker, which begins anew; return its tick, and the floor that it hears."""
+    lost = PeerLost(peer=name, incarnation=life - 1, reason="killed")
+    shard.copy._note(shard.copy.shard.handle(lost, shard.copy.now))
+    actions = shard.copy.hello(name, life=life, tick=msgspec.UNSET, enters=True)
+    (opened,) = [a.message for a in actions if isinstance(a, Send) and a.receiver == name]
+    assert isinstance(opened, pf.SessionOpened)
+    return opened.tick, opened.floor
+
+
+def test_nobody_waits_for_a_worker_that_comes_late_in_a_round() -> None:
+    """Of 300 of which four were lost in each round, all waited for one or another for ever."""
+    shard = Shard(4, quorum=1.0, staleness=0)
+    shard.wait(SECONDS)
+    shard.push(0, 1, 2, 3)
+    assert shard.n_applied == 4
+    shard.wait(SECONDS / 2)
+    assert come_back(shard, shard.workers[3], life=2) == (2, 1)
+    shard.wait(SECONDS / 2)
+    shard.push(0, 1)
+    assert come_back(shard, shard.workers[3], life=3) == (2, 1)
+    shard.push(2)
+    assert shard.n_applied == 7
+    assert shard.copy.counters()["floor"] == 2  # and now it may begin
+
+
+def test_a_worker_that_comes_soon_takes_part_in_the_round() -> None:
+    """As long as four others wait for it for less time than it would wait for them."""
+    shard = Shard(4, quorum=1.0, staleness=0)
+    shard.wait(SECONDS)
+    shard.push(0, 1, 2, 3)
+    shard.wait(SECONDS / 4 - 1.0)
+    assert come_back(shard, shard.workers[3], life=2) == (1, 1)
+    shard.push(0, 1, 2)
+    assert shard.n_applied == 4
+
+
+def test_workers_that_come_at_the_start_take_part_in_the_first_round() -> None:
+    shard = Shard(2, quorum=1.0, staleness=0)
+    shard.wait(SECONDS)
+    late = Address("worker-late")
+    shard.copy.hello(late, tick=msgspec.UNSET, enters=True)
+    assert shard.copy.counters()["workers_in"] == 3
+    shard.push(0, 1)
+    assert shard.n_applied == 0
+    assert come_back(shard, late, life=2) == (1, 0)  # it has lost what the others waited for
+    shard.wait(0.0)
+    assert shard.n_applied == 2
+
+
+def test_workers_that_are_all_gone_begin_together() -> None:
+    """After the first one, each would have waited for a round."""
+    shard = Shard(3, quorum=1.0, staleness=0)
+    shard.wait(SECONDS)
+    shard.push(0, 1, 2)
+    shard.wait(SECONDS)
+    for name in shard.workers:
+        lost = PeerLost(peer=name, incarnation=1, reason="killed")
+        shard.copy._note(shard.copy.shard.handle(lost, shard.copy.now))
+    assert [come_back(shard, name, life=2) for name in shard.workers] == [(1, 1)] * 3

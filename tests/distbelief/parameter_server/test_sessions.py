@@ -179,7 +179,7 @@ class Company:
             holds=holds,
         )
         name = Address(f"replica-{worker}")
-        return self.sessions.admit(name, 1, request, region="")[0]
+        return self.sessions.admit(name, 1, request, region="", now=0.0)[0]
 
     def scale(self, worker: int, *, staleness: int = 0) -> float:
         return self.sessions._share_of(self.workers[worker], PUSH, staleness).scale

@@ -19,6 +19,7 @@ from distbelief.supervisor.stop_rules import StopRules
 from distbelief.supervisor.supervisor import TICK_SECONDS, Supervisor
 from distbelief.supervisor.supervisor_config import SupervisorConfig
 from distbelief.supervisor.view import HISTORY_MAX, JobView, RoleView
+from distbelief.worker.member import heartbeat_seconds
 
 
 ROSTER: tuple[tuple[str, Kind], ...] = (
@@ -950,3 +951,18 @@ def test_seconds_that_cannot_be_are_no_message(seconds: float) -> None:
     codec = Codec(run="r")
     with pytest.raises(RemoteProtocolError, match="unreadable header"):
         codec.decode(codec.encode(message, sender="replica-0", incarnation=1))
+
+
+def test_of_replicas_with_few_heartbeats_a_longer_silence_is_usual() -> None:
+    """Of 10,000 replicas, each would be silent for 3 s between two heartbeats."""
+    desk = a_job(heartbeat_seconds=heartbeat_seconds("replica-0", 1, 10_000))
+    desk.train()
+    others = [name for name in desk.names if name not in {"replica-1", "shard-1"}]
+    desk.pass_time(9.5, beats=others)
+    assert desk.told == ["shard 1 silent for 3.2 s; counts as dead after 10 s"]
+    desk.beat("shard-1")
+    desk.pass_time(5.0, beats=[*others, "shard-1"])
+    assert desk.told[-1] == "replica 1 silent for 10.2 s; counts as dead after 20 s"
+    assert [role.silent_seconds for role in desk.view.roles if role.name in others] == [
+        3.0 if name.startswith("shard") else 10.0 for name in others
+    ]

@@ -14,7 +14,14 @@ from distbelief.core.errors import (
     RestoreError,
 )
 from distbelief.protocol import role as rl
-from distbelief.worker.member import BUILD, SAVE_SECONDS_MAX, TIMER, JobMember, JobMemberConfig
+from distbelief.worker.member import (
+    BUILD,
+    SAVE_SECONDS_MAX,
+    TIMER,
+    JobMember,
+    JobMemberConfig,
+    heartbeat_seconds,
+)
 
 
 KILLED = rl.PeerLost(peer=rl.SUPERVISOR, incarnation=0, reason="the supervisor was killed")
@@ -53,12 +60,18 @@ class Driver:
         *,
         name: str = "replica-0",
         patience: rl.Seconds = 15.0,
+        heartbeat: rl.Seconds = 0.5,
         warning: str = "",
         counted: Callable[[], Mapping[str, float]] = dict,
     ) -> None:
         self.inner = Inner()
         config = JobMemberConfig(
-            name=name, endpoint="tcp://here", host="h", pid=7, patience_seconds=patience
+            name=name,
+            endpoint="tcp://here",
+            host="h",
+            pid=7,
+            heartbeat_seconds=heartbeat,
+            patience_seconds=patience,
         )
         self.member = JobMember(config, build=build or (lambda: self.inner), counted=counted)
         self.now = 100.0
@@ -407,3 +420,17 @@ def test_stop_ends_a_role_that_has_not_started_and_is_passed_on_to_one_that_has(
     assert isinstance(messages(actions)[0], wire.Finished)
     assert actions[-1] == rl.Exit()
     assert Driver().running().say(wire.Stop(reason="enough")) == [rl.Report(text="heard")]
+
+
+def test_thousands_send_at_most_2000_heartbeats_a_second_to_the_supervisor() -> None:
+    beats = [heartbeat_seconds("replica-0", 1, n) for n in (1, 1000, 2000, 5000, 10_000)]
+    assert beats == [0.5, 0.5, 1.0, 2.5, 5.0]
+    assert heartbeat_seconds("shard-0", 1, 10_000) == 0.5
+
+
+def test_a_member_with_few_heartbeats_waits_for_two_answers() -> None:
+    """With a patience of 2 s, it would end between two of them."""
+    driver = Driver(heartbeat=5.0, patience=2.0).running("shard-0")
+    driver.say(wire.HeartbeatAck())
+    kinds = [[type(m) for m in messages(driver.beat(after=5.0))] for _ in range(3)]
+    assert kinds == [[wire.Heartbeat], [wire.Heartbeat], [wire.Join, wire.Heartbeat]]
