@@ -266,6 +266,10 @@ def _order(member: Member) -> int:
     return member.order
 
 
+def replica_of(name: Address) -> str:
+    return name.partition(".")[0]  # "replica-2" of its rank "replica-2.1"
+
+
 @final
 class Floor:
     """The least tick of the clients that are in. It must be told of each that changes (`note`)."""
@@ -278,6 +282,7 @@ class Floor:
         self.behind = ""  # who keeps it down
         self.inside: dict[Address, Member] = {}
         self._entered: dict[Address, Member] = {}  # since it rose last
+        self._ranks: dict[str, dict[Address, Member]] = {}  # that are in, by their split replica
         # By tick: those whose next push is not here yet, and those whose push is.
         self.idle, self.queued = Least[int](), Least[int]()
         # Of the idle ones: those that may begin a tick in the order in which they came, the others
@@ -298,12 +303,21 @@ class Floor:
         return self._staleness is not None and (member.tick or 0) - self._staleness > self.value
 
     def place(self, member: Member, tick: pf.Ticks, *, ahead: int = 0) -> None:
-        """Let a member in that has ended this many ticks; Unset: it begins `ahead` of the floor."""
+        """Let a member in that has ended this many ticks; Unset: it begins `ahead` of the floor.
+
+        A rank of a split replica begins where its other ranks are. They compute each step together:
+        with another tick it would wait for them, and they for it.
+        """
         is_known = not (member.tick is msgspec.UNSET and tick is msgspec.UNSET)
         if is_known:
             member.tick = max(member.tick or 0, tick or 0, self.value)
         elif not self.awaits_clients:  # a new one waits until there is a floor
-            member.tick = self.value + ahead
+            ticks = [one.tick or 0 for one in self._other_ranks(member)]
+            member.tick = max(self.value, *ticks) if ticks else self.value + ahead
+
+    def _other_ranks(self, member: Member) -> list[Member]:
+        ranks = self._ranks.get(replica_of(member.name), {})
+        return [one for name, one in ranks.items() if name != member.name]
 
     @property
     def is_left(self) -> bool:
@@ -316,6 +330,7 @@ class Floor:
         name = member.name
         if not member.is_in:
             if name in self.inside:
+                self._note_rank(member)
                 for table in (self.inside, self._entered, self._gated, self._untold):
                     table.pop(name, None)
                 for least in (self.idle, self.queued, self._free, self._ahead):
@@ -324,6 +339,7 @@ class Floor:
         tick = member.tick or 0
         if self.inside.get(name) is not member:
             self.inside[name] = self._entered[name] = member
+            self._note_rank(member)
         if member.queued:
             self.queued.put(name, tick)
             for least in (self.idle, self._free, self._ahead):
@@ -338,6 +354,16 @@ class Floor:
                 self._free.put(name, member.order)
                 self._ahead.drop(name)
         self._note_told(member)
+
+    def _note_rank(self, member: Member) -> None:
+        name, replica = member.name, replica_of(member.name)
+        if name == replica:
+            return
+        ranks = self._ranks.setdefault(replica, {})
+        if member.is_in:
+            ranks[name] = member
+        else:
+            ranks.pop(name, None)
 
     def _note_told(self, member: Member) -> None:
         staleness, name = self._staleness, member.name

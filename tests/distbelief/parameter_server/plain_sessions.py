@@ -16,7 +16,7 @@ from distbelief.parameter_server.sessions import Session, Sessions
 from distbelief.parameter_server.shard_config import ShardConfig
 from distbelief.parameter_server.slices import ShardSlice
 from distbelief.parameter_server.store import ShardStore
-from distbelief.parameter_server.ticks import Floor
+from distbelief.parameter_server.ticks import Floor, replica_of
 from distbelief.protocol import push_fetch as pf
 from distbelief.protocol.role import Action, Address, Seconds, Send
 
@@ -48,6 +48,11 @@ class PlainFloor:
 
     check = Floor.check
     place = Floor.place
+
+    def _other_ranks(self, member: Session) -> list[Session]:
+        replica = replica_of(member.name)
+        known = [one for one in self.members if one.is_in and one.name != member.name]
+        return [one for one in known if one.name != replica and replica_of(one.name) == replica]
 
     def note(self, _: Session) -> None:
         pass

@@ -33,7 +33,8 @@ SPECS: Final = (TensorSpec(name="w", shape=(192,)), TensorSpec(name="m", shape=(
 LAYOUT: Final = layout_of(SPECS, n_buffers=1)
 N: Final = LAYOUT.shard_size(0)
 PARTS: Final = (None, (0, N), (0, 128), (64, 192), (128, N), None)  # what each client holds
-NAMES: Final = [Address(f"replica-{n}") for n in (3, 1, 10, 2, 0, 7)]
+# Two of them are ranks of one replica.
+NAMES: Final = [Address(f"replica-{n}") for n in ("3", "1.0", "10", "1.1", "0", "7")]
 N_CLIENTS_MAX: Final = 5  # fewer than there are
 ABSENCE_SECONDS: Final = 3.0
 

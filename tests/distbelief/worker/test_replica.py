@@ -170,14 +170,14 @@ class Client:
     samples = 8
     clocks = (2,)
     unacknowledged = 0
-    ready = fetch_complete = fetches_own_pushes = True
+    ready = fetch_complete = fetches_own_pushes = is_placed = True
     can_push = may_begin = encodes = owes_rest = False
     view = PartialView(Layout.of([TensorSpec(name="a", shape=(2,))], n_shards=1))
 
     def enter(self, *_: object, **__: object) -> list[Action]:
         return []
 
-    begin_fetch = installed = enter
+    begin_fetch = installed = skip_tick = enter
 
     def install(self, values: object) -> Callable[[], FetchResult]:
         del values
