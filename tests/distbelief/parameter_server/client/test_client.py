@@ -475,7 +475,7 @@ def test_the_limits_restart_with_each_wait() -> None:
 
 
 def test_a_shard_with_a_long_queue_is_asked_again_as_seldom_as_it_answers() -> None:
-    """2,000 replicas pushed to a busy shard: each push came three times, and its queue grew."""
+    """2,000 replicas pushed to a busy shard: each push came several times, and its queue grew."""
     alone = Alone()
     actions, at, n_repeated = alone.push(), 0.5, 0
     while at < 10.0:
