@@ -15,6 +15,8 @@ their small net stands for the paper's speech net of 42 million parameters, in a
                                 a driver that takes no time it would be so fast
     driver_over_roles           time of the driver over that of the roles and their work, in
                                 the first
+    METHOD_microseconds_PART    of a priced message, by whose time it is: driver, coordinator,
+                                replica and shard (their events and small work), gradients
     sandblaster_seconds         only if asked for (`large`): 2000 replicas, 100 batches, 8 shards
     step_time_error             simulated against real on this host, the worst of the
     samples_per_second_error    jobs below; a share
@@ -27,6 +29,7 @@ import argparse
 import gc
 import itertools
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -60,6 +63,7 @@ from distbelief.worker import build as wb
 from distbelief.worker.downpour import DOWNPOUR
 from distbelief.worker.downpour_settings import DownpourSettings
 from distbelief.worker.local_executor import FlatModel
+from distbelief.worker.steps import STEP
 from experiments.benchmarks.measuring import measurement
 from experiments.benchmarks.simulated.truth import CASES, truth
 from sandblaster.algorithm import SANDBLASTER
@@ -72,6 +76,7 @@ SPEECH: Final = (440, 2560, 2560, 2560, 2560, 8000)  # Dean et al. 2012, section
 SPEECH_BATCH: Final = 256
 BATCH: Final = 8
 Result = TypeVar("Result")
+Spent = defaultdict[str, Seconds]  # by replica, shard, coordinator and gradients
 
 TASK: Final = TaskSpec(
     model=ModelSpec(factory=f"{HERE}:net", initial="seed"),
@@ -109,7 +114,7 @@ def speech_layout(n_shards: int) -> Layout:
 
 
 def downpour(
-    n_replicas: int, n_shards: int, *, steps: int, priced: bool, spent: list[Seconds] | None = None
+    n_replicas: int, n_shards: int, *, steps: int, priced: bool, spent: Spent | None = None
 ) -> Built:
     """Return a Downpour job of the speech net; what its roles and their work take is `spent`."""
     settings = DownpourSettings(
@@ -120,7 +125,9 @@ def downpour(
     return _built(roster, build, priced=priced, n_ending=n_replicas, spent=spent)
 
 
-def sandblaster(n_replicas: int, n_shards: int, *, batches: int) -> Built:
+def sandblaster(
+    n_replicas: int, n_shards: int, *, batches: int, spent: Spent | None = None
+) -> Built:
     """Return a Sandblaster job of the speech net that evaluates so many batches.
 
     Each replica has at most one set of a batch; each shard has 25 machines, and sends
@@ -137,7 +144,9 @@ def sandblaster(n_replicas: int, n_shards: int, *, batches: int) -> Built:
         n_replicas=n_replicas, n_shards=n_shards, evaluates=False, coordinator=COORDINATOR
     )
     build = partial(SANDBLASTER.build, config=settings)
-    return _built(roster, build, priced=True, n_ending=1, n_per_shard=25, in_blocks=False)
+    return _built(
+        roster, build, priced=True, n_ending=1, n_per_shard=25, in_blocks=False, spent=spent
+    )
 
 
 def _built(
@@ -148,7 +157,7 @@ def _built(
     n_ending: int,
     n_per_shard: int = 1,
     in_blocks: bool = True,
-    spent: list[Seconds] | None = None,
+    spent: Spent | None = None,
 ) -> Built:
     names = [Address(entry.name) for entry in roster]
     n_shards = sum(name.startswith("shard") for name in names)
@@ -169,7 +178,7 @@ def _built(
     def builder(name: Address) -> Builder:
         def built(memory: Memory) -> Role:
             role = build(name, context=context(memory=memory))
-            return role if spent is None else Timed(role, spent)
+            return role if spent is None else Timed(role, name.split("-")[0], spent)
 
         return built
 
@@ -227,24 +236,31 @@ def rack(names: Sequence[Address], *, n_per_shard: int = 1) -> ClusterOptions:
     machines = (of_shard,) * len(shards) + (machine,) * len(others)
     cluster = msgspec.structs.replace(one, machines=machines)
     placement = {name: index for index, name in enumerate([*shards, *others])}
-    return options_for(cluster, placement, threads=threads)
+    options = options_for(cluster, placement, threads=threads)
+    # A role handles its messages in one thread; a shard of several machines has one on each.
+    rate = n_per_shard * options.machine_of(names[0]).handling_bytes_per_second
+    fast = {
+        name: replace(options.machines[name], handling_bytes_per_second=rate) for name in shards
+    }
+    return replace(options, machines={**options.machines, **fast})
 
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """A role that notes the processor time of its events and its work."""
+    """A role that notes the processor time of its events and its work, by its kind."""
 
     role: Role
-    spent: list[Seconds]
+    kind: str
+    spent: Spent
 
     @property
     def accepts(self) -> frozenset[type]:
         return self.role.accepts
 
     def handle(self, event: Event, now: Seconds) -> Sequence[Action]:
-        actions = self._time(partial(self.role.handle, event, now))
+        actions = self._time(self.kind, partial(self.role.handle, event, now))
         return [
-            msgspec.structs.replace(a, work=partial(self._time, a.work))
+            msgspec.structs.replace(a, work=partial(self._time, self._kind_of(a), a.work))
             if isinstance(a, Compute)
             else a
             for a in actions
@@ -253,12 +269,15 @@ class Timed:
     def status(self) -> tuple[str, Mapping[str, float]]:
         return self.role.status()
 
-    def _time(self, call: Callable[[], Result]) -> Result:
+    def _kind_of(self, action: Compute) -> str:
+        return "gradients" if action.name == STEP else self.kind
+
+    def _time(self, kind: str, call: Callable[[], Result]) -> Result:
         begun = time.thread_time()
         try:
             return call()
         finally:
-            self.spent.append(time.thread_time() - begun)
+            self.spent[kind] += time.thread_time() - begun
 
 
 PARTS: Final = ("speed", "large", "truth")
@@ -291,17 +310,35 @@ def speed(*, small: bool) -> dict[str, float]:
         n, seconds = built.run()
         figures[f"messages_per_second{key}"] = n / seconds
         print(f"Downpour{key}: {n} messages in {seconds:.2f} s", flush=True)
+    spent: Spent = defaultdict(float)
     for priced in (False, True):
-        spent: list[Seconds] = []
         built = downpour(n_replicas, n_shards, steps=4, priced=priced, spent=spent)
-        built.cluster.run(until=0.0)
-        spent.clear()
-        n, seconds = built.run()
-        if priced:
-            figures["messages_per_second_roles"] = n / sum(spent)
-        else:
-            figures["driver_over_roles"] = (seconds - sum(spent)) / sum(spent)
-    return figures
+        n, seconds, roles = _timed(built, spent)
+        if not priced:
+            figures["driver_over_roles"] = (seconds - roles) / roles
+            continue
+        figures["messages_per_second_roles"] = n / roles
+        figures |= _profile("downpour", {"driver": seconds - roles, **spent}, n)
+    shape = (4, 2) if small else (200, 8)
+    n, seconds, roles = _timed(sandblaster(*shape, batches=5, spent=spent), spent)
+    return figures | _profile("sandblaster", {"driver": seconds - roles, **spent}, n)
+
+
+def _timed(built: Built, spent: Spent) -> tuple[int, Seconds, Seconds]:
+    """Return the messages, the processor time, and that of the roles and their work."""
+    built.cluster.run(until=0.0)
+    spent.clear()
+    n, seconds = built.run()
+    return n, seconds, sum(spent.values())
+
+
+def _profile(method: str, seconds: Mapping[str, Seconds], n_messages: int) -> dict[str, float]:
+    """Print and return what a message takes of each part."""
+    each = {part: 1e6 * one / n_messages for part, one in seconds.items()}
+    whole = sum(each.values())
+    shown = [f"{part} {one:.1f} ({one / whole:.0%})" for part, one in each.items()]
+    print(f"{method}, microseconds per message: {', '.join(shown)}, all {whole:.1f}", flush=True)
+    return {f"{method}_microseconds_{part}": one for part, one in each.items()}
 
 
 def large(*, small: bool) -> dict[str, float]:

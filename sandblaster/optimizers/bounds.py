@@ -31,6 +31,7 @@ _SHIFT = "shift"  # d_A
 _MOVE = "move"  # P(x + d) - x
 _OUT = "out"  # how far x + d is out of bounds
 _ZERO = "zero"
+_MOVED = vc.Copy(target=ls.DIRECTION, x=_MOVE)
 
 History = Sequence[tuple[vc.VectorName, vc.VectorName]]
 """The pairs (s, y), the oldest first."""
@@ -39,22 +40,19 @@ History = Sequence[tuple[vc.VectorName, vc.VectorName]]
 def form_direction(
     history: History, gram: GramMatrix, accepted: tuple[vc.Command, ...]
 ) -> Steps[tuple[vc.Command, ...]]:
-    """Return commands that form "direction" = P(x + d) - x, after those `accepted`."""
+    """Return commands that form "direction" = P(x + d) - x, after those `accepted`.
+
+    Args:
+        history: The pairs; there is one at least.
+        gram: Their dot products.
+        accepted: What moves to the accepted point.
+    """
     names = (*(name for pair in history for name in pair), ls.GRADIENT)
     measure = (
         vc.Gram(rows=names, columns=names, without=ls.BLOCKED),
         vc.Gram(rows=names, columns=(_SHIFT,)),
     )
-    moved = vc.Copy(target=ls.DIRECTION, x=_MOVE)
-    begin = (
-        *accepted,
-        *ls.project(ls.PARAMETERS, ls.GRADIENT),
-        vc.Fill(target=_SHIFT, a=0.0),
-        vc.Fill(target=_ZERO, a=0.0),
-    )
-    if not history:
-        return (*begin, *_move({ls.GRADIENT: -1.0}), moved)
-    measured = yield from perform(*begin, *measure)
+    measured = yield from perform(*_begin(accepted), *measure)
     for _ in range(N_SETS_MAX):
         free = GramMatrix()
         free.put(names, names, measured[: len(names) ** 2])
@@ -65,7 +63,33 @@ def form_direction(
         measured = tuple(rest)
         if out == 0.0:
             break
-    return (moved,)
+    return (_MOVED,)
+
+
+def form_first(accepted: tuple[vc.Command, ...]) -> Steps[tuple[float, tuple[vc.Command, ...]]]:
+    """Return the step to try and the commands that form "direction" = P(x - g) - x.
+
+    As in L-BFGS-B, the step is 1 where all elements have both bounds, so that one trial may reach
+    all of those; elsewhere it has a length of 1 at most.
+    """
+    square, lower, upper = yield from perform(
+        *_begin(accepted),
+        *_move({ls.GRADIENT: -1.0}),
+        vc.Dot(x=_MOVE, y=_MOVE),
+        vc.Norm(x=ls.LOWER, order="inf"),
+        vc.Norm(x=ls.UPPER, order="inf"),
+    )
+    is_boxed = math.isfinite(lower) and math.isfinite(upper)
+    return (1.0 if is_boxed or square <= 1.0 else 1.0 / math.sqrt(square)), (_MOVED,)
+
+
+def _begin(accepted: tuple[vc.Command, ...]) -> tuple[vc.Command, ...]:
+    return (
+        *accepted,
+        *ls.project(ls.PARAMETERS, ls.GRADIENT),
+        vc.Fill(target=_SHIFT, a=0.0),
+        vc.Fill(target=_ZERO, a=0.0),
+    )
 
 
 def minimum(

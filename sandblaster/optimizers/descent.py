@@ -159,11 +159,10 @@ class DescentRun:
         self, present: Present, accepted: tuple[vc.Command, ...] = ()
     ) -> base.Steps[Present]:
         # Without bounds one request moves to the accepted point, forms the direction and the trial.
+        formed = yield from self.descent.form_direction(accepted)
         step = self.descent.first_step(present)
         slope, *reaches = yield from base.perform(
-            *(yield from self.descent.form_direction(accepted)),
-            *self.line.measure_direction(),
-            *self.line.make_trial(step),
+            *formed, *self.line.measure_direction(), *self.line.make_trial(step)
         )
         return replace(present, slope=slope, step=step, reach=max(reaches, default=0.0))
 

@@ -85,6 +85,7 @@ class QuasiNewton:
         self._steepest = steepest
         self._trial_steepest = trial_steepest
         self._bounded = bounded
+        self._first_step = 1.0  # within bounds
         # One slot more than corrections, for the pair of a trial.
         self._slots: tuple[int, ...] = ()  # in use, the oldest first
         self._gram = GramMatrix()
@@ -133,6 +134,9 @@ class QuasiNewton:
 
     def form_direction(self, accepted: tuple[Command, ...]) -> Steps[tuple[Command, ...]]:
         history = [_names(slot) for slot in self._slots]
+        if self._bounded and not history:
+            self._first_step, commands = yield from bounds.form_first(accepted)
+            return commands
         if self._bounded:
             return (yield from bounds.form_direction(history, self._gram, accepted))
         return (*accepted, formed(direction(self._gram, history, gradient=self._steepest)))
@@ -141,8 +145,7 @@ class QuasiNewton:
         """Return 1, as for Newton's method; for a first direction, a step of length 1."""
         if self.remembers or present.gradient_square == 0.0:
             return 1.0
-        step = 1.0 / math.sqrt(present.gradient_square)
-        return min(1.0, step) if self._bounded else step  # further may be out of bounds
+        return self._first_step if self._bounded else 1.0 / math.sqrt(present.gradient_square)
 
     def forget(self, *, gradient_square: float) -> None:
         self._slots = ()
