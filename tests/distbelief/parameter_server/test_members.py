@@ -231,7 +231,7 @@ def test_counts_kept_are_counts_found(name: str, n_copies: int, seeds: range) ->
             World(kind, POLICIES[name], n_copies=n_copies) for kind in (PlainSessions, Sessions)
         )
         clients = Clients(seed, plain)
-        for n in range(250):
+        for n in range(320):
             step = clients.step()
             for world in (plain, kept):
                 step(world)
