@@ -45,7 +45,8 @@ def forecast(
     status = run.read_status()
     if status is None:
         raise JobError(f"{run.path}: it has written no status yet: wait until it trains")
-    ended = status.ended or run.writer_pid() is None
+    writer = run.writer_pid()  # of a run that is being resumed, the status is still the former one
+    ended = writer is None or (status.ended and writer == status.pid)
     rows = read_metrics(run.metrics_file)
     found = outlook(load_job(run.job_file), status.view, rows, ended=ended)
     if as_json:
@@ -74,20 +75,26 @@ def _lines(found: "Outlook") -> list[str]:
     elif found.ended:
         lines.append(f"{found.target}: not reached, and the run has ended")
     if found.seconds is not None:
-        lines.append(f"{'with --resume' if found.ended else found.target}: {_until(found)}")
+        resumed = "with --resume" + (" and a later end in [stop]" if found.done else "")
+        lines.append(f"{resumed if found.ended else found.target}: {_until(found)}")
         if found.left is not None and found.left < found.seconds[1]:
             lines.append(f"[stop] ends the run before that, in {formatting.duration(found.left)}")
     if found.two_more is not None:
-        low, high = (100 * (gain - 1.0) for gain in found.two_more)
-        then = ""
+        low, high = found.two_more
+        at_most, if_busy = "", ""
         if found.seconds is not None and 0.0 < found.seconds[1] < math.inf:
-            until = [found.seconds[1] / gain for gain in reversed(found.two_more)]
-            then = f", so {found.target} in {' to '.join(map(formatting.duration, until))}"
+            soon, late = (formatting.duration(found.seconds[1] / gain) for gain in (high, low))
+            at_most, if_busy = f", so {found.target} in {soon} or later", f" ({late})"
+        busy = "how busy shards are is not known"
+        if found.busy is not None:
+            busy = f"the busiest shard works {formatting.percent(found.busy)} of it"
         lines.append(
-            f"two more replicas, each on a machine like theirs: {low:+.0f} to {high:+.0f} % "
-            f"samples/s{then}{found.parts and f'; {found.parts}'}. The {found.n_replicas} there "
-            f"are spend {formatting.percent(found.exchange or 0.0)} of their time with the shards "
-            "or waiting for samples; the lower holds if that is because these are busy"
+            "two more replicas, each on a machine like theirs: at most "
+            f"{100 * (high - 1.0):+.0f} % samples/s{at_most}{found.parts and f'; {found.parts}'}. "
+            f"{100 * (low - 1.0):+.0f} %{if_busy} if what the {found.n_replicas} there are wait "
+            "for is busy, and less if links of shards are, which nothing counts. These replicas "
+            f"spend {formatting.percent(found.exchange or 0.0)} of their time with the shards or "
+            f"waiting for samples; {busy}"
         )
     if found.more_not_told:
         lines.append(

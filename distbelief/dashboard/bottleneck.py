@@ -1,9 +1,9 @@
 """Which role holds a run back, and why, from the counters of its heartbeats.
 
-Replicas count the seconds that they are in each state (`spent_STATE`), those that they wait for
-other workers by name (`waits_NAME`), computing seconds and samples. A role is named only where it
-differs from the others, or where the others wait for it. The causes are tried in this order; that
-of a role that reads pages again is `memory`, whatever it seemed to be.
+Replicas and shards count the seconds that they are in each state (`spent_STATE`); replicas those
+that they wait for other workers by name (`waits_NAME`), computing seconds and samples. A role is
+named only where it differs from the others, or where the others wait for it. The causes are tried
+in this order; that of a role that reads pages again is `memory`, whatever it seemed to be.
 
     silent      it does not answer, and others wait
     memory      it reads pages from disk again and again, and its host or container waits for that
@@ -87,8 +87,11 @@ def activity_of(state: str) -> str:
         return "waiting for samples"
     if state.startswith("waiting for "):
         return "waiting for roles"
-    known = {"fetching": "copying", "pushing": "copying", "reading": "reading"}
-    return known.get(state, "computing" if state in {"computing", "measuring"} else "")
+    if state in {"computing", "measuring", "applying", "staging", "executing"}:
+        return "computing"
+    return {"fetching": "copying", "pushing": "copying"}.get(
+        state, state if state in {"copying", "reading"} else ""
+    )
 
 
 def seconds_spent(counters: Mapping[str, float], before: Mapping[str, float]) -> dict[str, float]:

@@ -26,7 +26,7 @@ from distbelief.config.algorithms import coordinator_of, facts_of
 from distbelief.config.job import Job
 from distbelief.core.errors import DistBeliefError
 from distbelief.core.formatting import is_loss, is_share
-from distbelief.dashboard.bottleneck import SPENT, seconds_spent
+from distbelief.dashboard.bottleneck import OBSERVED_SECONDS_MIN, SPENT, seconds_spent
 from distbelief.job.run.metrics_file import Measurement
 from distbelief.supervisor.view import JobView
 
@@ -46,6 +46,7 @@ AHEAD_MAX: Final = 10.0  # times the samples so far
 LINE: Final = 1.2  # times the curve's squared error: a line is as good
 LARGEST: Final = 1e60  # squares of a loss and of its inverse must be finite
 N_MORE: Final = 2  # replicas
+FEW: Final = 0.98  # of the gain, if batches limit it so far, they are named
 RISES: Final = 2.0  # standard errors of the slope of the last half
 _QUANTILES: Final = (0.05, 0.5, 0.95)
 
@@ -63,6 +64,7 @@ class Outlook(msgspec.Struct, frozen=True, kw_only=True):
     samples: int  # so far
     rate: float  # samples a second
     ended: bool = False  # what is said of the time to come holds if the run is resumed
+    done: bool = False  # by samples or time of [stop], which must allow more before it goes on
     left: float | None = None  # seconds, until [stop] ends the run whatever it has reached
     loss_at_end: Interval | None = None  # at the samples of [stop]
     target: str = ""  # "loss 0.3", of [stop]
@@ -71,8 +73,9 @@ class Outlook(msgspec.Struct, frozen=True, kw_only=True):
     reached: float | None = None  # share of the curves that reach it within `AHEAD_MAX`
     n_replicas: int = 0
     exchange: float | None = None  # share of their time, with the shards or without samples
+    busy: float | None = None  # share of the time, at work, of the shard with most; None: not known
     # Samples a second with two more replicas, over those now: if all of the exchange is waiting for
-    # what is busy, and if none is.
+    # what is busy, and at most.
     two_more: tuple[float, float] | None = None
     parts: str = ""  # what all replicas share, if that is too little for more of them
     not_told: str = ""  # why there is no forecast
@@ -218,7 +221,11 @@ def outlook(
 ) -> Outlook:
     """Return what a run's curve and counters say of its future."""
     timed = [one for one in measurements if one.samples]
-    late = timed[len(timed) // 2 :]
+    spent = _spent(view)
+    # A session before this one may have had other replicas.
+    session = max((sum(one.values()) for one in spent), default=math.inf)
+    late = [one for one in timed[len(timed) // 2 :] if one.time >= view.seconds - session]
+    done = ended and (view.progress or 0.0) >= 1.0
     seconds = late[-1].time - late[0].time if late else 0.0
     rate = view.samples_per_second or 0.0
     if seconds > 0.0:
@@ -231,6 +238,7 @@ def outlook(
         samples=view.samples,
         rate=rate,
         ended=ended,
+        done=done,
         left=None if ended else view.eta_seconds,
     )
     name, aimed = view.metric_name, points
@@ -243,7 +251,10 @@ def outlook(
             value, aimed = 1.0 - job.stop.accuracy, curve_of(measurements, "metric")
         elif is_loss(name):
             value = job.stop.accuracy
-    changes: dict[str, object] = {"target": target, **_of_replicas(job, view, timed)}
+    changes: dict[str, object] = {
+        "target": target,
+        **_of_replicas(job, view, timed, spent, done=done),
+    }
     if value is not None:
         first = next((x for x, y in aimed if y <= value), None)
         changes["met"] = next((one.time for one in timed if one.samples == first), None)
@@ -261,8 +272,14 @@ def outlook(
     return msgspec.structs.replace(found, **changes)
 
 
-def _of_replicas(job: Job, view: JobView, measurements: Sequence[Measurement]) -> dict[str, object]:
-    spent = _spent(view)
+def _of_replicas(
+    job: Job,
+    view: JobView,
+    measurements: Sequence[Measurement],
+    spent: Sequence[Mapping[str, float]],
+    *,
+    done: bool,
+) -> dict[str, object]:
     totals = [(_exchanged(one), sum(one.values())) for one in spent]
     shares = [exchanged / total for exchanged, total in totals if total]
     exchange = sum(shares) / len(shares) if shares else None
@@ -270,10 +287,16 @@ def _of_replicas(job: Job, view: JobView, measurements: Sequence[Measurement]) -
     try:
         if facts_of(job).in_ring:
             raise CannotTellError("cannot tell: with each replica a ring has more to send")  # noqa: TRY301
+        if exchange is not None and max(total for _, total in totals) < OBSERVED_SECONDS_MIN:
+            raise CannotTellError("cannot tell: they have trained for less than a second")  # noqa: TRY301
         if exchange is not None and coordinator_of(job) is not None:
             found["two_more"], found["parts"] = _more_for_batches(job, measurements, spent)
         elif exchange is not None:
-            found["two_more"], found["parts"] = _more_for_samples(job, view, len(spent), exchange)
+            busy = _busy(view)
+            found["busy"] = max(busy, default=None)
+            found["two_more"], found["parts"] = _more_for_samples(
+                job, None if done else view, len(spent), exchange, busy
+            )
     except CannotTellError as error:
         found["more_not_told"] = str(error)
     return found
@@ -296,6 +319,26 @@ def _spent(view: JobView) -> list[dict[str, float]]:
                 spent["waiting for roles"] -= waited
             found[replica] = max(found.get(replica, spent), spent, key=_exchanged)
     return [*found.values()]
+
+
+def _busy(view: JobView) -> tuple[float, float] | tuple[()]:
+    """Return the shares of time, of the shard where each is largest; none if not all count.
+
+    What takes longer with each push, and all that it does: several clients may share a copy, or a
+    turn of its event loop.
+    """
+    shares: list[tuple[float, float]] = []
+    for role in view.roles:
+        if role.name.startswith("shard-"):
+            spent = seconds_spent(role.counters, {})
+            saving = role.counters.get(f"{SPENT}saving", 0.0)
+            total = sum(n for name, n in role.counters.items() if name.startswith(SPENT)) - saving
+            if total <= 0.0:
+                return ()
+            handled = role.counters.get("seconds_handling", 0.0)
+            each, copied = spent.get("computing", 0.0), spent.get("copying", 0.0)
+            shares.append((each / total, min(max(each + copied, handled) / total, 1.0)))
+    return (max(a for a, _ in shares), max(b for _, b in shares)) if shares else ()
 
 
 def _exchanged(spent: Mapping[str, float]) -> float:
@@ -336,16 +379,24 @@ def _more_for_batches(
 
 
 def _more_for_samples(
-    job: Job, view: JobView, n: int, exchange: float
+    job: Job, view: JobView | None, n: int, exchange: float, busy: tuple[float, float] | tuple[()]
 ) -> tuple[tuple[float, float], str]:
-    """Return the gain of two more replicas, and the batches that are left if these are few."""
+    """Return the gain of two more replicas, and the batches that are left if these are few.
+
+    Replicas whose exchange runs beside their steps do not wait for shards that are half busy: so
+    what these do in a second limits it, too. In a round replicas wait, and share a part of it.
+    """
     low, high = gain_of_more(exchange, n, n_more=N_MORE)
     facts = facts_of(job)
-    if facts.epochs is None or view.total_samples is None:
+    if busy and (facts.policy is None or facts.policy.round is None):
+        with_push, in_all = busy
+        high = max(1.0, min(high, 1.0 / with_push if with_push else high))
+        low = min(low, high, _gain_of_queue(in_all / n, n, n_more=N_MORE))
+    if facts.epochs is None or view is None or view.total_samples is None:
         return (low, high), ""
     left = _most(max(view.total_samples - view.samples, 0), facts.batch_size)
     most = _most(left, n) / _most(left, n + N_MORE) if left else 1.0
-    few = f"{left} batches are left to deal" if most < high else ""
+    few = f"{left:,} batches are left to deal" if most < FEW * high else ""
     return (min(low, most), min(high, most)), few
 
 
@@ -370,6 +421,21 @@ def gain_of_more(exchange: float, n: int, *, n_more: int) -> tuple[float, float]
             high = middle
     before, after = (_closed(high, 1.0 - exchange, clients)[0] for clients in (n, n + n_more))
     return after / before, (n + n_more) / n
+
+
+def _gain_of_queue(service: float, n: int, *, n_more: int) -> float:
+    """Return the gain if each step of n clients has this service, as a share of it, in a queue.
+
+    As if no step went on meanwhile: of those that do, fewer wait.
+    """
+    low, high = 0.0, 1.0
+    for _ in range(60):  # the rest of the step
+        middle = (low + high) / 2
+        if middle + _closed(service, middle, n)[1] < 1.0:
+            low = middle
+        else:
+            high = middle
+    return _closed(service, low, n + n_more)[0] / n
 
 
 def _closed(service: float, thinking: float, n: int) -> tuple[float, float]:

@@ -143,6 +143,8 @@ class Shard:
         self._former_primary: rl.Address | None = None  # this copy was its backup
         # Work.
         self._work: _Work | None = None
+        self._spent: dict[str, rl.Seconds] = {}  # by state, since the first piece of work
+        self._spent_until: rl.Seconds | None = None
         self._ready = False
         self._copied_last = False
         self._grace_until: rl.Seconds | None = None  # for which there is a timer
@@ -152,6 +154,7 @@ class Shard:
         self._abandoned: str | None = None  # why the supervisor counts as lost
 
     def handle(self, event: rl.Event, now: rl.Seconds) -> Sequence[rl.Action]:
+        before = self._work
         match event:
             case rl.Started():
                 actions = self._start(event)
@@ -172,6 +175,11 @@ class Shard:
         if self._sessions.counts_ticks:
             actions += self._sessions.tell_floor()
         actions += self._next(now)
+        if (before or self._work) and _Work.INITIALISE not in (before, self._work):
+            if self._spent_until is not None:
+                state = "spent_serving" if before is None else f"spent_{before.value}"
+                self._spent[state] = self._spent.get(state, 0.0) + now - self._spent_until
+            self._spent_until = now
         if self._ready and self._work is None and self._stopped_by is not None:
             actions += self._end(self._stopped_by)
         return actions
@@ -182,7 +190,8 @@ class Shard:
         `pushes` counts whole pushes in the values, restored ones included: the ranks of one
         partitioned replica together make one. `pushes_applied` counts each rank's push since this
         incarnation began. `bytes_in` includes shared memory; `bytes_out` counts blocks only,
-        because a shard cannot see reads of shared memory.
+        because a shard cannot see reads of shared memory. `spent_STATE` are seconds at work, and
+        `spent_serving` those between.
         """
         values, backup = self._values, self._backup
         counters = {
@@ -192,6 +201,7 @@ class Shard:
             "bytes_out": float(self._versions.bytes_out),
             **self._sessions.counters(),
             **self._commands.counters(),
+            **self._spent,
         }
         if self._config.is_replicated:
             counters["term"] = float(self._primary.term if backup is None else backup.term)

@@ -209,6 +209,7 @@ class RoleRunner:
         self._started = False
         self.halted = False
         self.error: str | None = None  # why the role ended, if not as planned
+        self.seconds_handling = 0.0  # events, their messages and what they call for
 
     def run(
         self, on_tick: Callable[[], None] | None = None, *, tick_seconds: rl.Seconds = 0.25
@@ -328,6 +329,7 @@ class RoleRunner:
         timer_at = min(self._timers.values(), default=math.inf)
         wait = min(seconds_max, WAIT_SECONDS_MAX, timer_at - time.monotonic())
         ready = self._transport.poll(0.0 if self._posted else wait, self._descriptors)
+        began = time.monotonic()
         if ready and self._waker.fileno() in ready:
             self._waker.clear()
         self._deliver_due()
@@ -348,6 +350,7 @@ class RoleRunner:
             sender = rl.Address(envelope.sender)
             incarnation, message = envelope.incarnation, envelope.message
             self._deliver(rl.Received(sender=sender, incarnation=incarnation, message=message))
+        self.seconds_handling += time.monotonic() - began
 
     def _deliver_due(self) -> None:
         now = time.monotonic()

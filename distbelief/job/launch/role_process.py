@@ -231,7 +231,13 @@ def _run_role(
             patience_seconds=job.cluster.patience,
         )
         build = partial(_build, name, job, spec, memory, remote, readers)
-        member = JobMember(config, build=build, counted=MemoryPressure().counters)
+        pressure = MemoryPressure()
+
+        def counted() -> dict[str, float]:
+            own = {"seconds_handling": node.seconds_handling} if name.startswith("shard") else {}
+            return pressure.counters() | own
+
+        member = JobMember(config, build=build, counted=counted)
 
         def warn(text: str) -> None:
             report("warning", text)

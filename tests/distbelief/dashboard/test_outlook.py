@@ -1,7 +1,10 @@
 """Forecasts of a run's loss beside curves whose end is known, and what is not told."""
 
 import os
+import re
+from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -10,6 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from distbelief.cli.main import app
+from distbelief.config.job import Job
 from distbelief.dashboard.outlook import (
     CannotTellError,
     Point,
@@ -143,17 +147,9 @@ def test_two_more_replicas_of_a_batch_method_do_what_a_simulation_has(
     n: int, wish: tuple[str, ...], parts: str, tmp_path: Path
 ) -> None:
     """+25 % were told of eight replicas that shared eight parts, +100 % of two for +47 %."""
-    (tmp_path / "rack.toml").write_text(CLUSTER)
     text = SANDBLASTER.replace("iterations = 3", "iterations = 12\ntolerance = 0.0")
-    found: list[tuple[JobView, list[JobView]]] = []
-    with Preparation() as preparation:
-        for n_replicas in (n, n + 2):
-            job = small(f"cluster.replicas={n_replicas}", *wish, text=text)
-            hosts = HostCosts(str(tmp_path / "rack.toml"), machines=14, measures=False)
-            host, views = hosts.hosting(job, tell=lambda _: None), list[JobView]()
-            prepared = host.formed(preparation.stage(job))
-            found.append((run_simulated(prepared, host, seed=0, tell=views.append).view, views))
-    (before, views), (after, _) = found
+    jobs = [small(f"cluster.replicas={k}", *wish, text=text) for k in (n, n + 2)]
+    (before, views), (after, _) = simulated(tmp_path, *jobs)
     assert before.samples == after.samples
     rows = [Measurement.of(view) for view in views]
     told = outlook(small(*wish, text=text), before, rows)
@@ -162,6 +158,38 @@ def test_two_more_replicas_of_a_batch_method_do_what_a_simulation_has(
     low, high = told.two_more
     gain = before.training_seconds / after.training_seconds
     assert 0.9 * low < gain < 1.1 * high < 1.25 * low
+
+
+def simulated(
+    folder: Path, *jobs: Job, cluster: str = CLUSTER
+) -> Iterator[tuple[JobView, list[JobView]]]:
+    (folder / "rack.toml").write_text(cluster)
+    with Preparation() as preparation:
+        for job in jobs:
+            hosts = HostCosts(str(folder / "rack.toml"), machines=14, measures=False)
+            host, views = hosts.hosting(job, tell=lambda _: None), list[JobView]()
+            prepared = host.formed(preparation.stage(job))
+            yield run_simulated(prepared, host, seed=0, tell=views.append).view, views
+
+
+@pytest.mark.untraced
+@pytest.mark.parametrize(("n", "bandwidth"), [(2, "1 Gbit/s"), (4, "1 Mbit/s")])
+def test_two_more_replicas_bring_no_more_than_the_busiest_shard_serves(
+    n: int, bandwidth: str, tmp_path: Path
+) -> None:
+    """Two that push beside their steps do not wait: +100 % were told of them, for +68 %."""
+    wishes = [(f"cluster.replicas={k}", "stop.samples=1000") for k in (n, n + 2)]
+    jobs = [small(*wish) for wish in wishes]
+    cluster = CLUSTER.replace("1 Mbit/s", bandwidth)
+    (before, views), (after, _) = simulated(tmp_path, *jobs, cluster=cluster)
+    rows = [Measurement.of(view) for view in views]
+    told = outlook(small(), msgspec.structs.replace(before, total_samples=None), rows)
+    assert told.two_more is not None
+    assert told.busy is not None
+    low, high = told.two_more
+    gain = before.training_seconds / after.training_seconds
+    assert 0.95 * low < gain < 1.02 * high
+    assert high < 0.95 * (n + 2) / n
 
 
 def test_two_more_replicas_get_no_more_than_what_is_left_to_deal() -> None:
@@ -174,6 +202,29 @@ def test_two_more_replicas_get_no_more_than_what_is_left_to_deal() -> None:
         assert found.parts == ("" if n_left >= 12 else f"{n_left // 4} batches are left to deal")
 
 
+def test_a_run_that_its_stop_rules_have_ended_goes_on_with_a_later_end() -> None:
+    """A time "with --resume" was told of it, and +0 % of two more, as 0 batches were left."""
+    view, rows = a_run(20)
+    view = msgspec.structs.replace(view, total_samples=view.samples, progress=1.0)
+    found = outlook(small("stop.loss=0.4"), view, rows, ended=True)
+    assert found.done
+    assert found.seconds is not None
+    assert found.two_more is not None
+    assert found.two_more[1] == 2.0
+    assert not outlook(small(), view, rows).done
+
+
+def test_the_rate_is_that_of_the_replicas_there_are() -> None:
+    """That of a run that was resumed with others was a mean over both."""
+    view, rows = a_run(20)
+    late = [msgspec.structs.replace(row, time=100.0 + (row.time - 90.0) / 4) for row in rows[17:]]
+    rows = [*rows[:17], *late]
+    counters = {"spent_computing": late[-1].time - 100.0 - 1e-3}
+    role = RoleView(name="replica-0", state="", counters=counters)
+    view = msgspec.structs.replace(view, seconds=late[-1].time, roles=(role,))
+    assert outlook(small(), view, rows).rate == pytest.approx(400.0)
+
+
 def test_waiting_for_samples_is_no_time_that_more_replicas_share() -> None:
     """Replicas that had to wait until more samples were dealt were told +100 % by two."""
     view, rows = a_run(20)
@@ -183,6 +234,29 @@ def test_waiting_for_samples_is_no_time_that_more_replicas_share() -> None:
     assert found.exchange == pytest.approx(0.9)
     assert found.two_more is not None
     assert found.two_more[0] < 1.05
+
+
+def test_of_shards_the_busiest_counts_and_a_round_has_no_bound_of_theirs() -> None:
+    view, rows = a_run(20)
+    counters = [
+        {"spent_applying": 5.0, "spent_copying": 1.0, "spent_serving": 4.0, "spent_saving": 90.0},
+        {"spent_applying": 1.0, "spent_serving": 9.0, "seconds_handling": 7.0},
+    ]
+    shards = [RoleView(name=f"shard-{k}", state="", counters=one) for k, one in enumerate(counters)]
+    view = msgspec.structs.replace(view, total_samples=None, roles=(*view.roles, *shards))
+    found = outlook(small("cluster.replicas=2"), view, rows)
+    assert found.busy == pytest.approx(0.7)
+    assert found.two_more is not None
+    low, high = found.two_more
+    assert 1.0 < low < 1.0 / 0.7
+    assert high == 2.0  # pushes take half of the time of a shard; a copy serves several fetches
+    of_round = small("algorithm.exchange={staleness=0, round={}, weight='mean'}")
+    in_round = outlook(of_round, view, rows).two_more
+    assert in_round is not None
+    assert in_round[0] > low
+    older = RoleView(name="shard-1", state="", counters={"clock": 7.0})
+    view = msgspec.structs.replace(view, roles=(*view.roles[:-1], older))
+    assert outlook(small(), view, rows).busy is None
 
 
 def test_ranks_are_no_replicas_and_wait_for_each_other() -> None:
@@ -221,6 +295,15 @@ def test_where_more_replicas_are_not_told_of_it_says_why(
     found = outlook(small(*wish, text=text), view, rows)
     assert found.two_more is None
     assert why in found.more_not_told
+
+
+def test_of_the_first_second_nothing_is_told_of_more_replicas() -> None:
+    """+100 % were told of a run that had failed after a tenth of a second."""
+    view, rows = a_run(20)
+    roles = tuple(replace(role, counters={"spent_computing": 0.3}) for role in view.roles)
+    found = outlook(small(), msgspec.structs.replace(view, roles=roles), rows)
+    assert found.two_more is None
+    assert "less than a second" in found.more_not_told
 
 
 def test_the_outlook_of_a_run_has_its_end_its_target_and_two_more_replicas() -> None:
@@ -301,8 +384,11 @@ def test_a_metric_that_is_no_share_has_a_target_and_no_forecast() -> None:
 
 
 def test_the_command_says_what_it_forecasts_or_why_it_cannot(tmp_path: Path) -> None:
-    def said(n: int, *wish: str, options: tuple[str, ...] = ()) -> str:
+    def said(
+        n: int, *wish: str, options: tuple[str, ...] = (), progress: float | None = None
+    ) -> str:
         view, rows = a_run(n)
+        view = msgspec.structs.replace(view, progress=progress)
         with RunDirectory.create(tmp_path / f"run-{n}") as run:
             run.write(run.job_file, small(*wish).to_toml())
             status = Status(name="small", pid=os.getpid(), written=0.0, view=view, ended=True)
@@ -322,8 +408,13 @@ def test_the_command_says_what_it_forecasts_or_why_it_cannot(tmp_path: Path) -> 
     assert "held-out loss at the end: 0.3" in text
     assert "loss 0.43: not reached, and the run has ended" in text
     assert "with --resume: in " in text
-    assert "two more replicas, each on a machine like theirs: +" in text
-    assert " % samples/s, so loss 0.4 in " in said(22, "stop.loss=0.4")
+    assert "two more replicas, each on a machine like theirs: at most +" in text
+    assert "how busy shards are is not known" in text
+    assert "and less if links of shards are, which nothing counts" in text
+    text = said(22, "stop.loss=0.4")
+    assert re.search(r" % samples/s, so loss 0\.4 in \d+ s or later\. \+\d+ % \(\d+ s\) if", text)
+    text = said(23, "stop.loss=0.4", progress=1.0)
+    assert "with --resume and a later end in [stop]: in " in text
     far = said(21, "stop.loss=0.01")
     assert "with --resume: not soon; 100 % of the curves need more than 10 times" in far
     assert "never" not in far
@@ -332,6 +423,22 @@ def test_the_command_says_what_it_forecasts_or_why_it_cannot(tmp_path: Path) -> 
     assert "cannot tell: 3 measurements, and 8 are needed" in text
     assert "[stop] has no accuracy and no loss" in text
     assert msgspec.json.decode(said(12, options=("--json",)))["n_points"] == 12
+
+
+def test_a_run_that_is_being_resumed_has_not_ended(tmp_path: Path) -> None:
+    """Until the new supervisor writes its status, that of the former one says that it has ended."""
+    view, rows = a_run(20)
+    with RunDirectory.create(tmp_path / "run") as run:
+        run.write(run.job_file, small("stop.loss=0.43").to_toml())
+        former = Status(name="small", pid=os.getpid() + 1, written=0.0, view=view, ended=True)
+        run.write_status(former)
+        with MetricsFile(run.metrics_file) as file:
+            for row in rows:
+                file.append(row)
+        told = CliRunner().invoke(app, ["forecast", str(run.path), "--json"]).stdout
+        assert msgspec.json.decode(told)["ended"] is False
+    told = CliRunner().invoke(app, ["forecast", str(run.path), "--json"]).stdout
+    assert msgspec.json.decode(told)["ended"] is True
 
 
 def stairs(n: int, *, seed: int) -> list[Point]:
