@@ -222,9 +222,12 @@ def outlook(
     """Return what a run's curve and counters say of its future."""
     timed = [one for one in measurements if one.samples]
     spent = _spent(view)
-    # A session before this one may have had other replicas.
-    session = max((sum(one.values()) for one in spent), default=math.inf)
-    late = [one for one in timed[len(timed) // 2 :] if one.time >= view.seconds - session]
+    # At its end a run evaluates and saves; a session before this one may have had other replicas.
+    end = next((k for k, one in enumerate(timed) if one.samples == timed[-1].samples), 0)
+    rated = timed[: end + 1] if ended else timed
+    session = max((sum(one.values()) for one in spent), default=0.0) or math.inf
+    last = rated[-1].time if ended and rated else view.seconds
+    late = [one for one in rated[len(rated) // 2 :] if one.time >= last - session]
     done = ended and (view.progress or 0.0) >= 1.0
     seconds = late[-1].time - late[0].time if late else 0.0
     rate = view.samples_per_second or 0.0

@@ -38,6 +38,14 @@ def test_a_job_file_in_a_folder_of_its_own_learns_digits(folder: Path) -> None:
     told = said(folder, "train", "digits.toml")
     summary = json.loads((folder / "runs" / "digits" / "summary.json").read_bytes())
     assert summary["metric"] >= 0.95, told
+    status = json.loads((folder / "runs" / "digits" / "status.json").read_bytes())
+    shards = [one for one in status["view"]["roles"] if one["name"].startswith("shard-")]
+    for shard in shards:
+        at_work, handling = (
+            shard["counters"][name] for name in ("spent_applying", "seconds_handling")
+        )
+        assert 0.0 < at_work < status["view"]["seconds"]
+        assert 0.0 < handling < status["view"]["seconds"]
 
 
 @pytest.mark.soak

@@ -225,6 +225,15 @@ def test_the_rate_is_that_of_the_replicas_there_are() -> None:
     assert outlook(small(), view, rows).rate == pytest.approx(400.0)
 
 
+def test_the_last_evaluation_of_an_ended_run_lowers_no_rate() -> None:
+    view, rows = a_run(20)
+    rows.append(msgspec.structs.replace(rows[-1], time=rows[-1].time + 500.0))
+    view = msgspec.structs.replace(view, seconds=rows[-1].time)
+    assert outlook(small(), view, rows, ended=True).rate == pytest.approx(100.0)
+    view = msgspec.structs.replace(view, roles=())
+    assert outlook(small(), view, rows).rate < 20.0  # nobody trains, and it has not ended
+
+
 def test_waiting_for_samples_is_no_time_that_more_replicas_share() -> None:
     """Replicas that had to wait until more samples were dealt were told +100 % by two."""
     view, rows = a_run(20)

@@ -136,6 +136,13 @@ def test_a_message_sent_arrives_as_an_event(build: Build) -> None:
     assert isinstance(arrived.message, CheckpointSaved)
 
 
+def test_the_time_of_events_is_counted_and_that_of_waiting_is_not(build: Build) -> None:
+    node, _ = build(on_start(at=0.2))
+    began = time.monotonic()
+    assert node.run() is None
+    assert 0.0 < node.seconds_handling < time.monotonic() - began
+
+
 def test_what_is_sent_beside_halt_still_goes_out(build: Build, tmp_path: Path) -> None:
     with link("other", tmp_path) as other:
         connect = rl.Connect(
