@@ -267,12 +267,27 @@ def outlook(
         if target and value is None:
             raise CannotTellError(f"cannot tell: {name} is no loss and no accuracy")  # noqa: TRY301
         if value is not None and changes["met"] is None:
-            until, changes["reached"] = samples_until(value, aimed, is_batch=is_batch)
+            rises = name if aimed is not points else ""
+            until, changes["reached"] = _target_in(target, value, aimed, rises, is_batch=is_batch)
             if rate > 0.0:
                 changes["seconds"] = tuple(max(0.0, n - view.samples) / rate for n in until)
     except CannotTellError as error:
         changes["not_told"] = str(error)
     return msgspec.structs.replace(found, **changes)
+
+
+def _target_in(
+    target: str, value: float, aimed: Sequence[Point], rises: str, *, is_batch: bool
+) -> tuple[Interval, float]:
+    """As `samples_until`; its error names the target, and the metric that lacks so much to 1."""
+    try:
+        return samples_until(value, aimed, is_batch=is_batch)
+    except CannotTellError as error:
+        text = str(error)
+        if rises:
+            text = text.replace("loss does not fall", f"{rises} does not rise")
+            text = text.replace("loss still falls", f"{rises} still rises")
+        raise CannotTellError(f"{target}: {text}") from error
 
 
 def _of_replicas(

@@ -340,6 +340,19 @@ def test_a_run_that_has_just_begun_says_that_it_cannot_tell() -> None:
     assert found.two_more is not None
 
 
+def test_of_a_target_it_says_of_what_nothing_can_be_told() -> None:
+    """Of an accuracy at rest, that the loss does not fall, above the loss that it will have."""
+    view, rows = a_run(20)
+    lacks = [0.1 - 0.06 * abs(10 - k) / 10 for k in range(20)]
+    rows = [
+        msgspec.structs.replace(row, metric=0.8 + lack)
+        for row, lack in zip(rows, lacks, strict=True)
+    ]
+    found = outlook(small("stop.accuracy=0.95"), view, rows)
+    assert found.not_told == "accuracy 0.95: cannot tell: the accuracy does not rise any more"
+    assert found.loss_at_end is not None
+
+
 def test_a_run_that_has_diverged_is_not_told_to_reach_its_target() -> None:
     """NaN is null in metrics.jsonl: the curve was that of the time before."""
     view, rows = a_run(20)
