@@ -357,10 +357,10 @@ def no_gate(patch: Patch) -> None:
 
 @VARIANTS.replacing(Sessions, "_enter", caught_by=1)
 def reopened_sessions_tell_no_tick(
-    whole: Whole[None], self: Sessions, client: Session, request: pf.OpenSession
+    whole: Whole[None], self: Sessions, client: Session, request: pf.OpenSession, now: Seconds
 ) -> None:
     """A shard that has restarted takes a worker's tick from its snapshot."""
-    whole(self, client, msgspec.structs.replace(request, tick=client.tick))
+    whole(self, client, msgspec.structs.replace(request, tick=client.tick), now)
 
 
 @VARIANTS(caught_by=25)
@@ -372,11 +372,11 @@ def floor_rises_before_clients_are_back(patch: Patch) -> None:
 
 @VARIANTS.replacing(Sessions, "_enter")
 def late_open_session_enters_again(
-    whole: Whole[None], self: Sessions, client: Session, request: pf.OpenSession
+    whole: Whole[None], self: Sessions, client: Session, request: pf.OpenSession, now: Seconds
 ) -> None:
     """A client that has left is in again when an old message arrives."""
     client.attendance.changes = 0
-    whole(self, client, request)
+    whole(self, client, request, now)
 
 
 @VARIANTS(caught_by=1)

@@ -216,9 +216,10 @@ def late_open_session_lowers_the_watermark(
     request: wire.OpenSession,
     *,
     region: str,
+    now: Seconds,
 ) -> tuple[Session, str | None]:
     """The watermark in OpenSession is taken over, however old the message is."""
-    client, why_not = whole(self, name, incarnation, request, region=region)
+    client, why_not = whole(self, name, incarnation, request, region=region, now=now)
     client.watermark = request.next_sequence - 1
     return client, why_not
 
