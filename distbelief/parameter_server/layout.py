@@ -42,6 +42,7 @@ __all__ = [
     "Segment",
     "TensorSpec",
     "first_difference",
+    "in_one_memory",
     "kind_of",
 ]
 
@@ -93,6 +94,37 @@ def kind_of(tensor: torch.Tensor) -> Kind:
         return "parameter"
     is_real = tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool
     return "buffer" if is_real or isinstance(tensor, torch.nn.Parameter) else "counter"
+
+
+def in_one_memory(named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, str]]:
+    """Yield the names of parameters that have elements of another tensor, and of that."""
+    real = [(name, one) for name, one in named if one.layout == torch.strided and not one.is_meta]
+    kept = sorted((*_span(one), i, name, one) for i, (name, one) in enumerate(real) if one.numel())
+    for i, (_, stop, _, name, one) in enumerate(kept):
+        for start, _, _, other, another in kept[i + 1 :]:
+            if start >= stop:
+                break
+            if any(isinstance(each, torch.nn.Parameter) for each in (one, another)) and _share(
+                one, another
+            ):
+                yield name, other
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the addresses of the first byte of a tensor and of the one after the last."""
+    last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
+
+
+def _share(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether tensors whose memory overlaps share an element; views may alternate."""
+    if one.dtype != other.dtype:
+        return True
+    (start, stop), (second, end) = _span(one), _span(other)
+    size = one.element_size()
+    found = torch.zeros((max(stop, end) - start) // size, dtype=torch.bool)
+    found.as_strided(one.shape, one.stride()).fill_(value=True)
+    return bool(found.as_strided(other.shape, other.stride(), (second - start) // size).any())
 
 
 # --- cuts ---

@@ -89,9 +89,13 @@ class Session:
         )
 
     @property
+    def is_placed(self) -> bool:
+        return self.tick is not msgspec.UNSET
+
+    @property
     def is_in(self) -> bool:
         """Whether other clients wait for it."""
-        return self.opened and self.connected and self.tick is not msgspec.UNSET
+        return self.opened and self.connected and self.is_placed
 
     @property
     def is_pushing(self) -> bool:
@@ -654,6 +658,16 @@ class Sessions:
             self._workers.leave()
         client.tick = msgspec.UNSET
         self._note(client)
+
+    def place_new(self) -> list[Action]:
+        """Let clients in that have come before there was a floor, and tell them."""
+        self.floor.awaits_clients = False
+        self.floor.rise()
+        new = [one for one in self._clients.values() if one.attendance.is_in and not one.is_placed]
+        for client in new:
+            self.floor.place(client, msgspec.UNSET)
+            self._note(client)
+        return [self.session_opened(client) for client in new if client.opened]
 
     def tell_floor(self) -> list[Action]:
         """Tell a new floor to the clients that could not begin a tick at the old one."""

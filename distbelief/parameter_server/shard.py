@@ -328,8 +328,9 @@ class Shard:
             return self._versions.timer(now)
         if name == _TELL:
             return self._tell(now)
-        if name in {_RETURNED, _GRACE}:
-            self._sessions.floor.awaits_clients &= name != _RETURNED
+        if name == _RETURNED:
+            return self._sessions.place_new()
+        if name == _GRACE:
             return []  # `_next` looks
         return self._absent(rl.Address(name.removeprefix(_ABSENT)), now)
 

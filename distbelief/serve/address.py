@@ -14,7 +14,7 @@ from typing_extensions import override
 from distbelief.config import tables
 from distbelief.config.presets import expand
 from distbelief.core.errors import JobError, JobFileError
-from distbelief.parameter_server.layout import TensorSpec, kind_of
+from distbelief.parameter_server.layout import TensorSpec, in_one_memory, kind_of
 from distbelief.parameter_server.policy import DOWNPOUR, ExchangePolicy
 from distbelief.parameter_server.rules import UpdateRule, check_groups, rule_of
 from distbelief.parameter_server.shard_config import COPIES_MAX
@@ -272,6 +272,7 @@ def parameter_specs(
 ) -> tuple[TensorSpec, ...]:
     """Return the specs of a training loop's tensors, named by their positions."""
     specs: list[TensorSpec] = []
+    parameters, buffers = list(parameters), list(buffers)
     for index, parameter in enumerate(parameters):
         if not isinstance(cast("object", parameter), torch.Tensor):
             raise JobError(
@@ -302,4 +303,16 @@ def parameter_specs(
             raise JobError(f"buffer {index} is a {kind}: give real tensors, as net.buffers()")
         name, shape = f"{len(specs):06d}", tuple(buffer.shape)
         specs.append(TensorSpec(name=name, shape=shape, kind=kind_of(buffer.detach())))
+    check_memory(parameters, buffers)
     return tuple(specs)
+
+
+def check_memory(parameters: Iterable[torch.Tensor], buffers: Iterable[torch.Tensor] = ()) -> None:
+    """Raise JobError if a parameter has elements of another tensor: a fetch writes each."""
+    named = [(f"parameter {index}", one) for index, one in enumerate(parameters)]
+    named += [(f"buffer {index}", one) for index, one in enumerate(buffers)]
+    for name, other in in_one_memory(named):
+        raise JobError(
+            f"{name} and {other} have the same memory, and a server keeps each by itself: make "
+            "them one parameter (b.weight = a.weight), given once, or a copy (.clone())"
+        )

@@ -9,9 +9,11 @@ exchange.step()
 exchange.finish()
 """
 
+import weakref
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast, final
 
@@ -30,6 +32,7 @@ from distbelief.serve.server_loop import (
     is_of_model,
     number_of_samples,
     of_wrapped,
+    uncompiled,
 )
 from distbelief.worker import loop_worker as lw
 from distbelief.worker.exchange import EVERY_MIN, Pace
@@ -43,6 +46,10 @@ _OF_INNER = {
     "rule": "it belongs to the server: ParameterServer(..., rule=...)",
     **dict.fromkeys(("n_push", "n_fetch", "sync_every", "local_steps"), "it is every"),
 }
+
+
+# By identity of a parameter: the loop that has begun to train it last.
+_TRAINED_BY: "weakref.WeakValueDictionary[int, Exchange]" = weakref.WeakValueDictionary()
 
 
 @final
@@ -119,7 +126,7 @@ class Exchange(ServerLoop, torch.optim.Optimizer):
         self._left_at = self._compute_seconds = 0.0  # waits for the server not included
         self._sends = "change"
         self._way_back = "; take_back() goes back to the last exchange"
-        self._is_fetching = False  # the fetch that follows each push has begun
+        self._is_fetching = self._is_stepping = False  # the fetch that follows each push has begun
         # Frozen parameters are fetched once, here, and never pushed.
         self._trained = [one.requires_grad for one in parameters]
         frozen = [place for place, trains in enumerate(self._trained) if not trains]
@@ -139,8 +146,15 @@ class Exchange(ServerLoop, torch.optim.Optimizer):
             values if place in frozen else values.clone()
             for place, values in enumerate(self._session.values)
         ]
+        if hasattr(inner, "_optimizer_step_pre_hooks"):  # not of wrappers
+            inner.register_step_pre_hook(partial(_refuse_alone, weakref.ref(self)))
 
     # torch's constructor is not called: it would keep groups and state of its own.
+
+    def __getattr__(self, name: str) -> object:
+        if name.startswith("_optimizer_"):  # hooks
+            return getattr(self.inner, name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     @property
     @override
@@ -168,6 +182,7 @@ class Exchange(ServerLoop, torch.optim.Optimizer):
         )
 
     @override
+    @uncompiled
     def step(  # type: ignore[override]  # torch's are overloads; this is their union
         self, closure: Callable[[], float] | None = None, *, samples: int | None = None
     ) -> float | None:
@@ -196,7 +211,12 @@ class Exchange(ServerLoop, torch.optim.Optimizer):
         self._follow(self._parameters())
         if self._is_finished:
             self._refuse_changes()
-        loss: float | None = self.inner.step(closure)
+            _TRAINED_BY.update((id(one), self) for one in self._parameters() if one.requires_grad)
+        self._is_stepping = True
+        try:
+            loss: float | None = self.inner.step(closure)
+        finally:
+            self._is_stepping = False
         self._read()
         self._is_finished = False
         self._n_steps += 1
@@ -284,6 +304,10 @@ class Exchange(ServerLoop, torch.optim.Optimizer):
             return
         with torch.no_grad(), self._session.uninterrupted, self._session.background:
             self._follow(self._parameters())
+            if self._is_finished:
+                self._refuse_changes()
+            elif not self._state.n_unsent and self._state.where_changed():
+                self._state.count(self._session.client.clocks)  # what has followed the last step
             if self._state.n_unsent or self._session.client.owes_rest:
                 self._exchange(is_last=True)
             self._end_exchange()
@@ -293,6 +317,10 @@ class Exchange(ServerLoop, torch.optim.Optimizer):
             self._merge()
             self._write()
         self._note_finished()
+
+    @property
+    def _steps_alone(self) -> bool:
+        return self._is_finished and not (self._is_stepping or self._session.closed)
 
     def _parameters(self) -> list[torch.nn.Parameter]:
         return self._given(self.inner.param_groups)
@@ -311,7 +339,18 @@ class Exchange(ServerLoop, torch.optim.Optimizer):
                 "ParameterServer; changes after a step, such as clamping, count as part of it"
             )
 
+    def _refuse_shared(self) -> None:
+        """Raise JobError if another Exchange has begun to train a parameter."""
+        for place, one in enumerate(self._parameters()):
+            if self._trained[place] and _TRAINED_BY.get(id(one), self) is not self:
+                raise JobError(
+                    f"Exchange: {self._called(place)} is trained by another Exchange since then, "
+                    "and each would push the steps of both: give one Exchange all parameters, or "
+                    "finish() the first one before"
+                )
+
     def _exchange(self, *, is_last: bool = False) -> None:
+        self._refuse_shared()
         # The anchor is needed until the last fetch is merged: if the link is slower than `every`
         # steps, this is where the worker waits for it.
         self._end_exchange()
@@ -355,6 +394,16 @@ class Exchange(ServerLoop, torch.optim.Optimizer):
         step_seconds = self._compute_seconds / max(self._n_steps - 1, 1)
         self._state.fit_to_link(self._session.now(), step_seconds=step_seconds)
         self._state.merge_from(self._fetched)
+
+
+def _refuse_alone(exchange: "weakref.ref[Exchange]", *_: object) -> None:
+    """Raise JobError if the inner optimizer is to step where nothing would send that."""
+    itself = exchange()
+    if itself is not None and itself._steps_alone:  # noqa: SLF001 -- its hook
+        raise JobError(
+            "Exchange: step() of its inner optimizer is called, and no other worker would get that "
+            "step: call step() of the Exchange, or first close() of it"
+        )
 
 
 def _policy(address: ServerAddress, preset: str | None, **given: object) -> ExchangePolicy:

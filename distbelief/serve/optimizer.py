@@ -36,6 +36,7 @@ from distbelief.serve.server_loop import (
     is_of_model,
     number_of_samples,
     of_wrapped,
+    uncompiled,
 )
 from distbelief.worker import loop_worker as lw
 from distbelief.worker.exchange import Pace
@@ -165,6 +166,7 @@ class DownpourSGD(ServerLoop, torch.optim.Optimizer):
         self._is_fetching = False
 
     @override
+    @uncompiled
     def step(  # type: ignore[override]  # torch's are overloads; this is their union
         self, closure: Callable[[], float] | None = None, *, samples: int | None = None
     ) -> float | None:
@@ -184,6 +186,7 @@ class DownpourSGD(ServerLoop, torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._follow_groups()
         for place in self._frozen:
             if self._parameters[place].grad is not None:
                 raise JobError(
@@ -243,6 +246,7 @@ class DownpourSGD(ServerLoop, torch.optim.Optimizer):
         """
         if self._session.closed:
             return
+        self._follow_groups()
         with torch.no_grad(), self._session.uninterrupted, self._session.background:
             self._follow(self._parameters)
             if self._state.n_unsent or self._session.client.owes_rest:
@@ -321,6 +325,14 @@ class DownpourSGD(ServerLoop, torch.optim.Optimizer):
     def _note_versions(self) -> None:
         self._write()
         self._versions = [one._version for one in self._parameters]  # noqa: SLF001 -- torch's own
+
+    def _follow_groups(self) -> None:
+        """Take parameters that have been put into the groups in place of others."""
+        now = self._given(self.param_groups)
+        for place, (one, known) in enumerate(zip(now, self._parameters, strict=True)):
+            if one is not known:
+                self._versions[place] = one._version  # noqa: SLF001 -- torch's own
+        self._parameters = now
 
     def _refuse_changes(self) -> None:
         """Raise JobError if something else has changed a parameter since the last step."""
@@ -459,7 +471,7 @@ _GROUP_KEYS = {"params", "param_names"} | _RATES | _NOTES
 def _check_rate(key: str, value: object) -> None:
     is_rate = isinstance(value, Real) and not isinstance(value, bool)  # numpy's numbers, too
     if not (is_rate and 0.0 <= cast("float", value) < math.inf):
-        raise JobError(f"DownpourSGD: {key} is {value}; use a number, 0 or more")
+        raise JobError(f"DownpourSGD: {key} is {value!r}; use a number, 0 or more")
 
 
 def _refusal(key: str) -> JobError:

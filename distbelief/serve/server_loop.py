@@ -27,7 +27,7 @@ from distbelief.core.errors import DistBeliefError, JobError
 from distbelief.core.formatting import nearest
 from distbelief.parameter_server.policy import ExchangePolicy
 from distbelief.protocol.role import Computed
-from distbelief.serve.address import ServerAddress, Tensors, named
+from distbelief.serve.address import ServerAddress, Tensors, check_memory, named
 from distbelief.serve.session import LOGGING, ClientSession, in_order, set_values
 from distbelief.worker import loop_worker as lw
 from distbelief.worker.exchange import Bindings, ExchangeState, Pace, bind_again, bindings_of
@@ -68,6 +68,18 @@ def of_wrapped(method: Callable[Concatenate[_L, _P], _R]) -> Callable[Concatenat
     return run
 
 
+def uncompiled(method: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Keep torch.compile away from a method; only there, as that imports the compiler."""
+    # `torch.compiler.disable`, at the first call
+    apart = torch._disable_dynamo(method)  # type: ignore[attr-defined]  # noqa: SLF001
+
+    @wraps(method)
+    def run(*args: _P.args, **options: _P.kwargs) -> _R:
+        return (apart if torch.compiler.is_compiling() else method)(*args, **options)
+
+    return run
+
+
 def _list_in(group: Mapping[str, object], key: str) -> list[object]:
     return cast("list[object]", group.get(key, []))
 
@@ -97,6 +109,11 @@ class ServerLoop:
     def _given(self, groups: Groups) -> list[torch.nn.Parameter]:
         """Return the parameters of an optimizer's groups, in the server's order."""
         parameters = [one for group in groups for one in _list_in(group, "params")]
+        if len(parameters) != len(self._order):
+            raise JobError(
+                f"{type(self).__name__}: {len(self._order)} parameters were given at first, and "
+                f"the groups have {len(parameters)} now: pass all of them at once"
+            )
         return [cast("torch.nn.Parameter", parameters[place]) for place in self._order]
 
     def _order_of(self, groups: Groups, address: ServerAddress) -> list[int]:
@@ -406,6 +423,7 @@ def follow(
     JobError if the new memory is of another type, size, or on another device.
     """
     copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+    has_moved = False
     for place, (parameter, known) in enumerate(zip(parameters, values, strict=True)):
         is_in_order = parameter.is_contiguous()
         if is_in_order and parameter.data_ptr() == known.data_ptr():
@@ -416,12 +434,15 @@ def follow(
                 f"{user}: parameter {place} has become {parameter.dtype} on {parameter.device}, "
                 f"{parameter.numel()} elements: convert and move the model before it is made"
             )
+        has_moved = True
         if is_in_order:
             values[place] = parameter.detach().view(-1)
             continue
         if parameter.data_ptr() == known.data_ptr():  # the same memory, in another order now
             values[place] = known.clone()
         copies.append((parameter, values[place].view(parameter.shape)))
+    if has_moved:
+        check_memory(parameters)
     return copies
 
 

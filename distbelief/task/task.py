@@ -24,7 +24,7 @@ from distbelief.graph.capture import capture
 from distbelief.graph.graph import INPUT, Builder, GraphError, LayerGraph, as_real
 from distbelief.graph.module_calls import module_at
 from distbelief.parameter_server.initial_values import Initial
-from distbelief.parameter_server.layout import Layout, TensorSpec, kind_of
+from distbelief.parameter_server.layout import Layout, TensorSpec, in_one_memory, kind_of
 from distbelief.protocol.role import Together, in_turn
 from distbelief.task import dry_run, losses
 from distbelief.task.data import (
@@ -260,37 +260,11 @@ def check_shapes(module: nn.Module, user: str) -> None:
 
 def check_memory(module: nn.Module, user: str) -> None:
     """Raise JobError if a parameter has elements of another tensor: a job keeps each by itself."""
-    named = [*module.named_parameters(), *module.named_buffers()]
-    real = [(name, one) for name, one in named if one.layout == torch.strided and not one.is_meta]
-    kept = sorted((*_span(one), name, one) for name, one in real if one.numel())
-    for i, (_, stop, name, one) in enumerate(kept):
-        for start, _, other, another in kept[i + 1 :]:
-            if start >= stop:
-                break
-            if any(isinstance(each, nn.Parameter) for each in (one, another)) and _share(
-                one, another
-            ):
-                raise JobError(
-                    f"{user}: {name!r} and {other!r} have the same memory, and a job trains each "
-                    "by itself: make them one parameter (b.weight = a.weight), or a copy (.clone())"
-                )
-
-
-def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the addresses of the first byte of a tensor and of the one after the last."""
-    last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
-
-
-def _share(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether tensors whose memory overlaps share an element; views may alternate."""
-    if one.dtype != other.dtype:
-        return True
-    (start, stop), (second, end) = _span(one), _span(other)
-    size = one.element_size()
-    found = torch.zeros((max(stop, end) - start) // size, dtype=torch.bool)
-    found.as_strided(one.shape, one.stride()).fill_(value=True)
-    return bool(found.as_strided(other.shape, other.stride(), (second - start) // size).any())
+    for name, other in in_one_memory([*module.named_parameters(), *module.named_buffers()]):
+        raise JobError(
+            f"{user}: {name!r} and {other!r} have the same memory, and a job trains each "
+            "by itself: make them one parameter (b.weight = a.weight), or a copy (.clone())"
+        )
 
 
 _PART: Final = "replica", "replicas"  # parameters of a factory that makes a part

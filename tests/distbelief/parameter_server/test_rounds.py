@@ -77,13 +77,19 @@ class Shard:
     """One shard, whose workers are all in; it works at once."""
 
     def __init__(
-        self, n_workers: int, *, quorum: float, early: bool = False, staleness: int | None = None
+        self,
+        n_workers: int,
+        *,
+        quorum: float,
+        early: bool = False,
+        staleness: int | None = None,
+        life: int = 1,
     ) -> None:
         ends = Round(quorum=quorum, grace_seconds=GRACE, early=early)
         policy = ExchangePolicy(
             send="delta", round=ends, weight="mean", every=4, staleness=staleness
         )
-        self.copy = OneCopy(A, policy=policy, is_replicated=False)
+        self.copy = OneCopy(A, policy=policy, is_replicated=False, life=life)
         self.workers = [Address(f"worker-{n}") for n in range(n_workers)]
         self.ticks = [0] * n_workers
         for name in self.workers:
@@ -146,6 +152,22 @@ def test_a_client_hears_that_its_push_waits_for_others() -> None:
     (ack,) = [one.message for one in shard.push(0) if isinstance(one, Send)]
     assert isinstance(ack, pf.PushBlockAck)
     assert ack.waits is True
+
+
+def test_workers_that_come_before_there_is_a_floor_are_in_the_rounds_that_follow() -> None:
+    """Of a shard that began in its second term each push was a round: 1, not 1/3, of its steps."""
+    shard = Shard(0, quorum=0.9, life=2)
+    shard.workers = [Address(f"worker-{n}") for n in range(3)]
+    for name in shard.workers:
+        shard.copy.hello(name, enters=True)
+        shard.copy.push(1, sender=name, number=2)  # it waits for nobody, and knows no tick yet
+    placed = [one.message for one in shard.copy.wait(GRACE) if isinstance(one, Send)]
+    assert [one.tick for one in placed if isinstance(one, pf.SessionOpened)] == [0, 0, 0]
+    shard.copy.work_all()
+    assert shard.n_applied == 3
+    shard.copy.push(2, sender=shard.workers[0], tick=1, number=2)
+    shard.wait(10 * GRACE)
+    assert shard.n_applied == 3
 
 
 def test_a_round_ends_at_once_when_all_are_here() -> None:

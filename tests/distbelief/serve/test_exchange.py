@@ -305,9 +305,78 @@ def test_a_parameter_whose_memory_was_replaced_still_learns(
     for was, became in zip(before, now, strict=True):
         assert not any(torch.equal(one, other) for one, other in zip(was, became, strict=True))
     assert all(torch.equal(one, other) for one, other in zip(*now, strict=True))
+    model[2].bias.data = model[0].bias.data[:3]  # type: ignore[index]
+    with pytest.raises(distbelief.JobError, match=r"parameter . and parameter . have the same mem"):
+        optimizer.step()
     model.double()
     with pytest.raises(distbelief.JobError, match=r"parameter 0 has become torch\.float64"):
         optimizer.step()
+
+
+def test_what_follows_the_last_step_is_pushed_by_finish(
+    monkeypatch: pytest.MonkeyPatch, model: nn.Module
+) -> None:
+    """Regression: where the last step was an exchange, a projection after it stayed here."""
+    server, exchange = exchanging(monkeypatch, model, every=3)
+    for _ in range(3):
+        take_steps(model, exchange, 1)
+        for parameter in model.parameters():
+            parameter.data.clamp_(-0.1, 0.1)
+    projected = flat(model)
+    exchange.finish()
+    for one, here, there in zip(projected, flat(model), server.values(), strict=True):
+        torch.testing.assert_close(here, one)
+        assert torch.equal(here, there)
+    exchange.finish()
+    nn.init.ones_(next(model.parameters()))
+    with pytest.raises(distbelief.JobError, match="changed since the server's values came"):
+        exchange.finish()
+
+
+def test_a_step_of_the_inner_optimizer_alone_is_refused(
+    monkeypatch: pytest.MonkeyPatch, model: nn.Module
+) -> None:
+    """Regression: a loop that kept its `inner.step()` trained, and pushed nothing."""
+    inner = torch.optim.SGD(model.parameters(), lr=RATE)
+    _, exchange = exchanging(monkeypatch, model, inner, every=3)
+    for _ in range(2):
+        backward(model, 0)
+        with pytest.raises(distbelief.JobError, match=r"inner .* no other .* step\(\) of the Exch"):
+            inner.step()
+        take_steps(model, exchange, 2)
+        take_steps(model, inner, 1)  # a change that follows a step is part of it
+        exchange.finish()
+    exchange.close()
+    take_steps(model, inner, 1)
+
+
+def test_two_exchanges_of_one_parameter_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each pushes the steps of both; with a first rate of 0 neither had seen the other's."""
+    trunk, *heads = nn.Linear(7, 7), nn.Linear(7, 3), nn.Linear(7, 3)
+    nets = [nn.Sequential(trunk, head) for head in heads]
+    exchanges = [exchanging(monkeypatch, net, every=2)[1] for net in nets]
+    for net, exchange in zip(nets, exchanges, strict=True):
+        exchange.param_groups[0]["lr"] = 0.0
+        take_steps(net, exchange, 1)
+    with pytest.raises(distbelief.JobError, match=r"parameter 0 is trained by another Exchange"):
+        take_steps(nets[0], exchanges[0], 1)
+    take_steps(nets[1], exchanges[1], 3)
+    exchanges[1].finish()
+
+
+def test_hooks_are_those_of_the_inner_optimizer(
+    monkeypatch: pytest.MonkeyPatch, model: nn.Module
+) -> None:
+    """Regression: torch's `register_step_post_hook` ended in an AttributeError."""
+    _, exchange = exchanging(monkeypatch, model, every=2)
+    seen: list[object] = []
+    exchange.register_step_post_hook(lambda optimizer, *_: seen.append(optimizer))
+    exchange.register_state_dict_pre_hook(seen.append)
+    take_steps(model, exchange, 2)
+    exchange.state_dict()
+    assert seen == [exchange.inner] * 3
+    with pytest.raises(AttributeError, match="'Exchange' object has no attribute 'no_such'"):
+        exchange.no_such  # noqa: B018
 
 
 def test_a_step_after_close_is_refused(monkeypatch: pytest.MonkeyPatch, model: nn.Module) -> None:
@@ -520,7 +589,7 @@ def test_the_state_is_restored_and_another_is_refused(
     for one, net in ((exchange, model), (other, twin)):
         one.zero_grad()
         backward(net, 7)
-        one.inner.step()
+        one.step()
     assert all(torch.equal(one, other) for one, other in zip(flat(model), flat(twin), strict=True))
     with pytest.raises(distbelief.JobError, match=r"not a state of an Exchange: state, param"):
         exchange.load_state_dict(inner.state_dict())

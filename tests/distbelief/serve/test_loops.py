@@ -466,6 +466,51 @@ def test_a_state_dict_is_restored_and_another_optimizers_is_rejected(
         optimizer.load_state_dict(torchs.state_dict())
 
 
+def test_a_parameter_in_place_of_another_trains(
+    monkeypatch: pytest.MonkeyPatch, model: nn.Module
+) -> None:
+    """Regression: the new one in the group never moved; in torch it does."""
+    server, optimizer = served(monkeypatch, model, blocking=True)
+    plain = copy.deepcopy(model)
+    inner = torch.optim.SGD(plain.parameters(), lr=RATE)
+    pairs: list[tuple[nn.Module, torch.optim.Optimizer]] = [(model, optimizer), (plain, inner)]
+    for net, one in pairs:
+        take_steps(net, one, 2)
+        layer = net[0]  # type: ignore[index]
+        layer.weight = nn.Parameter(layer.weight.detach().clone())
+        one.param_groups[0]["params"][0] = layer.weight
+        take_steps(net, one, 2)
+    optimizer.finish()
+    assert_same(list(plain.parameters()), model)
+    assert_same(server.values(), model)
+    optimizer.param_groups[0]["params"].pop()
+    with pytest.raises(distbelief.JobError, match=r"4 parameters were given .* the groups have 3"):
+        optimizer.step()
+
+
+@pytest.mark.soak
+@pytest.mark.untraced
+@pytest.mark.filterwarnings("ignore")  # those of torch's compiler
+def test_a_compiled_function_may_call_step(
+    monkeypatch: pytest.MonkeyPatch, model: nn.Module
+) -> None:
+    """Regression: the compiler followed `step` to the server, and failed in its copies."""
+    plain = copy.deepcopy(model)
+    _, optimizer = served(monkeypatch, model, blocking=True)
+
+    @torch.compile(backend="eager")
+    def train(net: nn.Module, one: torch.optim.Optimizer, inputs: torch.Tensor) -> None:
+        one.zero_grad()
+        net(inputs).square().mean().backward()
+        one.step()
+
+    for net, one in ((model, optimizer), (plain, torch.optim.SGD(plain.parameters(), lr=RATE))):
+        for _ in range(3):
+            train(net, one, torch.ones(4, 7))
+    optimizer.finish()
+    assert_same(list(plain.parameters()), model)
+
+
 def test_a_closure_gives_the_loss_and_the_gradient(
     monkeypatch: pytest.MonkeyPatch, model: nn.Module
 ) -> None:

@@ -106,3 +106,16 @@ def test_a_parameter_that_is_not_float32_is_refused_with_a_way_that_works(
     frozen = nn.Parameter(torch.ones(2, dtype=dtype), requires_grad=False)
     with pytest.raises(JobError, match=f"parameter 1 is {dtype}: .*{way}"):
         parameter_specs([nn.Parameter(torch.ones(2)), frozen])
+
+
+def test_parameters_in_one_memory_are_refused() -> None:
+    """Regression: of weights tied by `.data` a fetch wrote one over the other's step."""
+    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+    second.weight.data = first.weight.data
+    with pytest.raises(JobError, match=r"parameter 0 and parameter 2 have the same memory.*\.clon"):
+        parameter_specs([*first.parameters(), *second.parameters()])
+    with pytest.raises(JobError, match="buffer 0 and parameter 0 have the same memory"):
+        parameter_specs([first.weight], buffers=[first.weight.detach()[0]])
+    both = torch.ones(2, 4)
+    first.weight.data, second.weight.data = both[:, ::2], both[:, 1::2]
+    parameter_specs([first.weight, second.weight])

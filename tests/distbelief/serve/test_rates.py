@@ -225,6 +225,7 @@ def refused(monkeypatch: pytest.MonkeyPatch, text: str, params: object, **option
 def test_wrong_rates_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for lr in (-1.0, math.nan, math.inf, True, torch.tensor(0.1)):
         refused(monkeypatch, "lr is .*; use a number, 0 or more", None, lr=lr)
+    refused(monkeypatch, r"lr is tensor\(0.1000\); use", None, lr=torch.tensor(0.1))
     first, last = net()[0], net()[2]
     groups = [{"params": last.parameters()}, {"params": first.parameters(), "lr": 0.1}]
     text = "parameter group 0 has no lr, and others have: give each group one"
