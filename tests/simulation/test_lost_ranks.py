@@ -78,7 +78,7 @@ def played(exchange: str, seeds: Iterable[int]) -> Iterator[Outcome]:
         ("diloco", [10]),
         # A rank comes back to a floor behind the other ranks of its replica.
         ("in step", [1, 5]),
-        *(pytest.param(name, range(20), marks=pytest.mark.soak) for name in EXCHANGES),
+        *(pytest.param(name, range(10), marks=pytest.mark.soak) for name in EXCHANGES),
     ],
 )
 def test_a_lost_rank_stops_nobody(exchange: str, seeds: Iterable[int]) -> None:
