@@ -128,9 +128,6 @@ class AnswerTimer:
         self.is_awaited = False  # if not, the timer runs out
         # By direction: when its blocks last made progress, and the seconds that one takes.
         self._paces: dict[object, tuple[float, float]] = {}
-        self._blocks_seconds = 0.0  # that those under way take
-        self._answered_in = 0.0, 0.0  # seconds of the last two whole answers
-        self.is_excused = False  # the next one waits for others: its seconds say nothing
 
     def awaits(self, now: float) -> float | None:
         """Something is awaited; return when the timer is to fire, if it must be set."""
@@ -195,26 +192,8 @@ class AnswerTimer:
             return
         one = (now - begun) / n
         self._paces[direction] = now, max(one, (seconds + one) / 2)  # falls slowly
-        self._blocks_seconds = n_under_way * max(seconds for _, seconds in self._paces.values())
-        self._fit_pause()
-
-    def answered(self, now: float) -> None:
-        """The peer has answered what was asked as a whole.
-
-        Where that takes longer than the longest pause, what is repeated makes the peer's queue
-        longer still: so the next pause is as long as answers take. They count from the first
-        question, as nobody knows which repetition an answer is to.
-        """
-        if not self.is_excused:
-            self._answered_in = self._answered_in[1], now - self.asked_at
-        self.is_excused = False
-        self.silence.progress_at = now
-        self._fit_pause()
-
-    def _fit_pause(self) -> None:
-        answer = max(self._answered_in)
-        longest = max(self._blocks_seconds, answer if answer > self._longest else 0.0)
-        pause = min(PATIENCE * longest, self._silence_max / 4)
+        slowest = max(seconds for _, seconds in self._paces.values())
+        pause = min(PATIENCE * n_under_way * slowest, self._silence_max / 4)
         self._backoff.first = max(self._first, pause)
         self._backoff.longest = max(self._longest, pause)
         self.begin_anew()

@@ -529,6 +529,8 @@ class Rounds:
         floor = self._floor
         if not floor.is_strict or self._policy.quorum < 1.0:
             return 0
+        if name != replica_of(name):
+            return 0  # ranks of a split replica begin where the first of them did
         if not floor.inside:
             self._opened = now
         since = now if self._opened is None else self._opened

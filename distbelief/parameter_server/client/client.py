@@ -12,7 +12,7 @@ Where shards count ticks, workers wait for each other: `enter` before every tick
 `may_begin`; `leave` when there is nothing to do, or the others wait. A push ends a tick.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Final, assert_never, cast, final
 
@@ -209,7 +209,6 @@ class ShardLink:
         replies, answer = self.pushing.blocks_acked(message), self._answer
         if replies:
             answer.blocks_came(now, pf.PushBlockAck, self._per_answer, self._credit)
-        answer.is_excused |= message.waits is True
         is_last = message.sequence == self.pushing.issued  # else the last one may be lost
         if message.waits is True and is_last and self.fetching.complete:
             answer.must_wait()
@@ -223,8 +222,7 @@ class ShardLink:
             self.ticks.acknowledged(message, is_news=is_news)
         if is_news:
             self._staleness.add(message.staleness)
-            self._answer.is_excused |= self.ticks.floor is not None
-            self._answer.answered(now)
+            self._answer.progressed(now)
 
     def _session_opened(
         self, sender: rl.Address, message: pf.SessionOpened, now: rl.Seconds
@@ -830,17 +828,14 @@ class ParameterClient:
     def waiting_for(self) -> rl.Address | None:
         if self._ticks.waits_since is not None and self._ticks.waits_since[0]:
             return self._ticks.waits_since[0]  # another worker
-        return next(self._late(), None)
+        return next(iter(self.late_shards), None)
 
     @property
     def late_shards(self) -> list[rl.Address]:
         """The shards of which a fetch, an acknowledgement or the session is missing."""
-        return [*self._late()]
-
-    def _late(self) -> Iterator[rl.Address]:
-        for link in self._links.values():
-            if not (link.is_open and link.fetching.complete and link.has_room):
-                yield link.copies[0]
+        links = self._links.values()
+        late = (li for li in links if not (li.is_open and li.fetching.complete and li.has_room))
+        return [link.copies[0] for link in late]
 
     @property
     def progress(self) -> Sequence[tuple[int, int, int]]:

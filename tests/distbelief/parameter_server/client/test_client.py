@@ -474,30 +474,6 @@ def test_the_limits_restart_with_each_wait() -> None:
     assert timers(alone.push()) == [1.5]  # earlier than the last one would ask
 
 
-def test_a_shard_with_a_long_queue_is_asked_again_as_seldom_as_it_answers() -> None:
-    """2,000 replicas pushed to a busy shard: each push came several times, and its queue grew."""
-    alone = Alone()
-    actions, at, n_repeated = alone.push(), 0.5, 0
-    while at < 10.0:
-        actions = alone.timer(at)
-        n_repeated += len(sent(actions, pf.Push))
-        (at,) = timers(actions)
-    assert n_repeated == 4  # at 0.5, 1.5, 3.5 and 7.5
-    alone.now = 10.0
-    alone.acknowledge(FIRST)
-    alone.push()
-    actions = alone.timer(at)
-    assert (messages(actions), timers(actions)) == ([], [25.0])  # 1.5 times 10 seconds
-    alone.now = 25.0
-    assert messages(alone.timer(25.0)) == ["PushBlock", "Push"]  # it may be lost
-    # Once two answers were fast, the pause is the first one again.
-    alone.acknowledge(FIRST + 1)
-    for sequence in (FIRST + 2, FIRST + 3):
-        alone.push()
-        alone.acknowledge(sequence)
-    assert timers(alone.push()) == [25.5]
-
-
 def test_a_fetch_by_blocks_acknowledges_blocks_as_they_come() -> None:
     alone = Alone(layout_of(LARGE))
     (fetch,) = sent(alone.client.begin_fetch(0.0), pf.Fetch)
