@@ -137,6 +137,8 @@ class PlainRounds:
         return now >= self.due
 
     def n_ahead(self, name: Address, now: Seconds, *, ends: bool) -> int:
+        if name != replica_of(name):
+            return 0
         if not self._floor.is_strict or self._policy.quorum < 1.0:
             return 0
         inside = [one for one in self._floor.members if one.is_in]
