@@ -50,7 +50,7 @@ from distbelief.simulation.faults import CutOff, Delay, Drop, Duplicate, Message
 # small message does not wait behind large ones of other flows, except on a slow port.
 
 PIECE_BYTES: Final = 1 << 16  # smallest piece: what the kernel sends at a time
-PIECES_MAX: Final = 16  # of a message
+PIECES_MAX: Final = 3  # of a message: more are hardly more exact, and each is an event
 
 SMALL_BYTES: Final = 4096  # largest message that slips in between the packets of larger ones
 
