@@ -262,7 +262,7 @@ def test_a_worker_that_does_not_wait_elsewhere_is_waited_for_without_end() -> No
     assert shard.n_applied == 3
 
 
-# --- who comes while a round is under way ---
+# --- clients that come during a round ---
 
 SECONDS: Seconds = 50.0  # of a round
 
