@@ -57,6 +57,10 @@ class Spans:
     def __bool__(self) -> bool:
         return bool(self._spans)
 
+    @property
+    def n_spans(self) -> int:
+        return len(self._spans)
+
     # No `__len__`: it would be taken for the number of spans, and memory made for so many.
     @property
     def n_positions(self) -> int:

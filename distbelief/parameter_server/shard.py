@@ -80,6 +80,8 @@ _TELL: Final = "tell"
 # Where data are dealt: how often a shard checks for news of what it has applied, and how often it
 # repeats the message, which may be lost.
 TELL_SECONDS: Final = 0.2
+TELL_SECONDS_EACH: Final = 1e-4  # of thousands of spans, as each costs the supervisor microseconds
+TELL_SECONDS_MAX: Final = 1.0  # the dealer gives up on what it has not heard of for three
 TELL_AGAIN_SECONDS: Final = 2.0
 
 
@@ -352,7 +354,9 @@ class Shard:
         """Tell the supervisor which dealt positions are applied, if that is news."""
         if self._stopped_by is not None:
             return []
-        return [rl.SetTimer(name=_TELL, at=now + TELL_SECONDS), *self._tell_news(now)]
+        seldom = TELL_SECONDS_EACH * self._values.applied.n_spans
+        after = min(max(TELL_SECONDS, seldom), TELL_SECONDS_MAX)
+        return [rl.SetTimer(name=_TELL, at=now + after), *self._tell_news(now)]
 
     def _tell_news(self, now: rl.Seconds) -> list[rl.Action]:
         applied = self._values.applied
@@ -361,7 +365,7 @@ class Shard:
             if told == applied and now - at < TELL_AGAIN_SECONDS:
                 return []
         self._told = applied, now
-        message = ms.SamplesApplied(spans=applied.to_wire()[: 2 * ms.N_SPANS_MAX])
+        message = ms.SamplesApplied(spans=applied.to_wire()[: 2 * ms.N_APPLIED_MAX])
         return [rl.Send(receiver=rl.SUPERVISOR, message=message)]
 
     def _open_session(

@@ -8,7 +8,8 @@ from distbelief.protocol.fields import Amount, AnyMessage, Count, Duration, Name
 
 
 METRICS_MAX: Final = 32  # of one evaluation
-N_SPANS_MAX: Final = 4096  # in a message
+N_SPANS_MAX: Final = 4096  # of pieces, in a message
+N_APPLIED_MAX: Final = 1 << 16  # of what is applied: every replica may work at a place of its own
 Warnings = Annotated[tuple[Text, ...], msgspec.Meta(max_length=8)]
 
 
@@ -113,7 +114,7 @@ class SamplesApplied(AnyMessage, frozen=True):
     """
 
     spans: Annotated[
-        tuple[Amount, ...], msgspec.Meta(max_length=2 * N_SPANS_MAX)
+        tuple[Amount, ...], msgspec.Meta(max_length=2 * N_APPLIED_MAX)
     ]  # start, stop, ...
 
 

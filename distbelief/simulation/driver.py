@@ -93,6 +93,7 @@ class SimulatedProcess:
     waiting: list[rl.Event] = field(default_factory=list)  # while paused
     handles_slowly: bool = False  # messages take time, although it has no event loop
     handles_until: Seconds = 0.0  # when the messages received so far are handled
+    handled: Seconds = 0.0  # how long that took
     last_actions: int | None = None  # it dies after this many actions of the next event
     tears: bool = False  # a checkpoint that its death interrupts stays, damaged
     restart_after: Seconds | None = None  # after its death
@@ -168,7 +169,6 @@ class Driver:
         # Messages and bytes sent, by sender and receiver.
         self.traffic: dict[tuple[Address, Address], list[float]] = {}
         self.busy: dict[Address, Seconds] = {}  # of compute executors
-        self.handled: dict[Address, Seconds] = {}  # of messages, where that takes time
         self.away_until: dict[Address, Seconds] = {}  # outages
         self.observers: list[Observer] = []
         self.reports: deque[tuple[Address, rl.Report]] = deque(maxlen=N_REMEMBERED)
@@ -205,10 +205,12 @@ class Driver:
     @property
     def used(self) -> dict[tuple[str, str], Seconds]:
         """How long each shard, processor, card, link and switch worked, by kind and name."""
-        found = self._ports.used
+        found, of_messages = self._ports.used, dict.fromkeys(self.newest, 0.0)
+        for process in self.known.values():
+            of_messages[process.name] += process.handled
         for name in self.newest:
             machine = self.options.machine_of(name)
-            busy, handled = self.busy.get(name, 0.0), self.handled.get(name, 0.0)
+            busy, handled = self.busy.get(name, 0.0), of_messages[name]
             if name.startswith("shard"):  # its work and its messages each have a thread
                 found["shard", name] = max(busy, handled)
             processor = self.options.processors.get(machine.host)
@@ -296,7 +298,7 @@ class Driver:
             takes = machine.handling_seconds
             takes += packet.n_bytes / machine.handling_bytes_per_second
             process.handles_until = max(begins, now) + takes
-            self.handled[process.name] = self.handled.get(process.name, 0.0) + takes
+            process.handled += takes
             if begins <= now:
                 self._handle(process, event)
             else:

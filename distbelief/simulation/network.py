@@ -28,12 +28,15 @@ from distbelief.core.vectors import Vector
 from distbelief.protocol import (
     Fetch,
     FetchAck,
+    HeartbeatAck,
     Message,
+    OpenSession,
     ParameterBlock,
     Push,
     PushApplied,
     PushBlock,
     PushBlockAck,
+    SessionOpened,
     StateBlock,
     TransferBlock,
 )
@@ -298,6 +301,7 @@ class Network:
         lose: Callable[[Packet, str], None],
     ) -> None:
         self._event_queue = event_queue
+        self._at = event_queue.at  # found faster than through two attributes
         self._streams = streams
         self._arrive = arrive
         self._lose = lose
@@ -328,22 +332,24 @@ class Network:
         path.waiting.append(packet)
         if not card.is_woken:
             card.is_woken = True
-            self._event_queue.at(card.free_at, self._send_next, card)
+            self._at(card.free_at, self._send_next, card)
 
     def _send_next(self, card: Port) -> None:
         # Send a waiting piece of the flow whose turn it is.
         now, turns = self._event_queue.now, card.turns
         if card.free_at <= now:  # small messages may have used the card since
-            path = turns.popleft()
+            path = turns[0]
             packet = path.waiting[0]
             self._pass(packet, now)
             if not packet.n_left:
                 path.waiting.popleft()
             if path.waiting:
-                turns.append(path)
+                turns.rotate(-1)
+            else:
+                turns.popleft()
         card.is_woken = bool(turns)
         if turns:
-            self._event_queue.at(card.free_at, self._send_next, card)
+            self._at(card.free_at, self._send_next, card)
 
     def _pass(self, packet: Packet, now: Seconds) -> None:
         # Send a packet, or a piece of it; it arrives with its last one.
@@ -368,7 +374,7 @@ class Network:
         elif not overtaken:
             path.arrives_last = arrives
         for late in copies:
-            self._event_queue.at(arrives + late, self._arrive, packet)
+            self._at(arrives + late, self._arrive, packet)
 
     def _faults_of(self, packet: Packet) -> tuple[Seconds, bool, list[Seconds]] | None:
         # Delay, whether it is overtaken, and how late each copy is; None if it is lost.
@@ -395,10 +401,10 @@ class Network:
         if isinstance(fault, CutOff):
             cut = _Cut(fault)
             self.cuts.append(cut)
-            self._event_queue.at(ends, self._heal, cut)
+            self._at(ends, self._heal, cut)
         else:
             self._faults.append(fault)
-            self._event_queue.at(ends, self._faults.remove, fault)
+            self._at(ends, self._faults.remove, fault)
 
     def _hits(self, fault: MessageFault, path: Path) -> bool:
         if fault.between is not None and (
@@ -435,10 +441,13 @@ _ALIKE: Final = frozenset(
         PushApplied,
         FetchAck,
         Fetch,
+        HeartbeatAck,
+        OpenSession,
         ParameterBlock,
         Push,
         PushBlock,
         PushBlockAck,
+        SessionOpened,
         StateBlock,
         TransferBlock,
     }

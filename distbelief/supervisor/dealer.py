@@ -125,7 +125,7 @@ class Dealer:
                 n = sum(
                     stop - start for start, stop in spans if not self._done.overlaps((start, stop))
                 )
-                n_trained += n - self._n_ahead(record, hand, n)
+                n_trained += max(n - self._n_ahead(record, hand, n), 0)
         return max(self.n_left - n_trained, 0)
 
     def applied(self, shard: Address, spans: Iterable[int]) -> None:
@@ -238,8 +238,9 @@ class Dealer:
             return n_held
         ahead = int(_count(record, "samples_ahead"))
         ahead += sum(stop - start for start, stop in hand.unheard)
-        # Two pushes wait, and it trains for a third, whatever it says.
-        return min(max(ahead, n_held - 3 * self._epochs.push_size), n_held)
+        # Two pushes wait, and it trains for a third, whatever it says. It may have more ahead than
+        # is held: what a lost replica had pushed in a round was dealt anew, and then applied.
+        return max(ahead, n_held - 3 * self._epochs.push_size)
 
     def _offers(self, record: RoleRecord, hand: Hand) -> Iterator[Span]:
         """Yield what of the pool this replica may be dealt, the best first."""

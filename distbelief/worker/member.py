@@ -36,9 +36,9 @@ from distbelief.protocol import role as rl
 TIMER = "member:heartbeat"
 BUILD = "member:build"
 HEARTBEAT_SECONDS: Final = 0.5
-# Of thousands: the supervisor gets at most 2000 a second, up to 10,000 replicas.
-HEARTBEAT_SECONDS_MAX: Final = 5.0
-HEARTBEATS_PER_SECOND: Final = 2000
+# Of thousands: the supervisor gets at most 1000 a second, up to 10,000 replicas.
+HEARTBEAT_SECONDS_MAX: Final = 10.0
+HEARTBEATS_PER_SECOND: Final = 1000
 # Of a shard with a backup, which takes over after a second of silence.
 PAIRED_HEARTBEAT_SECONDS: Final = 0.2
 # For the last checkpoint of a shard whose supervisor is lost.

@@ -24,9 +24,10 @@ as without an exchange (`docs/explanation/exchanges.md`).
 
     overlap_N        steps per second with N shards if blocks leave early, over those if they do not
 
-Seconds of a step by twelve plans (replicas, shards, ranks, models, links of three rates), forecast
-from what `network.forecasts` measures, none of it by these plans (`--only plans`, 12 minutes).
-Shorter runs differ: replicas that wait for one link fall into step, and out of it, for up to 20 s.
+Seconds of a step by twelve plans (replicas, shards, ranks, models, data, rates of links) that
+`--draw` chose: a number draws twelve, so that no model was fitted to them. Forecasts, the median of
+three seeds, are made from what `network.forecasts` measures (`--only plans`, 15 minutes). Shorter
+runs differ: replicas that wait for one link fall into step, and out of it, for up to 20 s.
 
     plans_error      mean of |forecast / measured - 1|; plans_worst: the largest
     plans_within     how many are within 5 %
@@ -35,6 +36,7 @@ Shorter runs differ: replicas that wait for one link fall into step, and out of 
 
 import argparse
 import math
+import re
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -42,10 +44,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Final, NamedTuple
 
 import msgspec
+import numpy as np
 
 from distbelief.config.job import Job
 from distbelief.job.run.directory import RunDirectory
@@ -63,7 +67,7 @@ from distbelief.supervisor.view import JobView
 from experiments.benchmarks.bare import paced_layers
 from experiments.benchmarks.measuring import measurement
 from experiments.benchmarks.network import jobs
-from experiments.benchmarks.network.forecasts import OVERRIDES, site
+from experiments.benchmarks.network.forecasts import N_MACHINES, OVERRIDES, site
 from experiments.benchmarks.network.hosts import Lan, obstacle, switched
 from experiments.benchmarks.planner_against_runtime import compared
 from experiments.benchmarks.simulated.truth import SANDBLAST, Case, side_of
@@ -346,8 +350,9 @@ def bytes_of_busiest(
 # ------------------------------------------------------------------ steps of many plans
 
 PLANS_CASE: Final = "plans"
+N_PLANS: Final = 12
+N_SEEDS: Final = 3  # of a forecast
 WITHIN: Final = 0.05
-_LARGE: Final = "model.arguments.hidden=512"  # 4.1 MB
 _SELDOM: Final = (
     "algorithm.n_push=4",
     "algorithm.n_fetch=4",
@@ -355,45 +360,45 @@ _SELDOM: Final = (
 )
 
 
-def _cluster(replicas: int, shards: int, placement: str, *more: str) -> tuple[str, ...]:
-    own = f"cluster.replicas={replicas}", f"cluster.shards={shards}"
-    return (*own, f"cluster.placement='{placement}'", *more)
+def drawn_plans(draw: int, n: int) -> list[tuple[float, tuple[str, ...]]]:
+    """Return megabits a second of each card, and what is not as in `OVERRIDES`."""
+    chance, plans = np.random.default_rng(draw), list[tuple[float, tuple[str, ...]]]()
+    while len(plans) < n:
+        partitions = 2 if chance.random() < 0.25 else 1
+        replicas = int(chance.integers(1, (N_MACHINES - 1) // partitions, endpoint=True))
+        placement = chance.choice(("here", "spread", "beside replicas"))
+        shards_max = replicas if placement == "beside replicas" else 4
+        shards = int(chance.integers(1, shards_max, endpoint=True))
+        own = [f"cluster.replicas={replicas}", f"cluster.shards={shards}"]
+        own += [f"cluster.placement='{placement}'"]
+        own += [f"model.arguments.hidden={chance.choice((192, 256, 384, 512))}"]  # 0.8 to 4.1 MB
+        own += [f"data.train.arguments.seconds={chance.uniform(0.1, 0.3):.2f}"]
+        if partitions > 1:
+            own += [f"cluster.partitions={partitions}", "algorithm.batch_size=128"]
+        elif chance.random() < 0.25:
+            own += _SELDOM
+        plans.append((round(chance.uniform(40.0, 160.0)), tuple(own)))
+    return plans
 
 
-# Megabits a second of each card, and what is not as in `OVERRIDES`
-PLANS: Final[Sequence[tuple[float, tuple[str, ...]]]] = (
-    (40, _cluster(1, 1, "here")),
-    (80, _cluster(2, 1, "here")),
-    (160, _cluster(4, 1, "here")),
-    (40, _cluster(4, 2, "spread")),
-    (80, _cluster(4, 4, "spread")),
-    (160, _cluster(3, 3, "spread")),
-    (40, _cluster(2, 2, "beside replicas")),
-    (160, _cluster(2, 1, "here", _LARGE)),
-    (160, _cluster(4, 4, "spread", _LARGE)),
-    (40, _cluster(1, 1, "here", "cluster.partitions=2", "algorithm.batch_size=128")),
-    (80, _cluster(2, 2, "spread", "cluster.partitions=2", "algorithm.batch_size=128")),
-    (40, _cluster(4, 1, "here", *_SELDOM)),
-)
-
-
-def _plans(*, seconds: float, small: bool) -> dict[str, float]:
+def _plans(draw: int, *, seconds: float, small: bool) -> dict[str, float]:
     """Return how far the seconds of a step are from their forecasts."""
     foretold: dict[str, float] = {}
     measured: dict[str, float] = {}
     rows: dict[str, dict[str, str]] = {}
     with site() as here:
-        for mbits, own in PLANS[:2] if small else PLANS:
-            keys = (one.rpartition(".")[2] for one in own)
+        for mbits, own in drawn_plans(draw, 2 if small else N_PLANS):
+            keys = (re.sub(r"^[a-z_.]*\.", "", one) for one in own)
             name = f"{mbits} Mbit/s, {', '.join(keys)}".replace("'", "")
             case = Case(name=name, overrides=(*OVERRIDES, f"stop.seconds={seconds}", *own))
-            speeds = [here.forecast(case, bits_per_second=1e6 * mbits)]
+            bits, together = 1e6 * mbits, case.job.cluster.n_replicas * case.job.batch_size
+            told = [here.forecast(case, bits_per_second=bits, seed=n) for n in range(N_SEEDS)]
             with measurement.usage(lambda: 0.0) as used:
-                speeds.append(here.run(case, bits_per_second=1e6 * mbits))
-            together = case.job.cluster.n_replicas * case.job.batch_size
-            foretold[name], measured[name] = (together / speed for speed in speeds)
+                ran = here.run(case, bits_per_second=bits)
+            foretold[name], measured[name] = together / median(told), together / ran
             rows[name] = {
                 "forecast, s": f"{foretold[name]:.4f}",
+                "of seeds": f"{together / max(told):.4f} to {together / min(told):.4f}",
                 "measured": f"{measured[name]:.4f}",
                 "forecast / that": f"{foretold[name] / measured[name]:.3f}",
                 "busy processors": f"{used.others:.2f}",
@@ -448,6 +453,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     every = [*CASES, *SPEEDS, *OVERLAPS, PLANS_CASE]
     parser.add_argument("--only", action="append", choices=every)
     parser.add_argument("--seconds", type=float, default=40.0, help="of a run of a plan")
+    parser.add_argument("--draw", type=int, default=1, help="this number chooses the plans")
     options = measurement.options_of(parser, arguments, small=SMALL)
     if (why := obstacle()) is not None:
         raise SystemExit(why)
@@ -463,7 +469,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if name in OVERLAPS:
             figures |= _overlaps(name, OVERLAPS[name], small=options.small)
     if PLANS_CASE in names:
-        figures |= _plans(seconds=options.seconds, small=options.small)
+        figures |= _plans(options.draw, seconds=options.seconds, small=options.small)
     measurement.conclude("lan", figures)
 
 

@@ -76,14 +76,14 @@ bandwidth = "{bandwidth:.0f} B/s"
         )
         return path
 
-    def forecast(self, case: Case, *, bits_per_second: float) -> float:
+    def forecast(self, case: Case, *, bits_per_second: float, seed: int = 0) -> float:
         """Return samples per second in virtual time."""
         job = case.job
         hosts = HostCosts(str(self.cluster(bits_per_second)), machines=None, measures=True)
         placed = hosts.hosting(job, tell=lambda _: None)
         with Preparation() as preparation, reading_at_once():
             prepared = placed.formed(preparation.stage(job))
-            ended = run_simulated(prepared, placed, seed=0)
+            ended = run_simulated(prepared, placed, seed=seed)
         return steady_rate(ended.view)
 
     def run(self, case: Case, *, bits_per_second: float) -> float:

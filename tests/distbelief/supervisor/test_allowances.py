@@ -137,13 +137,25 @@ def test_a_replica_has_its_next_long_push_before_shards_have_the_last() -> None:
     assert dealt.n_positions == 2 * 64 * BATCH
 
 
-@pytest.mark.parametrize("n_pushes", [9, 13.5, 17.1])
-def test_replicas_with_long_pushes_end_at_about_the_same_time(n_pushes: float) -> None:
-    """Pushes were dealt whole: at the end, some had one of 16 s to train, and the others none."""
-    names, each = [f"replica-{n}" for n in range(4)], 0.25  # seconds of a batch, 64 in a push
+@pytest.mark.parametrize(
+    ("n_pushes", "n_push", "each", "apart"),
+    [(9, 64, 0.25, 8.0), (13.5, 64, 0.25, 8.0), (17.1, 64, 0.25, 8.0)]
+    + [(n / 4, 4, 12.5, 14.0) for n in range(40, 48)],
+)
+def test_replicas_with_long_pushes_end_at_about_the_same_time(
+    n_pushes: float,
+    n_push: int,
+    each: float,  # seconds of a batch
+    apart: float,
+) -> None:
+    """Pushes were dealt whole: at the end, some had one of 16 s to train, and the others none.
+
+    Shares were rounded up to batches: of few long ones, some had two, and the others none.
+    """
+    names = [f"replica-{n}" for n in range(4)]
     roster: list[tuple[str, Kind]] = [("shard-0", "shard"), *((n, "replica") for n in names)]
-    total = round(n_pushes * 64) * BATCH
-    epochs = Epochs(n_samples=total, batch_size=BATCH, n_push=64)
+    total = round(n_pushes * n_push) * BATCH
+    epochs = Epochs(n_samples=total, batch_size=BATCH, n_push=n_push)
     ends = StopTable(samples=total)
     desk = desk_of(roster, ends, batch_size=BATCH, dealt=epochs, cuts_pushes=True)
     ranges: dict[str, list[Span]] = {name: [] for name in names}
@@ -155,14 +167,17 @@ def test_replicas_with_long_pushes_end_at_about_the_same_time(n_pushes: float) -
 
     hear(desk.join())
     hear(desk.hear("shard-0", SamplesApplied(spans=())))
-    late = dict(zip(names, (0.0, 3.0, 7.0, 13.0), strict=True))  # seconds until it begins
+    until = dict(zip(names, (0.25, 3.0, 7.0, 13.0), strict=True))  # when its next batch ends
+    until = {name: late + each for name, late in until.items()}
     while done.n_positions < total and desk.now < 1000.0:
-        desk.now += each
+        desk.now += 0.25
         for name in names:
             held = sum(stop - start for start, stop in ranges[name])
-            if late[name] <= desk.now and samples[name] < held:
+            if samples[name] >= held:
+                until[name] = max(until[name], desk.now + each)  # it waits
+            elif until[name] <= desk.now:
                 samples[name] += BATCH
-                ended[name] = desk.now
+                ended[name], until[name] = desk.now, until[name] + each
                 hear(report(desk, name, samples[name]))
             n, left = 0, samples[name]
             for start, stop in ranges[name]:  # pushed when it is whole
@@ -174,7 +189,7 @@ def test_replicas_with_long_pushes_end_at_about_the_same_time(n_pushes: float) -
         hear(desk.hear("shard-0", SamplesApplied(spans=done.to_wire())))
     assert done == Spans([(0, total)])
     assert sum(samples.values()) == total
-    assert max(ended.values()) - min(ended.values()) <= 64 * each / 2
+    assert max(ended.values()) - min(ended.values()) <= apart
 
 
 def test_many_replicas_train_the_whole_job_and_no_more() -> None:

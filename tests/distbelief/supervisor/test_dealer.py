@@ -120,6 +120,18 @@ def test_who_pushes_nothing_is_dealt_no_more_whatever_it_says() -> None:
     assert sum(stop - start for start, stop in table.ranges[A]) <= 3 * 8 + 8
 
 
+def test_who_trains_what_others_have_pushed_is_dealt_no_more() -> None:
+    """It held what a lost one had pushed in a round, was dealt 8 steps more, and ended last."""
+    table = begun()
+    table.deal(A, 8)
+    table.applied((0, 8))
+    table.replica(A).counters["samples_ahead"] = 8.0
+    assert table.deal(A, 8) is None
+    table.replica(A).counters["samples_ahead"] = 4.0
+    table.deal(A, 8)
+    assert table.ranges[A] == [(0, 8), (8, 16)]
+
+
 def test_who_holds_enough_is_dealt_no_more() -> None:
     table = begun()
     table.deal(A, 24)

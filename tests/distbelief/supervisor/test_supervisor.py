@@ -954,8 +954,8 @@ def test_seconds_that_cannot_be_are_no_message(seconds: float) -> None:
 
 
 def test_of_replicas_with_few_heartbeats_a_longer_silence_is_usual() -> None:
-    """Of 10,000 replicas, each would be silent for 3 s between two heartbeats."""
-    desk = a_job(heartbeat_seconds=heartbeat_seconds("replica-0", 1, 10_000))
+    """Of 5,000 replicas, each would be silent for 3 s between two heartbeats."""
+    desk = a_job(heartbeat_seconds=heartbeat_seconds("replica-0", 1, 5_000))
     desk.train()
     others = [name for name in desk.names if name not in {"replica-1", "shard-1"}]
     desk.pass_time(9.5, beats=others)

@@ -422,9 +422,9 @@ def test_stop_ends_a_role_that_has_not_started_and_is_passed_on_to_one_that_has(
     assert Driver().running().say(wire.Stop(reason="enough")) == [rl.Report(text="heard")]
 
 
-def test_thousands_send_at_most_2000_heartbeats_a_second_to_the_supervisor() -> None:
+def test_thousands_send_at_most_1000_heartbeats_a_second_to_the_supervisor() -> None:
     beats = [heartbeat_seconds("replica-0", 1, n) for n in (1, 1000, 2000, 5000, 10_000)]
-    assert beats == [0.5, 0.5, 1.0, 2.5, 5.0]
+    assert beats == [0.5, 1.0, 2.0, 5.0, 10.0]
     assert heartbeat_seconds("shard-0", 1, 10_000) == 0.5
 
 

@@ -7,7 +7,7 @@ import pytest
 from distbelief.config.load import parse_job
 from distbelief.supervisor.view import JobView, Point
 from experiments.benchmarks.forecast_of_loss import KINDS, setting
-from experiments.benchmarks.lan import PLANS
+from experiments.benchmarks.lan import N_PLANS, drawn_plans
 from experiments.benchmarks.network.forecasts import (
     N_MACHINES,
     OVERRIDES,
@@ -19,10 +19,11 @@ from experiments.benchmarks.simulated.truth import Case
 from experiments.benchmarks.suggest import TRIED
 
 
-def test_twelve_plans_and_ten_combinations_fit_the_hosts() -> None:
+def test_plans_of_any_draw_and_ten_combinations_fit_the_hosts() -> None:
+    plans = [own for draw in range(20) for _, own in drawn_plans(draw, N_PLANS)]
     combinations = [tuple(f"{key}={value}" for key, value in each.items()) for each in TRIED]
-    assert (len(set(PLANS)), len(set(combinations))) == (12, 10)
-    for own in (*(each for _, each in PLANS), *combinations):
+    assert (len(plans), len(set(combinations))) == (240, 10)
+    for own in (*plans, *combinations):
         cluster = Case(name="", overrides=(*OVERRIDES, *own)).job.cluster
         assert cluster.n_replicas * cluster.partitions_max <= N_MACHINES - 1
 
