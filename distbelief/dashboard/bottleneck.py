@@ -107,6 +107,20 @@ def seconds_spent(counters: Mapping[str, float], before: Mapping[str, float]) ->
     return found
 
 
+def seconds_counted(role: RoleView, view: JobView) -> float:
+    """Return for how long a role of a training job has counted.
+
+    Counters begin at zero in each session, and in each life of a process, whereas the view has the
+    time of all sessions. Only replicas count what they do all the time; shards begin before them.
+    """
+    counting = [role] if _trains(role) else [one for one in view.roles if _trains(one)]
+    seconds = (
+        sum(n for name, n in one.counters.items() if name.startswith(SPENT)) for one in counting
+    )
+    longest = max(seconds, default=0.0)
+    return min(view.training_seconds, longest) if longest else view.training_seconds
+
+
 def bottleneck(view: JobView, since: JobView | None = None) -> Finding | None:
     """Return what holds a run back, from `since` (None: its start) until `view`.
 
@@ -196,11 +210,11 @@ def _memory(view: JobView, since: JobView | None, seen: Finding | None) -> Findi
 
     Otherwise where Linux says that something waits for memory: all may be equally slow.
     """
-    seconds = view.training_seconds if since is None else view.now - since.now
     earlier = {} if since is None else {role.name: role.counters for role in since.roles}
     short: dict[str, tuple[float, float]] = {}  # pages a second; share of the time stalled
     for role in view.roles:
         before = earlier.get(role.name, {})
+        seconds = seconds_counted(role, view) if since is None else view.now - since.now
         pages, stalled = (
             (role.counters.get(name, 0.0) - before.get(name, 0.0)) / max(seconds, 1e-9)
             for name in ("pages_read_again", "seconds_stalled_for_memory")

@@ -16,7 +16,13 @@ import msgspec
 
 from distbelief.core.errors import StorageError
 from distbelief.core.formatting import plain
-from distbelief.dashboard.bottleneck import SPENT, Finding, bottleneck, seconds_spent
+from distbelief.dashboard.bottleneck import (
+    SPENT,
+    Finding,
+    bottleneck,
+    seconds_counted,
+    seconds_spent,
+)
 from distbelief.job.display.screen import left, phase_of, state_of
 from distbelief.job.run.directory import RunDirectory, Status
 from distbelief.job.run.metrics_file import Measurement, measurements_in
@@ -254,7 +260,7 @@ def _row(role: RoleView, view: JobView, since: JobView | None, *, is_past: bool)
     state, style = state_of(role)
     counters = role.counters
     before: dict[str, float] = {}
-    seconds = view.training_seconds
+    seconds = seconds_counted(role, view)
     if since is not None:
         seconds = view.now - since.now
         earlier = [each.counters for each in since.roles if each.name == role.name]

@@ -261,7 +261,9 @@ class Sessions:
         clients = self._clients.values()
         return {
             "clients": float(sum(one.opened and one.connected for one in clients)),
-            "push_buffer_bytes": float(sum(one.push_buffer_nbytes for one in clients)),
+            "push_buffer_bytes": float(
+                sum(one.push_buffer_nbytes for one in clients if one.push_buffers)
+            ),
             "pushes_applied": float(self._n_applied),
             "pushes_refused": float(self._n_refused),
             "duplicates": float(self._n_duplicates),

@@ -14,7 +14,7 @@
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Final, final
+from typing import Final, final, get_args
 
 import msgspec
 from msgspec.structs import replace
@@ -32,7 +32,7 @@ from distbelief.supervisor.failover import ShardFailover
 from distbelief.supervisor.handover import LOST, Handover, start_roles
 from distbelief.supervisor.hosts import ClusterConfig
 from distbelief.supervisor.make_view import make_view
-from distbelief.supervisor.membership import FEW, Membership, Presence, RoleRecord, Seldom
+from distbelief.supervisor.membership import FEW, Kind, Membership, Presence, RoleRecord, Seldom
 from distbelief.supervisor.metrics import JobMetrics
 from distbelief.supervisor.output import Output
 from distbelief.supervisor.periodic_requests import Checkpoints, Evaluations
@@ -531,11 +531,12 @@ class Supervisor:
         if len(self.members) > FEW and self._n_ticks % TICKS_EACH:
             return
         dead: list[tuple[RoleRecord, str]] = []
+        limits = {kind: self._config.silence_max(kind) for kind in get_args(Kind)}
         for record in list(self.members):
             # A primary whose backup cannot take over holds what nobody else has. So if both copies
             # are silent, the backup is killed first.
             alone = self.failover.is_irreplaceable(record)
-            silent_after, dead_after = self._config.silence_max(record.kind)
+            silent_after, dead_after = limits[record.kind]
             dead_after *= 2 if alone else 1
             why = self._config.cause_of_death(record, self._now, dead_after=dead_after)
             if why is not None:

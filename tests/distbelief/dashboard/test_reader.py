@@ -148,6 +148,23 @@ def test_rates_of_roles_are_those_of_the_last_seconds(tmp_path: Path) -> None:
         assert row.spent["computing"] == pytest.approx(0.0)
 
 
+def test_shares_of_a_resumed_run_are_those_of_its_last_session(tmp_path: Path) -> None:
+    """Counters of 100 s over the 1,000 s of all sessions: a replica seemed to idle nine tenths."""
+    path = made_runs.make(tmp_path / "run", n_points=0)
+    counters = {"spent_computing": 60.0, "spent_waiting for shard-0": 40.0}
+    roles = (
+        RoleView(name="replica-0", state="finished", counters=counters),
+        RoleView(name="shard-0", state="done", counters={"spent_applying": 50.0}),
+    )
+    view = JobView(phase="done", now=5.0, training_seconds=1000.0, roles=roles)
+    made_runs.write_status(path, view)
+    reader = opened(path)
+    reader.read_status(now())
+    replica, shard = reader.state.roles
+    assert replica.spent == pytest.approx({"computing": 0.6, "waiting for shards": 0.4})
+    assert shard.spent == pytest.approx({"computing": 0.5})
+
+
 def test_messages_outlive_the_list_of_the_status(tmp_path: Path) -> None:
     path = made_runs.make(tmp_path / "run")
     reader = opened(path)
