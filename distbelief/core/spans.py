@@ -13,7 +13,6 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from itertools import islice
 from operator import and_
 from typing import Final, final
 
@@ -127,7 +126,8 @@ class Spans:
                 first = max(first, bisect_left(cuts, (start,)) - 1)
             while first < len(cuts) and cuts[first][1] <= start:
                 first += 1  # for good: the next span begins later
-            for begin, end in islice(cuts, first, None):
+            for index in range(first, len(cuts)):  # `islice` would go through those before, too
+                begin, end = cuts[index]
                 if begin >= stop:
                     break
                 left.append((at, begin))

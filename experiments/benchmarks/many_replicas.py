@@ -1,16 +1,15 @@
 """Thousands of replicas over five regions, whose machines come and go, in virtual time.
 
-    python experiments/benchmarks/many_replicas.py [--replicas 10000] [--exchanges 20] [--every 2]
-        [--step-seconds 0.1] [--steps-in-one 250] [--only local diloco decoupled-diloco horovod]
+    python experiments/benchmarks/many_replicas.py [--replicas 10000] [--exchanges 20] [--every 4]
+        [--step-seconds 0.1] [--steps-in-one 125] [--only local diloco decoupled-diloco horovod]
         [--losses] [--profile] [--small]
 
 One process and thread; gradients of a linear model are real, and the price of a step is that of a
 large one: `--step-seconds`, of which a simulated one stands for `--steps-in-one`. By default an
-exchange is 500 steps of 100 ms, as DiLoCo's, at the price of two real gradients, and the job is 17
-minutes long. Half of the replicas are spot machines that are
-taken back once an hour, for a minute, and cost a third; a tenth of all come 5 s later. Fewer and
-longer steps in an exchange cost less processor time, but what is left at the end is dealt in whole
-steps. Not in `make bench`: 10,000 replicas take many minutes.
+exchange is 500 steps of 100 ms, as DiLoCo's, at the price of four real gradients, and the job is 17
+minutes long. Half of the replicas are spot machines that are taken back once an hour, for a minute,
+and cost a third; a tenth of all come 5 s later. With longer steps, of which an exchange has fewer,
+this takes less processor time, but what is left at the end is dealt in whole steps. Not in `make bench`: 10,000 replicas take many minutes.
 
     seconds_*    processor time; virtual_*: how long the job was
     micro_*      microseconds of it for a message; messages_*: how many
@@ -293,9 +292,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--replicas", type=int, default=10_000)
     parser.add_argument("--exchanges", type=int, default=20)
-    parser.add_argument("--every", type=int, default=2, help="steps of an exchange")
+    parser.add_argument("--every", type=int, default=4, help="steps of an exchange")
     parser.add_argument("--step-seconds", type=float, default=0.1)
-    parser.add_argument("--steps-in-one", type=int, default=250, help="that a step stands for")
+    parser.add_argument("--steps-in-one", type=int, default=125, help="that a step stands for")
     parser.add_argument("--only", nargs="+", default=PRESET_NAMES)
     parser.add_argument("--losses", action="store_true", help="say where time was lost")
     parser.add_argument("--profile", action="store_true")
