@@ -26,6 +26,7 @@ Block = TypeVar("Block")
 
 WINDOW: Final = 32  # items under way to one peer
 PATIENCE: Final = 1.5  # pause before a repetition, in times that the blocks under way take
+N_KEPT: Final = 3  # answers, during which the pause after a repetition stays long
 
 
 @final
@@ -112,7 +113,9 @@ class AnswerTimer:
 
     Over a slow link that others share, the blocks under way may take seconds. Those sent again
     meanwhile would only wait behind the first ones, and hold up everybody: so the pauses grow with
-    the seconds that a block takes.
+    the seconds that a block takes. These only an answer tells of that was asked for once. So after
+    a repetition the long pause stays for the next questions (Karn and Partridge 1987): with short
+    ones, each of them would be repeated.
     """
 
     def __init__(
@@ -125,6 +128,8 @@ class AnswerTimer:
         self._first, self._longest = first, longest
         self._silence_max, self._stall_max = silence_seconds_max, stall_seconds_max
         self._backoff = Backoff(first, longest)
+        self._n_kept, self._kept = 0, first  # for so many answers the pause is this long
+        self._waits = False  # for others: the long pause says nothing
         self.is_awaited = False  # if not, the timer runs out
         # By direction: when its blocks last made progress, and the seconds that one takes.
         self._paces: dict[object, tuple[float, float]] = {}
@@ -135,7 +140,7 @@ class AnswerTimer:
         if begins:
             self.silence.start(now)
             self.sent_at = now
-            self.begin_anew()
+            self._answered()
         due, timer_at = now + self._backoff.pause, self.silence.timer_at
         runs = timer_at is not None and (not begins or timer_at <= due)
         return None if runs else self.silence.expect(due)
@@ -168,26 +173,34 @@ class AnswerTimer:
         self.sent_at = now
         if blocks:
             self._repeated_at = now
+        if blocks and not self._waits:
+            most = max(self._backoff.longest, self._silence_max / 4)
+            self._n_kept, self._kept = N_KEPT, min(2 * self._backoff.pause, most)
         self._backoff.repeat(now)
         return self.silence.expect(self._backoff.due)
 
     def begin_anew(self) -> None:
+        self._n_kept, self._waits = 0, False
         self._backoff.pause = self._backoff.first
+
+    def _answered(self) -> None:
+        self._n_kept, self._waits = max(self._n_kept - 1, 0), False
+        self._backoff.pause = self._kept if self._n_kept else self._backoff.first
 
     def progressed(self, now: float) -> None:
         self.silence.progress_at = now
-        self.begin_anew()
+        self._answered()
 
     def must_wait(self) -> None:
         """The peer has all that it can get from here: asking again helps if its answer was lost."""
-        self._backoff.pause = self._backoff.longest
+        self._waits, self._backoff.pause = True, self._backoff.longest
 
     def blocks_came(self, now: float, direction: object, n: int, n_under_way: int) -> None:
         """So many blocks of a direction came, or were acknowledged."""
         self.silence.progress_at = now
         before, seconds = self._paces.get(direction, (0.0, 0.0))
         begun = max(before, self.asked_at)
-        if self._repeated_at >= begun:  # of which is this the answer? The long pause stays
+        if self._repeated_at >= self.asked_at:  # of which is this the answer? The long pause stays
             self._paces[direction] = now, seconds
             return
         one = (now - begun) / n

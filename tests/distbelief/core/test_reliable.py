@@ -1,9 +1,12 @@
+import math
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
 from distbelief.core.errors import RemoteProtocolError
-from distbelief.core.reliable import Arrivals, Backoff, ReliableStream, Silence
+from distbelief.core.reliable import AnswerTimer, Arrivals, Backoff, ReliableStream, Silence
 
 
 @settings(max_examples=100, deadline=None)
@@ -81,3 +84,53 @@ def test_a_peer_that_answers_without_progress_is_stalled_and_not_silent() -> Non
     silence.heard(9.0, progress=False)
     assert silence.silent(10.0) == 1.0
     assert silence.stalled(10.0) == 10.0
+
+
+FIRST, LONGEST, SILENCE, GAP = 0.5, 4.0, 60.0, 0.1
+
+
+def exchanges(answers: Sequence[float]) -> list[tuple[int, float]]:
+    """Return repetitions and seconds of questions whose two blocks take so long; infinity: lost.
+
+    What was lost is answered soon after it was asked again.
+    """
+    timer = AnswerTimer(FIRST, LONGEST, silence_seconds_max=SILENCE, stall_seconds_max=600.0)
+    now, found = 1.0, []
+    for seconds in answers:
+        timer.is_awaited = False
+        at = timer.awaits(now) or timer.silence.timer_at
+        timer.sent_at = timer.asked_at = now
+        ends, n_repeated = now + seconds, 0
+        while at is not None and at < ends:
+            timer.woke(at)
+            again = timer.not_yet(at)
+            if again is None:
+                again, n_repeated = timer.repeated(at, blocks=True), n_repeated + 1
+                ends = at + GAP if ends == math.inf else ends
+            at = again
+        timer.blocks_came(ends, "fetch", 1, 2)
+        timer.blocks_came(ends + GAP, "fetch", 1, 2)
+        timer.progressed(ends + GAP)
+        found.append((n_repeated, ends - now))
+        now = ends + 2 * GAP
+    return found
+
+
+@pytest.mark.parametrize("seconds", [0.4, 0.8, 1.3, 3.0, 5.0])
+def test_a_slow_answer_is_asked_for_once(seconds: float) -> None:
+    """Four replicas kept a link of 51 Mbit/s busy, and repeated each question: 42 % of all bytes.
+
+    After a repetition, the time between two blocks was taken for that of an answer, and an
+    acknowledgement made the pause the first one again.
+    """
+    repeated = [n for n, _ in exchanges([seconds] * 30)]
+    assert sum(repeated[:5]) <= 5
+    assert sum(repeated[5:]) == 0
+
+
+@given(st.lists(st.sampled_from([0.01, 0.01, 0.01, math.inf]), min_size=20, max_size=60))
+def test_lost_answers_make_pauses_long_for_a_while_only(answers: list[float]) -> None:
+    assert max(seconds for _, seconds in exchanges(answers)) <= SILENCE / 4 + GAP
+    calm = [0.01] * 6
+    (_, seconds) = exchanges([*answers, *calm, math.inf])[-1]
+    assert seconds <= 2 * FIRST + GAP

@@ -471,7 +471,12 @@ def test_the_limits_restart_with_each_wait() -> None:
     assert at == pytest.approx(1.9)
     alone.acknowledge(FIRST + 1)
     alone.now = 1.0
-    assert timers(alone.push()) == [1.5]  # earlier than the last one would ask
+    assert timers(alone.push()) == []  # after a repetition the pause stays long for a while
+    for n in range(2, 5):
+        alone.acknowledge(FIRST + n)
+        alone.now = float(n)
+        actions = alone.push()
+    assert timers([*actions, *alone.timer(alone.now)]) == [4.5]
 
 
 def test_a_fetch_by_blocks_acknowledges_blocks_as_they_come() -> None:
