@@ -188,7 +188,7 @@ class Allowances:
         if dealer is not None and n_untrained is not None and own:
             # Each part is a push of its own, so it takes a while; asked for as long before.
             part, fair = self._batches(own * seconds), share * n_untrained
-            if max(fair, own * seconds) < dealer.two_pushes:
+            if max(fair, own * seconds) < 1.5 * dealer.two_pushes:
                 # Rounded down, or the first to ask would train two steps while others train none.
                 wanted, part_min = max(fair // self._batch_size * self._batch_size, part), part
         return Wanted(self._batches(wanted), part_min=part_min)
