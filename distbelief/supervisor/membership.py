@@ -31,6 +31,7 @@ Kind = Literal["shard", "replica", "evaluator", "rank", "coordinator", "guest"]
 N_GUESTS_MAX = 2048  # all guests must fit into the header of one `Peers` message
 
 RATE_SECONDS = 5.0  # rates are means over about this time
+RATE_POINTS_MIN: Final = 5  # and over so many values at least
 
 # Counters that begin at 0 in each incarnation, and are shown as sums over all of them.
 WAITS = "waits_"  # and a worker's name: seconds waited for it; summed, too
@@ -89,7 +90,11 @@ class Seldom:
 
 @final
 class Rate:
-    """Rate of a counter over the last few seconds."""
+    """Rate of a counter over the last few seconds.
+
+    Or over the last few steps, if these take longer: some are heard of when they end, others from
+    the next heartbeat.
+    """
 
     def __init__(self) -> None:
         self._points: deque[tuple[Seconds, float]] = deque()
@@ -100,7 +105,7 @@ class Rate:
         if points and value < points[-1][1]:
             points.clear()
         points.append((now, value))
-        while len(points) > 2 and points[1][0] <= now - RATE_SECONDS:
+        while len(points) > RATE_POINTS_MIN and points[1][0] <= now - RATE_SECONDS:
             points.popleft()
 
     def lacks(self, now: Seconds, value: float) -> bool:
