@@ -36,7 +36,6 @@ runs differ: replicas that wait for one link fall into step, and out of it, for 
 
 import argparse
 import math
-import re
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -388,7 +387,7 @@ def _plans(draw: int, *, seconds: float, small: bool) -> dict[str, float]:
     rows: dict[str, dict[str, str]] = {}
     with site() as here:
         for mbits, own in drawn_plans(draw, 2 if small else N_PLANS):
-            keys = (re.sub(r"^[a-z_.]*\.", "", one) for one in own)
+            keys = (one.removeprefix(f"{one.partition('=')[0].rpartition('.')[0]}.") for one in own)
             name = f"{mbits} Mbit/s, {', '.join(keys)}".replace("'", "")
             case = Case(name=name, overrides=(*OVERRIDES, f"stop.seconds={seconds}", *own))
             bits, together = 1e6 * mbits, case.job.cluster.n_replicas * case.job.batch_size

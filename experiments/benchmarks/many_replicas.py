@@ -9,8 +9,8 @@ large one: `--step-seconds`, of which a simulated one stands for `--steps-in-one
 exchange is 500 steps of 100 ms, as DiLoCo's, at the price of four real gradients, and the job is 17
 minutes long. Half of the replicas are spot machines that are taken back once an hour, for a minute,
 and cost a third; a tenth of all come 5 s later. With longer steps, of which an exchange has fewer,
-this takes less processor time, but what is left at the end is dealt in whole steps. Not in `make
-bench`: 10,000 replicas take many minutes.
+this takes less processor time, but what is left at the end is dealt in whole steps.
+Not in `make bench`: 10,000 replicas take many minutes.
 
     seconds_*    processor time; virtual_*: how long the job was
     micro_*      microseconds of it for a message; messages_*: how many
