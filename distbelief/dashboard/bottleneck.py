@@ -14,7 +14,8 @@ in this order; that of a role that reads pages again is `memory`, whatever it se
     processor   it computes much longer for a sample than the other replicas
 """
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Final
@@ -113,12 +114,18 @@ def seconds_counted(role: RoleView, view: JobView) -> float:
     Counters begin at zero in each session, and in each life of a process, whereas the view has the
     time of all sessions. Only replicas count what they do all the time; shards begin before them.
     """
-    counting = [role] if _trains(role) else [one for one in view.roles if _trains(one)]
+    longest = session_seconds([role] if _trains(role) else view.roles)
+    return min(view.training_seconds, longest)
+
+
+def session_seconds(roles: Iterable[RoleView]) -> float:
+    """Return for how long replicas have counted in a job's last session; infinite: none has."""
     seconds = (
-        sum(n for name, n in one.counters.items() if name.startswith(SPENT)) for one in counting
+        sum(n for name, n in one.counters.items() if name.startswith(SPENT))
+        for one in roles
+        if _trains(one)
     )
-    longest = max(seconds, default=0.0)
-    return min(view.training_seconds, longest) if longest else view.training_seconds
+    return max(seconds, default=0.0) or math.inf
 
 
 def bottleneck(view: JobView, since: JobView | None = None) -> Finding | None:

@@ -26,7 +26,12 @@ from distbelief.config.algorithms import coordinator_of, facts_of
 from distbelief.config.job import Job
 from distbelief.core.errors import DistBeliefError
 from distbelief.core.formatting import is_loss, is_share
-from distbelief.dashboard.bottleneck import OBSERVED_SECONDS_MIN, SPENT, seconds_spent
+from distbelief.dashboard.bottleneck import (
+    OBSERVED_SECONDS_MIN,
+    SPENT,
+    seconds_spent,
+    session_seconds,
+)
 from distbelief.job.run.metrics_file import Measurement
 from distbelief.supervisor.view import JobView
 
@@ -221,13 +226,12 @@ def outlook(
 ) -> Outlook:
     """Return what a run's curve and counters say of its future."""
     timed = [one for one in measurements if one.samples]
-    spent = _spent(view)
     # At its end a run evaluates and saves; a session before this one may have had other replicas.
     end = next((k for k, one in enumerate(timed) if one.samples == timed[-1].samples), 0)
     rated = timed[: end + 1] if ended else timed
-    session = max((sum(one.values()) for one in spent), default=0.0) or math.inf
     last = rated[-1].time if ended and rated else view.seconds
-    late = [one for one in rated[len(rated) // 2 :] if one.time >= last - session]
+    since = last - session_seconds(view.roles)
+    late = [one for one in rated[len(rated) // 2 :] if one.time >= since]
     done = ended and (view.progress or 0.0) >= 1.0
     seconds = late[-1].time - late[0].time if late else 0.0
     rate = view.samples_per_second or 0.0
@@ -254,10 +258,7 @@ def outlook(
             value, aimed = 1.0 - job.stop.accuracy, curve_of(measurements, "metric")
         elif is_loss(name):
             value = job.stop.accuracy
-    changes: dict[str, object] = {
-        "target": target,
-        **_of_replicas(job, view, timed, spent, done=done),
-    }
+    changes: dict[str, object] = {"target": target, **_of_replicas(job, view, timed, done=done)}
     if value is not None:
         first = next((x for x, y in aimed if y <= value), None)
         changes["met"] = next((one.time for one in timed if one.samples == first), None)
@@ -291,33 +292,34 @@ def _target_in(
 
 
 def _of_replicas(
-    job: Job,
-    view: JobView,
-    measurements: Sequence[Measurement],
-    spent: Sequence[Mapping[str, float]],
-    *,
-    done: bool,
+    job: Job, view: JobView, measurements: Sequence[Measurement], *, done: bool
 ) -> dict[str, object]:
+    spent = _spent(view)
     totals = [(_exchanged(one), sum(one.values())) for one in spent]
     shares = [exchanged / total for exchanged, total in totals if total]
     exchange = sum(shares) / len(shares) if shares else None
     found: dict[str, object] = {"n_replicas": len(spent), "exchange": exchange}
+    busy = _busy(view)
+    if exchange is not None and coordinator_of(job) is None:
+        found["busy"] = max(busy, default=None)
     try:
-        if facts_of(job).in_ring:
-            raise CannotTellError("cannot tell: with each replica a ring has more to send")  # noqa: TRY301
-        if exchange is not None and max(total for _, total in totals) < OBSERVED_SECONDS_MIN:
-            raise CannotTellError("cannot tell: they have trained for less than a second")  # noqa: TRY301
+        _check_more(job, [total for _, total in totals])
         if exchange is not None and coordinator_of(job) is not None:
             found["two_more"], found["parts"] = _more_for_batches(job, measurements, spent)
         elif exchange is not None:
-            busy = _busy(view)
-            found["busy"] = max(busy, default=None)
             found["two_more"], found["parts"] = _more_for_samples(
                 job, None if done else view, len(spent), exchange, busy
             )
     except CannotTellError as error:
         found["more_not_told"] = str(error)
     return found
+
+
+def _check_more(job: Job, seconds: Sequence[float]) -> None:
+    if facts_of(job).in_ring:
+        raise CannotTellError("cannot tell: with each replica a ring has more to send")
+    if any(seconds) and max(seconds) < OBSERVED_SECONDS_MIN:
+        raise CannotTellError("cannot tell: they have trained for less than a second")
 
 
 def _spent(view: JobView) -> list[dict[str, float]]:
