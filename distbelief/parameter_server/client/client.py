@@ -222,7 +222,10 @@ class ShardLink:
             self.ticks.acknowledged(message, is_news=is_news)
         if is_news:
             self._staleness.add(message.staleness)
-            self._answer.progressed(now)
+            if message.late is msgspec.UNSET:
+                self._answer.blocks_came(now, pf.PushApplied, 1, 1)
+            else:  # its round has waited for other workers, which tells nothing of the shard
+                self._answer.progressed(now)
 
     def _session_opened(
         self, sender: rl.Address, message: pf.SessionOpened, now: rl.Seconds

@@ -524,6 +524,33 @@ def test_a_push_before_the_last_that_waits_changes_no_pause() -> None:
     assert messages(alone.timer(0.5)) == ["Push", "PushBlock", "Push"]
 
 
+@pytest.mark.parametrize("seconds", [0.4, 0.8, 1.3, 3.0, 5.0])
+def test_a_push_that_is_applied_late_is_soon_sent_once(seconds: float) -> None:
+    """A client that only pushes, to a busy shard, sent each push twice, later every second one."""
+    alone = Alone()
+    due = timers(alone.greeting)
+
+    def fire(*, until: Seconds) -> int:
+        n_pushes = 0
+        while due and min(due) < until:
+            at = min(due)
+            due.remove(at)
+            actions = alone.timer(at)
+            due.extend(timers(actions))
+            n_pushes += len(sent(actions, pf.Push))
+        alone.now = until
+        return n_pushes
+
+    n_again = []
+    for number in range(30):
+        due += timers(alone.push())
+        n_again.append(fire(until=alone.now + seconds))
+        due += timers(alone.acknowledge(FIRST + number))
+        assert fire(until=alone.now + 0.1) == 0
+    assert sum(n_again[:5]) <= 5
+    assert sum(n_again[5:]) == 0
+
+
 def test_missing_blocks_are_requested_again() -> None:
     alone = Alone(layout_of(LARGE))
     (fetch,) = sent(alone.client.begin_fetch(0.0), pf.Fetch)
