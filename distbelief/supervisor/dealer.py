@@ -115,7 +115,7 @@ class Dealer:
 
         None while they are many: at most three pushes of a replica are trained and not applied.
         """
-        if self.n_left > 2 * n_replicas * self.two_pushes:
+        if self.n_left > 3 * n_replicas * self.two_pushes:
             return None
         n_trained = 0
         for name, hand in self.hands.items():

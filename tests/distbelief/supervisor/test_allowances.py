@@ -140,7 +140,7 @@ def test_a_replica_has_its_next_long_push_before_shards_have_the_last() -> None:
 @pytest.mark.parametrize(
     ("n_pushes", "n_push", "each", "apart"),
     [(9, 64, 0.25, 8.0), (13.5, 64, 0.25, 8.0), (17.1, 64, 0.25, 8.0)]
-    + [(n / 4, 4, 12.5, 14.0) for n in range(40, 48)],
+    + [(n / 4, 4, 12.5, 14.0) for n in (*range(40, 48), *range(66, 78))],
 )
 def test_replicas_with_long_pushes_end_at_about_the_same_time(
     n_pushes: float,
@@ -151,6 +151,7 @@ def test_replicas_with_long_pushes_end_at_about_the_same_time(
     """Pushes were dealt whole: at the end, some had one of 16 s to train, and the others none.
 
     Shares were rounded up to batches: of few long ones, some had two, and the others none.
+    While 17 to 19 were left, those trained and not applied were dealt as if they were left, too.
     """
     names = [f"replica-{n}" for n in range(4)]
     roster: list[tuple[str, Kind]] = [("shard-0", "shard"), *((n, "replica") for n in names)]
