@@ -1,12 +1,14 @@
 """`Exchange`: local steps by any torch optimizer, whose sum goes to a parameter server.
 
-inner = torch.optim.AdamW(net.parameters(), lr=1e-3)
-exchange = distbelief.Exchange(inner, server=server.address, every=64)
-for inputs, targets in loader:
-exchange.zero_grad()
-loss_function(net(inputs), targets).backward()
-exchange.step()
-exchange.finish()
+    inner = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    exchange = distbelief.Exchange(inner, server=server.address, every=64)
+    for inputs, targets in loader:
+        exchange.zero_grad()
+        loss_function(net(inputs), targets).backward()
+        exchange.step()
+    exchange.finish()
+
+What the steps since the last exchange have changed goes to the server as one push.
 """
 
 import weakref
@@ -206,7 +208,7 @@ class Exchange(ServerLoop, torch.optim.Optimizer):
                 "Exchange: requires_grad of a parameter has changed: call finish(), and make a new "
                 "Exchange"
             )
-        self._session.check()  # a local step would reach nobody
+        self._note_thread()
         samples = number_of_samples(samples, "Exchange", self._policy)
         self._follow(self._parameters())
         if self._is_finished:

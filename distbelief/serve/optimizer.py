@@ -181,7 +181,7 @@ class DownpourSGD(ServerLoop, torch.optim.Optimizer):
             JobError: a gradient is NaN or infinite, or something else has changed a parameter
                 (a change through `.data` cannot be seen).
         """
-        self._session.check()
+        self._note_thread()
         loss = None
         if closure is not None:
             with torch.enable_grad():

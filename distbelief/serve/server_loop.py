@@ -11,6 +11,7 @@ no blocks and no thread; the few messages wait in the socket. Ctrl+C acts betwee
 
 import atexit
 import math
+import threading
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
@@ -37,6 +38,7 @@ TORN_WAIT_SECONDS = 1e-3
 LOOK_SECONDS = 1e-4  # for messages, in a step that waits for nothing
 JOIN_SECONDS_MAX = 10.0  # a server that runs answers at once
 EXIT_SECONDS_MAX = 5.0  # at interpreter exit, for unfinished pushes
+TURN_SECONDS = 5.0  # of waiting, after which a loop looks whether its own thread is the cause
 _NOBODY = "workers have no number: any may come and go"
 # Options of other libraries that a loop has none of
 ELSEWHERE = {
@@ -46,6 +48,12 @@ ELSEWHERE = {
     "timeout": "it is timeout_seconds",
 }
 
+
+# Of loops that others may wait for: the server's endpoint, and the thread that last stepped it, or
+# has made it.
+_STEPPING: "weakref.WeakKeyDictionary[ServerLoop, tuple[str, threading.Thread]]" = (
+    weakref.WeakKeyDictionary()
+)
 
 Groups = Sequence[Mapping[str, object]]  # of an optimizer
 
@@ -171,6 +179,7 @@ class ServerLoop:
             fits_link=policy.every == "auto",
         )
         self._itself = weakref.ref(self)
+        self._note_thread()
         # Not a bound method: that would keep this object alive.
         weakref.finalize(self, ClientSession.close, self._session)
         atexit.register(partial(_finish_at_exit, weakref.ref(self)))
@@ -240,6 +249,7 @@ class ServerLoop:
             if not self._is_finished:
                 self.finish()
         finally:
+            _STEPPING.pop(self, None)
             self._session.close()
 
     def __enter__(self) -> Self:
@@ -300,9 +310,14 @@ class ServerLoop:
 
     def _await_pushes(self) -> None:
         client = self._session.client
-        # A round may wait for other workers, for as long as the server answers.
-        seconds = self._timeout_seconds if self._policy.round is None else math.inf
-        self._session.wait(lambda: client.unacknowledged == 0, "an acknowledgement", seconds)
+
+        def are_applied() -> bool:
+            return client.unacknowledged == 0
+
+        if self._policy.round is None:
+            self._wait(are_applied, "an acknowledgement")
+        else:  # a round may wait for other workers, for as long as the server answers
+            self._await_others(are_applied, "an acknowledgement")
 
     def _enter(self) -> None:
         """Take part in ticks, if the server counts them; others may then wait for this worker."""
@@ -316,12 +331,38 @@ class ServerLoop:
     def _await_turn(self) -> None:
         """Wait until the next tick may begin: no worker is too far behind, no push is under way."""
         client = self._session.client
-        self._session.wait(lambda: client.may_begin, "another worker", math.inf)
+        self._await_others(lambda: client.may_begin, "another worker")
+
+    def _await_others(self, until: Callable[[], bool], what: str) -> None:
+        began = self._session.now()
+
+        def is_over() -> bool:
+            if self._session.now() - began > TURN_SECONDS:
+                self._refuse_turns()
+            return until()
+
+        self._session.wait(is_over, what, math.inf)
+
+    def _refuse_turns(self) -> None:
+        """Raise JobError if this loop waits for one that its own thread steps."""
+        others = (one for one, where in _STEPPING.items() if where == _STEPPING.get(self))
+        other = next((one for one in others if one is not self), None)
+        if other is not None:
+            raise JobError(
+                f"{type(self).__name__}: it waits for another {type(other).__name__} of this "
+                "server, which the same thread steps, so that neither would go on: step each in a "
+                "thread or process of its own, or first finish() the other"
+            )
+
+    def _note_thread(self) -> None:
+        self._session.check()  # a local step would reach nobody
+        _STEPPING[self] = self._address.endpoint, threading.current_thread()
 
     def _step_out(self) -> None:
         if self._is_in:
             self._session.command(Computed(name=lw.STEP_OUT), self._timeout_seconds)
             self._is_in = False
+        _STEPPING.pop(self, None)
 
     def _stage(self, clocks: tuple[int, ...], *, is_last: bool = False) -> lw.StagedPush:
         """Copy a push to where `_issue` sends it from; the tensors may change then.

@@ -1,12 +1,14 @@
 """How long loops wait for each other, and for whom."""
 
 from collections.abc import Callable
+from typing import Literal
 
 import pytest
 import torch
 from torch import nn
 
 import distbelief
+from distbelief.core.errors import JobError
 from distbelief.parameter_server.policy import ExchangePolicy, Round
 from distbelief.simulation.network import Link
 from tests.distbelief.serve.loops import Server
@@ -86,3 +88,40 @@ def test_a_round_waits_for_the_worker_whose_push_ends_it(monkeypatch: pytest.Mon
         blamed = sorted((waits(one) for one in found), key=lambda one: sum(one.values()))
         assert sum(blamed[0].values()) < 0.2  # the slow one waits for nobody
         assert blamed[1][f"waits_worker-{slow}"] == pytest.approx(8 * 0.4, rel=0.2)
+
+
+@pytest.mark.parametrize("is_exchange", [True, False])
+def test_loops_in_one_thread_that_would_wait_for_each_other_are_told_so(
+    monkeypatch: pytest.MonkeyPatch, *, is_exchange: bool
+) -> None:
+    """Each round took its 10 s of grace, without a word."""
+    parameters = [nn.Parameter(torch.zeros(4)) for _ in range(2)]
+    send: Literal["delta", "gradient"] = "delta" if is_exchange else "gradient"
+    server = Server(
+        parameters[:1],
+        rule=distbelief.SGD(learning_rate=1.0),
+        n_loops=2,
+        policy=ExchangePolicy(send=send, staleness=0, round=Round(), weight="mean"),
+    )
+
+    def loop(parameter: nn.Parameter) -> distbelief.DownpourSGD | distbelief.Exchange:
+        if not is_exchange:
+            return server.optimizer(monkeypatch, [parameter])
+        return server.exchange(monkeypatch, torch.optim.SGD([parameter], lr=1.0), every=1)
+
+    first, second = map(loop, parameters)
+
+    def step(parameter: nn.Parameter, of: distbelief.DownpourSGD | distbelief.Exchange) -> None:
+        parameter.grad = torch.ones(4)
+        of.step()
+
+    def steps() -> None:
+        for _ in range(2):
+            step(parameters[0], first)
+            step(parameters[1], second)
+
+    with pytest.raises(JobError, match="which the same thread steps"):
+        steps()
+    second.finish()
+    step(parameters[0], first)
+    first.finish()
