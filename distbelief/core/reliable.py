@@ -131,7 +131,7 @@ class AnswerTimer:
         self._n_kept, self._kept = 0, first  # for so many answers the pause is this long
         self._waits = False  # for others: the long pause says nothing
         self.is_awaited = False  # if not, the timer runs out
-        # By direction: when its blocks last made progress, and the seconds that one takes.
+        # By direction: when it last made progress, and the seconds that all under way take.
         self._paces: dict[object, tuple[float, float]] = {}
 
     def awaits(self, now: float) -> float | None:
@@ -196,17 +196,17 @@ class AnswerTimer:
         self._waits, self._backoff.pause = True, self._backoff.longest
 
     def blocks_came(self, now: float, direction: object, n: int, n_under_way: int) -> None:
-        """So many blocks of a direction came, or were acknowledged."""
+        """So many blocks of a direction came, or were acknowledged, or its push was applied."""
         self.silence.progress_at = now
         before, seconds = self._paces.get(direction, (0.0, 0.0))
         begun = max(before, self.asked_at)
         if self._repeated_at >= self.asked_at:  # of which is this the answer? The long pause stays
             self._paces[direction] = now, seconds
             return
-        one = (now - begun) / n
-        self._paces[direction] = now, max(one, (seconds + one) / 2)  # falls slowly
+        found = (now - begun) / n * n_under_way
+        self._paces[direction] = now, max(found, (seconds + found) / 2)  # falls slowly
         slowest = max(seconds for _, seconds in self._paces.values())
-        pause = min(PATIENCE * n_under_way * slowest, self._silence_max / 4)
+        pause = min(PATIENCE * slowest, self._silence_max / 4)
         self._backoff.first = max(self._first, pause)
         self._backoff.longest = max(self._longest, pause)
         self.begin_anew()
