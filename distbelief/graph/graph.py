@@ -308,7 +308,7 @@ def uses(module: nn.Module, path: str, *names: str) -> dict[str, TensorUse]:
 
 def as_real(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor as shards and graphs have it: complex numbers as (..., 2)."""
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 def below(path: str, name: str) -> str:

@@ -214,7 +214,9 @@ def _tables(name: str, value: object, seen: set[int]) -> Iterator[tuple[str, _Ta
         if hasattr(value, "__dict__"):
             yield from _tables(name, vars(value), seen)
         return
-    if len(value) <= _N_ELEMENTS_MAX or name.count(".") < 1:
+    # A library's own tuples may count something else, or nothing.
+    n_items = tuple.__len__(value) if isinstance(value, tuple) else len(value)
+    if n_items <= _N_ELEMENTS_MAX or name.count(".") < 1:
         items = value.items() if isinstance(value, dict) else enumerate(value)
     for key, item in items:
         yield from _tables(f"{name}.{key}".lstrip("."), item, seen)

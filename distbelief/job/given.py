@@ -22,7 +22,7 @@ from distbelief.core.errors import JobError
 from distbelief.job.launch import forkserver
 from distbelief.task.dry_run import shown
 from distbelief.task.imports import INSTALLED, OBJECTS
-from distbelief.task.task import check_memory, check_shapes
+from distbelief.task.task import check_memory, check_saved, check_shapes
 
 
 T = TypeVar("T")
@@ -75,6 +75,7 @@ def copy_of(model: object, *, user: str) -> nn.Module:
                 f"{user}: {name or 'the model'!r} has an extra state (get_extra_state), of which a "
                 "job saves nothing: make it a buffer"
             )
+    check_saved(model, user)
     for name, tensor in model.state_dict().items():
         if tensor.is_meta:
             raise JobError(f"{user}: {name!r} of the model is on the meta device: give it values")

@@ -18,6 +18,7 @@ from distbelief.parameter_server.layout import TensorSpec, in_one_memory, kind_o
 from distbelief.parameter_server.policy import DOWNPOUR, ExchangePolicy
 from distbelief.parameter_server.rules import UpdateRule, check_groups, rule_of
 from distbelief.parameter_server.shard_config import COPIES_MAX
+from distbelief.task.initializers import lost
 from distbelief.transport.address import Endpoint, number_of, own_address_towards
 from distbelief.transport.keys import DIRECTORY, KeyPair, public_key
 from distbelief.transport.listen_config import KeyConfig, ListenConfig
@@ -190,9 +191,13 @@ def named(tensors: Tensors, *, what: str) -> tuple[list[str], list[torch.Tensor]
 
 
 def saved_buffers(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Return the buffers that the module saves, by name."""
-    saved = module.state_dict(keep_vars=True).keys()
-    return [(name, buffer) for name, buffer in module.named_buffers() if name in saved]
+    """Return the buffers that the module saves, by name, whatever a wrapper calls them there."""
+    left_out = {
+        id(part._buffers[name])  # noqa: SLF001 -- torch has no public way to ask
+        for part in module.modules()
+        for name in part._non_persistent_buffers_set  # noqa: SLF001
+    }
+    return [(name, one) for name, one in module.named_buffers() if id(one) not in left_out]
 
 
 def exchange_policy(
@@ -301,6 +306,11 @@ def parameter_specs(
         if not isinstance(cast("object", buffer), torch.Tensor) or buffer.is_complex():
             kind = getattr(buffer, "dtype", type(buffer).__name__)
             raise JobError(f"buffer {index} is a {kind}: give real tensors, as net.buffers()")
+        if not buffer.is_meta and (what := lost(buffer.detach(), buffer.detach().float())):
+            raise JobError(
+                f"buffer {index} is {buffer.dtype} with {what}, which float32, as a server has it, "
+                "does not keep: register it with persistent=False, so that each worker has its own"
+            )
         name, shape = f"{len(specs):06d}", tuple(buffer.shape)
         specs.append(TensorSpec(name=name, shape=shape, kind=kind_of(buffer.detach())))
     check_memory(parameters, buffers)

@@ -387,10 +387,12 @@ class ServerLoop:
         self._session.command(Computed(name=lw.PUSHED, result=push), self._timeout_seconds)
         if not push.outcome.finite:
             which = ", ".join(self._called(int(name)) for name in push.outcome.culprits)
+            what, way = f"the {self._sends} of ", "use a lower learning rate, or clip"
+            if all(int(name) >= len(self._order) for name in push.outcome.culprits):
+                what, way = "", "register it with persistent=False, as a mask, or use large numbers"
             raise JobError(
-                f"{type(self).__name__}: step {self._n_steps}: NaN or infinity in the "
-                f"{self._sends} of {which} (from 0): use a lower learning rate, or clip"
-                f"{self._way_back}"
+                f"{type(self).__name__}: step {self._n_steps}: NaN or infinity in {what}{which} "
+                f"(from 0): {way}{self._way_back}"
             )
 
     def _called(self, place: int) -> str:

@@ -169,18 +169,42 @@ def train(module: nn.Module, batch: Batch, *, loss: Loss, names: Names) -> None:
 
 @contextmanager
 def _kept(module: nn.Module, names: Names) -> Iterator[None]:
-    """Refuse a forward that makes or changes parameters: shards would have others."""
+    """Refuse a forward that makes or changes parameters: shards would have others.
+
+    Nor may it make buffers that are saved.
+    """
     before = {name: one.detach().clone() for name, one in module.named_parameters() if names.kept}
+    saved = module.state_dict(keep_vars=True).keys()
     yield
+    more = module.state_dict(keep_vars=True).keys() - saved
+    for name, _ in module.named_buffers() if names.kept else ():
+        if name in more:
+            raise JobError(
+                f"[model] {names.model}: forward makes buffer {name!r} itself, which a job would "
+                "not have: make it in __init__, or register it with persistent=False"
+            )
     for name, one in module.named_parameters() if names.kept else ():
         what = f"[model] {names.model}: forward {{}} parameter {name!r} itself, which is not "
         if name not in before:
             raise JobError(f"{what.format('makes')}trained: make it in __init__")
         # As bits, in which NaN is the same.
-        now, then = (x.detach().reshape(-1).view(torch.uint8) for x in (one, before[name]))
+        pair = (x.detach().resolve_neg().reshape(-1) for x in (one, before[name]))
+        now, then = (x.view(torch.uint8) for x in pair)
         if (names.kept == "all" or not one.requires_grad) and not torch.equal(now, then):
             way = "exchanged: keep it in a buffer, or compute with a changed copy"
             raise JobError(what.format("changes") + way)
+
+
+def check_buffers(module: nn.Module, *, model: str) -> None:
+    """Raise JobError for a saved buffer that is not finite: no push of it would be."""
+    saved = module.state_dict(keep_vars=True).keys()
+    for name, one in module.named_buffers():
+        if name in saved and one.is_floating_point() and not bool(one.isfinite().all()):
+            raise JobError(
+                f"[model] {model}: buffer {name!r} has NaN or infinite values after a step, and "
+                "replicas push what they save: register it with persistent=False, as for a mask, "
+                "or use large numbers"
+            )
 
 
 N_TRIED: Final = 8  # samples, of which a loss is tried once, twice and three times over

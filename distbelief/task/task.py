@@ -238,6 +238,7 @@ def build_model(spec: ModelSpec) -> nn.Module:
         )
     _built.update(parts)
     check_shapes(module, f"[model] {spec.factory}")
+    check_saved(module, f"[model] {spec.factory}")
     # Not where it is built to see how tensors are drawn: a question is noted as the user's.
     if torch.get_default_device().type != "meta":
         check_memory(module, f"[model] {spec.factory}")
@@ -256,6 +257,28 @@ def check_shapes(module: nn.Module, user: str) -> None:
                     f"{user}: {kind} {name!r} has no shape yet: replace the Lazy module by one "
                     "with its sizes given"
                 )
+
+
+def check_saved(module: nn.Module, user: str) -> None:
+    """Raise JobError if a module saves something else than its parameters and buffers.
+
+    A job exchanges and saves what is both in it and in its `state_dict`, by the same names.
+    """
+    saved = module.state_dict(keep_vars=True).keys()
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    lost = [name for name, one in parameters.items() if one.requires_grad and name not in saved]
+    if lost:
+        raise JobError(
+            f"{user}: state_dict() has no {lost[0]!r}, so a job would not train it: leave out what "
+            "changes its names or leaves some out, as the wrapper of checkpoint_wrapper does (in "
+            "forward, torch.utils.checkpoint does the same)"
+        )
+    own = parameters.keys() | dict(module.named_buffers(remove_duplicate=False)).keys()
+    if more := sorted(saved - own):
+        raise JobError(
+            f"{user}: state_dict() has {more[0]!r}, which is neither a parameter nor a buffer, and "
+            "a job would lose it: make it a buffer (register_buffer)"
+        )
 
 
 def check_memory(module: nn.Module, user: str) -> None:

@@ -8,7 +8,7 @@ import hashlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import final
+from typing import Literal, final
 
 import msgspec
 import torch
@@ -332,7 +332,12 @@ def build_replica(index: int, *, config: DownpourSettings, context: BuildContext
         config,
         client=build_client(context, exchange=exchange, frozen=model.frozen, factors=factors),
         executor=local_executor(
-            model, context, clip_norm=config.clip_norm_of_step, seed=seed, small=small
+            model,
+            context,
+            clip_norm=config.clip_norm_of_step,
+            seed=seed,
+            small=small,
+            keeps_all=config.inner is None and small is None,
         ),
         data_shard=data_shard,
         await_begin=context.await_begin,
@@ -400,13 +405,15 @@ def local_executor(
     clip_norm: float | None = None,
     sums: bool = False,
     small: SmallBatches | None = None,
+    keeps_all: bool = True,  # forward must not change any parameter; or only no frozen one
 ) -> LocalExecutor:
     task = context.task
+    kept: Literal["frozen", "all"] = "all" if keeps_all or context.device != "cpu" else "frozen"
     return LocalExecutor(
         model,
         context.train_data(),
         loss=tk.build_loss(task),
-        names=dry_run.Names(model=task.model.factory, loss=task.loss, data="data.train"),
+        names=dry_run.Names(model=task.model.factory, loss=task.loss, data="data.train", kept=kept),
         clip_norm=clip_norm,
         seed=seed,
         sums=sums,

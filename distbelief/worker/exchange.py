@@ -18,6 +18,7 @@ from typing import Final, Protocol, final
 
 import torch
 
+from distbelief.core.errors import JobError
 from distbelief.parameter_server.layout import PartialView
 from distbelief.worker.inner_optimizer import InnerOptimizer
 
@@ -331,6 +332,12 @@ def bind_again(bindings: Bindings) -> None:
     for owner, name, tensor in bindings:
         bound = owner._buffers[name]  # noqa: SLF001
         if bound is not tensor and bound is not None:
+            if bound.shape != tensor.shape:
+                raise JobError(
+                    f"buffer {name!r} of a {type(owner).__name__} has become {list(bound.shape)}, "
+                    f"and was {list(tensor.shape)} at first: register it with persistent=False, so "
+                    "that each process keeps its own"
+                )
             tensor.copy_(bound)
             owner._buffers[name] = tensor  # noqa: SLF001
 

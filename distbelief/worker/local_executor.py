@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Protocol, final
+from typing import Final, Protocol, final
 
 import torch
 from torch import nn
@@ -37,6 +37,10 @@ from distbelief.worker.steps import STEP, Close, StepOutcome
 # The tensors of a module keep their memory, so the flat views made here serve every fetch.
 # Gradients are fresh after each backward pass: they are handed on without a copy.
 
+_LATE: Final = (
+    ", which is not exchanged: make in __init__ what trains, let forward change buffers only, "
+    "and train in stages by jobs that begin with each other's model (initial)"
+)
 # Of a step, per parameter and sample: a multiplication and an addition forward, twice that
 # backward. Weight sharing (convolutions) makes it more.
 FLOPS_PER_PARAMETER = 6.0
@@ -78,8 +82,8 @@ class FlatModel:
                     f"[model] tensor {name!r} is {tensor.layout}, which shards cannot keep: "
                     "register it by register_buffer with persistent=False"
                 )
-            # A transposed or expanded tensor has no flat view; a fresh one has.
-            if not tensor.is_contiguous():
+            # A transposed, expanded or conjugate tensor has no flat view; a fresh one has.
+            if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
                 tensor.data = tensor.detach().clone(memory_format=torch.contiguous_format)
         self._views = [as_real(tensor.detach()).view(-1) for tensor in self._tensors]
         self.values = self._views
@@ -90,6 +94,8 @@ class FlatModel:
             index for index, tensor in enumerate(self._tensors) if tensor.requires_grad
         ]
         self._bindings = bindings_of(module)
+        views = {id(one): view for one, view in zip(self._tensors, self._views, strict=True)}
+        self._parameters = [(n, one, views.get(id(one))) for n, one in module.named_parameters()]
         self.trained = frozenset(self._trained)
         self.frozen = frozen_of(module)
         self._buffers = {*self._names} - {name for name, _ in module.named_parameters()}
@@ -152,22 +158,46 @@ class FlatModel:
         if self._device is not None and self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
-    def gradient(self, batch: Batch, loss: Loss) -> float:
+    def gradient(self, batch: Batch, loss: Loss, *, keeps_all: bool = False) -> float:
         """Compute the gradient of the loss on this batch; return the loss.
 
-        On another device, the batch is there already (`here`).
+        On another device, the batch is there already (`here`). JobError if forward has changed what
+        is not exchanged: parameters, if it is to keep all; or frozen ones, and which there are.
         """
         for index in self._trained:
             self._tensors[index].grad = None
+        before = [one._version for _, one, _ in self._parameters]  # noqa: SLF001 -- torch's own
         value = loss(batch.run(self.module), batch.targets)
         value.backward()
         if self._bindings:
             bind_again(self._bindings)
+        self._check_kept(before, keeps_all=keeps_all)
         if self._device is not None:  # buffers may have moved
             for name, view, own in zip(self._names, self._views, self.values, strict=True):
                 if name in self._buffers:
                     own.copy_(view)
         return float(value.detach())
+
+    def _check_kept(self, before: Sequence[int], *, keeps_all: bool) -> None:
+        # What the first forward does is known before the start; this is of later ones.
+        here = {id(one) for one in self.module.parameters()}
+        for (name, one, view), version in zip(self._parameters, before, strict=True):
+            is_frozen = name in self.frozen
+            has_moved = view is not None and one.data_ptr() != view.data_ptr()
+            what = ""
+            if id(one) not in here:
+                what = "replaces"
+            elif is_frozen and one.requires_grad:
+                what = "begins to train"
+            elif (keeps_all or is_frozen) and (has_moved or one._version != version):  # noqa: SLF001
+                what = "changes"
+            if what:
+                raise JobError(f"[model] forward {what} parameter {name!r} after some steps{_LATE}")
+            if has_moved and view is not None:  # by assigning to `data`
+                view.copy_(one.detach().reshape(-1))
+                one.data = view.view(one.shape)
+        if len(here) > len(self._parameters):
+            raise JobError(f"[model] forward makes a parameter after some steps{_LATE}")
 
     @contextmanager
     def passing_on(self, draft: PushDraft | None) -> Iterator[None]:
@@ -334,7 +364,7 @@ class LocalExecutor:
         batch = model.here(batch)
         try:
             loss = self._draws.run(
-                lambda: model.gradient(batch, self._loss),
+                lambda: model.gradient(batch, self._loss, keeps_all=self._names.kept == "all"),
                 seed=lambda: step_seed(self._seed, samples.position),
             )
             if self._clip_norm is not None:

@@ -260,7 +260,8 @@ def answer_to(
     if coordinator_of(job) is not None:
         check_sums(task, job.batch_size, datasets)
     if task.model.needs_module:
-        check(task, job.batch_size, datasets)  # its values are needed, so the module is built
+        # Its values are needed, so the module is built.
+        check(task, job.batch_size, datasets, is_whole=False)
         model = FlatModel(tasks.build_model(task.model))
     else:
         with torch.device("meta"):

@@ -751,3 +751,20 @@ def test_a_change_in_place_inside_of_an_opaque_module_is_refused() -> None:
     """Inside of torch.export no tensor counted such changes, and this one was lost."""
     with pytest.raises(GraphError, match=r"the forward changes '1\.factor'"):
         captured(nn.Sequential(nn.Linear(4, 4), Fading(), nn.Linear(4, 2)), 4)
+
+
+class Irreps(tuple[int, ...]):
+    """A tuple that has no length, as that of e3nn."""
+
+    __slots__ = ()
+
+    @override
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+
+def test_an_attribute_may_be_a_tuple_that_counts_nothing() -> None:
+    """It ended in the NotImplementedError of its `len`."""
+    layer = nn.Linear(4, 4)
+    vars(layer)["kinds"] = Irreps((1, 3))
+    captured(nn.Sequential(layer, nn.Linear(4, 2)), 4)

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from typing import cast
 
 import pytest
@@ -254,6 +255,63 @@ def test_buffers_of_only_one_side_are_refused(monkeypatch: pytest.MonkeyPatch, k
     plain = Server(list(net.parameters()), rule=SUM)
     with pytest.raises(distbelief.JobError, match="the server has no buffers, and 4 are given"):
         loop(monkeypatch, plain, kind, net.parameters(), buffers=net)
+
+
+class Beside(nn.Module):
+    """A layer, and a buffer that each forward changes."""
+
+    kept: torch.Tensor
+
+    def __init__(self, kept: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.layer, self.change = nn.Linear(7, 3), change
+        self.register_buffer("kept", kept)
+
+    @override
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.kept = self.change(self.kept)
+        output: torch.Tensor = self.layer(x)
+        return output
+
+
+LOST: Mapping[str, tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor], str]] = {
+    "large": (
+        torch.tensor([2**31 - 1]),
+        torch.clone,
+        r"buffer 0 is torch\.int64 with 2147483647 at",
+    ),
+    "double": (torch.tensor([1e300], dtype=torch.float64), torch.clone, "float64 with 1e.300 at"),
+    "mask": (
+        torch.full((2,), -torch.inf),
+        torch.clone,
+        "NaN or infinity in buffer 0, 'kept', .*mask",
+    ),
+    "grows": (torch.zeros(2), lambda x: x.repeat(2), r"'kept' of a Beside has become \[4\]"),
+}
+
+
+@both_kinds
+@pytest.mark.parametrize("name", LOST)
+def test_a_buffer_that_a_server_cannot_keep_is_refused(
+    monkeypatch: pytest.MonkeyPatch, name: str, kind: str
+) -> None:
+    """2,147,483,647 became 2,147,483,648; of a mask it said "use a lower learning rate"."""
+    kept, change, why = LOST[name]
+    net = Beside(kept, change)
+
+    def run() -> None:
+        server = serve_net(net, rule=SUM)
+        train(net, loop(monkeypatch, server, kind, net.parameters(), buffers=net), range(2))
+
+    with pytest.raises(distbelief.JobError, match=why):
+        run()
+
+
+def test_buffers_inside_of_a_wrapper_are_served() -> None:
+    """checkpoint_wrapper saves what is in it by other names: BatchNorm's were not served."""
+    wrapper = import_module("torch.distributed.algorithms._checkpoint.checkpoint_wrapper")
+    names = [name for name, _ in named_buffers(wrapper.checkpoint_wrapper(normal()))]
+    assert len(names) == len(named_buffers(normal())) == 4
 
 
 def named_buffers(net: nn.Module) -> list[tuple[str, torch.Tensor]]:

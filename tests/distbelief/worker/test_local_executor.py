@@ -1,12 +1,14 @@
 """A model as flat tensors, compared with the same model trained by plain torch."""
 
 import copy
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
+from typing_extensions import override
 
 from distbelief.core.errors import JobError
 from distbelief.parameter_server.layout import Layout
@@ -197,6 +199,88 @@ def test_a_sparse_buffer_is_refused_with_a_way_to_keep_it() -> None:
     module.register_buffer("edges", torch.eye(3).to_sparse())
     with pytest.raises(JobError, match=r"'edges' is torch\.sparse_coo.*persistent=False"):
         FlatModel(module)
+
+
+def test_conjugate_and_negative_views_are_as_any_tensor() -> None:
+    """torch keeps conj() and imag of it as marks: the first ended in an error of `view_as_real`."""
+    module, table = nn.Module(), torch.fft.fft(torch.arange(4.0)).conj()
+    module.register_buffer("table", table)
+    module.register_buffer("sines", table.imag)
+    expected = torch.view_as_real(table.resolve_conj()).reshape(-1).clone()
+    model = FlatModel(module)
+    sines, values = model.values
+    assert torch.equal(values, expected)
+    assert torch.equal(sines, expected[1::2])
+    values.mul_(2)
+    assert torch.equal(torch.view_as_real(module.get_buffer("table")).reshape(-1), 2 * expected)
+
+
+class Staged(nn.Module):
+    """Does something else with its parameters from its second forward on."""
+
+    def __init__(self, change: Callable[["Staged"], object]) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(784, 4), nn.Linear(4, 10)
+        self.first.requires_grad_(requires_grad=False)
+        self.register_buffer("seen", torch.zeros(2))
+        self.change, self.n_calls = change, 0
+
+    @override
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.n_calls:
+            self.change(self)
+        self.n_calls += 1
+        outputs: torch.Tensor = self.last(self.first(x[:, :1].expand(-1, 784)))
+        return outputs
+
+
+def halved(module: Staged) -> None:
+    with torch.no_grad():
+        module.last.weight.mul_(0.5)
+
+
+def moved(module: Staged) -> None:
+    module.last.weight.data = 0.5 * module.last.weight.data
+
+
+CHANGES: Mapping[str, tuple[Callable[[Staged], object], str]] = {
+    "unfreezes": (lambda m: m.first.requires_grad_(), "begins to train parameter 'first.weight'"),
+    "another": (lambda m: setattr(m, "last", nn.Linear(4, 10)), "replaces parameter 'last.weight'"),
+    "one more": (lambda m: setattr(m, "more", nn.Linear(1, 1)), "makes a parameter"),
+    "in place": (halved, "changes parameter 'last.weight'"),
+    "by data": (moved, "changes parameter 'last.weight'"),
+    "grows": (lambda m: setattr(m, "seen", torch.zeros(3)), r"'seen' of a Staged has become \[3\]"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_a_later_forward_does_to_parameters_is_refused(name: str) -> None:
+    """Only the first one was looked at: from then on such a replica trained something else."""
+    change, why = CHANGES[name]
+    model = FlatModel(Staged(change))
+    model.gradient(batch(), cross_entropy, keeps_all=True)
+    with pytest.raises(JobError, match=why):
+        model.gradient(batch(), cross_entropy, keeps_all=True)
+
+
+@pytest.mark.parametrize("change", [halved, moved])
+def test_a_parameter_that_forward_may_change_stays_what_is_exchanged(
+    change: Callable[[Staged], object],
+) -> None:
+    """With new memory for `data`, fetches and local steps went to the old one."""
+    model = FlatModel(Staged(change))
+    before = model.module.get_parameter("last.weight").detach().clone()
+    for _ in range(2):
+        model.gradient(batch(), cross_entropy)
+    weight = model.module.get_parameter("last.weight")
+    assert torch.equal(weight, 0.5 * before)
+    (value,) = (
+        value
+        for spec, value in zip(model.specs(), model.values, strict=True)
+        if spec.name == "last.weight"
+    )
+    value.zero_()
+    assert not weight.any()
 
 
 def test_batches_may_be_of_any_size() -> None:

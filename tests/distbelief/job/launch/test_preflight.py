@@ -1,10 +1,11 @@
 """What the check of model and data reports, tried in this process."""
 
+import math
 import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
 import msgspec
 import pytest
@@ -360,6 +361,65 @@ def test_parameters_that_forward_changes_or_makes_are_refused(
         assert f"forward {name}" in str(checked(tmp_path, *changes).error)
     assert checked(tmp_path, device).error is None
     assert checked(tmp_path, clamps, *LOCAL).error is None  # they push what has become of it
+
+
+class Renamed(nn.Sequential):
+    """Saves its tensors by other names, as `checkpoint_wrapper` of torch does."""
+
+    @override
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        saved = super().state_dict(*args, **kwargs)
+        return {name.replace("0.", "inner."): value for name, value in saved.items()}
+
+
+class Counted(nn.Linear):
+    """Has a state beside its tensors."""
+
+    @override
+    def get_extra_state(self) -> object:
+        return torch.zeros(2)
+
+
+class Masked(nn.Linear):
+    """Saves a mask of infinities, and has buffers that its first forward makes."""
+
+    def __init__(self, *, first: str = "") -> None:
+        super().__init__(3, 3)
+        self.register_buffer("mask", torch.full((3, 3), -math.inf).triu(1), persistent=bool(first))
+        self.register_buffer("mean", None)
+        self.first = first
+
+    @override
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if self.first == "mean":
+            self.mask = torch.zeros(3, 3)
+            self.mean = input.detach().mean()
+        return super().forward(input @ self.mask.softmax(-1))
+
+
+def renamed() -> nn.Module:
+    return Renamed(nn.Linear(3, 3))
+
+
+def counted() -> nn.Module:
+    return Counted(3, 3)
+
+
+def test_what_a_job_would_neither_train_nor_save_is_refused(tmp_path: Path) -> None:
+    """A model of other names in `state_dict` was trained without them, and a state, or a buffer of
+    the first forward, was lost; a mask ended in "training has diverged", after ten steps."""
+    masked = f"model.factory={__name__}:Masked"
+    for changes, why in (
+        (
+            [f"model.factory={__name__}:renamed"],
+            r"state_dict\(\) has no '0.\w+', so a job would not",
+        ),
+        ([f"model.factory={__name__}:counted"], r"state_dict\(\) has '_extra_state', which is nei"),
+        ([masked, "model.arguments.first=mask"], "buffer 'mask' has NaN or infinite values after"),
+        ([masked, "model.arguments.first=mean"], "forward makes buffer 'mean' itself"),
+    ):
+        assert re.search(why, str(checked(tmp_path, *changes).error)), changes
+    assert checked(tmp_path, masked).error is None
 
 
 class Scaled(nn.Linear):
