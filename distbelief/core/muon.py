@@ -113,7 +113,7 @@ def _descend_matrix(
 def _descend(parameter: nn.Parameter, gradient: torch.Tensor, state: State, group: _Group) -> None:
     """Take AdamW's step."""
     beta1, beta2 = group["betas"]
-    state["n"] = state.get("n", torch.zeros(())) + 1.0
+    state["n"] = state.get("n", torch.zeros((), dtype=torch.float32)) + 1.0
     n = float(state["n"])
     mean = state.setdefault("mean", torch.zeros_like(gradient))
     square = state.setdefault("square", torch.zeros_like(gradient))

@@ -485,7 +485,8 @@ class TorchRule(_Rule, frozen=True, kw_only=True, dict=True):
             self._steps.later(w, g, state, clock=clock, rate=rate)
 
     def _gives_bits_of_whole_tensors(self) -> bool:
-        start = torch.linspace(-1.0, 1.0, 2 * ALIGNMENT).view(2, ALIGNMENT)
+        start = torch.linspace(-1.0, 1.0, 2 * ALIGNMENT, dtype=torch.float32)
+        start = start.view(2, ALIGNMENT)
         whole = nn.Parameter(start.clone())
         optimizer = self._made([whole])
         parts = [row.clone() for row in start]
@@ -495,7 +496,9 @@ class TorchRule(_Rule, frozen=True, kw_only=True, dict=True):
         ]
         for clock in range(3):
             # The rows differ in size, so that a mean over both would show.
-            gradient = (start * (7.0 + clock)).sin() * torch.tensor([[1.0], [100.0]])
+            gradient = (start * (7.0 + clock)).sin() * torch.tensor(
+                [[1.0], [100.0]], dtype=torch.float32
+            )
             whole.grad = gradient.clone()
             rate = self._trial_rate(clock)
             optimizer.param_groups[0]["lr"] = rate

@@ -29,7 +29,7 @@ class TorchSteps:
     def __init__(self, make: Make, *, rate: Callable[[int], float]) -> None:
         self._make = make
         self._rate = rate  # at a clock
-        zeros = _with_gradient(torch.zeros(ALIGNMENT), torch.zeros(ALIGNMENT))
+        zeros = _with_gradient(*torch.zeros(2, ALIGNMENT, dtype=torch.float32))
         self._template = make([zeros])
         first = make([zeros])
         first.param_groups[0]["lr"] = rate(0)
@@ -94,7 +94,7 @@ class TorchSteps:
             return {key: torch.full_like(one, clock) for key, one in self._known[1].items()}
         at = max(one for one in self._known if one <= clock)
         numbers = {key: one.clone() for key, one in self._known[at].items()}
-        zeros = _with_gradient(torch.zeros(ALIGNMENT), torch.zeros(ALIGNMENT))
+        zeros = _with_gradient(*torch.zeros(2, ALIGNMENT, dtype=torch.float32))
         vectors = {key: torch.full_like(zeros, one) for key, one in self.begins.items()}
         optimizer = self._resumed(zeros, {**vectors, **numbers})
         for one in range(at, clock):

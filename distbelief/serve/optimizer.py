@@ -52,6 +52,9 @@ _OF_THE_RULE = dict.fromkeys(
 )
 
 
+N_LOOKED_AT = 8  # first steps, in which all elements are compared
+
+
 @final
 class DownpourSGD(ServerLoop, torch.optim.Optimizer):
     """Pushes gradients to a parameter server and fetches parameters from it.
@@ -179,7 +182,7 @@ class DownpourSGD(ServerLoop, torch.optim.Optimizer):
         Raises:
             PeerLostError: the server does not answer in time, or has ended.
             JobError: a gradient is NaN or infinite, or something else has changed a parameter
-                (a change through `.data` cannot be seen).
+                (a change through `.data` is seen in the first steps).
         """
         self._note_thread()
         loss = None
@@ -325,6 +328,13 @@ class DownpourSGD(ServerLoop, torch.optim.Optimizer):
     def _note_versions(self) -> None:
         self._write()
         self._versions = [one._version for one in self._parameters]  # noqa: SLF001 -- torch's own
+        self._sums = self._bit_sums()
+
+    def _bit_sums(self) -> list[torch.Tensor]:
+        # Of the first steps: torch counts no change by `data`, and who clamps so does it in each.
+        if self._n_steps >= N_LOOKED_AT:
+            return []
+        return [one.detach().resolve_neg().view(torch.int32).sum() for one in self._parameters]
 
     def _follow_groups(self) -> None:
         """Take parameters that have been put into the groups in place of others."""
@@ -332,14 +342,17 @@ class DownpourSGD(ServerLoop, torch.optim.Optimizer):
         for place, (one, known) in enumerate(zip(now, self._parameters, strict=True)):
             if one is not known:
                 self._versions[place] = one._version  # noqa: SLF001 -- torch's own
+                self._sums = []
         self._parameters = now
 
     def _refuse_changes(self) -> None:
         """Raise JobError if something else has changed a parameter since the last step."""
+        sums = self._bit_sums() if self._sums else []
         for place, (parameter, known) in enumerate(
             zip(self._parameters, self._session.values, strict=False)
         ):
             is_changed = parameter._version != self._versions[place]  # noqa: SLF001 -- torch's own
+            is_changed |= bool(sums) and not torch.equal(sums[place], self._sums[place])
             if parameter.data_ptr() != known.data_ptr() and parameter.shape.numel() == len(known):
                 # Where the memory is new, the old one has the values.
                 is_changed |= not torch.equal(parameter.detach().reshape(-1), known)

@@ -461,6 +461,8 @@ def _whole_batch(
             f"[{table}] {by} returned {_kind(read)}: a batch is a tuple (inputs, targets)"
         )
     if isinstance(read, tuple) and all(isinstance(part, torch.Tensor) for part in read):
+        for part, name in zip(read, ("inputs", "targets"), strict=True):
+            _check_dense(part, name, table)
         batch = Batch(*read)  # as nearly all are
     else:
         batch = _batch_of(_entries(read), table=table)
@@ -545,8 +547,19 @@ def _misfit(samples: Sequence[Mapping[Path, object]], wanted: Sequence[int]) -> 
     return None
 
 
+def _check_dense(tensor: torch.Tensor, name: str, table: str) -> None:
+    if tensor.is_nested or tensor.layout != torch.strided:
+        kind = "a nested tensor" if tensor.is_nested else f"a {tensor.layout} tensor"
+        raise JobError(
+            f"[{table}] {name} are {kind}, which has no rows of one shape: give a dense one, as of "
+            "to_dense() or to_padded_tensor(0.0), and beside it the lengths, and let forward join "
+            "them"
+        )
+
+
 def _tensor(value: object, name: str, table: str) -> torch.Tensor:
     if isinstance(value, torch.Tensor):
+        _check_dense(value, name, table)
         return value
     try:
         return torch.as_tensor(value)

@@ -75,7 +75,7 @@ def _one_thread() -> Iterator[None]:
 
 def copy_of(matrix: Matrix) -> torch.Tensor:
     """Return a copy at an address of the alignment that `rebuilt` needs."""
-    copy = torch.empty(matrix.shape)
+    copy = torch.empty(matrix.shape, dtype=torch.float32)  # whatever the user's default is
     np.copyto(copy.numpy(), matrix)
     return copy
 

@@ -325,6 +325,7 @@ def named_buffers(net: nn.Module) -> list[tuple[str, torch.Tensor]]:
 CHANGES: Mapping[str, Callable[[nn.Module, nn.Module], object]] = {
     "load": lambda net, other: net.load_state_dict(other.state_dict()),
     "clamp": lambda net, _: [one.clamp_(-0.01, 0.01) for one in net.parameters()],
+    "clamp by data": lambda net, _: [one.data.clamp_(-0.01, 0.01) for one in net.parameters()],
     "decay": lambda net, _: [one.mul_(0.9) for one in net.parameters()],
     "initialise": lambda net, _: [nn.init.constant_(one, 0.5) for one in net.parameters()],
     "new memory": lambda net, other: nn.utils.vector_to_parameters(

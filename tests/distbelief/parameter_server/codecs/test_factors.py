@@ -4,6 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, strategies as st
 
 from distbelief.core.errors import RemoteProtocolError, SettingError
@@ -52,6 +53,21 @@ def words_of(vector: Residual, layers: list[Layer]) -> Words:
     n_words = write(vector, layers, room[:-2])
     assert (room[-2:] == 0xA5A5A5A5).all()
     return room[:n_words]
+
+
+@pytest.mark.parametrize("default", [torch.float16, torch.float64])
+def test_the_users_default_type_does_not_change_what_is_rebuilt(default: torch.dtype) -> None:
+    """Replicas rebuilt in float16 what shards had in float32; with float64 they waited for ever."""
+    errors, inputs = numbers(0, 3, 20), numbers(1, 3, 30)
+    expected = rebuilt(errors, copy_of(inputs))
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(default)
+    try:
+        found = rebuilt(errors, copy_of(inputs))
+    finally:
+        torch.set_default_dtype(before)
+    assert found.dtype == np.float32
+    assert np.array_equal(found, expected)
 
 
 # --- what words stand for ---
