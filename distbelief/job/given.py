@@ -22,7 +22,7 @@ from distbelief.core.errors import JobError
 from distbelief.job.launch import forkserver
 from distbelief.task.dry_run import shown
 from distbelief.task.imports import INSTALLED, OBJECTS
-from distbelief.task.task import check_memory, check_saved, check_shapes
+from distbelief.task.task import check_memory, check_modes, check_saved, check_shapes
 
 
 T = TypeVar("T")
@@ -79,20 +79,15 @@ def copy_of(model: object, *, user: str) -> nn.Module:
     for name, tensor in model.state_dict().items():
         if tensor.is_meta:
             raise JobError(f"{user}: {name!r} of the model is on the meta device: give it values")
-    evaluates = [name for name, one in model.named_modules() if not one.training]
-    if evaluates and len(evaluates) < len([*model.modules()]):
-        raise JobError(
-            f"{user}: {evaluates[0] or 'the model'!r} is in evaluation mode and other parts are "
-            "not, and a job trains all: call model.train(), and leave out or freeze (by "
-            "requires_grad_) what is not meant to train"
-        )
     try:
-        copy = deepcopy(model).train()
+        copy = deepcopy(model)
     except Exception as error:  # the user's code may raise anything
         raise JobError(
             f"{user}: the model cannot be copied: {type(error).__name__}: {error}: keep in it "
             "parameters, buffers and plain values only"
         ) from error
+    check_modes(copy, user)
+    copy.train()
     # A copy has lists, dictionaries and methods of its own parts. Functions are not copied.
     for place, one in copy.named_modules():
         for key, value in vars(one).items():

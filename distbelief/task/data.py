@@ -460,10 +460,11 @@ def _whole_batch(
         raise JobError(
             f"[{table}] {by} returned {_kind(read)}: a batch is a tuple (inputs, targets)"
         )
-    if isinstance(read, tuple) and all(isinstance(part, torch.Tensor) for part in read):
-        for part, name in zip(read, ("inputs", "targets"), strict=True):
-            _check_dense(part, name, table)
-        batch = Batch(*read)  # as nearly all are
+    inputs, targets = read if isinstance(read, tuple) else (None, None)
+    if isinstance(inputs, torch.Tensor) and isinstance(targets, torch.Tensor):
+        _check_rows(inputs, "inputs", table)
+        _check_rows(targets, "targets", table)
+        batch = Batch(inputs, targets)  # as nearly all are
     else:
         batch = _batch_of(_entries(read), table=table)
     for path, tensor in batch.tensors().items():
@@ -547,19 +548,17 @@ def _misfit(samples: Sequence[Mapping[Path, object]], wanted: Sequence[int]) -> 
     return None
 
 
-def _check_dense(tensor: torch.Tensor, name: str, table: str) -> None:
-    if tensor.is_nested or tensor.layout != torch.strided:
-        kind = "a nested tensor" if tensor.is_nested else f"a {tensor.layout} tensor"
+def _check_rows(tensor: torch.Tensor, name: str, table: str) -> None:
+    if tensor.is_nested:
         raise JobError(
-            f"[{table}] {name} are {kind}, which has no rows of one shape: give a dense one, as of "
-            "to_dense() or to_padded_tensor(0.0), and beside it the lengths, and let forward join "
-            "them"
+            f"[{table}] {name} are a nested tensor, which has no rows of one shape: give "
+            "to_padded_tensor(0.0) of it and beside that the lengths, and let forward join them"
         )
 
 
 def _tensor(value: object, name: str, table: str) -> torch.Tensor:
     if isinstance(value, torch.Tensor):
-        _check_dense(value, name, table)
+        _check_rows(value, name, table)
         return value
     try:
         return torch.as_tensor(value)

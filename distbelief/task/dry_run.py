@@ -22,7 +22,7 @@ from distbelief.core.errors import JobError
 from distbelief.graph.graph import GraphError, LayerGraph
 from distbelief.graph.ops.loss_layers import ClassSums, ElementwiseLoss
 from distbelief.graph.unsupported import refuse_bounded_tables
-from distbelief.task.data import Batch, n_samples_of, shown_path, tensors_of
+from distbelief.task.data import Batch, Path, n_samples_of, shown_path, tensors_of
 from distbelief.task.losses import (
     CLASS_LOSSES,
     LOSSES,
@@ -220,7 +220,7 @@ def check_mean(module: nn.Module, batch: Batch, *, loss: Loss, names: Names) -> 
     A loss that compares the samples of a batch with each other grows in another way, and may.
     """
     module.train()
-    few = {path: tensor[:N_TRIED] for path, tensor in batch.tensors().items()}
+    few: dict[Path, torch.Tensor] = {}
 
     def value(n_copies: int) -> float:
         tensors = {path: torch.cat([tensor] * n_copies) for path, tensor in few.items()}
@@ -228,6 +228,7 @@ def check_mean(module: nn.Module, batch: Batch, *, loss: Loss, names: Names) -> 
         return float(loss(copies.run(module), copies.targets).detach())
 
     try:
+        few |= {path: tensor[:N_TRIED] for path, tensor in batch.tensors().items()}
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             one, again, two, three = (value(n) for n in (1, 1, 2, 3))

@@ -239,6 +239,8 @@ def build_model(spec: ModelSpec) -> nn.Module:
     _built.update(parts)
     check_shapes(module, f"[model] {spec.factory}")
     check_saved(module, f"[model] {spec.factory}")
+    if module.training:  # else all of it has been used, or is to be trained anew
+        check_modes(module, f"[model] {spec.factory}")
     # Not where it is built to see how tensors are drawn: a question is noted as the user's.
     if torch.get_default_device().type != "meta":
         check_memory(module, f"[model] {spec.factory}")
@@ -257,6 +259,23 @@ def check_shapes(module: nn.Module, user: str) -> None:
                     f"{user}: {kind} {name!r} has no shape yet: replace the Lazy module by one "
                     "with its sizes given"
                 )
+
+
+def check_modes(module: nn.Module, user: str) -> None:
+    """Raise JobError if some parts of a module are in evaluation mode, and `train` changes that.
+
+    The module is in training mode then.
+    """
+    evaluates = [(name, one) for name, one in module.named_modules() if not one.training]
+    if not evaluates or len(evaluates) == len([*module.modules()]):
+        return
+    module.train()
+    if lost := [name for name, one in evaluates if one.training]:
+        raise JobError(
+            f"{user}: {lost[0] or 'the model'!r} is in evaluation mode and other parts are not, "
+            "and a job trains all: call model.train(), and freeze (by requires_grad_) what is not "
+            "meant to train; statistics stay as they are if train() of a class of yours keeps it so"
+        )
 
 
 def check_saved(module: nn.Module, user: str) -> None:

@@ -21,6 +21,7 @@ from distbelief.task.data import (
     pieces_of,
     read_batch,
     reseed,
+    shown_path,
     some_of,
 )
 from distbelief.task.forward import Forward, Sample, input_specs
@@ -58,6 +59,12 @@ def check(
     for table, dataset in (datasets or tasks.datasets_of(task)).items():
         indices = first_of(dataset, batch_size)
         batch = read_batch(dataset, indices, table=table)
+        for path, tensor in batch.tensors().items():
+            if tensor.layout != torch.strided:
+                raise JobError(
+                    f"[{table}] {shown_path(path)} is a {tensor.layout} tensor: give a dense one, "
+                    "as of to_dense(), or its indices and values, as many for each sample"
+                )
         names = dry_run.Names(model=task.model.factory, loss=task.loss, data=table, indices=indices)
         if table == "data.train":
             kept: Literal["frozen", "all"] = "all" if keeps_all else "frozen"

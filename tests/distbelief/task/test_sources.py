@@ -515,10 +515,6 @@ def nested(samples: list[object]) -> object:
     return torch.nested.nested_tensor([torch.ones(1), torch.ones(2)]), torch.ones(len(samples))
 
 
-def sparse(samples: list[object]) -> object:
-    return {"x": torch.eye(len(samples)).to_sparse()}, torch.ones(len(samples))
-
-
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize(
     ("data", "message"),
@@ -529,7 +525,6 @@ def sparse(samples: list[object]) -> object:
         (source(Sized(11, says=10)), "has more than the 10 samples that its __len__ says"),
         (source(numbers(), collate=drop), "the first size must be 10"),
         (source(numbers(), collate=nested), "inputs are a nested tensor, which has no rows of one"),
-        (source(numbers(), collate=sparse), "inputs.x are a torch.sparse_coo tensor, which has no"),
         (source(numbers(), collate=len), "collate returned of type int: it must return a pair"),
         (source(numbers(), collate=lambda s: s[99]), "collate of samples 0 to 9 failed: Index"),
     ],

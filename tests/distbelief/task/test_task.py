@@ -185,6 +185,28 @@ def test_a_factory_that_makes_no_model_is_named_with_the_reason(
         build_model(ModelSpec(factory=factory, arguments=arguments))
 
 
+class Still(nn.BatchNorm1d):
+    """Keeps its statistics, also in training, as people write it."""
+
+    @override
+    def train(self, mode: bool = True) -> "Still":
+        return super().train(mode=False)
+
+
+def test_a_part_in_evaluation_mode_is_refused_unless_it_stays_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A job put it into training mode, without a word, and its statistics changed."""
+    made: dict[str, nn.Module] = {"part": nn.BatchNorm1d(2).eval(), "still": Still(2).train()}
+    for name, part in made.items():
+        monkeypatch.setitem(OBJECTS, name, lambda part=part: nn.Sequential(nn.Linear(2, 2), part))
+    with pytest.raises(JobError, match=r"^\[model\] :part: '1' is in evaluation mode"):
+        build_model(ModelSpec(factory=":part"))
+    assert not build_model(ModelSpec(factory=":still")).train()[1].training  # type: ignore[index]
+    monkeypatch.setitem(OBJECTS, "whole", lambda: nn.Sequential(nn.BatchNorm1d(2)).eval())
+    assert build_model(ModelSpec(factory=":whole")).train()[0].training  # type: ignore[index]
+
+
 @pytest.mark.parametrize("part", [False, True])
 def test_a_module_that_a_factory_returns_twice_is_refused(
     part: bool,  # noqa: FBT001
@@ -313,6 +335,16 @@ def test_a_folder_without_init_ends_the_search_of_its_modules(tmp_path: Path) ->
 )
 def test_each_mistake_gives_one_sentence(wrong: TaskSpec, claim: str) -> None:
     assert claim in refused(wrong)
+
+
+def test_sparse_inputs_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first step of the job failed: "nbytes is not defined for sparse tensors"."""
+    monkeypatch.setitem(OBJECTS, "frames", lambda: 16 * [(torch.ones(4), 0)])
+    rows = torch.eye(16, 4).to_sparse(), torch.zeros(16, dtype=torch.int64)
+    monkeypatch.setitem(OBJECTS, "sparse", lambda _: rows)
+    train = DataSpec(factory=":frames", collate=":sparse")
+    wrong = msgspec.structs.replace(task(test=None), train=train)
+    assert "[data.train] inputs is a torch.sparse_coo tensor: give a dense" in refused(wrong)
 
 
 def train(module: nn.Module, inputs: torch.Tensor) -> None:
