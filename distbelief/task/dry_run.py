@@ -386,7 +386,9 @@ class _LayerWatch(ExitStack):
         self._at = ""
         self._received: object = None
         for name, layer in module.named_modules():
-            if next(layer.children(), None) is None:
+            # TorchScript has no such hooks.
+            is_script = isinstance(layer, torch.jit.ScriptModule)
+            if next(layer.children(), None) is None and not is_script:
                 before = layer.register_forward_pre_hook(partial(self._enter, name))
                 after = layer.register_forward_hook(self._leave)
                 self.callback(before.remove)

@@ -284,15 +284,15 @@ def check_saved(module: nn.Module, user: str) -> None:
     A job exchanges and saves what is both in it and in its `state_dict`, by the same names.
     """
     saved = module.state_dict(keep_vars=True).keys()
-    parameters = dict(module.named_parameters(remove_duplicate=False))
-    lost = [name for name, one in parameters.items() if one.requires_grad and name not in saved]
+    lost = [n for n, one in module.named_parameters() if one.requires_grad and n not in saved]
     if lost:
         raise JobError(
             f"{user}: state_dict() has no {lost[0]!r}, so a job would not train it: leave out what "
             "changes its names or leaves some out, as the wrapper of checkpoint_wrapper does (in "
             "forward, torch.utils.checkpoint does the same)"
         )
-    own = parameters.keys() | dict(module.named_buffers(remove_duplicate=False)).keys()
+    own = dict(module.named_parameters(remove_duplicate=False)).keys()
+    own |= dict(module.named_buffers(remove_duplicate=False)).keys()
     if more := sorted(saved - own):
         raise JobError(
             f"{user}: state_dict() has {more[0]!r}, which is neither a parameter nor a buffer, and "

@@ -26,7 +26,7 @@ class InnerOptimizer:
     ) -> None:
         self._table = table
         self._parameters = {
-            item: nn.Parameter(value if shapes is None else value.view(*shapes[item]))
+            item: nn.Parameter(value if shapes is None else value.view(tuple(shapes[item])))
             for item, value in values.items()
         }
         self._names = names

@@ -192,12 +192,12 @@ class FlatModel:
             elif (keeps_all or is_frozen) and (has_moved or one._version != version):  # noqa: SLF001
                 what = "changes"
             if what:
-                raise JobError(f"[model] forward {what} parameter {name!r} after some steps{_LATE}")
+                raise JobError(f"[model] a later step {what} parameter {name!r} itself{_LATE}")
             if has_moved and view is not None:  # by assigning to `data`
                 view.copy_(one.detach().reshape(-1))
                 one.data = view.view(one.shape)
         if len(here) > len(self._parameters):
-            raise JobError(f"[model] forward makes a parameter after some steps{_LATE}")
+            raise JobError(f"[model] a later step makes a parameter itself{_LATE}")
 
     @contextmanager
     def passing_on(self, draft: PushDraft | None) -> Iterator[None]:

@@ -402,6 +402,12 @@ def test_data_of_another_type_are_refused_with_the_type_to_give(kind: torch.dtyp
         train(nn.Linear(4, 2), torch.ones(2, 4, dtype=kind))
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is")
+def test_a_module_of_torchscript_trains() -> None:
+    """Of a split job such a module was refused with "use one process", where it failed, too."""
+    train(torch.jit.script(nn.Sequential(nn.Linear(4, 2))), torch.ones(2, 4))
+
+
 def test_a_check_leaves_no_gradient_behind() -> None:
     module = build_model(ModelSpec(factory=f"{HERE}:net"))
     train(module, torch.zeros(2, 4))

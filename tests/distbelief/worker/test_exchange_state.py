@@ -241,6 +241,14 @@ def test_what_gets_no_gradient_is_not_touched() -> None:
     assert exchange.push_facts((5,), trained={0, 1}) == ((3,), None)
 
 
+def test_a_parameter_may_have_no_dimension() -> None:
+    """A replica with local steps and a temperature, as CLIP has one, failed at its start."""
+    values = {0: torch.ones(1), 1: torch.ones(6)}
+    inner = InnerOptimizer({"name": "SGD", "lr": 1.0}, values, shapes=[(), (2, 3)])
+    inner.step({0: torch.tensor([0.25]), 1: torch.full((6,), 0.5)}, 0)
+    assert [value.tolist() for value in values.values()] == [[0.75], 6 * [0.5]]
+
+
 def test_a_push_of_what_a_codec_held_back_has_no_step_in_it() -> None:
     """Regression: it also pushed the local steps that a Stop had dropped, which are dealt again."""
     values, pushed_ = [torch.ones(2)], dict[int, torch.Tensor]()
