@@ -49,7 +49,6 @@ def check(
     *,
     takes_sparse: bool = False,  # gradients may be sparse
     keeps_all: bool = True,  # forward must not change any parameter; or only no frozen one
-    is_whole: bool = True,  # replicas push all buffers
 ) -> None:
     """Try one training batch forward and backward, and evaluate one test batch.
 
@@ -70,8 +69,7 @@ def check(
             kept: Literal["frozen", "all"] = "all" if keeps_all else "frozen"
             named = replace(names, takes_sparse=takes_sparse, kept=kept)
             dry_run.train(module, batch, loss=loss, names=named)
-            if is_whole:
-                dry_run.check_buffers(module, model=task.model.factory)
+            dry_run.check_buffers(module, model=task.model.factory)
             if not is_named(task.loss):
                 dry_run.check_mean(module, batch, loss=loss, names=names)
             continue

@@ -205,6 +205,8 @@ class LocalSteps:
         if self._is_held:  # what is installed next becomes the anchor
             return
         values, anchors = self._trained, list(self._anchors.values())
+        if not values:  # of a rank that trains nothing
+            return
         if finite:
             torch._foreach_copy_(anchors, values)
         else:
@@ -232,6 +234,8 @@ class LocalSteps:
 
     def merge_from(self, fetched: list[torch.Tensor]) -> None:
         """The same for values that lie beside these; the former anchors take their places."""
+        if not self._anchors:
+            return
         torch._foreach_sub_(self._trained, list(self._anchors.values()))
         torch._foreach_add_(self._trained, [fetched[item] for item in self._anchors])
         for item, anchor in self._anchors.items():

@@ -39,6 +39,8 @@ class InnerOptimizer:
 
     def step(self, gradients: Mapping[int, torch.Tensor], number: int) -> None:
         """Take a step; `number` is that of the replica's whole training, for the schedule."""
+        if not self._parameters:  # of a rank that trains nothing
+            return
         if self._optimizer is None:
             parameters = list(self._parameters.values())
             self._optimizer = torch_optimizers.made(

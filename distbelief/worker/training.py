@@ -102,6 +102,7 @@ class Step:
     is_whole: bool  # gradients come at the end, and meanwhile if there is a draft
     batch_slice: BatchSlice
     n_bytes: float  # that it moves beside its computation
+    clocks: tuple[int, ...]  # of the parameters, unless those of a whole model come later
     gradients: Gradients = field(default_factory=dict)  # unless `draft` takes them
     staged: PushResult | None = None
     touched: list[torch.Tensor | None] | None = None  # of the push; None: all
@@ -525,6 +526,7 @@ class Training(Program):
             is_whole=self._is_whole,
             batch_slice=steps.slice,
             n_bytes=n_copies * self._items.n_bytes,
+            clocks=tuple(self._client.clocks),
         )
         if self._small is not None:
             self._small.begin(number=step.scheduled, rate=self._local_rate, counts=counts)
@@ -564,6 +566,8 @@ class Training(Program):
                 assert result.staged is not None
                 if step.is_whole:  # its parameters were not here when it began
                     self._client.describe(self._client.clocks, step.touched)
+                elif step.touched is not None:
+                    self._client.describe(step.clocks, step.touched)
                 return self._staged_at_once(result.staged, batch, now)
             self._exchange.count(self._client.clocks)
             counters.local_steps += step.steps_locally
@@ -799,8 +803,7 @@ class Training(Program):
         """Return the local part of the norm reduction; with one rank, finish the step at once."""
         step.after = self._after(step_result)
         if step.draft is not None and not step.draft.is_void:
-            if step.is_whole:
-                self._put_rest(step, step.draft)
+            self._put_rest(step, step.draft)
             for item, value in self._exchange.buffers.to_push(step.after).items():
                 step.draft.put(item, value)
             step.staged = step.draft.finish()
@@ -822,9 +825,11 @@ class Training(Program):
         for item, gradient in step.gradients.items():
             if item not in draft:  # nothing has accumulated it
                 draft.put(item, gradient)
-        if not self._items.trained <= step.gradients.keys():
-            has = {*step.gradients, *self._exchange.buffers.all}
-            step.touched = [one if item in has else None for item, one in enumerate(self.values)]
+        if not all(item in draft for item in self._items.trained):
+            others = {*self._exchange.buffers.all}
+            has = [item in draft or item in others for item in range(len(self.values))]
+            pairs = zip(self.values, has, strict=True)
+            step.touched = [one if is_there else None for one, is_there in pairs]
         step.gradients.clear()
 
     @property

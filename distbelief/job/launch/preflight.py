@@ -260,8 +260,7 @@ def answer_to(
     if coordinator_of(job) is not None:
         check_sums(task, job.batch_size, datasets)
     if task.model.needs_module:
-        # Its values are needed, so the module is built.
-        check(task, job.batch_size, datasets, is_whole=False)
+        check(task, job.batch_size, datasets)  # its values are needed, so the module is built
         model = FlatModel(tasks.build_model(task.model))
     else:
         with torch.device("meta"):

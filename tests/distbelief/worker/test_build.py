@@ -207,16 +207,30 @@ def partly_used(*, width: int = 40) -> nn.Module:
     return PartlyUsed(width)
 
 
+class Choosing(PartlyUsed):
+    """A model that is computed whole, as it looks at its data to choose a layer."""
+
+    @override
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) if x.sum() < 1e9 else self.last(self.unused(x))
+
+
+def choosing(*, width: int = 40) -> nn.Module:
+    return Choosing(width)
+
+
 @both_data_paths
 @pytest.mark.parametrize("n_push", [1, 2])
-def test_what_gets_no_gradient_stays_as_it_is(n_push: int, host: str) -> None:
-    """Regression of whole models: weight decay and momentum moved it.
+@pytest.mark.parametrize("model", ["partly_used", "choosing"])
+def test_what_gets_no_gradient_stays_as_it_is(n_push: int, host: str, model: str) -> None:
+    """Regression: weight decay and momentum moved it, of whole models, and of a module that a rank
+    computes whole.
 
     With n_push = 1 gradients go into the push during the backward pass.
     """
     rule = msgspec.convert({"name": "AdamW", "lr": 0.05, "weight_decay": 0.5}, UpdateRule)
     how = {"rule": rule, "n_push": n_push, "n_fetch": n_push, "local_learning_rate": 0.05}
-    group = learning(task_of(model="partly_used"), max_steps=6, host=host, **how)
+    group = learning(task_of(model=model), max_steps=6, host=host, **how)
     before = group.first_values()
     group.run()
     moved = [name for name, value in group.values().items() if not torch.equal(value, before[name])]

@@ -249,6 +249,17 @@ def test_a_parameter_may_have_no_dimension() -> None:
     assert [value.tolist() for value in values.values()] == [[0.75], 6 * [0.5]]
 
 
+def test_a_rank_that_trains_nothing_takes_local_steps() -> None:
+    """Of a small model one rank may hold all: the other ended with torch's errors of no tensors."""
+    steps = sgd({})
+    steps.step({}, 0)
+    assert not pushed(steps)
+    steps.hold()
+    steps.merge()
+    steps.merge_from([torch.ones(1)])
+    steps.pushed(finite=True)
+
+
 def test_a_push_of_what_a_codec_held_back_has_no_step_in_it() -> None:
     """Regression: it also pushed the local steps that a Stop had dropped, which are dealt again."""
     values, pushed_ = [torch.ones(2)], dict[int, torch.Tensor]()
