@@ -291,8 +291,8 @@ def check_saved(module: nn.Module, user: str) -> None:
             "changes its names or leaves some out, as the wrapper of checkpoint_wrapper does (in "
             "forward, torch.utils.checkpoint does the same)"
         )
-    own = dict(module.named_parameters(remove_duplicate=False)).keys()
-    own |= dict(module.named_buffers(remove_duplicate=False)).keys()
+    own = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    own |= {name for name, _ in module.named_buffers(remove_duplicate=False)}
     if more := sorted(saved - own):
         raise JobError(
             f"{user}: state_dict() has {more[0]!r}, which is neither a parameter nor a buffer, and "

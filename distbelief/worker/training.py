@@ -391,8 +391,15 @@ class Training(Program):
             # Others may wait for this worker, and it for them.
             steps.actions += client.enter(steps.now, staleness=self._config.exchange.staleness)
         waits = self._config.exchange.staleness is not None
-        if lacks and not here.fetching and (not waits or client.unacknowledged or client.may_begin):
-            steps.begin_fetch(follows=self._exchange.pace.awaits_pushes)
+        # A push that was the last one dealt has not waited for the fetch before it, which lacks it:
+        # its local steps are not to be repeated any more, and would be missing in the next step.
+        is_old = self._exchange.pace.sends_delta and not client.fetches_own_pushes
+        if (
+            lacks
+            and (is_old or not here.fetching)
+            and (not waits or client.unacknowledged or client.may_begin)
+        ):
+            steps.begin_fetch(follows=is_old or self._exchange.pace.awaits_pushes)
         if not may_step or not client.is_placed:
             return None  # not placed after a pause: its push would end no tick
         is_here = here.fetching and client.fetch_complete and (not waits or client.may_begin)

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import nn
 
+from distbelief.config.job import StopTable
 from distbelief.config.presets import PRESETS, expand
 from distbelief.core.muon import Muon
 from distbelief.parameter_server.codecs import Int4, TopK
@@ -23,7 +24,7 @@ from distbelief.worker.downpour_settings import DownpourSettings
 from distbelief.worker.group import member_names
 from tests.simulation import test_downpour as td
 from tests.simulation.groups import Group
-from tests.simulation.jobs import seeds
+from tests.simulation.jobs import TASK, JobCluster, seeds
 from tests.simulation.test_machines import faults_of
 
 
@@ -136,6 +137,34 @@ def _inner(
 
 def plain(settings: DownpourSettings, *, task: TaskSpec) -> dict[str, torch.Tensor]:
     return reference(settings, task=task)
+
+
+@pytest.mark.parametrize("every", [1, 2, 10])
+@pytest.mark.parametrize("host", ["host-0", ""])
+def test_one_replica_whose_epochs_are_one_batch_is_plain_training(every: int, host: str) -> None:
+    """A push that ended an epoch did not wait for the fetch before it, as no more was dealt then.
+
+    What came of that fetch replaced the local step that was in the push: the next gradient was that
+    of the parameters before it.
+    """
+    n, n_epochs = 12, 20
+    train = msgspec.structs.replace(TASK.train, arguments={"width": 40, "n_samples": n})
+    task = msgspec.structs.replace(TASK, train=train, test=None)
+    settings = DownpourSettings(
+        loss=task.loss,
+        batch_size=n,
+        rule=ADD,
+        inner={"name": "SGD", "lr": 0.5},
+        exchange=ExchangePolicy(every=every, send="delta"),
+        order="dealt",
+    )
+    stop = StopTable(epochs=n_epochs)
+    cluster = JobCluster(stop=stop, task=task, settings=settings, n_replicas=1, host=host)
+    assert cluster.run() is None
+    alone = msgspec.structs.replace(settings, order=None, max_steps=n_epochs)
+    expected = plain(alone, task=task)
+    for name, value in cluster.saved().items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.each_value
