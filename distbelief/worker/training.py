@@ -533,7 +533,7 @@ class Training(Program):
             is_whole=self._is_whole,
             batch_slice=steps.slice,
             n_bytes=n_copies * self._items.n_bytes,
-            clocks=tuple(self._client.clocks),
+            clocks=() if draft is None or self._is_whole else self._client.clocks,
         )
         if self._small is not None:
             self._small.begin(number=step.scheduled, rate=self._local_rate, counts=counts)
