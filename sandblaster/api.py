@@ -252,7 +252,7 @@ Callback = Callable[[MinimizeResult], object] | ByName
 
 @final
 class CallbackWatch:
-    """Calls the user's callback for each iteration; StopIteration or True ends the run."""
+    """Calls the user's callback for each iteration; StopIteration or True ends all searches."""
 
     def __init__(self, callback: Callback) -> None:
         if not callable(callback):
@@ -264,6 +264,15 @@ class CallbackWatch:
         self._callback = callback
         self._iteration: float | None = None
         self._has_ended_it = False
+
+    @property
+    def has_ended_it(self) -> bool:
+        """Also of a search that had converged before it could be ended."""
+        return self._has_ended_it
+
+    def begin(self) -> None:
+        """Count the iterations of the next search."""
+        self._iteration = None
 
     def __call__(self, view: JobView) -> bool:
         iteration = view.figures.get("iteration")
@@ -342,9 +351,9 @@ def minimize(  # noqa: PLR0913 -- the options of a job, by their names there
         threads: Of torch, in each process of a replica.
         callback: Called as callback(intermediate_result) for each iteration, a moment later, with
             an OptimizeResult that has fun, jac_norm, nit and nfev, but no x, which no process
-            holds. It ends the run by returning True or raising StopIteration; any other exception
-            also ends the run in good order, and is then raised; after several starts the model
-            holds the best point of the searches before.
+            holds. It ends all searches by returning True or raising StopIteration; any other
+            exception also ends the run in good order, and is then raised; after several starts the
+            model holds the best point of the searches before.
         directory: Run directory, kept; if it exists, DIRECTORY.2, and so on. Files of model
             and data are beside it, in DIRECTORY.problem. None: nothing is kept.
         resume: Run directory of an earlier call with the same arguments, to continue from
@@ -390,23 +399,28 @@ def minimize(  # noqa: PLR0913 -- the options of a job, by their names there
     if isinstance(bounds, Iterator):
         bounds = [*bounds]  # each search reads them
 
+    watch = None if callback is None else CallbackWatch(callback)
+
     def search(own: nn.Module | Factory, start: NDArray[np.float64] | None) -> MinimizeResult:
         problem = Problem(own, data, x0=start, bounds=bounds)
         run = partial(run_job, resume=resume, from_scratch=from_scratch, show=show)
         where = directory if resume is None else resume
         try:
-            return _searched(own, problem, tables, where, run, callback)
+            return _searched(own, problem, tables, where, run, watch)
         except JobError as error:
             error.args = (_by_argument(str(error), tol, options or {}),)
             raise
 
-    return search(model, starts[0]) if len(starts) == 1 else best_of(search, model, starts)
+    if len(starts) == 1:
+        return search(model, starts[0])
+    return best_of(search, model, starts, watch)
 
 
 def best_of(
     search: Callable[[nn.Module | Factory, NDArray[np.float64] | None], MinimizeResult],
     model: nn.Module | Factory,
     starts: Sequence[NDArray[np.float64] | None],
+    watch: CallbackWatch | None = None,
 ) -> MinimizeResult:
     """Search from each start; return the best result, and load it into the model."""
     results: list[MinimizeResult] = []
@@ -432,7 +446,8 @@ def best_of(
                     f"holds the best point of those before, with loss {best.fun:.6g}"
                 )
             raise
-        if results[-1].reason is Reason.STOPPED:  # by Ctrl+C or the callback
+        is_ended = watch is not None and watch.has_ended_it
+        if is_ended or results[-1].reason is Reason.STOPPED:  # by Ctrl+C
             break
     if len(failed) == len(results):
         raise failed[0]
@@ -468,11 +483,12 @@ def _searched(
     tables: Mapping[str, object],
     directory: str | os.PathLike[str] | None,
     run: "partial[Run]",  # `run_job`
-    callback: Callback | None,
+    callback_watch: CallbackWatch | None,
 ) -> MinimizeResult:
     """Run one search, and return its result."""
     resumes = run.keywords["resume"] is not None
-    callback_watch = None if callback is None else CallbackWatch(callback)
+    if callback_watch is not None:
+        callback_watch.begin()
     with ExitStack() as stack:
         if directory is None:
             directory = stack.enter_context(scratch()) / "run"

@@ -83,7 +83,7 @@ def import_path(thing: object, *, what: str) -> str:
 # --- modules ---
 
 Recipe = dict[str, object]
-_NOT_ASKED_FOR = {"self", "device", "dtype"}
+_NOT_ASKED_FOR = {"device", "dtype"}
 _VARIABLE = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
 _PLAIN = (bool, int, float, str)
 
@@ -132,7 +132,8 @@ def _recipe(module: nn.Module) -> Recipe:
         return {"layers": [[name, _recipe(layer)] for name, layer in module.named_children()]}
     path = import_path(kind, what="a layer of the model:")
     arguments: dict[str, object] = {}
-    for name, parameter in inspect.signature(kind.__init__).parameters.items():
+    _, *parameters = inspect.signature(kind.__init__).parameters.items()  # without self
+    for name, parameter in parameters:
         if name in _NOT_ASKED_FOR or parameter.kind in _VARIABLE:
             continue
         default: object = parameter.default

@@ -44,6 +44,14 @@ class Scaled(nn.Module):
         self.inner = nn.Linear(width, width)
 
 
+class Terse(nn.Module):
+    """It was refused, as it does not keep its 's'."""
+
+    def __init__(s) -> None:  # noqa: N805 -- tested
+        super().__init__()
+        s.inner = nn.Linear(2, 2)
+
+
 class Forgetful(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -139,6 +147,7 @@ def test_numbers_of_numpy_are_numbers() -> None:
         nn.Sequential(nn.Conv1d(2, 4, (3,), padding="same"), nn.BatchNorm1d(4)),
         nn.Sequential(nn.Dropout(0.25), nn.LayerNorm([3, 2]), nn.LeakyReLU(0.2)),
         Scaled(3, scale=0.5),
+        Terse(),
     ],
 )
 def test_a_module_is_rebuilt_from_its_attributes(module: nn.Module) -> None:
@@ -387,6 +396,22 @@ def test_what_the_callback_raises_leaves_the_best_of_the_starts_before() -> None
     with pytest.raises(KeyError) as raised:
         best_of(failing, nn.BatchNorm1d(1), [ONES * 0, ONES * 3])
     assert not hasattr(raised.value, "__notes__")  # nothing was found before
+
+
+def test_a_callback_ends_all_starts_also_after_a_search_that_has_converged() -> None:
+    """A short search had converged before it could be ended, and the next one was begun."""
+    watch = CallbackWatch(lambda result: result.nit == 2)
+
+    def ended(model: object, start: object) -> MinimizeResult:
+        watch.begin()
+        assert isinstance(start, np.ndarray)
+        result = searched(model, start)
+        result.update(nit=int(start[0]))
+        watch.end(result)
+        return result
+
+    best = best_of(ended, nn.BatchNorm1d(1), [ONES, ONES * 2, ONES * 3], watch)
+    assert [one.nit for one in best.starts] == [1, 2]
 
 
 @pytest.mark.parametrize(

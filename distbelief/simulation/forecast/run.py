@@ -242,7 +242,8 @@ def with_outcomes(variant: Variant, outcomes: Sequence[Outcome]) -> Variant:
     told = any(text.startswith("every") for text in warnings)
     # The end of an epoch may end an exchange; each replica's last push comes with the end.
     exchanges = max((run.pushes_applied for run in outcomes), default=0) > n
-    if isinstance(every, int) and 0 < n_steps < every and n > 1 and not (told or exchanges):
+    exchanges |= every == 1 or n == 1
+    if isinstance(every, int) and 0 < n_steps < every and not (told or exchanges):
         text = (
             f"every = {every:,} steps, and each of {n:,} replicas took about {n_steps:.3g}: they "
             f"exchange nothing before the end. Use every = {max(1, int(n_steps / 10)):,} or fewer, "

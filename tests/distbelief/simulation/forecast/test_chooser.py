@@ -320,6 +320,9 @@ def test_runs_that_end_before_their_first_exchange_say_so() -> None:
         run = msgspec.structs.replace(an_outcome(), step=step, pushes_applied=n_pushes)
         told = with_outcomes(variant, [run]).warnings
         assert ["exchange nothing before the end" in text for text in told] == [True] * warned
+    # A run of one step for two replicas was told to "use every = 1 or fewer".
+    run = msgspec.structs.replace(an_outcome(), step=1, pushes_applied=1)
+    assert not with_outcomes(a_variant("2", an_outcome()), [run]).warnings
 
 
 def test_short_runs_have_no_warm_start(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
