@@ -29,7 +29,7 @@ N_SETS_MAX: Final = 10
 
 _SHIFT = "shift"  # d_A
 _MOVE = "move"  # P(x + d) - x
-_OUT = "out"  # how far x + d is out of bounds
+_OUT = "out"  # x + d; then how far that is out of bounds, exactly 0 within them
 _ZERO = "zero"
 _MOVED = vc.Copy(target=ls.DIRECTION, x=_MOVE)
 
@@ -156,6 +156,7 @@ def _move(combination: Combination) -> tuple[vc.Command, ...]:
         vc.Pointwise(target=ls.DIRECTION, function="unless", x=ls.DIRECTION, y=ls.BLOCKED),
         vc.Axpy(target=ls.DIRECTION, a=1.0, x=_SHIFT),
         ls.point_at(1.0),
+        vc.Copy(target=_OUT, x=ls.TRIAL),
         *ls.within(ls.TRIAL),
         ls.difference(_MOVE, ls.TRIAL, ls.PARAMETERS),
     )
@@ -164,7 +165,7 @@ def _move(combination: Combination) -> tuple[vc.Command, ...]:
 def _fix() -> tuple[vc.Command, ...]:
     """Fix the elements that are out of bounds; measure how far the farthest is."""
     return (
-        ls.difference(_OUT, ls.DIRECTION, _MOVE),
+        ls.difference(_OUT, _OUT, ls.TRIAL),
         vc.Pointwise(target=_OUT, function="unless", x=_OUT, y=ls.BLOCKED),
         vc.Norm(x=_OUT, order="inf"),
         vc.Pointwise(target=_OUT, function="only", x=_ZERO, y=_OUT),

@@ -11,7 +11,7 @@ are those of a cluster:
 
 from collections.abc import Callable, Mapping
 from itertools import pairwise
-from typing import final
+from typing import TypeVar, final
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ from sandblaster.optimizers import base
 from tests.distbelief.parameter_server.pair import gather, scatter
 
 
+T = TypeVar("T")
 Doubles = NDArray[np.float64]
 Function = Callable[[Doubles], tuple[float, Doubles]]
 """From a point to loss and gradient, both of shape (n,)."""
@@ -91,13 +92,13 @@ class Local:
         self.n_requests = {base.VectorOps: 0, base.Evaluate: 0, base.IterationDone: 0}
         self.put("parameters", x0)
 
-    def run(self, steps: base.Steps[base.Result]) -> base.Result:
+    def run(self, steps: base.Steps[T]) -> T:
         try:
             request = next(steps)
             while True:
                 request = steps.send(self.answer(request))
         except StopIteration as end:  # at once, if a finished run is resumed
-            result: base.Result = end.value
+            result: T = end.value
             return result
 
     def answer(self, request: base.Request) -> base.Reply:

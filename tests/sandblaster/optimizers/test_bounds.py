@@ -14,7 +14,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from distbelief.core.vectors import Vector
 from sandblaster.optimizers.base import GramMatrix, IterationDone
-from sandblaster.optimizers.bounds import minimum
+from sandblaster.optimizers.bounds import form_direction, minimum
 from sandblaster.optimizers.lbfgs import LBFGS
 from sandblaster.optimizers.line_search import Sample, WolfeConditions, more_thuente
 from tests.sandblaster.local import Function, Local, minimize_flat
@@ -166,7 +166,7 @@ def test_it_does_not_stop_short_of_a_bound() -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("seed", range(2))
 def test_cut_problems_where_both_end_at_one_minimum_take_few_more_evaluations(seed: int) -> None:
-    """These are ill-conditioned: 1.31 and 1.20 times scipy's were counted; "bard" takes 2.4."""
+    """1.09 and 1.05 times scipy's were counted; 1.31 and 1.20 where rounding fixed elements."""
     rng = np.random.default_rng(seed)
     ours, theirs = 0, 0
     for problem in PROBLEMS:
@@ -176,7 +176,7 @@ def test_cut_problems_where_both_end_at_one_minimum_take_few_more_evaluations(se
         assert np.all((case.lower <= x) & (x <= case.upper))
         if result.loss == pytest.approx(best, rel=1e-4, abs=1e-9):
             ours, theirs = ours + result.n_evaluations, theirs + n_scipy
-    assert ours <= 1.4 * theirs
+    assert ours <= EVALUATIONS_OVER_SCIPY_MAX * theirs
 
 
 def boxed(problem: Problem, rng: np.random.Generator) -> Case:
@@ -191,7 +191,7 @@ def boxed(problem: Problem, rng: np.random.Generator) -> Case:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("seed", range(2))
 def test_boxed_problems_take_few_more_evaluations_and_end_no_higher(seed: int) -> None:
-    """1.06 and 1.10 times scipy's were counted, of 1.12 and 1.22 by first steps of length 1."""
+    """1.07 and 1.03 times scipy's were counted, of 1.12 and 1.22 by first steps of length 1."""
     rng = np.random.default_rng(seed)
     ours, theirs, higher, lower = 0, 0, 0, 0
     for problem in PROBLEMS:
@@ -250,6 +250,40 @@ def test_a_direction_is_the_models_minimum_over_free_elements(seed: int) -> None
     pulled = vectors["gradient"] + dense @ fixed
     expected = -np.linalg.solve(dense[np.ix_(is_free, is_free)], pulled[is_free])
     np.testing.assert_allclose(np.asarray(found)[is_free], expected, rtol=1e-8)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_direction_fixes_only_what_is_out_of_bounds(seed: int) -> None:
+    """Where x + d was rounded, an element counted as out of bounds.
+
+    So all were fixed as soon as one was, and d was a mere projection, along which a loss may rise:
+    runs "had converged" 6 % above the minimum.
+    """
+    rng = np.random.default_rng(seed)
+    n = 6
+    x, gradient, s = rng.normal(size=(3, n))
+    y = rng.uniform(0.5, 2.0, n) * s
+    lower = np.full(n, -np.inf)
+    theta = y @ y / (s @ y)
+    dense = theta * (np.eye(n) - np.outer(s, s) / (s @ s)) + np.outer(y, y) / (s @ y)
+    out = int(np.argmin(np.linalg.solve(dense, -gradient)))
+    lower[out] = x[out] + 0.1 * np.linalg.solve(dense, -gradient)[out]
+    local = Local(x, known("beale"), n_shards=2, bounds=(lower, np.full(n, np.inf)))
+    vectors = {"s0": s, "y0": y, "gradient": gradient}
+    for name, vector in vectors.items():
+        local.put(name, vector)
+    gram = GramMatrix()
+    gram.put(
+        (*vectors,),
+        (*vectors,),
+        tuple(float(a @ b) for a in vectors.values() for b in vectors.values()),
+    )
+    local.perform(local.run(form_direction([("s0", "y0")], gram, ())))
+    is_free = np.arange(n) != out
+    pulled = gradient + dense[:, out] * (lower[out] - x[out])
+    expected = np.full(n, lower[out] - x[out])
+    expected[is_free] = np.linalg.solve(dense[np.ix_(is_free, is_free)], -pulled[is_free])
+    np.testing.assert_allclose(local.get("direction"), expected, rtol=1e-9, atol=1e-12)
 
 
 def test_a_run_within_bounds_resumes_from_any_savepoint_unchanged() -> None:
