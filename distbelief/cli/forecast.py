@@ -75,7 +75,7 @@ def _lines(found: "Outlook") -> list[str]:
     elif found.ended:
         lines.append(f"{found.target}: not reached, and the run has ended")
     if found.seconds is not None:
-        resumed = "with --resume" + (" and a later end in [stop]" if found.done else "")
+        resumed = "with --resume" + (" and a later end in the job file" if found.done else "")
         lines.append(f"{resumed if found.ended else found.target}: {_until(found)}")
         if found.left is not None and found.left < found.seconds[1]:
             lines.append(f"[stop] ends the run before that, in {formatting.duration(found.left)}")

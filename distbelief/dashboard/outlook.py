@@ -69,7 +69,7 @@ class Outlook(msgspec.Struct, frozen=True, kw_only=True):
     samples: int  # so far
     rate: float  # samples a second
     ended: bool = False  # what is said of the time to come holds if the run is resumed
-    done: bool = False  # by samples or time of [stop], which must allow more before it goes on
+    done: bool = False  # by a rule of the job file, which must allow more before it goes on
     left: float | None = None  # seconds, until [stop] ends the run whatever it has reached
     loss_at_end: Interval | None = None  # at the samples of [stop]
     target: str = ""  # "loss 0.3", of [stop]
@@ -232,7 +232,6 @@ def outlook(
     last = rated[-1].time if ended and rated else view.seconds
     since = last - session_seconds(view.roles)
     late = [one for one in rated[len(rated) // 2 :] if one.time >= since]
-    done = ended and (view.progress or 0.0) >= 1.0
     seconds = late[-1].time - late[0].time if late else 0.0
     rate = view.samples_per_second or 0.0
     if seconds > 0.0:
@@ -245,7 +244,7 @@ def outlook(
         samples=view.samples,
         rate=rate,
         ended=ended,
-        done=done,
+        done=ended and _is_over(job, view),
         left=None if ended else view.eta_seconds,
     )
     name, aimed = view.metric_name, points
@@ -258,7 +257,9 @@ def outlook(
             value, aimed = 1.0 - job.stop.accuracy, curve_of(measurements, "metric")
         elif is_loss(name):
             value = job.stop.accuracy
-    changes: dict[str, object] = {"target": target, **_of_replicas(job, view, timed, done=done)}
+    none_left = ended and (view.progress or 0.0) >= 1.0
+    more = _of_replicas(job, view, timed, none_left=none_left)
+    changes: dict[str, object] = {"target": target, **more}
     if value is not None:
         first = next((x for x, y in aimed if y <= value), None)
         changes["met"] = next((one.time for one in timed if one.samples == first), None)
@@ -277,6 +278,17 @@ def outlook(
     return msgspec.structs.replace(found, **changes)
 
 
+def _is_over(job: Job, view: JobView) -> bool:
+    """Return whether a rule has ended a run, and would end it again."""
+    patience, coordinator = job.stop.patience, coordinator_of(job)
+    counters = next((role.counters for role in view.roles if role.name == coordinator), {})
+    return (
+        (view.progress or 0.0) >= 1.0
+        or (patience is not None and view.evaluations_without_gain >= patience)
+        or (coordinator is not None and view.stop_reason == facts_of(job).verdict(counters).reason)
+    )
+
+
 def _target_in(
     target: str, value: float, aimed: Sequence[Point], rises: str, *, is_batch: bool
 ) -> tuple[Interval, float]:
@@ -292,7 +304,7 @@ def _target_in(
 
 
 def _of_replicas(
-    job: Job, view: JobView, measurements: Sequence[Measurement], *, done: bool
+    job: Job, view: JobView, measurements: Sequence[Measurement], *, none_left: bool
 ) -> dict[str, object]:
     spent = _spent(view)
     totals = [(_exchanged(one), sum(one.values())) for one in spent]
@@ -308,7 +320,7 @@ def _of_replicas(
             found["two_more"], found["parts"] = _more_for_batches(job, measurements, spent)
         elif exchange is not None:
             found["two_more"], found["parts"] = _more_for_samples(
-                job, None if done else view, len(spent), exchange, busy
+                job, None if none_left else view, len(spent), exchange, busy
             )
     except CannotTellError as error:
         found["more_not_told"] = str(error)

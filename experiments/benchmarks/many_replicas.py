@@ -244,7 +244,8 @@ def barrier(
     chance, slowest = np.random.default_rng(0), 2.0 * max(APART.values())
     began = now = there_at = LATE
     done = kept = 0
-    following = next(one for one in outages if one.at > began)
+    never = Outage(at=math.inf, roles=(), seconds=0.0)  # of few machines none may come or go
+    following = next((one for one in outages if one.at > began), never)
     while now < began + seconds:
         largest = float(chance.random()) ** (1.0 / n_replicas)  # of so many draws
         takes = step * math.exp(JITTER * NormalDist().inv_cdf(largest)) + slowest
@@ -255,7 +256,7 @@ def barrier(
             continue
         done, now = kept if keeps else done, max(now, following.at)
         there_at = max(there_at, following.at + following.seconds)
-        following = next(outages)
+        following = next(outages, never)
     return done * Steps(step, in_one=1).mean / (now - began)
 
 
@@ -296,7 +297,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--every", type=int, default=4, help="steps of an exchange")
     parser.add_argument("--step-seconds", type=float, default=0.1)
     parser.add_argument("--steps-in-one", type=int, default=125, help="that a step stands for")
-    parser.add_argument("--only", nargs="+", default=PRESET_NAMES)
+    parser.add_argument("--only", nargs="+", choices=PRESETS, default=PRESET_NAMES)
     parser.add_argument("--losses", action="store_true", help="say where time was lost")
     parser.add_argument("--profile", action="store_true")
     options = measurement.options_of(parser, arguments, small={"replicas": 12, "exchanges": 3})

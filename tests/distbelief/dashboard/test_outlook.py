@@ -29,6 +29,7 @@ from distbelief.simulation.forecast.placed_cluster import HostCosts
 from distbelief.simulation.forecast.prepare import Preparation
 from distbelief.simulation.forecast.run import run_simulated
 from distbelief.supervisor.view import JobView, RoleView
+from sandblaster.optimizers.termination import Reason
 from tests.distbelief.simulation.forecast.jobs import SANDBLASTER, TEXT, small
 
 
@@ -212,6 +213,21 @@ def test_a_run_that_its_stop_rules_have_ended_goes_on_with_a_later_end() -> None
     assert found.two_more is not None
     assert found.two_more[1] == 2.0
     assert not outlook(small(), view, rows).done
+
+
+def test_a_run_that_its_patience_or_its_method_has_ended_needs_a_later_end_too() -> None:
+    """A time "with --resume" was told of it, and the resumed run ended at once."""
+    view, rows = a_run(20)
+    view = msgspec.structs.replace(view, evaluations_without_gain=3)
+    assert outlook(small("stop.patience=3"), view, rows, ended=True).done
+    assert not outlook(small("stop.patience=4"), view, rows, ended=True).done
+    batch = small(text=SANDBLASTER)
+    for reason in (Reason.MAX_ITERATIONS, Reason.CONVERGED_GRADIENT):
+        counters = {"reason": float([*Reason].index(reason))}
+        role = RoleView(name="coordinator", state="", counters=counters)
+        for told in (reason.sentence, "Ctrl+C"):
+            ended = msgspec.structs.replace(view, roles=(role,), stop_reason=told)
+            assert outlook(batch, ended, rows, ended=True).done == (told != "Ctrl+C")
 
 
 def test_the_rate_is_that_of_the_replicas_there_are() -> None:
@@ -436,7 +452,7 @@ def test_the_command_says_what_it_forecasts_or_why_it_cannot(tmp_path: Path) -> 
     text = said(22, "stop.loss=0.4")
     assert re.search(r" % samples/s, so loss 0\.4 in \d+ s or later\. \+\d+ % \(\d+ s\) if", text)
     text = said(23, "stop.loss=0.4", progress=1.0)
-    assert "with --resume and a later end in [stop]: in " in text
+    assert "with --resume and a later end in the job file: in " in text
     far = said(21, "stop.loss=0.01")
     assert "with --resume: not soon; 100 % of the curves need more than 10 times" in far
     assert "never" not in far
