@@ -79,6 +79,7 @@ class Dealer:
         self._applied: dict[Address, list[Spans]] = {}  # of each shard, by rank, as told last
         self._in_no_push = NOTHING  # skipped, or left out
         self._done = NOTHING
+        self._n_beyond = 0  # samples: those of a run whose [stop] is earlier now, or mere claims
         self.hands: dict[Address, Hand] = {}
         self._cuts: list[int] = []
         # As of a while ago, where replicas are many, less what was dealt since.
@@ -103,7 +104,8 @@ class Dealer:
 
     @property
     def n_done(self) -> int:
-        return self._done.n_positions
+        is_over = self._total is not None and not self.n_left
+        return self._done.n_positions + (self._n_beyond if is_over else 0)
 
     @property
     def n_left(self) -> int:
@@ -364,7 +366,9 @@ class Dealer:
         applied = (part for parts in self._applied.values() for part in parts)
         self._done = reduce(and_, applied) | self._in_no_push
         # Nothing farther is dealt, whatever shards claim.
+        n = self._done.n_positions
         self._done -= Spans([(self._limit, 1 << 63)])
+        self._n_beyond = n - self._done.n_positions
         if self._epoch_share < 1.0:
             self._leave_out()
 

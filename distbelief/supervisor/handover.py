@@ -61,6 +61,10 @@ class Handover(msgspec.Struct, frozen=True, kw_only=True):
     alive: dict[Address, int] = {}  # incarnations of the roles whose processes live on this host
 
 
+UNTOLD_MAX: Final = 1 << 20
+"""Evaluations that may have been requested since a handover was written: numbers go on beyond."""
+
+
 class Parts(Protocol):
     """What of a supervisor is handed over."""
 
@@ -115,7 +119,7 @@ def start_roles(supervisor: Parts, handover: Handover | None, now: Seconds) -> N
             supervisor.scheduler.launch(record)
         return
     supervisor.metrics.adopt(handover.view, handover.samples, now)
-    supervisor.evaluations.n_requests = handover.n_evaluations
+    supervisor.evaluations.n_requests = handover.n_evaluations + UNTOLD_MAX
     supervisor.allowances.warm_start_left = handover.warm_start_left
     supervisor.failover.adopt(handover.shards)
     if supervisor.allowances.dealer is not None:

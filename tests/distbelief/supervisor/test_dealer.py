@@ -265,6 +265,15 @@ def test_what_a_shard_claims_beyond_what_can_be_dealt_does_not_count() -> None:
     assert table.dealer.n_done == 12
 
 
+def test_what_was_trained_beyond_an_earlier_end_counts() -> None:
+    """A run of 19,860 samples that was resumed with an end at 8,000 said that it had 8,000."""
+    table = begun(total=24)
+    table.applied((0, 16), (24, 40))
+    assert table.dealer.n_done == 16  # it is not over, whatever shards claim
+    table.applied((0, 40))
+    assert [table.dealer.n_done, table.dealer.n_left] == [40, 0]
+
+
 def test_a_replica_cannot_skip_what_it_was_not_dealt() -> None:
     """Then the samples of all others counted as done, and the job ended."""
     table = begun()

@@ -110,7 +110,8 @@ def test_the_primary_stays_primary_and_a_dead_one_is_replaced() -> None:
 def test_evaluations_and_checkpoints_go_on_and_are_numbered_on() -> None:
     """After a takeover there were none until the job ended: "training" had begun before.
 
-    An evaluator answers no number below its newest, so the last evaluation would never come.
+    An evaluator answers no number below its newest, so the last evaluation would never come. Where
+    there were eight a second, that came true: the state that is handed over is some seconds old.
     """
     killed = a_job()
     killed.train()
@@ -119,7 +120,8 @@ def test_evaluations_and_checkpoints_go_on_and_are_numbered_on() -> None:
     desk = taken_over(killed)
     desk.train()
     actions = desk.pass_time(31.0, beats=desk.names)
-    assert {ask.request for _, ask in letters(actions, wire.Evaluate)} == {2}
+    (request,) = {ask.request for _, ask in letters(actions, wire.Evaluate)}
+    assert request > 1000
     assert {*sent(actions, wire.SaveCheckpoint)} == {"shard-0", "shard-1"}
 
 
