@@ -12,7 +12,7 @@ None of them knows a message or a clock: the owner gives `now`, and gets back wh
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Generic, TypeVar, final
 
@@ -123,16 +123,17 @@ class AnswerTimer:
     ) -> None:
         self.silence = Silence()
         self.sent_at = 0.0
-        self.asked_at = 0.0  # the same, repetitions left out
-        self._repeated_at = 0.0
         self._first, self._longest = first, longest
         self._silence_max, self._stall_max = silence_seconds_max, stall_seconds_max
         self._backoff = Backoff(first, longest)
         self._n_kept, self._kept = 0, first  # for so many answers the pause is this long
         self._waits = False  # for others: the long pause says nothing
         self.is_awaited = False  # if not, the timer runs out
-        # By direction: when it last made progress, and the seconds that all under way take.
+        # By direction: when it was asked first, when it last made progress, and the seconds that
+        # all under way take.
+        self._asked_at: dict[object, float] = {}
         self._paces: dict[object, tuple[float, float]] = {}
+        self._n_asked_twice: dict[object, int] = {}  # of the next ones to come
 
     def awaits(self, now: float) -> float | None:
         """Something is awaited; return when the timer is to fire, if it must be set."""
@@ -140,6 +141,7 @@ class AnswerTimer:
         if begins:
             self.silence.start(now)
             self.sent_at = now
+            self._n_asked_twice.clear()
             self._answered()
         due, timer_at = now + self._backoff.pause, self.silence.timer_at
         runs = timer_at is not None and (not begins or timer_at <= due)
@@ -168,18 +170,27 @@ class AnswerTimer:
         due = max(self.sent_at, self.silence.progress_at) + self._backoff.pause
         return self.silence.expect(due) if now < due else None
 
-    def repeated(self, now: float, *, blocks: bool) -> float:
-        """It was asked again, perhaps for blocks; return when the timer is to fire."""
+    def asked(self, now: float, *directions: object) -> None:
+        """Something was sent, for the first time in these directions."""
         self.sent_at = now
-        if blocks:
-            self._repeated_at = now
-        if blocks and not self._waits:
+        for direction in directions:
+            self._asked_at[direction] = now
+
+    def repeated(self, now: float, *, under_way: Mapping[object, int]) -> float:
+        """It was asked again, for so many blocks; return when the timer is to fire."""
+        self.sent_at = now
+        self._n_asked_twice.update(under_way)
+        if under_way and not self._waits:
             most = max(self._backoff.longest, self._silence_max / 4)
             self._n_kept, self._kept = N_KEPT, min(2 * self._backoff.pause, most)
         self._backoff.repeat(now)
         return self.silence.expect(self._backoff.due)
 
     def begin_anew(self) -> None:
+        self._n_asked_twice.clear()
+        self._end_kept()
+
+    def _end_kept(self) -> None:
         self._n_kept, self._waits = 0, False
         self._backoff.pause = self._backoff.first
 
@@ -196,11 +207,22 @@ class AnswerTimer:
         self._waits, self._backoff.pause = True, self._backoff.longest
 
     def blocks_came(self, now: float, direction: object, n: int, n_under_way: int) -> None:
-        """So many blocks of a direction came, or were acknowledged, or its push was applied."""
+        """So many blocks of a direction came, or were acknowledged."""
+        self._came(now, direction, n, n_under_way, since=0.0)
+
+    def applied(self, now: float, direction: object) -> None:
+        """A push was applied, some time after its last block was acknowledged."""
+        self._came(now, direction, 1, 1, since=self.silence.progress_at)
+
+    def _came(
+        self, now: float, direction: object, n: int, n_under_way: int, *, since: float
+    ) -> None:
         self.silence.progress_at = now
         before, seconds = self._paces.get(direction, (0.0, 0.0))
-        begun = max(before, self.asked_at)
-        if self._repeated_at >= self.asked_at:  # of which is this the answer? The long pause stays
+        begun = max(before, since, self._asked_at.get(direction, 0.0))
+        n_twice = self._n_asked_twice.get(direction, 0)
+        if n_twice > 0:  # of which question is this the answer? The long pause stays
+            self._n_asked_twice[direction] = n_twice - n
             self._paces[direction] = now, seconds
             return
         found = (now - begun) / n * n_under_way
@@ -209,7 +231,7 @@ class AnswerTimer:
         pause = min(PATIENCE * slowest, self._silence_max / 4)
         self._backoff.first = max(self._first, pause)
         self._backoff.longest = max(self._longest, pause)
-        self.begin_anew()
+        self._end_kept()
 
 
 @final

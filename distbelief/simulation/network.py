@@ -48,12 +48,16 @@ from distbelief.simulation.faults import CutOff, Delay, Drop, Duplicate, Message
 
 # Each port of the fabric (one direction of a card or switch) has a bandwidth. A message passes
 # at the speed of the slowest port; it is not stored on the way. At the sender's card the flows
-# take turns, one piece of a message each, so that they share it as flows over TCP do: those that
-# begin together end together. Switches and receiving cards serve pieces in order of arrival. A
-# small message does not wait behind large ones of other flows, except on a slow port.
+# take turns of as many bytes, so that they share it as flows over TCP do: those that begin together
+# with as much end together. Switches and receiving cards serve pieces in order of arrival. A small
+# message does not wait behind large ones of other flows, except on a slow port.
 
 PIECE_BYTES: Final = 1 << 16  # smallest piece: what the kernel sends at a time
-PIECES_MAX: Final = 3  # of a message: more are hardly more exact, and each is an event
+# While no smaller one waits a message has so many pieces, and more of them over a slow card: still
+# more would hardly be more exact, and each is an event.
+N_PIECES: Final = 3
+PIECE_SECONDS: Final = 0.01
+N_HEADS_MAX: Final = 16  # flows among which the smallest message is looked for
 
 SMALL_BYTES: Final = 4096  # largest message that slips in between the packets of larger ones
 
@@ -110,9 +114,12 @@ class Port:
     __slots__ = (
         "bytes_per_second",
         "free_at",
+        "is_spent",
         "is_woken",
         "overhead_seconds",
+        "quantum",
         "small_bytes",
+        "turn_min",
         "turns",
         "used",
     )
@@ -129,6 +136,15 @@ class Port:
         self.used: Seconds = 0.0  # that messages have taken
         self.turns: deque[Path] = deque()  # flows with waiting packets; only at a sender's card
         self.is_woken = False  # a call for the time when it is free is scheduled
+        self.quantum = math.inf  # bytes of a turn
+        self.turn_min = min(PIECE_BYTES, bytes_per_second * PIECE_SECONDS)
+        self.is_spent = False  # the turn of the first flow is over
+
+    def fit_turns(self) -> None:
+        """Let turns be no longer than pieces of the smallest message that is next of its flow."""
+        if len(self.turns) <= N_HEADS_MAX:
+            pieces = [path.waiting[0].piece for path in self.turns]
+            self.quantum = max(min(pieces, default=math.inf), self.turn_min)
 
 
 @final
@@ -202,6 +218,7 @@ class Path:
         "arrives_last",
         "broken_at",
         "card",
+        "credit",
         "ends_at",
         "frame_scale",
         "incarnation",
@@ -222,6 +239,7 @@ class Path:
         self.ports: tuple[Port, ...] = (Port(link.bytes_per_second, has_flows=False),)
         self.card: Port | None = None  # of the sender, where flows take turns
         self.waiting: deque[Packet] = deque()  # at the card
+        self.credit = 0.0  # bytes that are left to it of its turn there
         self.latency_seconds = link.latency_seconds
         self.jitter = link.jitter
         self.frame_scale = 1.0  # factor for the arrays in its messages
@@ -240,8 +258,8 @@ class Packet(msgspec.Struct, eq=False):  # twice as fast to create as a dataclas
     path: Path
     payload: object
     n_bytes: float
-    n_pieces: int = 1  # in which it passes the sender's card
-    n_left: int = 1  # of them
+    piece: float  # bytes in which it passes the sender's card, while no other flow waits
+    n_left: float  # bytes that have not passed
     departs: Seconds = 0.0
 
 
@@ -313,52 +331,63 @@ class Network:
         traffic = path.traffic
         traffic[0] += 1
         traffic[1] += n_bytes
-        packet = Packet(path, payload, n_bytes)
+        packet = Packet(path, payload, n_bytes, n_bytes, n_bytes)
         card, now = path.card, self._event_queue.now
         if card is None:
-            self._pass(packet, now)
+            self._pass(packet, now, n_bytes)
             return
         if n_bytes > PIECE_BYTES:
-            n_pieces = min(math.ceil(n_bytes / PIECE_BYTES), PIECES_MAX)
-            packet.n_pieces = packet.n_left = n_pieces
+            takes = n_bytes / card.bytes_per_second
+            n_pieces = max(N_PIECES, math.ceil(takes / PIECE_SECONDS))
+            n_pieces = min(math.ceil(n_bytes / PIECE_BYTES), n_pieces)
+            packet.piece = float(math.ceil(n_bytes / n_pieces))
         # Small messages slip in between the pieces of large ones.
         waits = (card.free_at > now or card.turns) and (n_bytes > card.small_bytes or path.waiting)
         if not waits:
-            self._pass(packet, now)
+            self._pass(packet, now, packet.piece)
             if not packet.n_left:
                 return
-        if not path.waiting:
-            card.turns.append(path)
+            card.is_spent = True  # who comes now is next
         path.waiting.append(packet)
+        if len(path.waiting) == 1:
+            card.turns.append(path)
+            card.quantum = min(card.quantum, max(packet.piece, card.turn_min))
         if not card.is_woken:
             card.is_woken = True
             self._at(card.free_at, self._send_next, card)
 
     def _send_next(self, card: Port) -> None:
-        # Send a waiting piece of the flow whose turn it is.
+        # Send what waits of the flow whose turn it is.
         now, turns = self._event_queue.now, card.turns
         if card.free_at <= now:  # small messages may have used the card since
+            if card.is_spent:
+                turns.rotate(-1)
             path = turns[0]
             packet = path.waiting[0]
-            self._pass(packet, now)
+            if path.credit <= 0.0:
+                path.credit = packet.piece if len(turns) == 1 else card.quantum
+            n_bytes = min(path.credit, packet.n_left)
+            path.credit -= n_bytes
+            self._pass(packet, now, n_bytes)
+            card.is_spent = path.credit <= 0.0
             if not packet.n_left:
                 path.waiting.popleft()
-            if path.waiting:
-                turns.rotate(-1)
-            else:
-                turns.popleft()
+                if not path.waiting:
+                    path.credit, card.is_spent = 0.0, False
+                    turns.popleft()
+                card.fit_turns()
         card.is_woken = bool(turns)
         if turns:
             self._at(card.free_at, self._send_next, card)
 
-    def _pass(self, packet: Packet, now: Seconds) -> None:
-        # Send a packet, or a piece of it; it arrives with its last one.
+    def _pass(self, packet: Packet, now: Seconds, n_bytes: float) -> None:
+        # Send so many bytes of a packet; it arrives with its last ones.
         path = packet.path
-        packet.n_left -= 1
+        packet.n_left -= n_bytes
         if packet.n_left:
-            _use(path.ports, packet.n_bytes / packet.n_pieces, now, has_overhead=False)
+            _use(path.ports, n_bytes, now, has_overhead=False)
             return
-        departs, ends = _use(path.ports, packet.n_bytes / packet.n_pieces, now)
+        departs, ends = _use(path.ports, n_bytes, now)
         packet.departs = departs
         delay, overtaken, copies = 0.0, False, _ONE_COPY
         if self._faults:

@@ -268,7 +268,7 @@ class Ring:
 
     def woke(self, now: Seconds) -> list[Action]:
         """The timer has fired: repeat what may have been lost."""
-        answer, run = self._answer, self._run
+        answer, run, under_way = self._answer, self._run, dict[object, int]()
         answer.woke(now)
         if not self._awaits:
             return []
@@ -279,10 +279,12 @@ class Ring:
             actions = self._tell(self.failure)
         else:
             assert run is not None
-            self.n_again += run.window.sent - run.window.received
+            n = run.window.sent - run.window.received
+            self.n_again += n
+            under_way[RingAck] = n
             run.window.again()
             actions = [self._ack(), *self._blocks(run)]
-        return [*actions, SetTimer(name=TIMER, at=answer.repeated(now, blocks=True))]
+        return [*actions, SetTimer(name=TIMER, at=answer.repeated(now, under_way=under_way))]
 
     # --- from the left
 
@@ -344,7 +346,7 @@ class Ring:
             return []
         blocks = self._blocks(run)
         if blocks:
-            self._answer.sent_at = self._answer.asked_at = now
+            self._answer.asked(now, RingAck)
         return blocks
 
     def _blocks(self, run: _Round) -> list[Action]:

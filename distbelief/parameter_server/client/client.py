@@ -12,7 +12,7 @@ Where shards count ticks, workers wait for each other: `enter` before every tick
 `may_begin`; `leave` when there is nothing to do, or the others wait. A push ends a tick.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Final, assert_never, cast, final
 
@@ -59,6 +59,11 @@ ShardReply = (
     | pf.Floor
 )
 _SHARD_REPLIES: Final = rl.message_types(ShardReply)
+_ANSWERS: Final[Mapping[type[Message], type[Message]]] = {
+    pf.Fetch: pf.ParameterBlock,
+    pf.PushBlock: pf.PushBlockAck,
+    pf.Push: pf.PushApplied,
+}
 
 
 @final
@@ -94,7 +99,6 @@ class ShardLink:
         self._layout = view.layout
         self._holds = view.slices[index].stripes
         n_blocks = len(view.slices[index].bounds)
-        self._per_answer = min(config.blocks_per_answer, n_blocks)
         self._credit = min(config.credit_blocks, n_blocks)
         self._staleness = staleness
         self.is_open = False  # whether the current primary has opened the session
@@ -206,9 +210,11 @@ class ShardLink:
         return self.send(replies, now)
 
     def _blocks_acked(self, message: pf.PushBlockAck, now: rl.Seconds) -> Sequence[Message]:
-        replies, answer = self.pushing.blocks_acked(message), self._answer
-        if replies:
-            answer.blocks_came(now, pf.PushBlockAck, self._per_answer, self._credit)
+        before, answer = self.pushing.n_acknowledged, self._answer
+        replies = self.pushing.blocks_acked(message)
+        n_acknowledged = self.pushing.n_acknowledged - before
+        if n_acknowledged:
+            answer.blocks_came(now, pf.PushBlockAck, n_acknowledged, self._credit)
         is_last = message.sequence == self.pushing.issued  # else the last one may be lost
         if message.waits is True and is_last and self.fetching.complete:
             answer.must_wait()
@@ -223,7 +229,7 @@ class ShardLink:
         if is_news:
             self._staleness.add(message.staleness)
             if message.late is msgspec.UNSET:
-                self._answer.blocks_came(now, pf.PushApplied, 1, 1)
+                self._answer.applied(now, pf.PushApplied)
             else:  # its round has waited for other workers, which tells nothing of the shard
                 self._answer.progressed(now)
 
@@ -304,7 +310,13 @@ class ShardLink:
         at = self._answer.not_yet(now)
         if at is not None:
             return [self._timer_at(at)]
+        under_way: dict[object, int] = {}
         if self.is_open:
+            under_way = {
+                pf.ParameterBlock: self.fetching.n_under_way,
+                pf.PushBlockAck: self.pushing.n_unanswered,
+                pf.PushApplied: len(self.pushing.in_flight),
+            }
             # The other copy gets OpenSession too: it may be primary, with its PrimaryChanged lost.
             # Where it counts ticks, the primary's answer tells the floor.
             asks = self.ticks.floor is not None and not is_fetching
@@ -313,7 +325,7 @@ class ShardLink:
             actions = [*self._sends(messages), *self._open_session(others)]
         else:
             actions = self.open_session(now)
-        return [*actions, self._timer_at(self._answer.repeated(now, blocks=self.is_open))]
+        return [*actions, self._timer_at(self._answer.repeated(now, under_way=under_way))]
 
     def _timer_at(self, at: rl.Seconds) -> rl.SetTimer:
         return rl.SetTimer(name=f"{TIMER}{self.index}", at=at)
@@ -337,7 +349,8 @@ class ShardLink:
 
     def send(self, messages: Sequence[Message], now: rl.Seconds) -> list[rl.Action]:
         if messages:
-            self._answer.sent_at = self._answer.asked_at = now
+            kinds = {type(message) for message in messages}
+            self._answer.asked(now, *(_ANSWERS[kind] for kind in kinds if kind in _ANSWERS))
         return self._sends(messages)
 
     def _sends(self, messages: Sequence[Message]) -> list[rl.Action]:

@@ -192,6 +192,14 @@ class ShardFetch:
             return []
         return [self._ack(again=True) if self.received else self._fetch()]
 
+    @property
+    def n_under_way(self) -> int:
+        """Blocks that it has asked for."""
+        if self.complete or self.is_held or not self._by_blocks:
+            return 0
+        n = self._n_blocks if self.received else len(self._slice.bounds)
+        return min(n - self.received, self._config.credit_blocks)
+
     def reader(self) -> ShardReader:
         """Return what the install reads; call only if `installable`."""
         view, k, published = self._view, self._index, self._memory.published

@@ -295,6 +295,16 @@ class ShardPush:
         waiting = self.in_flight if self._by_blocks else ()
         return [message for in_flight in waiting for message in self._send(in_flight)]
 
+    @property
+    def n_acknowledged(self) -> int:
+        """Blocks of pushes under way that the shard has."""
+        return sum(one.blocks.received for one in self.in_flight)
+
+    @property
+    def n_unanswered(self) -> int:
+        """Blocks that were sent, and that the shard has not acknowledged."""
+        return sum(one.blocks.sent - one.blocks.received for one in self.in_flight)
+
     def n_under_way(self, *, until: int) -> int:
         """Return how many blocks of pushes up to this one the shard has still to acknowledge."""
         if not self._by_blocks:

@@ -99,13 +99,13 @@ def exchanges(answers: Sequence[float]) -> list[tuple[int, float]]:
     for seconds in answers:
         timer.is_awaited = False
         at = timer.awaits(now) or timer.silence.timer_at
-        timer.sent_at = timer.asked_at = now
+        timer.asked(now, "fetch")
         ends, n_repeated = now + seconds, 0
         while at is not None and at < ends:
             timer.woke(at)
             again = timer.not_yet(at)
             if again is None:
-                again, n_repeated = timer.repeated(at, blocks=True), n_repeated + 1
+                again, n_repeated = timer.repeated(at, under_way={"fetch": 2}), n_repeated + 1
                 ends = at + GAP if ends == math.inf else ends
             at = again
         timer.blocks_came(ends, "fetch", 1, 2)
