@@ -128,10 +128,11 @@ class AnswerTimer:
         self._backoff = Backoff(first, longest)
         self._n_kept, self._kept = 0, first  # for so many answers the pause is this long
         self._waits = False  # for others: the long pause says nothing
+        self.is_moving = False  # something has come since the last question, or its repetition
         self.is_awaited = False  # if not, the timer runs out
-        # By direction: when it was asked first, when it last made progress, and the seconds that
-        # all under way take.
-        self._asked_at: dict[object, float] = {}
+        # By direction: when something was last asked for, repetitions left out
+        self.asked_at: dict[object, float] = {}
+        # When it last made progress, and the seconds that all under way take.
         self._paces: dict[object, tuple[float, float]] = {}
         self._n_asked_twice: dict[object, int] = {}  # of the next ones to come
 
@@ -142,6 +143,7 @@ class AnswerTimer:
             self.silence.start(now)
             self.sent_at = now
             self._n_asked_twice.clear()
+            self.is_moving = False
             self._answered()
         due, timer_at = now + self._backoff.pause, self.silence.timer_at
         runs = timer_at is not None and (not begins or timer_at <= due)
@@ -167,24 +169,27 @@ class AnswerTimer:
 
     def not_yet(self, now: float) -> float | None:
         """Return when the timer is to fire again, if it is too early to ask again."""
-        due = max(self.sent_at, self.silence.progress_at) + self._backoff.pause
+        due = max(self.sent_at, self.silence.progress_at) + self._pause(now)
         return self.silence.expect(due) if now < due else None
-
-    def asked(self, now: float, *directions: object) -> None:
-        """Something was sent, for the first time in these directions."""
-        self.sent_at = now
-        for direction in directions:
-            self._asked_at[direction] = now
 
     def repeated(self, now: float, *, under_way: Mapping[object, int]) -> float:
         """It was asked again, for so many blocks; return when the timer is to fire."""
         self.sent_at = now
         self._n_asked_twice.update(under_way)
         if under_way and not self._waits:
+            # Where answers come, something was lost, and the pause long enough.
+            pause = self._backoff.pause * (1 if self.is_moving else 2)
+            pause = max(pause, self._kept if self._n_kept else 0.0)
             most = max(self._backoff.longest, self._silence_max / 4)
-            self._n_kept, self._kept = N_KEPT, min(2 * self._backoff.pause, most)
+            self._n_kept, self._kept = N_KEPT, min(pause, most)
+        self.is_moving = False
         self._backoff.repeat(now)
-        return self.silence.expect(self._backoff.due)
+        return self.silence.expect(now + self._pause(now))
+
+    def _pause(self, now: float) -> float:
+        # The longer nothing is heard at all, the more often it is asked, before the peer is lost.
+        left = self._silence_max - self.silence.silent(now)
+        return min(self._backoff.pause, max(left / 3, self._first))
 
     def begin_anew(self) -> None:
         self._n_asked_twice.clear()
@@ -219,11 +224,13 @@ class AnswerTimer:
     ) -> None:
         self.silence.progress_at = now
         before, seconds = self._paces.get(direction, (0.0, 0.0))
-        begun = max(before, since, self._asked_at.get(direction, 0.0))
+        begun = max(before, since, self.asked_at.get(direction, 0.0))
         n_twice = self._n_asked_twice.get(direction, 0)
         if n_twice > 0:  # of which question is this the answer? The long pause stays
             self._n_asked_twice[direction] = n_twice - n
             self._paces[direction] = now, seconds
+            self.is_moving = True
+            self._backoff.pause = self._kept if self._n_kept else self._backoff.first
             return
         found = (now - begun) / n * n_under_way
         self._paces[direction] = now, max(found, (seconds + found) / 2)  # falls slowly

@@ -141,10 +141,10 @@ class Port:
         self.is_spent = False  # the turn of the first flow is over
 
     def fit_turns(self) -> None:
-        """Let turns be no longer than pieces of the smallest message that is next of its flow."""
-        if len(self.turns) <= N_HEADS_MAX:
+        """Let turns be as long as the smallest piece of those that are next, but not too short."""
+        if 0 < len(self.turns) <= N_HEADS_MAX:
             pieces = [path.waiting[0].piece for path in self.turns]
-            self.quantum = max(min(pieces, default=math.inf), self.turn_min)
+            self.quantum = max(min(pieces), min(self.turn_min, max(pieces)))
 
 
 @final
@@ -351,7 +351,7 @@ class Network:
         path.waiting.append(packet)
         if len(path.waiting) == 1:
             card.turns.append(path)
-            card.quantum = min(card.quantum, max(packet.piece, card.turn_min))
+            card.fit_turns()
         if not card.is_woken:
             card.is_woken = True
             self._at(card.free_at, self._send_next, card)

@@ -346,7 +346,8 @@ class Ring:
             return []
         blocks = self._blocks(run)
         if blocks:
-            self._answer.asked(now, RingAck)
+            self._answer.sent_at = self._answer.asked_at[RingAck] = now
+            self._answer.is_moving &= run.window.received > 0
         return blocks
 
     def _blocks(self, run: _Round) -> list[Action]:

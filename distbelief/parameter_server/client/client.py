@@ -210,11 +210,10 @@ class ShardLink:
         return self.send(replies, now)
 
     def _blocks_acked(self, message: pf.PushBlockAck, now: rl.Seconds) -> Sequence[Message]:
-        before, answer = self.pushing.n_acknowledged, self._answer
-        replies = self.pushing.blocks_acked(message)
-        n_acknowledged = self.pushing.n_acknowledged - before
-        if n_acknowledged:
-            answer.blocks_came(now, pf.PushBlockAck, n_acknowledged, self._credit)
+        answer = self._answer
+        n_acked, replies = self.pushing.blocks_acked(message)
+        if n_acked:
+            answer.blocks_came(now, pf.PushBlockAck, n_acked, self._credit)
         is_last = message.sequence == self.pushing.issued  # else the last one may be lost
         if message.waits is True and is_last and self.fetching.complete:
             answer.must_wait()
@@ -348,9 +347,13 @@ class ShardLink:
         return [rl.Send(receiver=copy, message=request) for copy in copies]
 
     def send(self, messages: Sequence[Message], now: rl.Seconds) -> list[rl.Action]:
-        if messages:
-            kinds = {type(message) for message in messages}
-            self._answer.asked(now, *(_ANSWERS[kind] for kind in kinds if kind in _ANSWERS))
+        answer = self._answer
+        for message in messages:
+            answer.sent_at = now
+            kind = type(message)
+            if kind in _ANSWERS:
+                answer.asked_at[_ANSWERS[kind]] = now
+                answer.is_moving &= kind is pf.PushBlock  # of a push whose first ones may be there
         return self._sends(messages)
 
     def _sends(self, messages: Sequence[Message]) -> list[rl.Action]:

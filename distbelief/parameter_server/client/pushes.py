@@ -255,13 +255,18 @@ class ShardPush:
             self.bytes_out += staged.values.nbytes
         return self._send(in_flight) if is_open else []
 
-    def blocks_acked(self, message: pf.PushBlockAck) -> list[pf.PushBlock | pf.Push]:
+    def blocks_acked(
+        self, message: pf.PushBlockAck
+    ) -> tuple[int, Sequence[pf.PushBlock | pf.Push]]:
+        """Return how many more blocks the shard has, and the messages to send now."""
         for in_flight in self.in_flight:
-            push = in_flight.message
+            push, blocks = in_flight.message, in_flight.blocks
             if push.sequence == message.sequence and push.attempt == message.attempt:
-                is_news = in_flight.blocks.acked(message.received)
-                return self._send(in_flight) if is_news and self._by_blocks else []
-        return []
+                before = blocks.received
+                is_news = blocks.acked(message.received)
+                more = self._send(in_flight) if is_news and self._by_blocks else ()
+                return blocks.received - before, more
+        return 0, ()
 
     def acknowledged(self, message: pf.PushApplied) -> bool:
         """Settle every push up to the acknowledged one; return whether there was one."""
@@ -294,11 +299,6 @@ class ShardPush:
         """Return the blocks whose turn has come."""
         waiting = self.in_flight if self._by_blocks else ()
         return [message for in_flight in waiting for message in self._send(in_flight)]
-
-    @property
-    def n_acknowledged(self) -> int:
-        """Blocks of pushes under way that the shard has."""
-        return sum(one.blocks.received for one in self.in_flight)
 
     @property
     def n_unanswered(self) -> int:

@@ -99,7 +99,8 @@ def exchanges(answers: Sequence[float]) -> list[tuple[int, float]]:
     for seconds in answers:
         timer.is_awaited = False
         at = timer.awaits(now) or timer.silence.timer_at
-        timer.asked(now, "fetch")
+        timer.sent_at = timer.asked_at["fetch"] = now
+        timer.is_moving = False
         ends, n_repeated = now + seconds, 0
         while at is not None and at < ends:
             timer.woke(at)

@@ -67,9 +67,24 @@ def test_a_card_alone_is_as_fast_as_its_slower_end() -> None:
 def test_flows_of_one_card_share_it() -> None:
     """What was sent to B first does not hold up what goes to C: both take about 2 s."""
     seen = played({A: [*to(B, 10), *to(C, 10)]}, options(fabric()))
-    assert seen[B][-1][0] == pytest.approx(1.9, rel=0.02)
-    assert seen[C][-1][0] == pytest.approx(2.0, rel=0.02)
+    assert seen[B][-1][0] == pytest.approx(1.95, rel=0.01)
+    assert seen[C][-1][0] == pytest.approx(2.0, rel=0.01)
     assert seen[C][0][0] < 0.35
+
+
+@pytest.mark.parametrize("n_large", [1, 2, 4])
+def test_a_flow_of_smaller_messages_has_its_share(n_large: int) -> None:
+    """A flow of large messages had most of a card: what a replica's ranks send waited for pushes.
+
+    A step was foretold to take 0.48 s, and took 0.36 s.
+    """
+    large = PushBlock(
+        sequence=1, term=1, block_index=0, values=np.zeros(10 * BLOCK // 4, np.float32)
+    )
+    others = [Send(receiver=to, message=large) for to in (C, D)] * 2
+    seen = played({A: [*others[:n_large], *to(B, 2)]}, options(fabric()))
+    n_flows = 1 + min(n_large, 2)
+    assert seen[B][-1][0] == pytest.approx(0.2 * n_flows, rel=0.3)
 
 
 def test_flows_that_begin_together_end_together() -> None:
@@ -82,7 +97,7 @@ def test_flows_that_begin_together_end_together() -> None:
         sequence=1, term=1, block_index=0, values=np.zeros(10 * BLOCK // 4, np.float32)
     )
     seen = played({A: [Send(receiver=to, message=large) for to in (B, C)]}, options(fabric()))
-    assert seen[B][-1][0] == pytest.approx(4 / 3, rel=0.01)  # two pieces of three are ahead
+    assert seen[B][-1][0] == pytest.approx(1.94, rel=0.01)
     assert seen[C][-1][0] == pytest.approx(2.0, rel=0.01)
 
 
