@@ -347,7 +347,7 @@ class Network:
             self._pass(packet, now, packet.piece)
             if not packet.n_left:
                 return
-            card.is_spent = True  # who comes now is next
+            card.is_spent = True  # a flow that comes now is served before this one
         path.waiting.append(packet)
         if len(path.waiting) == 1:
             card.turns.append(path)

@@ -239,7 +239,7 @@ def build_model(spec: ModelSpec) -> nn.Module:
     _built.update(parts)
     check_shapes(module, f"[model] {spec.factory}")
     check_saved(module, f"[model] {spec.factory}")
-    if module.training:  # else all of it has been used, or is to be trained anew
+    if module.training:  # a model that is wholly in evaluation mode is put into training mode
         check_modes(module, f"[model] {spec.factory}")
     # Not where it is built to see how tensors are drawn: a question is noted as the user's.
     if torch.get_default_device().type != "meta":
